@@ -1,0 +1,43 @@
+# Two commands on a fresh machine with Python 3.11:  make quickstart   and   make test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export FLWR_TELEMETRY_ENABLED := 0
+export FLWR_DISABLE_UPDATE_CHECK := 1
+export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
+
+.PHONY: quickstart test test-fast lint bench clean
+
+quickstart: $(STAMP)  ## set up and run the main job
+	$(BIN)/python -m experiments.run
+
+test: $(STAMP)  ## set up and run every check: lint, types, all tests
+	$(MAKE) lint
+	$(BIN)/python -m pytest
+
+test-fast: $(STAMP)  ## without Ray, deployments and long fuzzing
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## wire, kernels, engine: ratios taken in one run
+	$(BIN)/python -m experiments.bench wire
+	$(BIN)/python -m experiments.bench kernels
+	$(BIN)/python -m experiments.bench engine
+
+# torch first and by its exact version: a range would pull the newest build and with it gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedcomp needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m fedcomp.kernels
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

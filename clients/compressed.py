@@ -1,0 +1,243 @@
+"""The client half of the drop-in pair: one mod, no configuration.
+
+``ClientApp(mods=[compression()])`` is all a Flower app needs. The server's announcement says which codec to use; a
+message without one passes through untouched. Put the mod first in the list: it must be the last to touch the outgoing
+reply, outside of everything that changes the update (clipping, noise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, get_codec
+from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
+from fedcomp.exact import encode_exact
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, put_frame, take_frame
+from fedcomp.flower.protocol import EXACT, PROTOCOL, RESYNC, STEP, UPDATE, Announcement
+from fedcomp.flower.state import Replica, Uplink
+from fedcomp.layout import Layout, Update, policy_from_config
+from fedcomp.rng import Key
+from fedcomp.versions import Step, advance, digest
+
+CallNext = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, CallNext], Message]
+
+_MOD_FAILED_PRECONDITION = 6  # Flower's ErrorCode of that name; the enumeration itself is private
+
+
+def compression(accept: Collection[str] | None = None) -> Mod:
+    """Return the compression mod.
+
+    Parameters
+    ----------
+    accept : collection of str, optional
+        Codec ids this client agrees to use; default all registered ones. A codec outside of it is answered densely and
+        reported to the server, never silently.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> app = ClientApp(mods=[compression()])
+    """
+
+    def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        return _handle(msg, context, call_next, accept)
+
+    return compression_mod
+
+
+def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collection[str] | None) -> Message:
+    announcement = _announcement(msg.content)
+    if announcement is None:
+        return call_next(msg, context)
+
+    codec, unsupported = _choose(announcement, accept)
+    try:
+        record, replica = _receive(msg.content, announcement, context)
+    except FedcompError as error:
+        return Message(Error(_MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=msg)
+
+    layout: Layout | None = None
+    uplink: Uplink | None = None
+    before: dict[str, NDArray[Any]] = {}
+    if codec is not None:
+        before = {name: array.numpy() for name, array in record.items()}
+        layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=not codec.lossless)
+        if codec.remembers:
+            uplink = Uplink.begin(context, announcement, codec, layout)
+            if uplink.redelivery is not None:
+                # Already trained for this message: the frame that may have been consumed is the one to send again.
+                return Message(uplink.redelivery, reply_to=msg)
+
+    msg.content = _plain_content(msg.content, announcement, record)
+    reply = call_next(msg, context)
+    if reply.has_error():
+        return reply
+
+    header = ConfigRecord(dict(reply.content.config_records.get(NODE_RECORD, {})))
+    partition = _partition(context)
+    header[PARTITION_KEY] = partition
+    if announcement.version:
+        header["version"] = announcement.version
+    if unsupported:
+        header["unsupported"] = unsupported
+    content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})  # type: ignore[misc]
+    content[NODE_RECORD] = header
+
+    if codec is not None and layout is not None:
+        name, after = _reply_arrays(content)
+        layout.check(after)
+        vector = layout.flatten(after)
+        if not codec.lossless:
+            vector -= layout.flatten(before)
+        update = Update(vector, layout)
+        key = Key(announcement.seed, "uplink", announcement.round, partition)
+        frame, state = codec.encode(update, uplink.state if uplink else codec.init(layout), key)
+        header["record"] = name
+        header["sequence"] = announcement.sequence
+        if uplink is not None:
+            header["generation"] = uplink.generation
+            header["rolled-back"] = uplink.rolled_back
+        del content[name]
+        put_frame(content, UPDATE, frame)
+        exact = encode_exact(_exact_arrays(after, layout), layout)
+        if exact is not None:
+            put_frame(content, EXACT, exact)
+        if uplink is not None:
+            uplink.commit(context, state, announcement, codec, layout, content)
+    if replica is not None:
+        replica.save(context)
+    reply.content = content
+    return reply
+
+
+def _announcement(content: RecordDict) -> Announcement | None:
+    for config in content.config_records.values():
+        found = Announcement.read(config)
+        if found is not None:
+            return found
+    return None
+
+
+def _choose(announcement: Announcement, accept: Collection[str] | None) -> tuple[Codec | None, str]:
+    """Return the codec to reply with, or None and the reason why the reply goes out as it is."""
+    if announcement.protocol != PROTOCOL:
+        return None, f"server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
+    if not announcement.codec:
+        return None, ""
+    try:
+        codec = get_codec(announcement.codec)
+    except ConfigError as error:
+        return None, str(error)
+    if codec.phases != 1:
+        return None, f"{codec!r} needs {codec.phases} exchanges; the drop-in pair has one"
+    refused = [] if accept is None else [i for i in _ids(announcement.codec) if i not in accept]
+    if refused:
+        return None, f"this client accepts the codecs {sorted(accept or ())}, not {refused}"
+    return codec, ""
+
+
+def _ids(config: Any) -> list[str]:
+    if isinstance(config, dict):
+        own = [config["id"]] if isinstance(config.get("id"), str) else []
+        return own + [i for v in config.values() for i in _ids(v)]
+    return [i for v in config for i in _ids(v)] if isinstance(config, list) else []
+
+
+def _receive(content: RecordDict, announcement: Announcement, context: Context) -> tuple[ArrayRecord, Replica | None]:
+    """Return the model of the message as an ordinary ArrayRecord, and the replica to keep when it advanced.
+
+    Raises
+    ------
+    FedcompError
+        When the replica cannot be brought to the announced version, or is not the announced model.
+    """
+    plain = content.array_records.get(announcement.record)
+    if not announcement.downlink:
+        if plain is None:
+            raise StateError(f"the message holds no ArrayRecord {announcement.record!r}")
+        return plain, None
+    codec = get_codec(announcement.downlink)
+    if announcement.base == 0:
+        if plain is None:
+            raise StateError(f"the message announces a full model but holds no ArrayRecord {announcement.record!r}")
+        replica = Replica(announcement.version, {k: v.numpy() for k, v in plain.items()})
+        layout = _downlink_layout(replica, announcement, codec)
+        vector = layout.flatten(replica.arrays)
+        exact = _exact_arrays(replica.arrays, layout)
+    else:
+        held = Replica.load(context)
+        if held is None:
+            raise StateError(f"this node holds no model, but the message starts from version {announcement.base}")
+        layout = _downlink_layout(held, announcement, codec)
+        steps = [_step(content, v) for v in range(announcement.base + 1, announcement.version + 1)]
+        vector, exact, version = advance(
+            layout.flatten(held.arrays), _exact_arrays(held.arrays, layout), held.version, steps, codec, layout
+        )
+        replica = Replica(version, layout.unflatten(vector, exact))
+    if replica.version != announcement.version or digest(vector, exact) != announcement.digest:
+        raise StateError(
+            f"the replica (version {replica.version}) is not the server's model of version {announcement.version}: "
+            "digests differ"
+        )
+    record = plain if plain is not None else ArrayRecord({k: Array(np.asarray(v)) for k, v in replica.arrays.items()})
+    return record, replica
+
+
+def _downlink_layout(replica: Replica, announcement: Announcement, codec: Codec) -> Layout:
+    return Layout.of(dict(replica.arrays), policy_from_config(announcement.policy), cast_floats=not codec.lossless)
+
+
+def _step(content: RecordDict, version: int) -> Step:
+    frame = take_frame(content, f"{STEP}.{version}")
+    if frame is None:
+        raise StateError(f"the message lacks step {version} of the model")
+    return Step(version, frame, take_frame(content, f"{STEP}.{version}.exact"))
+
+
+def _plain_content(content: RecordDict, announcement: Announcement, record: ArrayRecord) -> RecordDict:
+    """Return the message content as the app would have seen it without compression."""
+    out = RecordDict({announcement.record: record})
+    for name, value in content.items():
+        if name == announcement.record or name.startswith(STEP):
+            continue
+        if isinstance(value, ConfigRecord):
+            value = ConfigRecord(dict(value))
+            Announcement.erase(value)
+        out[name] = value
+    return out
+
+
+def _reply_arrays(content: RecordDict) -> tuple[str, dict[str, NDArray[Any]]]:
+    records = content.array_records
+    if len(records) != 1:
+        raise ConfigError(
+            f"the reply holds {len(records)} ArrayRecords {sorted(records)}; compression() needs exactly one, the trained "
+            "model"
+        )
+    name, record = next(iter(records.items()))
+    return name, {k: v.numpy() for k, v in record.items()}
+
+
+def _exact_arrays(arrays: Any, layout: Layout) -> dict[str, NDArray[Any]]:
+    out: dict[str, NDArray[Any]] = {}
+    for t in layout.exact:
+        array = np.asarray(arrays[t.name])
+        if not np.can_cast(array.dtype, t.dtype, "same_kind"):
+            raise LayoutError(
+                f"buffer {t.name!r} came back as {array.dtype}, the model holds {t.dtype}; it travels exactly and is not "
+                "converted"
+            )
+        out[t.name] = array.astype(t.dtype, copy=False)
+    return out
+
+
+def _partition(context: Context) -> int:
+    """Return the partition id, or a number drawn from the node id where the deployment configures none."""
+    value = context.node_config.get(PARTITION_KEY)
+    return value if isinstance(value, int) else context.node_id % (1 << 31)

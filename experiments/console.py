@@ -1,0 +1,180 @@
+"""The terminal: progress while a run works, the closing table, the claims. Nothing here decides anything."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import ProgressColumn as Column
+from rich.table import Table
+from rich.text import Text
+
+from experiments.report import duration, link_name, number, percent, ratio, short_bytes
+from experiments.spec import RoundRecord, RunSpec
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+WIDE = 100
+"""From this many columns on the tables show wire bytes beside payload bytes and where a bound is from."""
+
+
+class _Accuracy(Column):
+    """The accuracy so far, where a progress bar usually shows a percentage."""
+
+    def render(self, task: Task) -> RenderableType:
+        return Text(f"{percent(task.fields['accuracy']):>7}")
+
+
+class Watch:
+    """Shows rows and their rounds as they go: bars on a terminal, one line per finished row elsewhere.
+
+    Use it as a context manager around the run.
+    """
+
+    def __init__(self, console: Console, specs: Sequence[RunSpec]) -> None:
+        self._console = console
+        self._specs = list(specs)
+        self._tasks: dict[str, TaskID] = {}
+        self._began = time.perf_counter()
+        width = max((len(spec.label) for spec in specs), default=0)
+        self._width = min(width, max(16, console.width - 44))
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            _Accuracy(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        for spec in self._specs:
+            label = spec.label if len(spec.label) <= self._width else spec.label[: self._width - 1] + "…"
+            self._tasks[spec.label] = self._progress.add_task(
+                label.ljust(self._width), total=spec.rounds, accuracy=math.nan, start=False
+            )
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def start(self, spec: RunSpec, done: int) -> None:
+        """A row begins, or continues after ``done`` rounds."""
+        self._began = time.perf_counter()
+        self._progress.start_task(self._tasks[spec.label])
+        self._progress.update(self._tasks[spec.label], completed=done)
+
+    def round(self, spec: RunSpec, record: RoundRecord) -> None:
+        """A round of the row is finished."""
+        update: dict[str, Any] = {"completed": record.round}
+        if not math.isnan(record.accuracy):
+            update["accuracy"] = record.accuracy
+        self._progress.update(self._tasks[spec.label], **update)
+
+    def done(self, spec: RunSpec, accuracy: float, *, kept: bool) -> None:
+        """A row is finished; ``kept`` when it was finished by an earlier run."""
+        task = self._tasks[spec.label]
+        self._progress.start_task(task)
+        self._progress.update(task, completed=spec.rounds, accuracy=accuracy)
+        self._progress.stop_task(task)
+        if not self._console.is_terminal:
+            took = "kept from before" if kept else duration(time.perf_counter() - self._began)
+            self._console.print(
+                f"  {spec.label}: {spec.rounds} rounds, accuracy {percent(accuracy)}, {took}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def result_table(summary: Mapping[str, Any], width: int) -> Table:
+    """Return the closing table of a run, with wire bytes as well when ``width`` columns are enough."""
+    wide = width >= WIDE
+    link = link_name(summary["config"]["settings"])
+    table = _table()
+    table.add_column("system", ratio=1, no_wrap=not wide, overflow="ellipsis")
+    for head in ("accuracy", "uplink\npayload", *(("uplink\nwire",) if wide else ())):
+        table.add_column(head, justify="right", no_wrap=True)
+    for head in ("downlink\npayload", *(("downlink\nwire",) if wide else ())):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("uplink\nratio", justify="right", no_wrap=True)
+    table.add_column(f"time at\n{link}" if link else "simulated\ntime", justify="right", no_wrap=True)
+    for row in summary["rows"]:
+        lost = f" ({row['failures']} replies lost)" if row["failures"] else ""
+        up = [short_bytes(row["uplink_payload_bytes"])]
+        down = [short_bytes(row["downlink_payload_bytes"])]
+        if wide:
+            up.append(short_bytes(row["uplink_wire_bytes"]))
+            down.append(short_bytes(row["downlink_wire_bytes"]))
+        simulated = duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–"
+        table.add_row(row["label"] + lost, percent(row["accuracy"]), *up, *down, ratio(row["uplink_ratio"]), simulated)
+    return table
+
+
+def claim_table(claims: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Return the claims with ``ok``, ``FAILED`` or, for a goal that does not decide the exit code, ``missed``."""
+    table = _table()
+    table.add_column("", no_wrap=True)
+    table.add_column("claim", ratio=2)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("bound", justify="right", no_wrap=True)
+    if width >= WIDE:
+        table.add_column("source", ratio=2)
+    for claim in claims:
+        if claim["ok"]:
+            mark = Text("ok", style="green")
+        elif claim["gate"]:
+            mark = Text("FAILED", style="bold red")
+        else:
+            mark = Text("missed", style="yellow")
+        cells = [mark, claim["name"], number(claim["value"]), f"{claim['op']} {number(claim['bound'])}"]
+        table.add_row(*cells, *([claim["source"]] if width >= WIDE else []))
+    return table
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return any list of flat rows as a table; columns in the order of their first appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = _table()
+    numeric = {column for column in columns if all(_is_number(row.get(column)) or column not in row for row in rows)}
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right" if column in numeric else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    return table
+
+
+def names_table(head: str, entries: Iterable[tuple[str, ...]], *columns: str) -> Table:
+    """Return a list of names with what they are."""
+    table = _table()
+    table.add_column(head, no_wrap=True, style="bold")
+    for column in columns:
+        table.add_column(column)
+    for entry in entries:
+        table.add_row(*entry)
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, expand=False)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if _is_number(value):
+        return number(value)
+    return str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,59 @@
+"""Engines: the ways to run one spec with the same server app and the same client app.
+
+Importing this package imports neither Flower nor Ray; each engine is a module that is loaded when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.flower.offline import go_offline
+
+if TYPE_CHECKING:
+    from experiments.spec import RoundRecord, RunResult, RunSpec
+
+ENGINES: Final[dict[str, str]] = {
+    "inprocess": "clients run one after the other in this process; every message is really serialised",
+    "ray": "Flower's simulation: clients run in Ray actors",
+    "superlink": "Flower's deployment: a SuperLink and one SuperNode process per client, on loopback",
+}
+"""Name of each engine, which is also its module's, and what it is."""
+
+
+def run(
+    spec: RunSpec,
+    *,
+    on_round: Callable[[RoundRecord], object] | None = None,
+    checkpoint: Path | None = None,
+) -> RunResult:
+    """Run ``spec`` on its engine.
+
+    Parameters
+    ----------
+    spec : RunSpec
+    on_round : callable, optional
+        Called with each round's record when it is complete, round 0 (the initial model) first. It may be called from
+        another thread. Rounds restored from a checkpoint are not repeated.
+    checkpoint : Path, optional
+        A file: when it exists the run continues from it, and it is replaced after each round. Only the in-process
+        engine can do this; the others raise :class:`ConfigError`.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown engine, system, task or setting; the message names the nearest right one.
+    """
+    if spec.engine not in ENGINES:
+        raise ConfigError(f"unknown engine {spec.engine!r}{nearest(spec.engine, ENGINES)}")
+    # Flower reads its telemetry switch once, when it is first imported.
+    go_offline()
+    from experiments.systems import check
+
+    check(spec)
+    engine = importlib.import_module(f"experiments.engines.{spec.engine}")
+    result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint)
+    return result

@@ -1,0 +1,176 @@
+"""Child processes that are always taken down again: the ground under engines that start servers.
+
+Every child leads a process group of its own, so that what it starts in turn (Flower's SuperExec, one process per
+message) is reached through it, and so that Ctrl-C in a terminal reaches only us, who then stop the children in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from fedcomp.errors import FedcompError
+
+
+class DeploymentError(FedcompError, RuntimeError):
+    """A server, node or command of a deployment failed; the message ends with the tail of its log."""
+
+
+class Child:
+    """One started process and everything below it.
+
+    Parameters
+    ----------
+    name : str
+        What the process is called in error messages.
+    command : sequence of str
+    env : mapping of str to str
+        The whole environment of the process.
+    log : Path
+        Receives standard output and standard error.
+    cwd : Path
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path
+    ) -> None:
+        self.name = name
+        self.log = log
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of its process group."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        return self._process.poll()
+
+    def tail(self, lines: int = 20) -> str:
+        """Return the last ``lines`` lines of the process's log."""
+        return tail(self.log, lines)
+
+    def require_running(self) -> None:
+        """Raise :class:`DeploymentError` when the process has ended."""
+        if self.returncode is not None:
+            raise DeploymentError(
+                f"{self.name} ended with status {self.returncode} while it was needed; its log says:\n{self.tail()}"
+            )
+
+    def terminate(self) -> None:
+        """Ask the leader to end; return at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def stop(self, grace: float = 10.0) -> None:
+        """End the whole group: ask the leader, then everybody, then insist. Returns when nobody is left."""
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not members(self.pid):
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+            deadline = time.monotonic() + grace
+            while members(self.pid) and time.monotonic() < deadline:
+                self._process.poll()
+                time.sleep(0.05)
+        self._process.poll()
+
+
+def members(group: int) -> list[int]:
+    """Return the ids of the living processes in process group ``group`` (zombies are dead)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command name, in parentheses, may hold anything: fields count from the last one.
+            state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(pgrp) == group and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """Return the last ``lines`` lines of a text file, or a remark when there are none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return f"(no log: {error})"
+    return "\n".join(text[-lines:]) or "(the log is empty)"
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ``count`` different TCP ports that are free on loopback now.
+
+    All are held until all are known, so that none is handed out twice; another program may still take one in the
+    moment before its owner binds it, which shows as a server that does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [int(s.getsockname()[1]) for s in sockets]
+
+
+def wait_for_port(port: int, child: Child, limit: float) -> None:
+    """Wait until ``child`` accepts connections on loopback ``port``.
+
+    Raises
+    ------
+    DeploymentError
+        When it ends first or does not answer within ``limit`` seconds.
+    """
+    deadline = time.monotonic() + limit
+    while True:
+        child.require_running()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        if time.monotonic() > deadline:
+            raise DeploymentError(
+                f"{child.name} did not open port {port} within {limit:.0f} s; its log says:\n{child.tail()}"
+            )
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Turn SIGTERM into :class:`SystemExit` inside the block, so that ``finally`` clauses stop the children.
+
+    Only the main thread may set signal handlers; elsewhere the block runs unchanged.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

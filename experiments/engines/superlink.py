@@ -1,0 +1,292 @@
+"""The deployment engine: a real SuperLink and real SuperNodes, as separate processes on loopback.
+
+The apps are the ones every engine runs; here ``flwr run`` bundles the project and Flower ships it to the nodes. Each
+process gets a Flower home of its own, all of them in one temporary folder that is removed with the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from clients import edge
+from experiments.engines.processes import (
+    Child,
+    DeploymentError,
+    free_ports,
+    sigterm_raises,
+    tail,
+    wait_for_port,
+)
+from experiments.spec import (
+    RESULT_FILE,
+    ROUNDS_FILE,
+    RoundRecord,
+    RunResult,
+    RunSpec,
+    Scalar,
+    format_value,
+)
+from fedcomp.errors import ConfigError
+from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
+
+CONNECTION: Final = "dep"
+START_LIMIT: Final = 60.0
+MAX_NODES: Final = 64
+
+
+def project_root() -> Path:
+    """Return the source checkout this package lies in, which is what ``flwr run`` bundles.
+
+    Raises
+    ------
+    ConfigError
+        When the package was installed without its project file.
+    """
+    root = Path(__file__).resolve().parents[2]
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+        project["tool"]["flwr"]["app"]["components"]["serverapp"]
+    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"the superlink engine bundles the project's source, but {root} is not a source checkout ({error}); clone "
+            "the repository and install it with 'pip install -e .', or use engine=inprocess"
+        ) from error
+    return root
+
+
+class Deployment:
+    """A SuperLink and ``nodes`` SuperNodes on loopback, for the duration of a ``with`` block.
+
+    Parameters
+    ----------
+    nodes : int
+        SuperNodes to start; node i holds partition i.
+    keep : bool
+        Leave the folder with homes and logs behind, for looking at.
+
+    Raises
+    ------
+    DeploymentError
+        When a process does not start or dies; the message ends with the tail of its log.
+    """
+
+    def __init__(self, nodes: int, *, keep: bool = False) -> None:
+        if not 1 <= nodes <= MAX_NODES:
+            raise ConfigError(
+                f"a loopback deployment starts one operating-system process per client: clients={nodes} is outside "
+                f"1 to {MAX_NODES}; use engine=inprocess for more"
+            )
+        self.nodes = nodes
+        self.children: list[Child] = []
+        self._keep = keep
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Deployment:
+        self.folder = Path(tempfile.mkdtemp(prefix="fedcomp-superlink-"))
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop every process that was started, nodes first, and remove the folder."""
+        # All are asked before any is waited for: a node that still talks to its SuperLink leaves at once.
+        for child in reversed(self.children):
+            child.terminate()
+        for child in reversed(self.children):
+            child.stop()
+        if not self._keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        port, *node_ports = free_ports(1 + self.nodes)
+        self.address = f"127.0.0.1:{port}"
+        command = [edge.program("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+        link = self._launch("the SuperLink", "superlink", command)
+        wait_for_port(port, link, START_LIMIT)
+        for i, node_port in enumerate(node_ports):
+            arguments = ["--insecure", "--superlink", self.address, "--port", str(node_port)]
+            arguments += ["--partition", str(i), "--of", str(self.nodes)]
+            command, _ = edge.prepare(arguments)
+            self._launch(f"SuperNode {i}", f"node-{i}", command)
+        for child, node_port in zip(self.children[1:], node_ports, strict=True):
+            wait_for_port(node_port, child, START_LIMIT)
+        (self.home("cli") / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+            f'[superlink.{CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n',
+            encoding="utf-8",
+        )
+
+    def home(self, name: str) -> Path:
+        """Return the Flower home of the process called ``name``, made on first use."""
+        path = self.folder / name
+        path.mkdir(exist_ok=True)
+        return path
+
+    def env(self, name: str) -> dict[str, str]:
+        """Return the environment of the process called ``name``: offline, quiet, its own Flower home."""
+        # Flower's helpers start each other by name; they must find the ones of this very environment.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        home = str(self.home(name))
+        return {**os.environ, **OFFLINE_ENVIRONMENT, "PATH": path, "FLWR_HOME": home, "PYTHONUNBUFFERED": "1"}
+
+    def _launch(self, title: str, name: str, command: list[str]) -> Child:
+        log = self.folder / f"{name}.log"
+        child = Child(title, command, env=self.env(name), log=log, cwd=self.home(name))
+        self.children.append(child)
+        return child
+
+    def require_running(self) -> None:
+        """Raise :class:`DeploymentError` when a server or node has ended."""
+        for child in self.children:
+            child.require_running()
+
+    def flwr(
+        self,
+        *arguments: str,
+        name: str,
+        limit: float,
+        watch: Callable[[], object] = lambda: None,
+    ) -> str:
+        """Run one ``flwr`` command against this SuperLink; return what it printed.
+
+        ``watch`` is called about four times a second while the command runs.
+
+        Raises
+        ------
+        DeploymentError
+            When the command fails or outlasts ``limit`` seconds, or a process of the deployment dies meanwhile.
+        """
+        command = Child(
+            f"flwr {arguments[0]}",
+            [edge.program("flwr"), *arguments],
+            env=self.env("cli"),
+            log=self.folder / f"{name}.log",
+            cwd=self.home("cli"),
+        )
+        deadline = time.monotonic() + limit
+        try:
+            while command.returncode is None:
+                self.require_running()
+                watch()
+                if time.monotonic() > deadline:
+                    raise DeploymentError(
+                        f"{command.name} did not finish within {limit:.0f} s; it printed last:\n{command.tail()}"
+                    )
+                time.sleep(0.25)
+        finally:
+            command.stop()
+        if command.returncode != 0:
+            raise DeploymentError(
+                f"{command.name} failed with status {command.returncode}; it printed last:\n{command.tail()}"
+            )
+        return command.log.read_text(encoding="utf-8", errors="replace")
+
+    def run_app(
+        self,
+        config: Mapping[str, Scalar],
+        *,
+        limit: float,
+        project: Path | None = None,
+        watch: Callable[[], object] = lambda: None,
+    ) -> str:
+        """Submit the app with ``config`` as its run configuration and follow it to its end; return the log."""
+        overrides = self.folder / "run-config.toml"
+        overrides.write_text("".join(f"{k} = {_toml(v)}\n" for k, v in config.items()), encoding="utf-8")
+        root = project_root() if project is None else project
+        arguments = ["run", str(root), CONNECTION, "--stream", "--run-config", str(overrides)]
+        return self.flwr(*arguments, name="run", limit=limit, watch=watch)
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Return what the SuperLink knows about its runs, newest first, Flower's own traffic counters included."""
+        printed = self.flwr("list", CONNECTION, "--format", "json", name="list", limit=START_LIMIT)
+        try:
+            # The command may print remarks before its document.
+            document = json.loads(printed[printed.index("{") :])
+            return list(document["runs"])
+        except (ValueError, KeyError) as error:
+            raise DeploymentError(
+                f"flwr list printed no run list ({error}):\n{tail(self.folder / 'list.log')}"
+            ) from error
+
+    def logs(self, lines: int = 15) -> str:
+        """Return the tails of all logs, for error messages."""
+        return "\n".join(f"--- {child.name}\n{child.tail(lines)}" for child in self.children)
+
+
+def run(
+    spec: RunSpec,
+    *,
+    on_round: Callable[[RoundRecord], object] | None = None,
+    checkpoint: Path | None = None,
+) -> RunResult:
+    """Run ``spec`` on a fresh loopback deployment. See :func:`experiments.engines.run`."""
+    if checkpoint is not None:
+        raise ConfigError(
+            "the superlink engine cannot be resumed: SuperNodes forget their state between runs; use engine=inprocess"
+        )
+    started = time.perf_counter()
+    limit = 120.0 + 60.0 * spec.rounds
+    with sigterm_raises(), Deployment(spec.clients) as deployment:
+        out = deployment.home("out")
+        follow = _Follower(out / ROUNDS_FILE, on_round)
+        log = deployment.run_app({**spec.to_run_config(), "out": str(out)}, limit=limit, watch=follow)
+        follow()
+        if not (out / RESULT_FILE).exists():
+            raise DeploymentError(
+                "the run ended without a result; the server app said last:\n"
+                + "\n".join(log.splitlines()[-25:])
+                + f"\n{deployment.logs()}"
+            )
+        result = RunResult.load(out)
+        result.notes["flower_run"] = deployment.runs()[0]
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+class _Follower:
+    """Reads a growing JSON-lines file of round records and passes each complete line on once."""
+
+    def __init__(self, path: Path, on_round: Callable[[RoundRecord], object] | None) -> None:
+        self._path = path
+        self._on_round = on_round
+        self._seen = 0
+
+    def __call__(self) -> None:
+        if self._on_round is None:
+            return
+        for record in self._new():
+            self._on_round(record)
+
+    def _new(self) -> Iterator[RoundRecord]:
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        end = data.rfind(b"\n") + 1
+        lines = data[self._seen : end].splitlines()
+        self._seen = end
+        for line in lines:
+            yield RoundRecord.from_json(json.loads(line))
+
+
+def _toml(value: Scalar) -> str:
+    return json.dumps(value) if isinstance(value, str) else format_value(value)

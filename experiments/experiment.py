@@ -1,0 +1,258 @@
+"""What an experiment is: a question, the systems compared, the settings a user may change, and the claims.
+
+A module in :mod:`experiments.catalog` builds one :class:`Experiment`. It names no file and prints nothing;
+running it, storing it and reporting it are the work of :mod:`experiments.run`, :mod:`experiments.store` and
+:mod:`experiments.report`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from experiments.claims import Claim
+from experiments.engines import ENGINES
+from experiments.spec import RunResult, RunSpec
+from fedcomp.errors import ConfigError, FedcompError, nearest
+
+if TYPE_CHECKING:
+    from typing import Self
+
+Value = bool | int | float | str
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting a user may change with ``--set key=value``.
+
+    Parameters
+    ----------
+    default : bool, int, float or str
+        The value used when nothing is said. Its type is the type of the setting.
+    help : str
+        One line: what it means, with its unit.
+    above, least, most : float, optional
+        Numbers only: the value must be ``> above``, ``>= least`` and ``<= most``.
+    choices : tuple of str
+        Text only: the values allowed; empty allows any.
+    check : callable, optional
+        Receives the parsed value and raises ``ValueError`` when it cannot work.
+    """
+
+    default: Value
+    help: str
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    check: Callable[[Any], object] | None = None
+
+    def parse(self, key: str, text: str) -> Value:
+        """Return ``text`` as a value of this setting's type, or raise :class:`ConfigError` that names ``key``."""
+        value = self._convert(key, text)
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{key} cannot be {text!r}{nearest(text, self.choices)}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
+            raise ConfigError(f"{key} must be {self.range()}, not {text}")
+        if self.check is not None:
+            try:
+                self.check(value)
+            except (ValueError, FedcompError) as error:
+                raise ConfigError(f"{key} cannot be {text!r}: {_one_line(error)}") from error
+        return value
+
+    def range(self) -> str:
+        """Return the allowed range of a number in words, ``"finite"`` when it has no bound."""
+        low = f"greater than {self.above:g}" if self.above is not None else ""
+        low = f"at least {self.least:g}" if self.least is not None else low
+        high = f"at most {self.most:g}" if self.most is not None else ""
+        return " and ".join(part for part in (low, high) if part) or "finite"
+
+    def _convert(self, key: str, text: str) -> Value:
+        kind = type(self.default)
+        word = text.strip().lower()
+        try:
+            if kind is bool:
+                if word not in _TRUE | _FALSE:
+                    raise ValueError(text)
+                return word in _TRUE
+            return kind(text.strip())
+        except ValueError:
+            wanted = f"{_EXPECTED[kind]} (default {show_value(self.default)})"
+            raise ConfigError(f"{key} must be {wanted}, not {text!r}") from None
+
+    def _in_range(self, value: float) -> bool:
+        return (
+            math.isfinite(value)
+            and (self.above is None or value > self.above)
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run: the experiment's name, the engine, the size, the seed and all settings."""
+
+    experiment: str
+    engine: str
+    rounds: int
+    clients: int
+    seed: int
+    settings: Mapping[str, Value]
+
+    def spec(self, system: str, label: str, task: str, *, take: Iterable[str] = (), **fixed: Value) -> RunSpec:
+        """Return the :class:`RunSpec` of one row.
+
+        ``take`` lists the settings the row uses; a name that ends in ``"."`` takes every setting below it.
+        ``fixed`` are settings this row sets itself (underscores stay, keys with dots go through
+        ``**{"codec.density": 0.01}``).
+        """
+        wanted = tuple(take)
+        chosen = {
+            key: value
+            for key, value in self.settings.items()
+            if any(key == want or (want.endswith(".") and key.startswith(want)) for want in wanted)
+        }
+        return RunSpec(
+            system=system,
+            label=label,
+            task=task,
+            engine=self.engine,
+            rounds=self.rounds,
+            clients=self.clients,
+            seed=self.seed,
+            settings={**chosen, **fixed},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the configuration as a JSON-able dictionary."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"settings": dict(self.settings)}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the configuration that :meth:`to_json` wrote."""
+        return cls(**{f.name: document[f.name] for f in fields(cls)})
+
+
+Rows = Callable[[Config], list[RunSpec]]
+Claims = Callable[[Config, Mapping[str, RunResult]], list[Claim]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question and how it is answered.
+
+    Parameters
+    ----------
+    name : str
+        The name on the command line and of the module in :mod:`experiments.catalog`.
+    question : str
+        One sentence that ends in a question mark.
+    rows : callable
+        From a :class:`Config` to one :class:`RunSpec` per system compared; labels are unique.
+    claims : callable
+        From the configuration and the results by label to the list of :class:`Claim`.
+    baseline : str
+        Label of the row the ratio column compares with.
+    options : mapping
+        Every key of ``--set`` with its :class:`Option`.
+    rounds, clients : int
+        Default size of a run.
+    notes : str
+        What a reader must know to judge the result; plain text, paragraphs parted by an empty line.
+    """
+
+    name: str
+    question: str
+    rows: Rows
+    claims: Claims
+    baseline: str
+    options: Mapping[str, Option]
+    rounds: int
+    clients: int
+    notes: str = ""
+    engines: tuple[str, ...] = tuple(ENGINES)
+
+    def configure(
+        self,
+        *,
+        engine: str | None = None,
+        rounds: int | None = None,
+        clients: int | None = None,
+        seed: int = 0,
+        assignments: Sequence[str] = (),
+    ) -> Config:
+        """Return the configuration a command line asks for.
+
+        ``assignments`` are ``"key=value"`` texts. Raises :class:`ConfigError` with one line that names the
+        nearest right name for a wrong engine, key or value.
+        """
+        engine = self.engines[0] if engine is None else engine
+        if engine not in self.engines:
+            raise ConfigError(f"no engine {engine!r}{nearest(engine, self.engines)}")
+        rounds = self.rounds if rounds is None else rounds
+        clients = self.clients if clients is None else clients
+        if rounds < 0:
+            raise ConfigError(f"--rounds must be at least 0, not {rounds}")
+        if clients < 1:
+            raise ConfigError(f"--clients must be at least 1, not {clients}")
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"--seed must be at least 0 and below 2**63, not {seed}")
+        settings = {key: option.default for key, option in self.options.items()}
+        settings.update(self._assigned(assignments))
+        return Config(self.name, engine, rounds, clients, seed, settings)
+
+    def specs(self, config: Config) -> list[RunSpec]:
+        """Return the rows of ``config``; raises :class:`ConfigError` when two rows share a label."""
+        specs = self.rows(config)
+        labels = [spec.label for spec in specs]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ConfigError(f"experiment {self.name!r} has two rows called {twice[0]!r}; labels must be unique")
+        return specs
+
+    def changed(self, config: Config) -> list[str]:
+        """Return what ``config`` sets differently from the defaults, as ``key=value`` texts, the seed left out."""
+        pairs: list[tuple[str, Value, Value]] = [
+            ("rounds", config.rounds, self.rounds),
+            ("clients", config.clients, self.clients),
+        ]
+        pairs += [(key, config.settings[key], option.default) for key, option in self.options.items()]
+        return [f"{key}={show_value(value)}" for key, value, default in pairs if value != default]
+
+    def _assigned(self, assignments: Sequence[str]) -> dict[str, Value]:
+        given: dict[str, Value] = {}
+        for text in assignments:
+            key, sign, value = text.partition("=")
+            key = key.strip()
+            if not sign:
+                raise ConfigError(f"--set needs key=value, not {text!r}{self._hint(key)}")
+            if key not in self.options:
+                raise ConfigError(f"experiment {self.name!r} has no setting {key!r}{self._hint(key)}")
+            given[key] = self.options[key].parse(key, value)
+        return given
+
+    def _hint(self, key: str) -> str:
+        # Users write the part after the dot ("density"), so that is compared as well as the full name.
+        for full in self.options:
+            if key and full.rpartition(".")[2] == key:
+                return f"; did you mean {full!r}?"
+        return nearest(key, self.options)
+
+
+def show_value(value: Value) -> str:
+    """Return ``value`` as a user would type it after ``--set key=``."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,237 @@
+"""A run's report as one HTML page that needs nothing but itself: no script, nothing loaded from anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from experiments.experiment import show_value
+from experiments.plots import Series, line_plot, swatch
+from experiments.report import COUNTED, duration, link_name, number, percent, ratio, short_bytes, verdict
+from experiments.spec import RoundRecord
+
+
+def render_html(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
+    """Return ``report.html``: one file, no script, nothing loaded from anywhere."""
+    failed = [claim for claim in summary["claims"] if not claim["ok"]]
+    state = "bad" if failed else "good" if summary["claims"] else "plain"
+    sections = [
+        f'<p class="verdict {state}">{escape(verdict(summary))}</p>',
+        _changed(summary),
+        _table(summary),
+        _plots(summary, rounds),
+        _claims(summary["claims"]),
+        _paragraphs("What to keep in mind", str(summary["notes"]).split("\n\n")),
+        _paragraphs("What is counted", COUNTED.values()),
+        _paragraphs("Data", [summary["data"]]),
+        _facts("Configuration", _configuration(summary["config"])),
+        _facts("Environment", summary["environment"]),
+    ]
+    return _PAGE.format(
+        title=escape(f"{summary['experiment']}: report"),
+        style=_STYLE,
+        name=escape(summary["experiment"]),
+        question=escape(summary["question"]),
+        body="\n".join(section for section in sections if section),
+        run=escape(os.path.basename(str(summary["run"]))),
+    )
+
+
+def _changed(summary: Mapping[str, Any]) -> str:
+    if not summary["changed"]:
+        return ""
+    items = ", ".join(f"<code>{escape(item)}</code>" for item in summary["changed"])
+    return f'<p class="changed">Changed from the defaults the bounds were set for: {items}.</p>'
+
+
+def _table(summary: Mapping[str, Any]) -> str:
+    link = link_name(summary["config"]["settings"])
+    heads = (
+        "System",
+        "Accuracy",
+        "Uplink payload",
+        "Uplink wire",
+        "Downlink wire",
+        "Uplink ratio",
+        f"Time at {link}" if link else "Simulated time",
+        "Lost replies",
+    )
+    body = []
+    for i, row in enumerate(summary["rows"]):
+        cells = (
+            percent(row["accuracy"]),
+            short_bytes(row["uplink_payload_bytes"]),
+            short_bytes(row["uplink_wire_bytes"]),
+            short_bytes(row["downlink_wire_bytes"]),
+            ratio(row["uplink_ratio"]),
+            duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–",
+            str(row["failures"]),
+        )
+        body.append(
+            f'<tr><th scope="row">{swatch(i)}{escape(row["label"])}</th>'
+            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            + "</tr>"
+        )
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    caption = f"Totals over {summary['config']['rounds']} rounds and {summary['config']['clients']} clients. "
+    caption += f"The ratio compares uplink payload with {summary['baseline']}."
+    return (
+        f"<h2>Result</h2><div class='scroll'><table class='figures'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table></div><p class='caption'>{escape(caption)}</p>"
+    )
+
+
+def _plots(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
+    labels = [row["label"] for row in summary["rows"]]
+    if not any(rounds.get(label) for label in labels):
+        return ""
+    by_round, by_bytes = [], []
+    for label in labels:
+        records = rounds.get(label, ())
+        accuracy = [100 * record.accuracy for record in records]
+        sent, total = [], 0
+        for record in records:
+            total += record.uplink_payload_bytes
+            sent.append(float(total))
+        by_round.append(Series(label, [float(record.round) for record in records], accuracy))
+        by_bytes.append(Series(label, sent, accuracy))
+    first = line_plot(
+        by_round,
+        title="Accuracy against rounds",
+        x_label="round",
+        y_label="test accuracy (%)",
+        salt="rounds",
+    )
+    second = line_plot(
+        by_bytes,
+        title="Accuracy against uplink payload",
+        x_label="uplink payload so far, all clients (logarithmic)",
+        y_label="test accuracy (%)",
+        log_x=True,
+        salt="bytes",
+    )
+    legend = "".join(f"<li>{swatch(i)}{escape(label)}</li>" for i, label in enumerate(labels))
+    return (
+        f"<h2>Accuracy</h2><ul class='legend'>{legend}</ul><div class='plots'>"
+        f"<figure>{first}<figcaption>against rounds</figcaption></figure>"
+        f"<figure>{second}<figcaption>against uplink bytes</figcaption></figure></div>"
+    )
+
+
+def _claims(claims: Sequence[Mapping[str, Any]]) -> str:
+    if not claims:
+        return ""
+    rows = []
+    for claim in claims:
+        mark = "holds" if claim["ok"] else "fails"
+        gate = "" if claim["gate"] else " <span class='goal'>goal</span>"
+        rows.append(
+            f"<tr><td><span class='mark {mark}'>{mark}</span></td><th scope='row'>{escape(claim['name'])}{gate}</th>"
+            f"<td class='num'>{escape(number(claim['value']))}</td>"
+            f"<td class='num'>{escape(claim['op'])} {escape(number(claim['bound']))}</td>"
+            f"<td class='source'>{escape(claim['source'])}</td></tr>"
+        )
+    heads = "".join(
+        f'<th scope="col">{text}</th>' for text in ("", "Claim", "Measured", "Bound", "Where the bound is from")
+    )
+    return (
+        f"<h2>Claims</h2><div class='scroll'><table class='claims'><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _paragraphs(title: str, texts: Iterable[str]) -> str:
+    parts = [f"<p>{escape(text)}</p>" for text in texts if text.strip()]
+    return f"<h2>{escape(title)}</h2>{''.join(parts)}" if parts else ""
+
+
+def _facts(title: str, facts: Mapping[str, str]) -> str:
+    items = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items())
+    return f"<h2>{escape(title)}</h2><dl>{items}</dl>"
+
+
+def _configuration(config: Mapping[str, Any]) -> dict[str, str]:
+    plain = {key: str(config[key]) for key in ("engine", "rounds", "clients", "seed")}
+    return plain | {key: show_value(value) or "none" for key, value in config["settings"].items()}
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<p class="kicker">fedcomp experiment <b>{name}</b></p>
+<h1>{question}</h1>
+{body}
+<footer>Run {run}. The same figures are in <code>summary.json</code> and <code>rounds.jsonl</code> beside
+this file.</footer> </main> </body> </html>
+"""
+
+_STYLE = """
+:root {
+  color-scheme: light dark;
+  --page: #fbfbf9; --card: #ffffff; --ink: #1b1d21; --muted: #5c626b; --grid: #e2e3df; --accent: #14507d;
+  --good: #12703f; --good-back: #e4f3ea; --bad: #a3242b; --bad-back: #fae6e6;
+  --series-0: #9aa3ad; --series-1: #1b1d21; --series-2: #0b6fb3; --series-3: #c8501e;
+  --series-4: #16875c; --series-5: #8a4bb5; --series-6: #a88300; --series-7: #c2307f;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #15171a; --card: #1d2024; --ink: #e8e9ea; --muted: #a2a8b0; --grid: #34383e; --accent: #8cc4f0;
+    --good: #6fd39b; --good-back: #17301f; --bad: #f39a9a; --bad-back: #3a1c1e;
+    --series-0: #7f8892; --series-1: #f2f3f4; --series-2: #5db3f0; --series-3: #f08a55;
+    --series-4: #4fc690; --series-5: #c194e6; --series-6: #dcbc45; --series-7: #f07fb8;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+main { max-width: 66rem; margin: 0 auto; padding: 2.5rem 1.25rem 3rem; }
+.kicker { margin: 0; color: var(--muted); }
+h1 { margin: .2rem 0 1.1rem; font-size: 1.75rem; line-height: 1.25; max-width: 46rem; text-wrap: balance; }
+h2 { margin: 2.4rem 0 .7rem; font-size: 1.15rem; }
+p { max-width: 46rem; margin: .5rem 0; }
+.verdict { display: inline-block; padding: .35rem .8rem; border-radius: .4rem; font-weight: 600;
+  background: var(--card); border: 1px solid var(--grid); }
+.verdict.good { color: var(--good); background: var(--good-back); border-color: transparent; }
+.verdict.bad { color: var(--bad); background: var(--bad-back); border-color: transparent; }
+.caption, .changed, figcaption, footer, .source { color: var(--muted); font-size: .9rem; }
+.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--grid); border-radius: .5rem; }
+table { border-collapse: collapse; width: 100%; font-size: .94rem; }
+th, td { padding: .55rem .8rem; text-align: left; border-top: 1px solid var(--grid); }
+thead th { border-top: 0; color: var(--muted); font-weight: 500; font-size: .85rem; vertical-align: bottom; }
+tbody th { font-weight: 500; white-space: nowrap; }
+.claims tbody th { white-space: normal; min-width: 15rem; }
+.figures td, .figures thead th:not(:first-child), .num { text-align: right; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
+.figures thead th { white-space: normal; }
+.mark { display: inline-block; padding: .05rem .5rem; border-radius: .3rem; font-size: .85rem; font-weight: 600; }
+.mark.holds { color: var(--good); background: var(--good-back); }
+.mark.fails { color: var(--bad); background: var(--bad-back); }
+.goal { color: var(--muted); font-weight: 400; font-size: .85rem; }
+.swatch { margin-right: .6rem; vertical-align: middle; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; margin: 0 0 .6rem; padding: 0;
+  font-size: .92rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1rem; }
+figure { margin: 0; padding: .9rem .9rem .6rem; background: var(--card); border: 1px solid var(--grid);
+  border-radius: .5rem; }
+.plot { display: block; width: 100%; height: auto; }
+.plot * { stroke-linejoin: round; }
+figcaption { text-align: center; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .1rem 1.6rem; margin: 0; }
+dl div { display: flex; justify-content: space-between; gap: 1rem; border-bottom: 1px solid var(--grid);
+  padding: .3rem 0; font-size: .92rem; }
+dt { color: var(--muted); }
+dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+code { font-size: .92em; }
+footer { margin-top: 3rem; border-top: 1px solid var(--grid); padding-top: .8rem; }
+@media print { body { background: #fff; } .scroll, figure { break-inside: avoid; } }
+"""

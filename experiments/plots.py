@@ -1,0 +1,143 @@
+"""Line plots as inline SVG for a page with a light and a dark face.
+
+Matplotlib draws with placeholder colours that are then replaced by CSS variables of the page, so that one
+drawing serves both faces. Figures are plain objects: no pyplot, no global figure list, no window.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from experiments.report import short_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SERIES_COLOURS = 8
+"""How many series a plot tells apart by colour; further ones repeat a colour with another dash."""
+
+# What matplotlib draws with -> the CSS variable it becomes. Any colours do that nothing else uses.
+_INK = "#010203"
+_GRID = "#040506"
+_SERIES = tuple(f"#f0f0{i:02x}" for i in range(SERIES_COLOURS))
+_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {
+    colour: f"var(--series-{i})" for i, colour in enumerate(_SERIES)
+}
+_DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
+    "-",
+    (0, (5, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1.5, 2)),
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: its name and its points. Points that are not finite are left out."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def line_plot(
+    series: Sequence[Series], *, title: str, x_label: str, y_label: str, log_x: bool = False, salt: str
+) -> str:
+    """Return an ``<svg>`` element with one line per series, colours and dashes in the order of ``series``.
+
+    ``salt`` tells apart the element ids of several plots on one page. On a logarithmic axis points with ``x
+    <= 0`` are left out.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    # Text stays text, in the page's own font; ids do not depend on the time of day.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
+        figure = Figure(figsize=(6.0, 3.9), layout="constrained")
+        axes = figure.add_subplot()
+        for i, line in enumerate(series):
+            points = [
+                (x, y)
+                for x, y in zip(line.x, line.y, strict=True)
+                if math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x)
+            ]
+            if points:
+                _draw(axes, i, points)
+        if log_x:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if _decades(axes) < 3 else (1.0,)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_bytes(x)))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel(x_label, color=_INK)
+        axes.set_ylabel(y_label, color=_INK)
+        _dress(axes)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    return _inline(buffer.getvalue(), title)
+
+
+def swatch(index: int) -> str:
+    """Return a small ``<svg>`` that shows the line of series ``index``, for a legend."""
+    dash = _DASHES[index // SERIES_COLOURS % len(_DASHES)] if index >= SERIES_COLOURS else _dash(index)
+    pattern = "" if isinstance(dash, str) else " ".join(f"{2 * length:g}" for length in dash[1])
+    return (
+        '<svg class="swatch" width="30" height="8" aria-hidden="true"><line x1="0" y1="4" x2="30" y2="4" '
+        f'style="stroke: var(--series-{index % SERIES_COLOURS}); stroke-width: 2.5; '
+        f'stroke-dasharray: {pattern or "none"}"/></svg>'
+    )
+
+
+def _dash(index: int) -> str | tuple[float, tuple[float, ...]]:
+    # Lines that lie on each other stay visible: a later one is dashed over an earlier solid one.
+    return _DASHES[index % len(_DASHES)]
+
+
+def _draw(axes: Axes, index: int, points: list[tuple[float, float]]) -> None:
+    x, y = zip(*points, strict=True)
+    axes.plot(
+        x,
+        y,
+        color=_SERIES[index % SERIES_COLOURS],
+        linestyle=_dash(index),
+        linewidth=3.2 if index == 0 else 1.9,
+        marker="o",
+        markersize=5 if len(points) == 1 else 2.2,
+        solid_capstyle="round",
+    )
+
+
+def _decades(axes: Axes) -> float:
+    low, high = axes.get_xlim()
+    return math.log10(high / low)
+
+
+def _dress(axes: Axes) -> None:
+    axes.grid(visible=True, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, which="both", length=0, pad=5)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_GRID)
+
+
+def _inline(svg: str, title: str) -> str:
+    """Make a stand-alone drawing a part of an HTML page: no prolog, no fixed size, no name spaces, page colours."""
+    svg = svg[svg.index("<svg") :]
+    head, rest = svg.split(">", 1)
+    box = re.search(r'viewBox="[^"]+"', head)
+    assert box is not None  # matplotlib always writes one
+    for colour, variable in _VARIABLES.items():
+        rest = rest.replace(colour, variable)
+    rest = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", rest, count=1, flags=re.DOTALL)
+    rest = re.sub(r" font-family: [^;\"]*;?", "", rest)
+    label = title.replace('"', "&quot;")
+    return f'<svg class="plot" {box.group()} role="img" aria-label="{label}">{rest}'

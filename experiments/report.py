@@ -1,0 +1,183 @@
+"""What a run found, as one JSON-able document, and the words that figures are shown with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from experiments.claims import Claim
+from experiments.experiment import Config, Experiment
+from experiments.spec import RoundRecord, RunResult, RunSpec
+
+COUNTED = {
+    "payload": "Payload is what the system itself wrote: the length of the frames its codec produced, or the raw "
+    "bytes of the tensors where no codec is used.",
+    "wire": "Wire is every byte of the serialised Flower messages that carried it: payload, metrics, configuration "
+    "and Flower's own envelope, training and evaluation together.",
+    "simulated": "Simulated time is computed from the wire bytes and the link's bandwidth and latency; "
+    "it contains no computing time.",
+}
+"""What the columns mean, in the words every report uses."""
+
+_BYTE_COLUMNS = (
+    "uplink_payload_bytes",
+    "uplink_wire_bytes",
+    "downlink_payload_bytes",
+    "downlink_wire_bytes",
+)
+_PACKAGES = ("fedcomp", "flwr", "torch", "numpy", "numba", "scikit-learn")
+
+
+def make_row(spec: RunSpec, records: Sequence[RoundRecord], result: RunResult | None) -> dict[str, Any]:
+    """Return one row of the table: totals over ``records`` and the accuracy after the last evaluated round.
+
+    ``accuracy`` and ``loss`` are ``None`` when nothing was evaluated.
+    """
+    evaluated = [record for record in records if not math.isnan(record.accuracy)]
+    return {
+        "system": spec.system,
+        "label": spec.label,
+        "rounds": sum(record.round > 0 for record in records),
+        "accuracy": evaluated[-1].accuracy if evaluated else None,
+        "loss": evaluated[-1].loss if evaluated else None,
+        **{column: sum(getattr(record, column) for record in records) for column in _BYTE_COLUMNS},
+        "seconds": result.seconds if result else 0.0,
+        "simulated_seconds": result.simulated_seconds if result else 0.0,
+        "replies": sum(record.replies for record in records),
+        "failures": sum(record.failures for record in records),
+    }
+
+
+def summarise(
+    experiment: Experiment,
+    config: Config,
+    specs: Sequence[RunSpec],
+    rounds: Mapping[str, Sequence[RoundRecord]],
+    results: Mapping[str, RunResult],
+    claims: Iterable[Claim],
+    run: str,
+) -> dict[str, Any]:
+    """Return the summary of a run as one JSON-able document.
+
+    ``rounds`` and ``results`` go by label. Each row's ``uplink_ratio`` is the baseline's uplink payload
+    over its own, ``None`` where either sent nothing.
+    """
+    rows = [make_row(spec, rounds.get(spec.label, ()), results.get(spec.label)) for spec in specs]
+    reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == experiment.baseline), None)
+    for row in rows:
+        sent = row["uplink_payload_bytes"]
+        row["uplink_ratio"] = reference / sent if reference and sent else None
+    return {
+        "experiment": experiment.name,
+        "question": experiment.question,
+        "config": config.to_json(),
+        "changed": experiment.changed(config),
+        "baseline": experiment.baseline,
+        "rows": rows,
+        "claims": [claim.to_json() for claim in claims],
+        "environment": environment(),
+        "data": _data(results.values()),
+        "notes": experiment.notes,
+        "run": run,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return the versions and the machine a result depends on."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "finished": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def failed_claims(summary: Mapping[str, Any]) -> list[str]:
+    """Return the names of the claims that gate the exit code and did not hold."""
+    return [claim["name"] for claim in summary["claims"] if claim["gate"] and not claim["ok"]]
+
+
+def percent(fraction: float | None) -> str:
+    """Return an accuracy for a reader, a dash when there is none."""
+    return "–" if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f} %"
+
+
+def ratio(value: float | None) -> str:
+    """Return how many times fewer bytes were sent, a dash when that is undefined."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}x" if value >= 99.5 else f"{value:.3g}x"
+
+
+def short_bytes(count: float) -> str:
+    """Return a byte count in decimal units, three digits: ``"1.25 MB"``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= 0.9995 * size:
+            value = count / size
+            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+            text = f"{value:.{digits}f}"
+            return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for a reader: milliseconds, seconds, minutes or hours."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"
+
+
+def number(value: float | None) -> str:
+    """Return a measured value or a bound with four digits, large whole numbers in full."""
+    if value is None:
+        return "not measured"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}".replace(",", " ")
+    return f"{value:.4g}"
+
+
+def link_name(settings: Mapping[str, Any]) -> str:
+    """Return the simulated uplink in words, ``"10 Mbit/s uplink"``; empty when none is set."""
+    text = str(settings.get("link", ""))
+    if not text:
+        return ""
+    from fedcomp.timing.links import parse_link
+
+    rate = parse_link(text).up_bits_per_s
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if rate >= size:
+            return f"{rate / size:g} {unit} uplink"
+    return f"{rate:g} bit/s uplink"
+
+
+def verdict(summary: Mapping[str, Any]) -> str:
+    """Return one sentence that says how the run ended."""
+    if not summary["config"]["rounds"]:
+        return "No round was run, so nothing was measured and no claim was checked."
+    claims = summary["claims"]
+    if not claims:
+        return "This experiment makes no claim."
+    held = sum(claim["ok"] for claim in claims)
+    if held == len(claims):
+        return f"All {held} claims hold." if held > 1 else "The claim holds."
+    return f"{held} of {len(claims)} claims hold."
+
+
+def _data(results: Iterable[RunResult]) -> str:
+    sentences = dict.fromkeys(str(result.notes["data"]) for result in results if result.notes.get("data"))
+    return " ".join(sentences)

@@ -1,0 +1,110 @@
+"""The one ServerApp of every engine: reads the run configuration, serves the run, delivers the result.
+
+Flower loads :data:`app`. Engines that live in this process call :func:`build` to get the same app with their own hooks
+for progress, checkpoints and delivery.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from experiments.serve import serve
+from experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
+from fedcomp.errors import ConfigError
+
+log = logging.getLogger("flwr")
+
+OUT_KEY = "out"
+"""Run-configuration key: absolute path of the folder that receives the result; empty prints it instead."""
+
+
+def build(
+    spec: RunSpec | None = None,
+    *,
+    on_round: Callable[[RoundRecord], object] | None = None,
+    checkpoint: Path | None = None,
+    deliver: Callable[[RunResult], object] | None = None,
+) -> ServerApp:
+    """Return the server app.
+
+    Parameters
+    ----------
+    spec : RunSpec, optional
+        What to run; default: what the run configuration says.
+    on_round : callable, optional
+        Called with each round's record as soon as it is complete.
+    checkpoint : Path, optional
+        File from which the run continues and in which it leaves its state after each round.
+    deliver : callable, optional
+        Receives the result; default: write it into the folder ``out`` of the run configuration, or log a table.
+    """
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        config = dict(context.run_config)
+        out = config.pop(OUT_KEY, "")
+        asked = RunSpec.from_run_config(config) if spec is None else spec
+        folder = _folder(out)
+        records = on_round if folder is None else _recorder(folder, on_round)
+        result = serve(asked, grid, on_round=records, checkpoint=checkpoint)
+        if deliver is not None:
+            deliver(result)
+        elif folder is not None:
+            result.save(folder)
+        else:
+            _print(result)
+
+    return server
+
+
+def _folder(out: object) -> Path | None:
+    if out == "":
+        return None
+    if not isinstance(out, str) or not Path(out).is_absolute():
+        raise ConfigError(
+            f"{OUT_KEY} is {out!r}; expected an absolute path: the server app's working directory is the SuperLink's"
+        )
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _recorder(
+    folder: Path, on_round: Callable[[RoundRecord], object] | None
+) -> Callable[[RoundRecord], None]:
+    """Return a hook that appends each round to ``rounds.jsonl``, for whoever follows the run from outside."""
+
+    def record(done: RoundRecord) -> None:
+        with (folder / ROUNDS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(done.to_json()) + "\n")
+        if on_round is not None:
+            on_round(done)
+
+    return record
+
+
+def _print(result: RunResult) -> None:
+    log.info("%-6s %9s %9s %14s %14s", "round", "accuracy", "loss", "uplink bytes", "downlink bytes")
+    for r in result.rounds:
+        log.info(
+            "%-6d %9.4f %9.4f %14d %14d", r.round, r.accuracy, r.loss, r.uplink_wire_bytes, r.downlink_wire_bytes
+        )
+    log.info(
+        "%s: accuracy %.4f, uplink %d payload bytes in %d wire bytes, downlink %d wire bytes, %.1f s",
+        result.spec.name,
+        result.accuracy,
+        result.uplink_payload_bytes,
+        result.uplink_wire_bytes,
+        result.downlink_wire_bytes,
+        result.seconds,
+    )
+
+
+app = build()

@@ -1,0 +1,251 @@
+"""The folder of a run: what was asked, every round as it finished, the results, the summary and the report.
+
+::
+
+    runs/20260131-142501-quickstart/
+        config.json     what was asked: configuration and one spec per row
+        rounds.jsonl    one line per finished round, written and flushed at once
+        systems/<row>/  result.json and arrays.npz of a finished row, the checkpoint of an unfinished one
+        summary.json    rows, claims and environment, once all rows are finished
+        report.html     the same for a reader
+        log.txt         what Flower and Python warnings said
+
+Files that are replaced are written beside their place and moved into it, so that an interruption at any
+moment leaves either the old or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.experiment import Config, Experiment
+from experiments.spec import RESULT_FILE, RoundRecord, RunResult, RunSpec
+from fedcomp.errors import ConfigError, StateError, nearest
+
+if TYPE_CHECKING:
+    from typing import Self
+
+FORMAT = 1
+LAST = "last"
+
+
+class RunFolder:
+    """One run on disk.
+
+    Parameters
+    ----------
+    path : Path
+        The run's own folder; use :meth:`create` or :meth:`find` instead of the constructor.
+    config : Config
+    specs : sequence of RunSpec
+        One per row, in the order of the table.
+    """
+
+    def __init__(self, path: Path, config: Config, specs: Sequence[RunSpec]) -> None:
+        self.path = path
+        self.config = config
+        self.specs = list(specs)
+        self._slugs = {spec.label: f"{i:02d}-{_slug(spec.label)}" for i, spec in enumerate(self.specs)}
+
+    @classmethod
+    def create(cls, root: Path, config: Config, specs: Sequence[RunSpec]) -> Self:
+        """Make a new folder below ``root`` and write ``config.json`` into it."""
+        folder = cls(_new_directory(root, config.experiment), config, specs)
+        write_json(
+            folder.path / "config.json",
+            {"format": FORMAT, "config": config.to_json(), "specs": [spec.to_json() for spec in specs]},
+        )
+        return folder
+
+    @classmethod
+    def find(cls, root: Path, run: str) -> Self:
+        """Open a run by path, by its name below ``root``, or the newest one when ``run`` is ``"last"``.
+
+        Raises :class:`ConfigError` that names the nearest run when there is none, and :class:`StateError`
+        when its ``config.json`` cannot be read.
+        """
+        path = _locate(root, run)
+        file = path / "config.json"
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            if document["format"] != FORMAT:
+                raise StateError(
+                    f"{file} has format {document['format']}, this version reads {FORMAT}; start a new run"
+                )
+            specs = [RunSpec.from_json(spec) for spec in document["specs"]]
+            return cls(path, Config.from_json(document["config"]), specs)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{file} cannot be read ({_one_line(error)}); start a new run") from error
+
+    @property
+    def name(self) -> str:
+        """The folder's own name, what ``--resume`` takes."""
+        return self.path.name
+
+    def require_same(self, experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> None:
+        """Raise :class:`ConfigError` unless ``config`` and ``specs`` are those the run was started with."""
+        for field, before, now in _differences(self.config, config):
+            raise ConfigError(
+                f"run {self.name} was started with {field}={before}, not {now}; resume without it, or start a new run"
+            )
+        if [spec.to_json() for spec in specs] != [spec.to_json() for spec in self.specs]:
+            raise ConfigError(
+                f"run {self.name} was started by another version of experiment {experiment.name!r}: "
+                "its rows differ; start a new run"
+            )
+
+    def append(self, spec: RunSpec, record: RoundRecord) -> None:
+        """Add one finished round to ``rounds.jsonl``; it is on disk when this returns."""
+        line = json.dumps({"label": spec.label, "system": spec.system, **finite(record.to_json())}, allow_nan=False)
+        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rounds(self) -> dict[str, list[RoundRecord]]:
+        """Return the rounds recorded so far, by label and in order.
+
+        A round that was repeated after an interruption counts once, with its last line; a line cut short by
+        a crash is ignored.
+        """
+        found: dict[str, dict[int, RoundRecord]] = {spec.label: {} for spec in self.specs}
+        file = self.path / "rounds.jsonl"
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            try:
+                document = json.loads(line)
+            except ValueError:
+                continue
+            label = document.pop("label")
+            document.pop("system")
+            if label in found:
+                found[label][document["round"]] = RoundRecord.from_json(document)
+        return {label: [records[i] for i in sorted(records)] for label, records in found.items()}
+
+    def tidy(self) -> None:
+        """Rewrite ``rounds.jsonl`` with one whole line per round; called when a run is opened again."""
+        rounds = self.rounds()
+        systems = {spec.label: spec.system for spec in self.specs}
+        lines = [
+            json.dumps({"label": label, "system": systems[label], **finite(record.to_json())})
+            for label, records in rounds.items()
+            for record in records
+        ]
+        write_text(self.path / "rounds.jsonl", "".join(line + "\n" for line in lines))
+
+    def row_folder(self, spec: RunSpec) -> Path:
+        """Return the folder of one row, made when needed."""
+        folder = self.path / "systems" / self._slugs[spec.label]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def checkpoint(self, spec: RunSpec) -> Path:
+        """Return where the engine keeps what it needs to continue this row."""
+        return self.row_folder(spec) / "checkpoint"
+
+    def save(self, result: RunResult) -> None:
+        """Store a finished row and forget its checkpoint."""
+        result.save(self.row_folder(result.spec))
+        checkpoint = self.checkpoint(result.spec)
+        for path in checkpoint.parent.glob(checkpoint.name + "*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def load(self, spec: RunSpec) -> RunResult | None:
+        """Return the stored result of a finished row, ``None`` when the row is not finished."""
+        folder = self.row_folder(spec)
+        return RunResult.load(folder) if (folder / RESULT_FILE).exists() else None
+
+    def discard_if_empty(self) -> bool:
+        """Remove a run in which nothing was recorded; return whether it was removed."""
+        if (self.path / "rounds.jsonl").exists():
+            return False
+        shutil.rmtree(self.path, ignore_errors=True)
+        return True
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in one step."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Replace ``path`` by ``document`` in one step; NaN and infinity become ``null``."""
+    write_text(path, to_json_text(document) + "\n")
+
+
+def to_json_text(document: Mapping[str, Any]) -> str:
+    """Return ``document`` as strict JSON: NaN and infinity, which JSON lacks, become ``null``."""
+    return json.dumps(finite(document), indent=2, allow_nan=False, ensure_ascii=False)
+
+
+def finite(value: Any) -> Any:
+    """Return ``value`` with every NaN or infinity replaced by ``None`` and numpy scalars by Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:
+    pairs = [
+        (f"--{name}", getattr(before, name), getattr(now, name)) for name in ("engine", "rounds", "clients", "seed")
+    ]
+    keys = sorted({*before.settings, *now.settings})
+    pairs += [(key, before.settings.get(key), now.settings.get(key)) for key in keys]
+    return [(name, old, new) for name, old, new in pairs if old != new]
+
+
+def _new_directory(root: Path, name: str) -> Path:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1, 1000):
+            path = root / (f"{stamp}-{name}" if attempt == 1 else f"{stamp}-{name}-{attempt}")
+            try:
+                path.mkdir()
+            except FileExistsError:
+                if attempt == 1 and not root.is_dir():
+                    raise
+                continue
+            return path
+    except OSError as error:
+        raise ConfigError(f"cannot make a run folder in {root}: {error.strerror}; choose another with --out") from error
+    raise ConfigError(f"cannot find a free name for a run folder in {root}; choose another with --out")
+
+
+def _locate(root: Path, run: str) -> Path:
+    names = sorted(path.name for path in root.iterdir() if (path / "config.json").exists()) if root.is_dir() else []
+    if run == LAST:
+        if not names:
+            raise ConfigError(f"there is no run in {root} to resume")
+        return root / max(names, key=lambda name: ((root / name / "config.json").stat().st_mtime_ns, name))
+    for path in (root / run, Path(run)):
+        if (path / "config.json").exists():
+            return path
+    raise ConfigError(f"no run {run!r} in {root}{nearest(run, names)}")
+
+
+def _slug(label: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "row"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

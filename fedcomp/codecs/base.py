@@ -1,0 +1,159 @@
+"""The codec protocol: what of an update is sent, with explicit state in and explicit state out.
+
+A codec is immutable configuration. Everything that changes from round to round is in ``State``, a plain
+``dict[str, ndarray]`` the caller owns, stores and rolls back; a codec has no hidden members. Client half (``encode``)
+and server half (``decode``, ``accumulate``) stand in one class, so that they are read together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import LayoutError, NonFiniteUpdate
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Bundle, Frame, Limits, Schema, decode
+
+State = dict[str, NDArray[Any]]
+"""What a codec remembers between two updates of one client. Arrays only; counters are 0-d arrays."""
+
+
+class Codec(ABC):
+    """Turns an update into a frame and back.
+
+    Class attributes declare what the codec is; they are checked by the shared tests.
+
+    Attributes
+    ----------
+    codec_id : str
+        The registered name that travels to peers.
+    lossless : bool
+        ``decode(encode(x)) == x`` bit for bit. The drop-in pair then sends the model itself instead of a difference.
+    linear : bool
+        For one support and one key, decoding commutes with addition: frames of several clients may be summed.
+    unbiased : bool
+        ``E[decode(encode(x))] == x``.
+    remembers : bool
+        The codec holds memory of what was not sent; it needs no error feedback around it.
+    phases : int
+        Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
+    """
+
+    codec_id: ClassVar[str]
+    lossless: bool = False
+    linear: bool = False
+    unbiased: bool = False
+    remembers: bool = False
+    phases: int = 1
+
+    # -- what the codec is ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """Return the JSON-able parameters that recreate this codec (without its id)."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Codec:
+        """Create the codec from :meth:`get_config`'s dictionary."""
+        return cls(**config)
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds."""
+        return None
+
+    def variance(self, layout: Layout) -> float | None:
+        """Return ω with ``E‖C(x) - x‖² <= ω‖x‖²`` for an unbiased codec, or None when it is not one."""
+        return None
+
+    def __repr__(self) -> str:
+        args = ", ".join(f"{k}={v!r}" for k, v in self.get_config().items())
+        return f"{type(self).__name__}({args})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.get_config() == other.get_config()  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    # -- client half ------------------------------------------------------------------------------------------------
+
+    def init(self, layout: Layout) -> State:
+        """Return the state of a client that has sent nothing yet."""
+        return {}
+
+    @abstractmethod
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode ``update``; return the frame and the state after it was sent.
+
+        ``update`` and ``state`` are not modified, so that a caller whose message is lost can roll back.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When the update holds NaN or infinity; the state is then untouched.
+        """
+
+    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
+        """Return ``state`` (which :meth:`encode` returned with ``frame``) as if ``frame`` had never left.
+
+        Called when the server did not acknowledge the frame. Codecs with memory put the mass of ``frame`` back into it.
+        """
+        return state
+
+    # -- server half ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def schema(self, layout: Layout) -> Schema:
+        """Return the tensors a frame of this codec must hold for ``layout``: the receiver's own expectation."""
+
+    def limits(self, layout: Layout) -> Limits:
+        """Return the resource limits under which a frame for ``layout`` is parsed."""
+        return Limits.for_schema(self.schema(layout))
+
+    def open(self, frame: Frame, layout: Layout) -> Bundle:
+        """Parse and check ``frame`` completely, adding nothing anywhere.
+
+        Raises
+        ------
+        fedcomp.wire.WireError
+            For anything that is not exactly a frame of this codec and layout.
+        """
+        return decode(frame, self.schema(layout), self.limits(layout))
+
+    @abstractmethod
+    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
+        """Add ``weight * decode(frame)`` into ``out.vector`` in place; O(k) work for a sparse frame.
+
+        The frame is opened completely before the first element is touched: a bad frame leaves ``out`` unchanged.
+        """
+
+    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
+        """Return the decoded vector, float32 of shape ``(layout.size,)``."""
+        # -0.0 is the exact identity of addition (0.0 would turn a decoded -0.0 into 0.0).
+        out = Update(np.full(layout.size, -0.0, np.float32), layout)
+        self.accumulate(frame, 1.0, out)
+        return out.vector
+
+
+def require_finite(update: Update) -> None:
+    """Raise :class:`NonFiniteUpdate` naming the first tensor of ``update`` that holds NaN or infinity."""
+    # One reduction decides the usual case: the sum of finite float32 values in float64 cannot overflow.
+    if np.isfinite(update.vector.sum(dtype=np.float64)):
+        return
+    for t in update.layout.tensors:
+        bad = int(np.count_nonzero(~np.isfinite(update.vector[t.slice])))
+        if bad:
+            raise NonFiniteUpdate(
+                f"tensor {t.name!r} of the update holds {bad} non-finite value(s) of {t.size}; nothing was sent and no "
+                "state was changed. Lower the learning rate or clip gradients before communicating"
+            )
+    raise LayoutError("the update's sum is not finite although every tensor is")
+
+
+def config_of(codec: Codec) -> dict[str, Any]:
+    """Return ``{"id": codec_id, **get_config()}``, the form that travels and is stored."""
+    return {"id": codec.codec_id, **codec.get_config()}

@@ -1,0 +1,5 @@
+"""The only rooms of fedcomp that know Flower: messages, bytes on the wire, engines, rounds.
+
+Importing this package imports nothing else, so that :func:`fedcomp.flower.offline.go_offline` can run before Flower
+is first imported (its telemetry switch is read at import).
+"""

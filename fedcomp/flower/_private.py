@@ -1,0 +1,205 @@
+"""Every private name of Flower that this project uses, in one place.
+
+Flower moves these helpers in nearly every minor release (the dependency is pinned for that reason). Whoever lifts
+the pin repairs this file and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from flwr.app import Array, Context, Error, Message, Metadata, RecordDict
+from flwr.app.message import make_message, remove_content_from_message
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.serde import context_from_proto, context_to_proto, message_to_proto
+from flwr.proto.message_pb2 import Context as ProtoContext
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import InflatableObject, no_object_id_recompute
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+__all__ = [
+    "SUPERLINK_NODE_ID",
+    "ErrorCode",
+    "Packed",
+    "Packer",
+    "Run",
+    "acting_as",
+    "adopt_identity",
+    "context_from_bytes",
+    "context_to_bytes",
+    "current_identity",
+    "error_from_superlink",
+    "set_message_id",
+    "set_source",
+    "unpack",
+]
+
+_ID_LENGTH = 64
+"""Length of an object id: a SHA-256 in hexadecimal."""
+
+Identity = tuple[int | None, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A message as Flower sends it: every nested object deflated, under its id.
+
+    ``wire`` is the number of bytes that cross a deployment's connection: all distinct objects, the tree of their ids,
+    and the message's own metadata.
+    """
+
+    root: str
+    contents: dict[str, bytes]
+    wire: int
+
+
+class Packer:
+    """Deflates messages; the objects that several messages of one batch share are deflated once.
+
+    A packer lives for one batch only, since it recognises shared content by object identity.
+    """
+
+    def __init__(self) -> None:
+        self._shared: dict[int, tuple[RecordDict, ObjectTree, dict[str, bytes]]] = {}
+
+    def pack(self, message: Message) -> Packed:
+        """Return ``message`` with every nested object deflated; the message itself is not changed."""
+        contents: dict[str, bytes] = {}
+        children: list[ObjectTree] = []
+        if message.has_content():
+            _, tree, shared = self._pack_content(message.content)
+            contents.update(shared)
+            children.append(tree)
+        with no_object_id_recompute():
+            body = message.deflate()
+        root = hashlib.sha256(body).hexdigest()
+        contents[root] = body
+        tree = ObjectTree(object_id=root, children=children)
+        wire = sum(map(len, contents.values())) + tree.ByteSize() + _envelope_bytes(message)
+        return Packed(root, contents, wire)
+
+    def _pack_content(self, content: RecordDict) -> tuple[RecordDict, ObjectTree, dict[str, bytes]]:
+        known = self._shared.get(id(content))
+        if known is None:
+            contents: dict[str, bytes] = {}
+            # Inside no_object_id_recompute() Flower believes a stale id if another object of the message happens to
+            # have that content; arrays alone notice when they change. So all other ids are forgotten first.
+            for item in (content, *content.values()):
+                item.__dict__.pop("_object_id", None)
+            with no_object_id_recompute():
+                tree = _deflate(content, contents)
+            # The record dict is kept so that its identity cannot be reused while the packer lives.
+            known = self._shared[id(content)] = (content, tree, contents)
+        return known
+
+
+def _deflate(item: InflatableObject, contents: dict[str, bytes]) -> ObjectTree:
+    """Deflate ``item`` and everything below it into ``contents``; return the tree of ids."""
+    if isinstance(item, Array):
+        # The chunk ids are cached with the array (and dropped when its data is replaced), so that a model that is
+        # sent to many nodes is hashed once. Flower's own walk hashes every chunk anew each time.
+        chunks = dict(item.slice_array())
+        for chunk_id, chunk in chunks.items():
+            if chunk_id not in contents:
+                contents[chunk_id] = chunk.deflate()
+        children = [ObjectTree(object_id=chunk_id) for chunk_id in chunks]
+    else:
+        children = [_deflate(child, contents) for child in (item.children or {}).values()]
+    object_id = item.object_id
+    if object_id not in contents:
+        contents[object_id] = item.deflate()
+    return ObjectTree(object_id=object_id, children=children)
+
+
+def _envelope_bytes(message: Message) -> int:
+    """Size of the metadata that accompanies the objects, with ids of the deployment's length.
+
+    The simulation engine names messages by 36-character UUIDs and an unsent message has no name yet; a deployment
+    always has 64 characters. Counting those makes the figure the same on every engine.
+    """
+    metadata = copy.copy(message.metadata)
+    metadata.__dict__["_message_id"] = "0" * _ID_LENGTH
+    if metadata.reply_to_message_id:
+        metadata.__dict__["_reply_to_message_id"] = "0" * _ID_LENGTH
+    error = message.error if message.has_error() else None
+    content = message.content if message.has_content() else None
+    bare = remove_content_from_message(make_message(metadata, content, error))
+    return int(message_to_proto(bare).ByteSize())
+
+
+def unpack(packed: Packed) -> Message:
+    """Return a new message made of ``packed``'s bytes alone; no object is shared with the one that was packed."""
+    message = cast(
+        Message, inflate_object_from_contents(packed.root, packed.contents, keep_object_contents=True)
+    )
+    set_message_id(message, packed.root)
+    return message
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Name ``message`` the way an engine does when it is pushed."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
+def set_source(message: Message, node_id: int) -> None:
+    """Set the node a reply comes from."""
+    message.metadata.__dict__["_src_node_id"] = node_id
+
+
+def error_from_superlink(
+    run_id: int, reply_to: str, code: int, reason: str, instruction: Metadata | None = None
+) -> Message:
+    """Return the error reply a SuperLink makes on behalf of a node: its source is the SuperLink, not the node."""
+    metadata = Metadata(
+        run_id=run_id,
+        message_id="",
+        src_node_id=SUPERLINK_NODE_ID,
+        dst_node_id=SUPERLINK_NODE_ID,
+        reply_to_message_id=reply_to,
+        group_id=instruction.group_id if instruction else "",
+        message_type=instruction.message_type if instruction else SYSTEM_MESSAGE_TYPE,
+        created_at=now().timestamp(),
+        ttl=instruction.ttl if instruction else 0,
+    )
+    metadata.delivered_at = ""
+    return make_message(metadata, error=Error(code, reason))
+
+
+def context_to_bytes(context: Context) -> bytes:
+    """Serialise a client's context the way a SuperNode ships it to the app process."""
+    return bytes(context_to_proto(context).SerializeToString())
+
+
+def context_from_bytes(data: bytes) -> Context:
+    """Return a new context from its serialised form."""
+    return context_from_proto(ProtoContext.FromString(data))
+
+
+def current_identity() -> Identity:
+    """Return (run id, node id, task id) of this process as Flower knows them; None where unset."""
+    return TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id
+
+
+def adopt_identity(identity: Identity) -> None:
+    """Set what :func:`current_identity` returns; ``Message()`` reads it."""
+    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = identity
+
+
+@contextmanager
+def acting_as(run_id: int, node_id: int, task_id: int = 1) -> Iterator[None]:
+    """Let the code inside create messages as the given node; the former identity returns whatever happens."""
+    before = current_identity()
+    adopt_identity((run_id, node_id, task_id))
+    try:
+        yield
+    finally:
+        adopt_identity(before)

@@ -1,0 +1,296 @@
+"""The byte ledger: what every message cost, counted on serialised bytes.
+
+Two figures per message, never mixed. *Payload* is what a codec produced (frames and array data). *Wire* is what a
+deployment moves for it: every deflated object, the tree of their ids, and the metadata. The wire figure agrees with
+Flower's own uplink counter to 0.14 % (measured); downlink acknowledgements, about 400 bytes a message, are Flower's
+and not counted here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Literal
+
+import numpy as np
+from flwr.app import Message
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.flower._private import Packer
+
+Direction = Literal["up", "down"]
+Link = Literal["hub", "peer"]
+Value = Literal["payload", "wire", "messages"]
+
+_DIRECTIONS: Final = ("up", "down")
+_LINKS: Final = ("hub", "peer")
+_COLUMNS: Final = {"round": "<u4", "node": "<u4", "kind": "<u2", "payload": "<u8", "wire": "<u8"}
+_TYPECODES: Final = {"<u2": "H", "<u4": "I", "<u8": "Q"}
+_FORMAT: Final = "fedcomp.ledger/1"
+
+
+class LedgerError(FedcompError, ValueError):
+    """A stored ledger cannot be read."""
+
+
+def wire_bytes(message: Message) -> int:
+    """Return the bytes that cross a deployment's connection for ``message``.
+
+    The sum over all distinct nested objects of their deflated length, the serialised tree of object ids, and the
+    serialised metadata. Equal 5 MiB chunks count once, because Flower sends them once: never benchmark with zeros.
+    Works before a message is sent and on messages of every engine; ids count with a deployment's 64 characters.
+    """
+    return Packer().pack(message).wire
+
+
+class Ledger:
+    """One row per message, 26 bytes each, with totals by any column.
+
+    Nodes are known by partition id where that is known (:meth:`identify`), by node id until then: node ids are drawn
+    anew in every run.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[int]] = {
+            name: array(_TYPECODES[dtype]) for name, dtype in _COLUMNS.items()
+        }
+        self._nodes: list[int] = []
+        self._node_index: dict[int, int] = {}
+        self._kinds: list[tuple[str, str, str]] = []
+        self._kind_index: dict[tuple[str, str, str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._columns["round"])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self.to_json() == other.to_json()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return (
+            f"Ledger({len(self)} messages, {self.total('wire', direction='up')} bytes up, "
+            f"{self.total('wire', direction='down')} bytes down)"
+        )
+
+    def record(
+        self,
+        round: int,
+        node: int,
+        direction: Direction,
+        message_type: str,
+        link: Link = "hub",
+        payload: int = 0,
+        wire: int = 0,
+    ) -> None:
+        """Add one message.
+
+        Parameters
+        ----------
+        round : int
+            Server round the message belongs to, 0 for messages before the first.
+        node : int
+            Partition id, or node id while the partition is not known.
+        direction : {"up", "down"}
+            Towards the server, or from it. Of a message between two peers the sender's side is "up".
+        message_type : str
+            Flower's message type, e.g. ``train``.
+        link : {"hub", "peer"}
+            Whether the bytes crossed the link to the server or one between two clients.
+        payload, wire : int
+            Sizes in bytes.
+
+        Raises
+        ------
+        ConfigError
+            For an unknown direction or link, or a negative number.
+        """
+        if direction not in _DIRECTIONS:
+            raise ConfigError(f"direction {direction!r} of a message is neither 'up' nor 'down'")
+        if link not in _LINKS:
+            raise ConfigError(f"link class {link!r} is neither 'hub' nor 'peer'")
+        if min(round, node, payload, wire) < 0:
+            raise ConfigError(
+                f"round {round}, node {node}, payload {payload} and wire {wire} of a message must not be negative"
+            )
+        kind = (direction, message_type, link)
+        if kind not in self._kind_index:
+            self._kind_index[kind] = len(self._kinds)
+            self._kinds.append(kind)
+        row = (round, self._index_of(node), self._kind_index[kind], payload, wire)
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def identify(self, node_id: int, partition: int) -> None:
+        """Let all rows of ``node_id``, past and future, count for ``partition``."""
+        index = self._index_of(node_id)
+        self._nodes[index] = partition
+
+    def total(self, value: Value = "wire", **where: Any) -> int:
+        """Return the sum of ``value`` over the rows that match.
+
+        Parameters
+        ----------
+        value : {"payload", "wire", "messages"}
+            Bytes of payload, bytes on the wire, or the number of messages.
+        **where
+            Any of ``round``, ``node``, ``direction``, ``message_type``, ``link``: one value or a collection of them.
+
+        Raises
+        ------
+        ConfigError
+            For an unknown value or column.
+        """
+        rows = self._select(where)
+        return int(self._values(value)[rows].sum(dtype=np.int64))
+
+    def by(self, column: str, value: Value = "wire", **where: Any) -> dict[Any, int]:
+        """Return the totals of ``value`` for every distinct entry of ``column``, in ascending order.
+
+        ``column`` is one of ``round``, ``node``, ``direction``, ``message_type``, ``link``; ``where`` as in
+        :meth:`total`.
+        """
+        rows = self._select(where)
+        codes, names = self._codes(column)
+        chosen, inverse = np.unique(codes[rows], return_inverse=True)
+        sums = np.zeros(len(chosen), np.int64)
+        np.add.at(sums, inverse, self._values(value)[rows].astype(np.int64))
+        totals: dict[Any, int] = {}
+        for code, amount in zip(chosen.tolist(), sums.tolist(), strict=True):
+            name = code if names is None else names[code]
+            totals[name] = totals.get(name, 0) + amount
+        return dict(sorted(totals.items()))
+
+    def per_round(self, value: Value = "wire", **where: Any) -> dict[int, int]:
+        """Return the totals of ``value`` per round."""
+        return self.by("round", value, **where)
+
+    def summary(self) -> dict[str, int]:
+        """Return the figures every report shows: messages, payload and wire bytes, up and down, hub and peer."""
+        figures: dict[str, int] = {"messages": len(self)}
+        for direction in _DIRECTIONS:
+            figures[f"payload_{direction}"] = self.total("payload", direction=direction, link="hub")
+            figures[f"wire_{direction}"] = self.total("wire", direction=direction, link="hub")
+        figures["payload_peer"] = self.total("payload", link="peer")
+        figures["wire_peer"] = self.total("wire", link="peer")
+        return figures
+
+    def merge(self, other: Ledger) -> None:
+        """Append all rows of ``other``; nodes and kinds are matched by name."""
+        nodes = np.array([self._index_of(name) for name in other._nodes], np.uint32)
+        for kind in other._kinds:
+            if kind not in self._kind_index:
+                self._kind_index[kind] = len(self._kinds)
+                self._kinds.append(kind)
+        kinds = np.array([self._kind_index[kind] for kind in other._kinds], np.uint16)
+        for name, column in other.columns().items():
+            if name == "node" and len(column):
+                column = nodes[column]
+            elif name == "kind" and len(column):
+                column = kinds[column]
+            self._columns[name].frombytes(np.ascontiguousarray(column, _COLUMNS[name]).tobytes())
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Return copies of the stored columns; ``node`` and ``kind`` are indices into :meth:`tables`."""
+        return {name: self._view(name).copy() for name in _COLUMNS}
+
+    def tables(self) -> dict[str, list[Any]]:
+        """Return what the indices in :meth:`columns` stand for."""
+        return {"nodes": list(self._nodes), "kinds": [list(kind) for kind in self._kinds]}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> Ledger:
+        """Return the ledger whose :meth:`columns` and :meth:`tables` were given.
+
+        Raises
+        ------
+        LedgerError
+            When columns are missing, of unequal length, out of range, or point outside the tables.
+        """
+        try:
+            ledger = cls()
+            ledger._nodes = [int(node) for node in tables["nodes"]]
+            ledger._kinds = [(str(d), str(t), str(link)) for d, t, link in tables["kinds"]]
+            given = {name: np.asarray(columns[name]) for name in _COLUMNS}
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"stored ledger is incomplete: {error!r}") from error
+        lengths = {len(column) for column in given.values()}
+        if len(lengths) != 1:
+            raise LedgerError(f"columns of the stored ledger have different lengths {sorted(lengths)}")
+        for name, dtype in _COLUMNS.items():
+            column = given[name]
+            if len(column) and (column.dtype.kind not in "iu" or column.min() < 0):
+                raise LedgerError(f"column {name!r} of the stored ledger does not hold non-negative integers")
+            if len(column) and int(column.max()) > np.iinfo(dtype).max:
+                raise LedgerError(f"column {name!r} of the stored ledger exceeds {dtype}")
+            ledger._columns[name].frombytes(column.astype(dtype).tobytes())
+        for name, table in (("node", ledger._nodes), ("kind", ledger._kinds)):
+            if len(given[name]) and int(given[name].max()) >= len(table):
+                raise LedgerError(f"column {name!r} of the stored ledger points outside its table of {len(table)}")
+        ledger._node_index = {node: index for index, node in enumerate(ledger._nodes)}
+        ledger._kind_index = {kind: index for index, kind in enumerate(ledger._kinds)}
+        return ledger
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole ledger as one JSON-able dictionary."""
+        columns = {name: self._view(name).tolist() for name in _COLUMNS}
+        return {"format": _FORMAT, **self.tables(), "columns": columns}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Ledger:
+        """Return the ledger :meth:`to_json` described.
+
+        Raises
+        ------
+        LedgerError
+            When the document is not one, or damaged.
+        """
+        if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
+            raise LedgerError(f"not a ledger document: expected format {_FORMAT!r}")
+        columns = document.get("columns")
+        if not isinstance(columns, Mapping):
+            raise LedgerError("stored ledger has no columns")
+        return cls.from_columns(columns, document)
+
+    def _index_of(self, node: int) -> int:
+        index = self._node_index.get(node)
+        if index is None:
+            index = self._node_index[node] = len(self._nodes)
+            self._nodes.append(node)
+        return index
+
+    def _view(self, name: str) -> NDArray[Any]:
+        # An exported buffer forbids appending, so views never outlive the method that takes them.
+        return np.frombuffer(self._columns[name], _COLUMNS[name])
+
+    def _values(self, value: str) -> NDArray[Any]:
+        if value == "messages":
+            return np.ones(len(self), np.int64)
+        if value not in ("payload", "wire"):
+            raise ConfigError(f"unknown value {value!r}{nearest(value, ('payload', 'wire', 'messages'))}")
+        return self._view(value)
+
+    def _codes(self, column: str) -> tuple[NDArray[Any], list[Any] | None]:
+        """Return one integer per row and what the integers stand for (None: themselves)."""
+        if column == "round":
+            return self._view("round"), None
+        if column == "node":
+            return self._view("node"), self._nodes
+        positions = {"direction": 0, "message_type": 1, "link": 2}
+        if column not in positions:
+            raise ConfigError(f"unknown column {column!r}{nearest(column, ('round', 'node', *positions))}")
+        return self._view("kind"), [kind[positions[column]] for kind in self._kinds]
+
+    def _select(self, where: Mapping[str, Any]) -> NDArray[np.bool_]:
+        rows = np.ones(len(self), bool)
+        for column, wanted in where.items():
+            if wanted is None:
+                continue
+            many = isinstance(wanted, Collection) and not isinstance(wanted, str)
+            accepted = set(wanted) if many else {wanted}
+            codes, names = self._codes(column)
+            if names is not None:
+                accepted = {code for code, name in enumerate(names) if name in accepted}
+            rows &= np.isin(codes, list(accepted))
+        return rows

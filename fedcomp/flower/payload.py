@@ -1,0 +1,133 @@
+"""Frames in messages: where the compressed bytes ride, and how many of a message's bytes are payload.
+
+Flower sends every Array as several objects, one request each. A small frame is cheaper as one ``bytes`` value of a
+ConfigRecord (435 bytes and two requests less, measured); a large one has to be an Array, because only Arrays are cut
+into chunks. Both carry the type name ``fedcomp.fcw1``, so that a dense aggregator that meets a frame fails loudly
+instead of averaging packed bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from fedcomp.errors import FedcompError
+
+STYPE: Final = "fedcomp.fcw1"
+"""Serialisation type of an Array that holds a frame, and name of the ConfigRecord entry that holds one."""
+
+INLINE_LIMIT: Final = 64 * 1024
+"""Largest frame, in bytes, that rides in a ConfigRecord."""
+
+NODE_RECORD: Final = "fedcomp.node"
+"""Key of the ConfigRecord in which a client says who it is."""
+
+PARTITION_KEY: Final = "partition-id"
+"""Entry of the node record that holds the partition id (int)."""
+
+
+class PayloadError(FedcompError, ValueError):
+    """A message holds something else where a frame was expected."""
+
+
+def put_frame(record: RecordDict, key: str, frame: bytes) -> None:
+    """Store ``frame`` under ``key`` of ``record``, replacing what was there.
+
+    Frames of 1 to 65 536 bytes become a ConfigRecord, larger ones one Array. The empty frame is an Array too:
+    Flower's ``ConfigRecord.count_bytes()`` raises on an empty value, and with it every mod that measures messages.
+
+    Raises
+    ------
+    PayloadError
+        When ``frame`` is not bytes.
+    """
+    if not isinstance(frame, bytes | bytearray | memoryview):
+        raise PayloadError(f"frame for {key!r} is {type(frame).__name__}, expected bytes")
+    data = frame if isinstance(frame, bytes) else bytes(frame)
+    # Overwriting a record by one of another type makes Flower warn; this replacement is meant.
+    if key in record:
+        del record[key]
+    if 0 < len(data) <= INLINE_LIMIT:
+        record[key] = ConfigRecord({STYPE: data})
+    else:
+        record[key] = ArrayRecord({STYPE: Array("uint8", (len(data),), STYPE, data)})
+
+
+def take_frame(record: RecordDict, key: str) -> bytes | None:
+    """Return the frame under ``key`` of ``record``, or None when there is no such key.
+
+    Raises
+    ------
+    PayloadError
+        When the record under ``key`` holds anything but one frame.
+    """
+    holder = record.get(key)
+    if holder is None:
+        return None
+    if isinstance(holder, ConfigRecord) and list(holder) == [STYPE]:
+        data = holder[STYPE]
+        if isinstance(data, bytes):
+            return data
+    if isinstance(holder, ArrayRecord) and list(holder) == [STYPE]:
+        array = holder[STYPE]
+        if array.stype == STYPE and array.shape == (len(array.data),):
+            return array.data
+    raise PayloadError(
+        f"record {key!r} is a {type(holder).__name__} with entries {list(holder)[:3]}, not a frame: expected one entry "
+        f"{STYPE!r} made by put_frame(). The sender does not use this codec's message layout"
+    )
+
+
+def frames(record: RecordDict) -> dict[str, bytes]:
+    """Return all frames in ``record`` by key; records that hold something else are left out."""
+    found: dict[str, bytes] = {}
+    for key, holder in record.items():
+        if STYPE in holder:
+            frame = take_frame(record, key)
+            if frame is not None:
+                found[key] = frame
+    return found
+
+
+def payload_bytes(message: Message) -> int:
+    """Return the packed payload of ``message`` in bytes.
+
+    Counted are frames and the data of all Arrays (for a plain numpy Array that includes the 128-byte npy header,
+    which travels too). Metrics, configuration and Flower's own framing are not payload; they are in the wire bytes.
+    """
+    if not message.has_content():
+        return 0
+    total = 0
+    for holder in message.content.values():
+        if isinstance(holder, ArrayRecord):
+            total += sum(len(array.data) for array in holder.values())
+        elif isinstance(holder, ConfigRecord):
+            data = holder.get(STYPE)
+            total += len(data) if isinstance(data, bytes) else 0
+    return total
+
+
+def put_node(record: RecordDict, partition: int) -> None:
+    """Let a reply say which partition it comes from; the server sorts and seeds by it."""
+    record[NODE_RECORD] = ConfigRecord({PARTITION_KEY: int(partition)})
+
+
+def take_node(message: Message) -> int | None:
+    """Return the partition id a reply declares, or None when it declares none."""
+    if not message.has_content():
+        return None
+    holder = message.content.get(NODE_RECORD)
+    partition = holder.get(PARTITION_KEY) if isinstance(holder, ConfigRecord) else None
+    return partition if isinstance(partition, int) and not isinstance(partition, bool) else None
+
+
+def round_of(message: Message) -> int | None:
+    """Return the server round that ``message`` declares (``server-round`` in a ConfigRecord), or None."""
+    if not message.has_content():
+        return None
+    for holder in message.content.config_records.values():
+        declared = holder.get("server-round")
+        if isinstance(declared, int) and not isinstance(declared, bool):
+            return declared
+    return None

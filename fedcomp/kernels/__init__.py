@@ -1,0 +1,13 @@
+"""Kernels for model-sized vectors: exact top-k, the fused error-feedback step, weighted scatter-add.
+
+Two tiers give bit-identical results: ``numba`` (compiled on first use, cached on disk, one thread, releases the GIL)
+and ``numpy``. ``tier="auto"`` takes numba from :data:`SMALL` elements on when it is installed. Importing this package
+compiles nothing and does not import numba; :func:`warm` compiles everything ahead of time, as does
+``python -m fedcomp.kernels``.
+"""
+
+from fedcomp.kernels.select import SMALL, Step, Tier, feedback_step, select_topk
+from fedcomp.kernels.sums import scatter_add
+from fedcomp.kernels.tiers import warm
+
+__all__ = ["SMALL", "Step", "Tier", "feedback_step", "scatter_add", "select_topk", "warm"]

@@ -1,0 +1,43 @@
+"""Adding many weighted sparse vectors into the one dense buffer the receiver owns."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import LayoutError
+from fedcomp.kernels import tiers
+from fedcomp.kernels.tiers import Floats, Tier
+
+
+def scatter_add(
+    out: Floats, indices: NDArray[np.int64], values: Floats, weight: float = 1.0, *, tier: Tier = "auto"
+) -> None:
+    """Do ``out[indices] += weight * values`` in place, O(k).
+
+    Parameters
+    ----------
+    out : float32 array of shape (n,), contiguous and writable
+    indices : int64 array of shape (k,)
+        Distinct.
+    values : float32 array of shape (k,)
+    weight : float
+        Rounded to float32 first; the product and the sum are float32 operations, so that the result equals
+        ``out += float32(weight) * dense`` bit for bit.
+
+    Raises
+    ------
+    LayoutError
+        When shapes disagree or an index lies outside ``out``; nothing is added then.
+    """
+    if indices.shape != values.shape or indices.ndim != 1:
+        raise LayoutError(f"{indices.shape} indices do not fit {values.shape} values")
+    if indices.size == 0:
+        return
+    if indices.min() < 0 or indices.max() >= out.size:
+        raise LayoutError(
+            f"indices reach from {indices.min()} to {indices.max()}, outside a vector of {out.size} elements"
+        )
+    tiers.ops(tier, indices.size).scatter_add(
+        out, np.asarray(indices, np.int64), np.asarray(values, np.float32), np.float32(weight)
+    )

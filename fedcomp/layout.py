@@ -1,0 +1,290 @@
+"""Update and Layout: one flat float32 vector, and the map from tensors to its slices.
+
+The vector holds the tensors a codec may compress first and the tensors that travel dense after them, so that a
+codec that ranks the whole model sees one contiguous stretch and the dense rest is one slice. Per-tensor views are
+slices, never copies. Integer, boolean and other non-float buffers are not in the vector at all: they travel beside
+it, exactly (``Layout.exact``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError, LayoutError, nearest
+
+Vector = NDArray[np.float32]
+
+DENSE: Final = 1.0
+"""The density that means "send every element, uncompressed"."""
+
+DensityPolicy = Callable[[str, tuple[int, ...], str], float | None]
+"""``policy(name, shape, dtype) -> density``: ``None`` leaves the choice to the codec, ``1.0`` sends the tensor dense,
+a number between asks a per-tensor codec for that density."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallDense:
+    """The default density policy: small tensors and normalisation statistics travel dense.
+
+    A tensor with fewer than ``min_size`` elements costs little and hurts much when sparsified (biases, scales); running
+    statistics are not gradients and error feedback on them is meaningless.
+    """
+
+    min_size: int = 1024
+    patterns: tuple[str, ...] = ("*running_mean", "*running_var", "*num_batches_tracked")
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> float | None:
+        """Return 1.0 for tensors that travel dense, else None."""
+        small = math.prod(shape) < self.min_size
+        return DENSE if small or any(fnmatch.fnmatch(name, p) for p in self.patterns) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TablePolicy:
+    """A density policy spelled out by name: what a custom policy of the server becomes when it travels to clients."""
+
+    table: Mapping[str, float]
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> float | None:
+        """Return the tensor's density, None for tensors the table leaves to the codec."""
+        return self.table.get(name)
+
+
+def policy_config(policy: DensityPolicy | None, layout: Layout) -> dict[str, Any]:
+    """Return the JSON-able form of ``policy`` for the model of ``layout``; empty for the default policy."""
+    if policy is None or policy == SmallDense():
+        return {}
+    if isinstance(policy, SmallDense):
+        return {"min_size": policy.min_size, "patterns": list(policy.patterns)}
+    return {"table": {t.name: t.density for t in layout.tensors if t.density is not None}}
+
+
+def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
+    """Recreate the policy that :func:`policy_config` described.
+
+    Raises
+    ------
+    ConfigError
+        When the description is not one that :func:`policy_config` writes.
+    """
+    try:
+        if not config:
+            return SmallDense()
+        if "table" in config:
+            return TablePolicy({str(name): float(density) for name, density in config["table"].items()})
+        return SmallDense(int(config["min_size"]), tuple(str(p) for p in config["patterns"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot read a density policy from {dict(config)!r}; expected 'table' or 'min_size' and 'patterns'"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the vector: where it lies and how it is to be treated."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    size: int
+    density: float | None = None
+
+    @property
+    def slice(self) -> slice:
+        """The tensor's stretch of the flat vector."""
+        return slice(self.offset, self.offset + self.size)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the tensor travels uncompressed."""
+        return self.density == DENSE
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and offsets of a model's tensors in one flat float32 vector.
+
+    Parameters
+    ----------
+    tensors : tuple of TensorSpec
+        Compressible tensors first, dense ones after, each group in the model's own order, offsets contiguous.
+    exact : tuple of TensorSpec
+        Non-float buffers, carried beside the vector with their own dtype; their offsets are meaningless (0).
+    order : tuple of str
+        All names in the model's own order.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    exact: tuple[TensorSpec, ...] = ()
+    order: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Mapping[str, NDArray[Any]],
+        policy: DensityPolicy | None = None,
+        *,
+        cast_floats: bool = True,
+    ) -> Layout:
+        """Lay out the named ``arrays``.
+
+        Parameters
+        ----------
+        arrays : mapping of name to ndarray
+            A model's tensors, in order.
+        policy : DensityPolicy, optional
+            Decides per tensor; default :class:`SmallDense`.
+        cast_floats : bool
+            Whether float16 and float64 tensors are carried in the float32 vector (True) or exactly, beside it (False,
+            for lossless codecs).
+
+        Raises
+        ------
+        ConfigError
+            When the policy returns a density outside (0, 1].
+        """
+        policy = SmallDense() if policy is None else policy
+        compressed: list[tuple[str, NDArray[Any], float | None]] = []
+        dense: list[tuple[str, NDArray[Any], float | None]] = []
+        exact: list[TensorSpec] = []
+        for name, array in arrays.items():
+            dtype = array.dtype.name
+            in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")
+            if not in_vector:
+                exact.append(TensorSpec(name, tuple(array.shape), dtype, 0, int(array.size), DENSE))
+                continue
+            density = policy(name, tuple(array.shape), dtype)
+            if density is not None and not 0.0 < density <= 1.0:
+                raise ConfigError(
+                    f"density policy returned {density!r} for tensor {name!r}; expected None or a number in (0, 1]"
+                )
+            (dense if density == DENSE else compressed).append((name, array, density))
+        tensors: list[TensorSpec] = []
+        offset = 0
+        for name, array, density in compressed + dense:
+            tensors.append(
+                TensorSpec(name, tuple(array.shape), array.dtype.name, offset, int(array.size), density)
+            )
+            offset += int(array.size)
+        return cls(tuple(tensors), tuple(exact), tuple(arrays))
+
+    @classmethod
+    def flat(cls, size: int, name: str = "vector", density: float | None = None) -> Layout:
+        """Return the layout of a single 1-D float32 tensor of ``size`` elements (tests, benchmarks, examples)."""
+        return cls((TensorSpec(name, (size,), "float32", 0, size, density),), (), (name,))
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements of the vector."""
+        return sum(t.size for t in self.tensors)
+
+    @cached_property
+    def compressed(self) -> tuple[TensorSpec, ...]:
+        """The tensors a codec may compress."""
+        return tuple(t for t in self.tensors if not t.is_dense)
+
+    @cached_property
+    def compressed_size(self) -> int:
+        """Number of elements a codec may compress; they are ``vector[:compressed_size]``."""
+        return sum(t.size for t in self.compressed)
+
+    @property
+    def dense_size(self) -> int:
+        """Number of elements that travel dense; they are ``vector[compressed_size:]``."""
+        return self.size - self.compressed_size
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        """All tensors and exact buffers by name."""
+        return {t.name: t for t in (*self.tensors, *self.exact)}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Eight bytes that both ends can compare: SHA-256 over names, shapes, dtypes, order and densities."""
+        text = "\n".join(
+            f"{t.name}\x1f{t.shape}\x1f{t.dtype}\x1f{t.density}" for t in (*self.tensors, *self.exact)
+        )
+        return hashlib.sha256(text.encode()).digest()[:8]
+
+    def flatten(self, arrays: Mapping[str, NDArray[Any]], out: Vector | None = None) -> Vector:
+        """Copy the float tensors of ``arrays`` into one float32 vector of shape ``(size,)``.
+
+        Raises
+        ------
+        LayoutError
+            When a tensor is missing, unknown, or has another shape than laid out.
+        """
+        self.check(arrays)
+        vector = np.empty(self.size, np.float32) if out is None else out
+        for t in self.tensors:
+            vector[t.slice] = np.asarray(arrays[t.name]).reshape(-1)
+        return vector
+
+    def unflatten(self, vector: Vector, exact: Mapping[str, NDArray[Any]] | None = None) -> dict[str, NDArray[Any]]:
+        """Return the named tensors in the model's own order and dtypes; float32 ones are views of ``vector``.
+
+        Exact buffers are taken from ``exact``; they are left out when it is None.
+        """
+        if vector.shape != (self.size,):
+            raise LayoutError(f"vector has shape {vector.shape}, the layout needs ({self.size},)")
+        out: dict[str, NDArray[Any]] = {}
+        for name in self.order:
+            t = self.by_name[name]
+            if t in self.exact:
+                if exact is not None:
+                    out[name] = exact[name]
+            else:
+                view = vector[t.slice].reshape(t.shape)
+                out[name] = view if t.dtype == "float32" else view.astype(t.dtype)
+        return out
+
+    def view(self, vector: Vector, name: str) -> Vector:
+        """Return the named tensor as a view of ``vector`` in its own shape."""
+        t = self.by_name.get(name)
+        if t is None:
+            raise LayoutError(f"no tensor {name!r} in the layout{nearest(name, self.by_name)}")
+        return vector[t.slice].reshape(t.shape)
+
+    def check(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Raise :class:`LayoutError` unless ``arrays`` has exactly the laid out names and shapes."""
+        missing = [n for n in self.order if n not in arrays]
+        extra = [n for n in arrays if n not in self.by_name]
+        if missing or extra:
+            raise LayoutError(
+                f"the model's tensors changed: missing {missing[:5]}, unexpected {extra[:5]}; "
+                "sender and receiver must hold the same model"
+            )
+        for t in (*self.tensors, *self.exact):
+            if tuple(arrays[t.name].shape) != t.shape:
+                raise LayoutError(
+                    f"tensor {t.name!r} has shape {tuple(arrays[t.name].shape)}, expected {t.shape}; "
+                    "sender and receiver must hold the same model"
+                )
+
+    def dense_names(self) -> Iterable[str]:
+        """Names of the vector's tensors that travel dense."""
+        return (t.name for t in self.tensors if t.is_dense)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One flat float32 vector plus its layout. The vector is owned by whoever made it; codecs never write to it."""
+
+    vector: Vector
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        if self.vector.dtype != np.float32 or self.vector.shape != (self.layout.size,):
+            raise LayoutError(
+                f"update vector is {self.vector.dtype}{self.vector.shape}, the layout needs float32({self.layout.size},)"
+            )

@@ -1,0 +1,54 @@
+"""A torch model as named numpy arrays and back: what :class:`fedcomp.layout.Layout` is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedcomp.errors import LayoutError
+
+
+def to_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
+    """Return a copy of the model's state dict as numpy arrays, in the model's own order.
+
+    Buffers are included: running statistics as float32, ``num_batches_tracked`` as a 0-d int64 array.
+    """
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in model.state_dict().items()}
+
+
+def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Copy ``arrays`` into the model's parameters and buffers.
+
+    Raises
+    ------
+    LayoutError
+        When names, shapes or dtypes are not exactly the model's; the model is then unchanged.
+    """
+    state = model.state_dict()
+    missing = [name for name in state if name not in arrays]
+    extra = [name for name in arrays if name not in state]
+    if missing or extra:
+        raise LayoutError(
+            f"arrays do not fit the model: missing {missing[:5]}, unexpected {extra[:5]}; "
+            "both sides must build the same model with the same options"
+        )
+    incoming = {}
+    for name, tensor in state.items():
+        array = np.asarray(arrays[name])
+        if tuple(array.shape) != tuple(tensor.shape):
+            raise LayoutError(
+                f"array {name!r} has shape {tuple(array.shape)}, the model needs {tuple(tensor.shape)}; "
+                "both sides must build the same model with the same options"
+            )
+        wanted = str(tensor.dtype).removeprefix("torch.")
+        if array.dtype.name != wanted:
+            raise LayoutError(f"array {name!r} has dtype {array.dtype}, the model needs {wanted}; cast it first")
+        # A private writable copy: arrays decoded from a frame are read-only views of its bytes.
+        incoming[name] = torch.from_numpy(np.array(array, copy=True, order="C"))
+    with torch.no_grad():
+        for name, tensor in state.items():
+            tensor.copy_(incoming[name])

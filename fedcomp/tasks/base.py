@@ -1,0 +1,403 @@
+"""What a task is: data and its partition over clients, a model, a loss, a metric, and plain SGD.
+
+A task is immutable and holds no randomness of its own: models come from a seed, batches from a
+:class:`~fedcomp.rng.Key`. Training runs with one intra-op thread, so that the floating-point sums have one
+order and two processes on one machine give the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.rng import Key
+from fedcomp.tasks import models
+from fedcomp.tasks.options import Option, flag, integer, optional, text
+from fedcomp.tasks.partition import Assignment, parse_partitioner, permutation
+from fedcomp.tasks.sources import DataSource
+
+EVALUATION_BATCH = 2048
+"""Examples per forward pass of an evaluation; bounds memory, does not change the result beyond rounding."""
+
+
+class EmptyPartition(FedcompError, ValueError):
+    """A client was asked to train on a partition that holds no example."""
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Run the body with one torch intra-op thread and restore the former number after it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples a model is trained or evaluated on.
+
+    Attributes
+    ----------
+    x, y : ndarray
+        Inputs and targets, first axis the examples; read-only.
+    """
+
+    x: NDArray[Any]
+    y: NDArray[Any]
+    tensors: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+    """The same memory as torch tensors; not to be written to."""
+
+    def __post_init__(self) -> None:
+        # Own copies: tensors can share memory only with arrays that are still writable here.
+        x, y = np.array(self.x), np.array(self.y)
+        object.__setattr__(self, "tensors", (torch.from_numpy(x), torch.from_numpy(y)))
+        for name, array in (("x", x), ("y", y)):
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples."""
+        return len(self.x)
+
+
+@dataclass(frozen=True)
+class ClientData(Split):
+    """The training examples of one partition.
+
+    Attributes
+    ----------
+    partition, num_partitions : int
+        Which partition of how many.
+    indices : ndarray of int64
+        Positions of the examples in the task's training split, ascending.
+    """
+
+    partition: int = 0
+    num_partitions: int = 1
+    indices: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+def _partitioner_text(option: str, value: Any) -> str:
+    return str(parse_partitioner(value))
+
+
+COMMON_OPTIONS: Mapping[str, Option] = {
+    "partition": Option("iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT or natural"),
+    "partition_seed": Option(0, integer(0), "names the draw of the partition"),
+    "min_examples": Option(1, integer(0), "least examples of a dirichlet partition; 0 allows empty ones"),
+    "root": Option(None, optional(text), "folder of local data sets (default: $FEDCOMP_DATA)"),
+    "download": Option(False, flag, "let a library fetch the set from the network"),
+}
+"""Options every task has."""
+
+
+class Task(ABC):
+    """One thing to learn. Make tasks with :func:`fedcomp.tasks.get_task`.
+
+    Attributes
+    ----------
+    name : str
+        The registered name.
+    metric : str
+        Key of the figure of merit in what :meth:`evaluate` returns; larger is better.
+    options : dict
+        All options in canonical form.
+    data : DataSource
+        Which data was used.
+    train_split, test : Split
+        All training examples, and the held-out examples for evaluation on the server.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str] = "accuracy"
+    OPTIONS: ClassVar[Mapping[str, Option]] = COMMON_OPTIONS
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        data: DataSource,
+        train: tuple[NDArray[Any], NDArray[Any]],
+        test: tuple[NDArray[Any], NDArray[Any]],
+        *,
+        classes: int,
+        ids: NDArray[Any] | None = None,
+    ) -> None:
+        self.options = dict(options)
+        self.data = data
+        self.classes = classes
+        self.train_split = Split(*train)
+        self.test = Split(*test)
+        self._ids = ids
+        self._assignments: dict[int, Assignment] = {}
+        self._clients: dict[tuple[int, int], ClientData] = {}
+
+    @abstractmethod
+    def _make_model(self) -> nn.Module:
+        """Return the module; its values are filled in by :meth:`model`."""
+
+    @abstractmethod
+    def objective(self, model: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a batch, regularisation included, as a scalar tensor."""
+
+    @abstractmethod
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return which predictions are right, boolean, one entry per prediction."""
+
+    def model(self, seed: int) -> nn.Module:
+        """Return a new model whose values are a pure function of ``seed``; no global generator is touched."""
+        return models.build(self._make_model, seed)
+
+    def assignment(self, num_partitions: int) -> Assignment:
+        """Return the partition id of every training example, int64, shape ``(N,)``.
+
+        Raises
+        ------
+        ConfigError
+            When the data cannot be split that way (see :mod:`fedcomp.tasks.partition`).
+        """
+        if num_partitions not in self._assignments:
+            partitioner = parse_partitioner(self.options["partition"])
+            y = self.train_split.y
+            self._assignments[num_partitions] = partitioner.assign(
+                num_partitions,
+                Key(self.options["partition_seed"], f"partition/{partitioner.kind}"),
+                labels=y if y.ndim == 1 else None,
+                ids=self._ids,
+                n=len(y),
+                min_examples=self.options["min_examples"],
+            )
+        return self._assignments[num_partitions]
+
+    def client(self, partition: int, num_partitions: int) -> ClientData:
+        """Return the training examples of ``partition``; the result is kept for the next call.
+
+        Raises
+        ------
+        ConfigError
+            When ``partition`` is not in ``range(num_partitions)``.
+        """
+        if not 0 <= partition < num_partitions:
+            raise ConfigError(f"partition {partition} is not in range({num_partitions})")
+        place = (partition, num_partitions)
+        if place not in self._clients:
+            rows = np.flatnonzero(self.assignment(num_partitions) == partition)
+            split = self.train_split
+            self._clients[place] = ClientData(split.x[rows], split.y[rows], partition, num_partitions, rows)
+        return self._clients[place]
+
+    def client_test(self, partition: int, num_partitions: int) -> Split:
+        """Return every ``num_partitions``-th held-out example from ``partition`` on, for evaluation on
+        clients.
+
+        The weighted mean of the clients' metrics is then the metric on :attr:`test`.
+        """
+        if not 0 <= partition < num_partitions:
+            raise ConfigError(f"partition {partition} is not in range({num_partitions})")
+        return Split(self.test.x[partition::num_partitions], self.test.y[partition::num_partitions])
+
+    def raw(self, split: str = "train", *, signed: bool = False) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return ``(X, y)`` of the "train" or "test" split as read-only arrays.
+
+        With ``signed``, the classes 0 and 1 of a binary task become -1.0 and +1.0 (float32).
+
+        Raises
+        ------
+        ConfigError
+            For another split name, or ``signed`` on a task with more than two classes.
+        """
+        if split not in ("train", "test"):
+            raise ConfigError(f"unknown split {split!r}; expected 'train' or 'test'")
+        rows = self.train_split if split == "train" else self.test
+        if not signed:
+            return rows.x, rows.y
+        if self.classes != 2:
+            raise ConfigError(f"signed labels need two classes, {self.name!r} has {self.classes}")
+        return rows.x, (2 * rows.y - 1).astype(np.float32)
+
+    def batches(
+        self, data: Split, *, batch_size: int, key: Key, epochs: int | None = 1, max_steps: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shuffled batches; epoch e is ordered by ``key`` with ``/e`` appended to its purpose.
+
+        Parameters
+        ----------
+        batch_size : int
+            The last batch of an epoch may be smaller.
+        epochs, max_steps : int or None
+            Whichever ends first; one of them may be None.
+        """
+        if batch_size < 1 or (epochs is None and max_steps is None):
+            raise ConfigError(
+                f"batch_size={batch_size}, epochs={epochs}, max_steps={max_steps}: expected a positive batch size and "
+                "a limit on epochs or steps"
+            )
+        x, y = data.tensors
+        steps, epoch = 0, 0
+        while epochs is None or epoch < epochs:
+            order = torch.from_numpy(permutation(len(data), key.at(purpose=f"{key.purpose}/{epoch}")))
+            for start in range(0, len(data), batch_size):
+                if max_steps is not None and steps >= max_steps:
+                    return
+                rows = order[start : start + batch_size]
+                yield x[rows], y[rows]
+                steps += 1
+            epoch += 1
+
+    def train(
+        self,
+        model: nn.Module,
+        data: Split,
+        *,
+        lr: float,
+        key: Key,
+        epochs: int | None = 1,
+        batch_size: int = 32,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        max_steps: int | None = None,
+    ) -> dict[str, float]:
+        """Train ``model`` in place by SGD on ``data``.
+
+        The update is that of ``torch.optim.SGD``, bit for bit: g += weight_decay w; v = momentum v + g; w -=
+        lr v. It is written out because the first optimiser a process builds imports torch's compiler, which
+        costs a client process more than a second (measured).
+
+        Parameters
+        ----------
+        lr, momentum, weight_decay : float
+            Of SGD. The momentum buffer starts at zero in every call.
+        key : Key
+            Names the order of the examples.
+        epochs, batch_size, max_steps
+            See :meth:`batches`.
+
+        Returns
+        -------
+        dict
+            ``train_loss`` (mean over the examples seen, before each step's update) and ``num-examples`` (size
+            of ``data``, the weight in a federated average).
+
+        Raises
+        ------
+        EmptyPartition
+            When ``data`` has no example.
+        """
+        if len(data) == 0:
+            raise EmptyPartition(
+                f"task {self.name!r}: this partition holds no example to train on; use fewer partitions, "
+                "min_examples >= 1, or skip the client"
+            )
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        velocity: list[Tensor] = []
+        total, seen = 0.0, 0
+        model.train()
+        with single_thread():
+            for x, y in self.batches(data, batch_size=batch_size, key=key, epochs=epochs, max_steps=max_steps):
+                loss = self.objective(model, model(x), y)
+                gradients = list(torch.autograd.grad(loss, parameters))
+                with torch.no_grad():
+                    if weight_decay:
+                        gradients = [g.add(p, alpha=weight_decay) for g, p in zip(gradients, parameters, strict=True)]
+                    if momentum:
+                        if velocity:
+                            for v, g in zip(velocity, gradients, strict=True):
+                                v.mul_(momentum).add_(g)
+                        else:
+                            velocity = [g.clone() for g in gradients]
+                        gradients = velocity
+                    for p, g in zip(parameters, gradients, strict=True):
+                        p.add_(g, alpha=-lr)
+                total += loss.item() * len(y)
+                seen += len(y)
+        return {"train_loss": total / max(seen, 1), "num-examples": len(data)}
+
+    def gradient(
+        self, model: nn.Module, data: Split, *, batch_size: int | None = None, key: Key | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], float]:
+        """Return the gradient of the objective by parameter name, and the objective.
+
+        Parameters
+        ----------
+        batch_size : int, optional
+            Size of a random batch named by ``key``; None takes all of ``data``.
+
+        Raises
+        ------
+        EmptyPartition
+            When ``data`` has no example.
+        ConfigError
+            When a batch is asked for without a key.
+        """
+        if len(data) == 0:
+            raise EmptyPartition(f"task {self.name!r}: this partition holds no example to take a gradient on")
+        if batch_size is None:
+            x, y = data.tensors
+        elif key is None:
+            raise ConfigError("a random batch needs a key; pass key=Key(seed, purpose, round, partition)")
+        else:
+            x, y = next(self.batches(data, batch_size=batch_size, key=key))
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        model.train()
+        with single_thread():
+            loss = self.objective(model, model(x), y)
+            gradients = torch.autograd.grad(loss, list(named.values()))
+        return {name: g.numpy() for name, g in zip(named, gradients, strict=True)}, loss.item()
+
+    def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
+        """Return ``loss`` (mean objective), ``accuracy`` and ``num-examples`` of ``model`` on ``split``.
+
+        An empty split gives zeros, which weigh nothing in an average over clients. The model's training mode
+        is restored.
+        """
+        loss, right, predictions = 0.0, 0, 0
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), single_thread():
+                for start in range(0, len(split), EVALUATION_BATCH):
+                    x, y = (t[start : start + EVALUATION_BATCH] for t in split.tensors)
+                    outputs = model(x)
+                    loss += self.objective(model, outputs, y).item() * len(y)
+                    hits = self.correct(outputs, y)
+                    right += int(hits.sum())
+                    predictions += hits.numel()
+        finally:
+            model.train(was_training)
+        return {
+            "loss": loss / max(len(split), 1),
+            "accuracy": right / max(predictions, 1),
+            "num-examples": len(split),
+        }
+
+    def record(self) -> dict[str, Any]:
+        """Return what a result record says about the task: name, options, and which data was used."""
+        options = {k: list(v) if isinstance(v, tuple) else v for k, v in self.options.items() if k != "root"}
+        return {"task": self.name, "options": options, "data": self.data.record()}
+
+
+class Classification(Task):
+    """A task with one class per example and the cross-entropy loss (nats)."""
+
+    def objective(self, model: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return where the largest logit is the target's."""
+        return outputs.argmax(1) == targets

@@ -1,0 +1,166 @@
+"""The small models the tasks train, initialised from explicit generators only.
+
+A model is built on the ``meta`` device, where torch's own initialisers draw nothing, and then filled here:
+weights uniform in +-sqrt(1/fan_in) (torch's default for linear, convolutional and, with the hidden size,
+recurrent layers), biases zero. Every tensor has a generator of its own, seeded by the model's seed and the
+tensor's name, so that adding a layer leaves the others as they were and no global generator is read or
+written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedcomp.errors import ConfigError
+from fedcomp.rng import Key
+
+
+class Mlp(nn.Module):
+    """Fully connected network with ReLU between the layers.
+
+    Parameters
+    ----------
+    features : int
+        Input size; inputs of any shape ``(B, ...)`` with that many elements are flattened.
+    hidden : sequence of int
+        Widths of the hidden layers; empty gives a linear model.
+    outputs : int
+        Number of logits.
+    """
+
+    def __init__(self, features: int, hidden: Sequence[int], outputs: int) -> None:
+        super().__init__()
+        widths = [features, *hidden, outputs]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of shape ``(B, outputs)``."""
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = torch.relu(layer(x))
+        return self.layers[-1](x)
+
+
+class Cnn(nn.Module):
+    """Two convolutions with ReLU and 2x2 max pooling, then a hidden and an output layer.
+
+    Parameters
+    ----------
+    side : int
+        Height and width of the one-channel input; inputs ``(B, side * side)`` are reshaped.
+    channels : pair of int
+        Output channels of the two convolutions.
+    hidden : int
+        Width of the fully connected layer.
+    outputs : int
+        Number of logits.
+    kernel : int
+        Odd kernel size; the padding keeps the side.
+    batch_norm : bool
+        Whether a batch normalisation follows each convolution.
+    """
+
+    def __init__(
+        self,
+        side: int,
+        channels: tuple[int, int],
+        hidden: int,
+        outputs: int,
+        *,
+        kernel: int = 3,
+        batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.side = side
+        first, second = channels
+        self.conv1 = nn.Conv2d(1, first, kernel, padding=kernel // 2)
+        self.conv2 = nn.Conv2d(first, second, kernel, padding=kernel // 2)
+        self.norm1 = nn.BatchNorm2d(first) if batch_norm else nn.Identity()
+        self.norm2 = nn.BatchNorm2d(second) if batch_norm else nn.Identity()
+        self.hidden = nn.Linear(second * (side // 4) ** 2, hidden)
+        self.output = nn.Linear(hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of shape ``(B, outputs)``."""
+        x = x.reshape(-1, 1, self.side, self.side)
+        x = nn.functional.max_pool2d(torch.relu(self.norm1(self.conv1(x))), 2)
+        x = nn.functional.max_pool2d(torch.relu(self.norm2(self.conv2(x))), 2)
+        return self.output(torch.relu(self.hidden(x.flatten(1))))
+
+
+class CharLstm(nn.Module):
+    """Next-character model: embedding, LSTM, linear read-out.
+
+    Parameters
+    ----------
+    vocabulary : int
+        Number of distinct characters.
+    embedding, hidden, layers : int
+        Sizes of the embedding and of the recurrent layers.
+    """
+
+    def __init__(self, vocabulary: int, embedding: int, hidden: int, layers: int = 1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
+        self.output = nn.Linear(hidden, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of shape ``(B, T, vocabulary)`` for characters ``x`` of shape ``(B, T)``, int64."""
+        states, _ = self.lstm(self.embedding(x))
+        return self.output(states)
+
+
+def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return ``make()`` on the CPU, initialised as a pure function of ``seed`` and the tensors' names.
+
+    Raises
+    ------
+    ConfigError
+        When the module holds a parameter of a layer type this function has no rule for.
+    """
+    with torch.device("meta"):
+        model = make()
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for name, tensor in module.named_parameters(recurse=False):
+                _init_parameter(module, name, tensor, _generator(seed, f"{path}.{name}"))
+            for name, buffer in module.named_buffers(recurse=False):
+                if not isinstance(module, nn.modules.batchnorm._NormBase):
+                    raise ConfigError(f"no initial value is known for buffer {path}.{name}")
+                buffer.fill_(1 if name == "running_var" else 0)
+    return model
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    generator = torch.Generator()
+    return generator.manual_seed(Key(seed, f"model/{name}").u64() >> 1)
+
+
+def _init_parameter(module: nn.Module, name: str, tensor: nn.Parameter, generator: torch.Generator) -> None:
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        tensor.fill_(1.0 if name == "weight" else 0.0)
+    elif isinstance(module, nn.LSTM):
+        if name.startswith("bias"):
+            tensor.zero_()
+        else:
+            _uniform(tensor, module.hidden_size, generator)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(tensor, 0.0, 1.0, generator)
+    elif isinstance(module, nn.Linear | nn.Conv2d):
+        if name == "bias":
+            tensor.zero_()
+        else:
+            _uniform(tensor, tensor[0].numel(), generator)
+    else:
+        raise ConfigError(f"no initialisation is known for {type(module).__name__}.{name}")
+
+
+def _uniform(tensor: Tensor, fan_in: int, generator: torch.Generator) -> None:
+    bound = 1.0 / math.sqrt(fan_in)
+    nn.init.uniform_(tensor, -bound, bound, generator)

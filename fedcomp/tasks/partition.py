@@ -1,0 +1,327 @@
+"""Which client holds which example: IID, Dirichlet label skew, single-label shards, natural ids.
+
+A partitioner returns an *assignment*: one partition id per example, int64, shape ``(N,)``. Being a function
+from examples to partitions it is disjoint and complete by construction; what is left to check is balance and
+skew.
+
+Every assignment is computed from the raw words of a :class:`~fedcomp.rng.Key` with arithmetic spelled out
+here, never with numpy's distributions, so it does not change with the numpy version. The Dirichlet draw also
+uses the C library's ``log``, ``cos`` and ``exp``; those may differ in the last bit between platforms, which
+moves an example only if a class boundary falls within that bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.rng import Key
+
+Assignment = NDArray[np.int64]
+
+KINDS: Final = ("iid", "dirichlet", "shards", "natural")
+"""The partitioners' names; "dirichlet" and "shards" take a number after a colon."""
+
+
+def permutation(n: int, key: Key) -> Assignment:
+    """Return a uniform permutation of ``range(n)``: the order that sorts ``n`` random words of ``key``."""
+    return np.argsort(key.bits(n), kind="stable").astype(np.int64)
+
+
+def iid(n: int, num_partitions: int, key: Key) -> Assignment:
+    """Deal ``n`` examples at random; sizes differ by at most one."""
+    _check_count(n, num_partitions)
+    out = np.empty(n, np.int64)
+    out[permutation(n, key)] = np.arange(n) % num_partitions
+    return out
+
+
+def dirichlet(
+    labels: NDArray[Any],
+    num_partitions: int,
+    alpha: float,
+    key: Key,
+    *,
+    min_examples: int = 1,
+) -> Assignment:
+    """Split every class over the partitions in proportions drawn from Dirichlet(alpha, ..., alpha).
+
+    Small ``alpha`` puts a class on few partitions, large ``alpha`` approaches the uniform split (Hsu, Qi and
+    Brown 2019, arXiv 1909.06335, in the per-class form that is common in federated learning code).
+
+    Parameters
+    ----------
+    labels : ndarray of int, shape (N,)
+        Class of each example.
+    num_partitions : int
+    alpha : float
+        Concentration, > 0.
+    key : Key
+        Names the draw.
+    min_examples : int
+        Partitions below this size are filled with examples taken from the largest partition, one at a time; 0
+        allows empty partitions.
+
+    Raises
+    ------
+    ConfigError
+        When ``alpha`` is not positive or there are not enough examples for ``min_examples`` everywhere.
+    """
+    labels = np.asarray(labels)
+    n = len(labels)
+    _check_count(n, num_partitions, min_examples)
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise ConfigError(f"dirichlet alpha is {alpha!r}; expected a positive number, e.g. 'dirichlet:0.5'")
+    out = np.empty(n, np.int64)
+    for position, label in enumerate(np.unique(labels)):
+        members = np.flatnonzero(labels == label)
+        members = members[permutation(len(members), key.at(purpose=f"{key.purpose}/order", layer=position))]
+        log_gamma = _log_gammas(alpha, num_partitions, key.at(purpose=f"{key.purpose}/gamma", layer=position))
+        top = max(log_gamma)
+        weights = [math.exp(g - top) for g in log_gamma]
+        edges = np.floor(np.cumsum(weights) / math.fsum(weights) * len(members) + 0.5).astype(np.int64)
+        edges[-1] = len(members)
+        out[members] = np.searchsorted(edges, np.arange(len(members)), side="right")
+    return _fill_up(out, num_partitions, min_examples, key)
+
+
+def shards(labels: NDArray[Any], num_partitions: int, shards_per_client: int, key: Key) -> Assignment:
+    """Cut the label-sorted examples into shards of one label each and deal ``shards_per_client`` to every
+    partition.
+
+    No partition sees more than ``shards_per_client`` labels. McMahan et al. (2017, arXiv 1602.05629) cut
+    equal shards, which may straddle two labels; here each class gets a number of shards in proportion to its
+    size (largest remainder, at least one), so that the bound on labels is exact and shard sizes differ
+    slightly instead.
+
+    Raises
+    ------
+    ConfigError
+        When there are fewer shards than classes or a class has fewer examples than shards.
+    """
+    labels = np.asarray(labels)
+    _check_count(len(labels), num_partitions)
+    if shards_per_client < 1:
+        raise ConfigError(f"shards per client is {shards_per_client!r}; expected at least 1, e.g. 'shards:2'")
+    classes, sizes = np.unique(labels, return_counts=True)
+    total = num_partitions * shards_per_client
+    if total < len(classes):
+        raise ConfigError(
+            f"{num_partitions} partitions x {shards_per_client} shards = {total} shards cannot hold "
+            f"{len(classes)} classes; use more shards per client"
+        )
+    counts = _apportion(sizes, total)
+    if np.any(counts > sizes):
+        raise ConfigError(f"{total} shards are too many for {len(labels)} examples; use fewer shards per client")
+    pieces: list[Assignment] = []
+    for position, label in enumerate(classes):
+        members = np.flatnonzero(labels == label)
+        members = members[permutation(len(members), key.at(purpose=f"{key.purpose}/order", layer=position))]
+        pieces.extend(np.array_split(members, counts[position]))
+    owner = permutation(total, key.at(purpose=f"{key.purpose}/deal")) // shards_per_client
+    out = np.empty(len(labels), np.int64)
+    for piece, partition in zip(pieces, owner, strict=True):
+        out[piece] = partition
+    return out
+
+
+def natural(ids: NDArray[Any], num_partitions: int) -> Assignment:
+    """Keep the examples of one id (a speaker, a writer, a phone) together.
+
+    With as many partitions as ids each partition is one id, in sorted order of the ids. With fewer, whole ids
+    are joined: the largest first, each to the partition that is smallest so far.
+
+    Raises
+    ------
+    ConfigError
+        When there are more partitions than ids.
+    """
+    values, index, sizes = np.unique(np.asarray(ids), return_inverse=True, return_counts=True)
+    if num_partitions < 1 or num_partitions > len(values):
+        raise ConfigError(
+            f"the natural partition has {len(values)} ids, {num_partitions} partitions were asked for; "
+            f"use 1 to {len(values)}"
+        )
+    if num_partitions == len(values):
+        return index.astype(np.int64)
+    owner = np.empty(len(values), np.int64)
+    load = np.zeros(num_partitions, np.int64)
+    for value in np.argsort(-sizes, kind="stable"):
+        owner[value] = np.argmin(load)
+        load[owner[value]] += sizes[value]
+    return owner[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioner:
+    """A partitioner as it is written in a configuration; ``str()`` gives the text back.
+
+    Parameters
+    ----------
+    kind : str
+        One of :data:`KINDS`.
+    value : float or None
+        alpha of "dirichlet", shards per client of "shards", None for the others.
+    """
+
+    kind: str
+    value: float | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.value is None else f"{self.kind}:{self.value:g}"
+
+    def assign(
+        self,
+        num_partitions: int,
+        key: Key,
+        *,
+        labels: NDArray[Any] | None,
+        ids: NDArray[Any] | None = None,
+        n: int | None = None,
+        min_examples: int = 1,
+    ) -> Assignment:
+        """Return the assignment of the examples to ``num_partitions`` partitions.
+
+        Parameters
+        ----------
+        labels : ndarray of shape (N,), or None
+            Classes; None for sets without one class per example, which then cannot be split by label.
+        ids : ndarray of shape (N,), or None
+            Natural ids; None where the set has none.
+        n : int, optional
+            Number of examples, needed only when neither labels nor ids are given.
+        min_examples : int
+            Passed to :func:`dirichlet`.
+
+        Raises
+        ------
+        ConfigError
+            When the data lacks what the partitioner splits by.
+        """
+        if self.kind == "natural":
+            if ids is None:
+                raise ConfigError("this data has no natural ids; use 'iid', 'dirichlet:0.5' or 'shards:2'")
+            return natural(ids, num_partitions)
+        if self.kind == "iid":
+            size = next((len(a) for a in (labels, ids) if a is not None), n)
+            if size is None:
+                raise ConfigError("iid needs the number of examples: give labels, ids or n")
+            return iid(size, num_partitions, key)
+        if labels is None:
+            raise ConfigError(f"{self} splits by class, but an example of this data has no single class; use 'natural'")
+        assert self.value is not None
+        if self.kind == "dirichlet":
+            return dirichlet(labels, num_partitions, self.value, key, min_examples=min_examples)
+        return shards(labels, num_partitions, int(self.value), key)
+
+
+def parse_partitioner(text: str | Partitioner) -> Partitioner:
+    """Return the partitioner that ``text`` names: ``iid``, ``dirichlet:ALPHA``, ``shards:COUNT`` or
+    ``natural``.
+
+    Raises
+    ------
+    ConfigError
+        When the name is unknown (the message gives the nearest) or the number is missing, superfluous or
+        impossible.
+    """
+    if isinstance(text, Partitioner):
+        return text
+    kind, colon, number = str(text).strip().lower().partition(":")
+    if kind not in KINDS:
+        raise ConfigError(f"unknown partitioner {kind!r}{nearest(kind, KINDS)}")
+    if kind in ("iid", "natural"):
+        if colon:
+            raise ConfigError(f"partitioner {kind!r} takes no number, got {text!r}; write {kind!r}")
+        return Partitioner(kind)
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if kind == "dirichlet" and not (0 < value < math.inf):
+        raise ConfigError(f"{text!r} needs a positive concentration, e.g. 'dirichlet:0.5'")
+    if kind == "shards" and not (value >= 1 and value == math.floor(value) and math.isfinite(value)):
+        raise ConfigError(f"{text!r} needs a whole number of shards per client, e.g. 'shards:2'")
+    return Partitioner(kind, value)
+
+
+def _check_count(n: int, num_partitions: int, min_examples: int = 0) -> None:
+    if num_partitions < 1:
+        raise ConfigError(f"num_partitions is {num_partitions}; expected at least 1")
+    if min_examples < 0 or n < num_partitions * min_examples:
+        raise ConfigError(
+            f"{n} examples cannot give {num_partitions} partitions at least {min_examples} each; "
+            "use fewer partitions or a smaller min_examples"
+        )
+
+
+def _apportion(sizes: NDArray[np.int64], total: int) -> NDArray[np.int64]:
+    """Return whole numbers >= 1 that sum to ``total`` in proportion to ``sizes`` (largest remainder)."""
+    spare = total - len(sizes)
+    share, remainder = np.divmod(sizes * spare, int(sizes.sum()))
+    counts = 1 + share
+    counts[np.argsort(-remainder, kind="stable")[: spare - int(share.sum())]] += 1
+    return counts
+
+
+def _fill_up(assignment: Assignment, num_partitions: int, min_examples: int, key: Key) -> Assignment:
+    """Move examples from the largest partition to those with fewer than ``min_examples`` (see
+    :func:`dirichlet`)."""
+    sizes = np.bincount(assignment, minlength=num_partitions)
+    if sizes.min() >= min_examples:
+        return assignment
+    out = assignment.copy()
+    order = permutation(len(out), key.at(purpose=f"{key.purpose}/fill"))
+    for poor in np.flatnonzero(sizes < min_examples):
+        while sizes[poor] < min_examples:
+            rich = int(np.argmax(sizes))
+            moved = order[np.flatnonzero(out[order] == rich)[0]]
+            out[moved] = poor
+            sizes[rich] -= 1
+            sizes[poor] += 1
+    return out
+
+
+def _log_gammas(alpha: float, count: int, key: Key) -> list[float]:
+    """Return the logarithms of ``count`` draws from Gamma(alpha, 1).
+
+    Marsaglia and Tsang (2000), "A simple method for generating gamma variables": for shape a >= 1, with d = a
+    - 1/3, c = 1/sqrt(9 d), x normal and u uniform, d v with v = (1 + c x)^3 is accepted when
+    log u < x^2/2 + d - d v + d log v. For alpha < 1, Gamma(alpha) = Gamma(alpha + 1) U^(1/alpha), taken in
+    logarithms because the power underflows for small alpha.
+    """
+    words = _uniforms(key)
+    boost = alpha < 1.0
+    d = (alpha + 1.0 if boost else alpha) - 1.0 / 3.0
+    c = 1.0 / math.sqrt(9.0 * d)
+    out: list[float] = []
+    while len(out) < count:
+        # Box and Muller (1958): 1 - u lies in (0, 1], so the logarithm is finite.
+        radius = math.sqrt(-2.0 * math.log(1.0 - next(words)))
+        x = radius * math.cos(2.0 * math.pi * next(words))
+        accept = math.log(1.0 - next(words))
+        root = 1.0 + c * x
+        if root <= 0.0:
+            continue
+        log_v = 3.0 * math.log(root)
+        if accept >= 0.5 * x * x + d - d * root**3 + d * log_v:
+            continue
+        value = math.log(d) + log_v
+        if boost:
+            value += math.log(1.0 - next(words)) / alpha
+        out.append(value)
+    return out
+
+
+def _uniforms(key: Key, block: int = 256) -> Iterator[float]:
+    """Yield doubles in [0, 1): block b comes from the key's purpose with ``/b`` appended."""
+    number = 0
+    while True:
+        yield from key.at(purpose=f"{key.purpose}/{number}").uniform(block).tolist()
+        number += 1

@@ -1,0 +1,72 @@
+"""The one table of tasks. Importing it loads neither torch nor any data."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.tasks.options import resolve
+from fedcomp.tasks.sources import data_root
+
+if TYPE_CHECKING:
+    from fedcomp.tasks.base import Task
+
+TASKS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "digits": "fedcomp.tasks.images:Digits",
+        "mnist": "fedcomp.tasks.images:Mnist",
+        "tiny-shakespeare": "fedcomp.tasks.shakespeare:TinyShakespeare",
+        "a9a": "fedcomp.tasks.linear:A9a",
+        "breast-cancer": "fedcomp.tasks.linear:BreastCancer",
+        "wifi": "fedcomp.tasks.wifi:Wifi",
+    }
+)
+"""Name of each task and where its class stands (``module:class``)."""
+
+
+def task_class(name: str) -> type[Task]:
+    """Return the class of the task called ``name``.
+
+    Raises
+    ------
+    ConfigError
+        When there is none; the message names the nearest.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"unknown task {name!r}{nearest(name, TASKS)}")
+    module, _, attribute = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)  # type: ignore[no-any-return]
+
+
+def get_task(name: str, **options: Any) -> Task:
+    """Return the task called ``name`` with the given options, its data loaded and partitionable.
+
+    Tasks are immutable and kept for the next call with the same options, so that a client app may ask for its
+    task in every message.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`TASKS`.
+    **options
+        See the task class's ``OPTIONS``; values may be given as text.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown task or option (the message names the nearest) or an impossible value.
+    """
+    cls = task_class(name)
+    resolved = resolve(name, cls.OPTIONS, options)
+    # The environment's answer is part of the key: a changed FEDCOMP_DATA must not serve the old data.
+    resolved["root"] = data_root(resolved["root"])
+    return _build(cls, tuple(sorted(resolved.items(), key=lambda item: item[0])))
+
+
+@lru_cache(maxsize=8)
+def _build(cls: type[Task], options: tuple[tuple[str, Any], ...]) -> Task:
+    return cls(dict(options))

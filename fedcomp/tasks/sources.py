@@ -1,0 +1,348 @@
+"""Where a data set comes from: a checked local folder, a library asked to download, or the offline default.
+
+:func:`load` tries, in this order,
+
+1. ``<root>/<folder>/`` where ``root`` is the argument or the environment variable ``FEDCOMP_DATA``: every
+file's SHA-256 is
+   compared with the one recorded here, and a mismatch is an error. The network is not touched.
+2. the set's usual library, when it is installed *and* ``download=True``;
+3. an offline default that needs no file: data embedded in scikit-learn or drawn from a documented formula. A
+stand-in
+   for another set is announced by a :class:`DataWarning` and by the :class:`DataSource` that result records
+   carry.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import io
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.rng import Key
+from fedcomp.tasks import synthetic
+from fedcomp.tasks.partition import permutation
+
+ROOT_VARIABLE: Final = "FEDCOMP_DATA"
+"""Environment variable that names the folder of local data sets."""
+
+
+class DataError(FedcompError, OSError):
+    """A local data set is there but incomplete or cannot be read."""
+
+
+class DataMismatch(DataError):
+    """A local data file is not the file that was recorded: its SHA-256 differs."""
+
+
+class DataWarning(UserWarning):
+    """Another set stands in for the one that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Which data was used, for the result record.
+
+    Attributes
+    ----------
+    name : str
+        The set that was asked for.
+    used : str
+        ``"local"`` (files under the root), ``"library"`` (downloaded by a library) or ``"offline"`` (needs no
+        file).
+    served : str
+        What the data is.
+    verified : bool
+        Whether the SHA-256 of every file was compared with the recorded one.
+    substitute : bool
+        Whether ``served`` is not the set that was asked for.
+    note : str
+        One sentence for people.
+    """
+
+    name: str
+    used: Literal["local", "library", "offline"]
+    served: str
+    verified: bool
+    substitute: bool
+    note: str
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields as a JSON-able dict."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Examples as arrays: ``x`` float32 ``(N, features)``, ``y`` int64 ``(N,)`` with classes ``0 .. classes -
+    1``."""
+
+    x_train: NDArray[np.float32]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.float32]
+    y_test: NDArray[np.int64]
+    classes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Text by speaker."""
+
+    texts: Mapping[str, str]
+
+
+Content = Table | Corpus
+
+
+def data_root(root: str | os.PathLike[str] | None = None) -> str | None:
+    """Return the folder of local data: ``root``, else ``$FEDCOMP_DATA``, else None."""
+    if root is None:
+        root = os.environ.get(ROOT_VARIABLE) or None
+    return None if root is None else os.fspath(root)
+
+
+def load(name: str, root: str | os.PathLike[str] | None = None, download: bool = False) -> tuple[Content, DataSource]:
+    """Return the data set ``name`` and where it came from; the order of search is the module's.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`SETS`.
+    root : path, optional
+        Folder of local sets; default ``$FEDCOMP_DATA``.
+    download : bool
+        Whether a library may fetch the set from the network.
+
+    Raises
+    ------
+    ConfigError
+        When the set is unknown.
+    DataMismatch, DataError
+        When local files are not the recorded ones, or some are missing.
+    """
+    if name not in SETS:
+        raise ConfigError(f"unknown data set {name!r}{nearest(name, SETS)}")
+    content, source = _load(name, data_root(root), bool(download))
+    if source.substitute:
+        warnings.warn(source.note, DataWarning, stacklevel=2)
+    return content, source
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """One set: its local files with their SHA-256, its readers, and what stands in for it."""
+
+    offline: Callable[[], Content]
+    offline_is: str
+    substitute: bool = False
+    folder: str = ""
+    files: Mapping[str, str] | None = None
+    read: Callable[[Mapping[str, bytes]], Content] | None = None
+    library: str = ""
+    fetch: Callable[[str | None], Content] | None = None
+
+
+@lru_cache(maxsize=4)
+def _load(name: str, root: str | None, download: bool) -> tuple[Content, DataSource]:
+    entry = SETS[name]
+    if entry.files is not None and entry.read is not None and root is not None:
+        folder = Path(root) / entry.folder
+        if folder.is_dir():
+            content = entry.read(_verified(folder, entry.files))
+            note = f"{name}: read from local files, SHA-256 verified"
+            return _frozen(content), DataSource(name, "local", name, True, False, note)
+    missing = f"no folder {entry.folder!r} under " + (f"{root!r}" if root else f"${ROOT_VARIABLE} (not set)")
+    if download and entry.fetch is not None:
+        if importlib.util.find_spec(entry.library) is not None:
+            content = entry.fetch(root)
+            note = f"{name}: fetched by {entry.library}, files not verified here"
+            return _frozen(content), DataSource(name, "library", name, False, False, note)
+        missing += f", and {entry.library} is not installed"
+    elif download and entry.substitute:
+        missing += ", and no library route is implemented"
+    note = f"{name}: {entry.offline_is}"
+    if entry.substitute:
+        note = f"{name}: not available ({missing}); {entry.offline_is} is used instead"
+    content = _frozen(entry.offline())
+    return content, DataSource(name, "offline", entry.offline_is, False, entry.substitute, note)
+
+
+def _verified(folder: Path, files: Mapping[str, str]) -> dict[str, bytes]:
+    out = {}
+    for name, expected in files.items():
+        try:
+            data = (folder / name).read_bytes()
+        except FileNotFoundError:
+            raise DataError(
+                f"{folder / name} is missing; the folder must hold {', '.join(files)}, or not exist at all"
+            ) from None
+        found = hashlib.sha256(data).hexdigest()
+        if found != expected:
+            raise DataMismatch(
+                f"{folder / name} has SHA-256 {found}, expected {expected}; replace the file or remove the folder"
+            )
+        out[name] = data
+    return out
+
+
+def _frozen(content: Content) -> Content:
+    """Make shared arrays read-only: they are kept for the life of the process."""
+    if isinstance(content, Table):
+        for array in (content.x_train, content.y_train, content.x_test, content.y_test):
+            array.flags.writeable = False
+    return content
+
+
+def _split(name: str, x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Table:
+    """Hold out a fifth of the rows, the same ones for ever; optionally standardise by the training rows."""
+    order = permutation(len(x), Key(0, f"tasks/{name}/test"))
+    cut = len(x) // 5
+    test, train = np.sort(order[:cut]), np.sort(order[cut:])
+    x = np.asarray(x, np.float64)
+    if standardise:
+        mean, std = x[train].mean(0), x[train].std(0)
+        x = (x - mean) / np.where(std > 0, std, 1.0)
+    x = x.astype(np.float32)
+    y = np.asarray(y, np.int64)
+    return Table(x[train], y[train], x[test], y[test], int(y.max()) + 1)
+
+
+def _digits() -> Table:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    # Pixels are 0..16; the overall mean and deviation are 4.884 and 6.017 (measured).
+    return _split("digits", (bunch.data - 4.884) / 6.017, bunch.target)
+
+
+def _breast_cancer() -> Table:
+    from sklearn.datasets import load_breast_cancer
+
+    bunch = load_breast_cancer()
+    return _split("breast-cancer", bunch.data, bunch.target, standardise=True)
+
+
+def _enlarged_digits() -> Table:
+    """Return the embedded digits in MNIST's shape: every pixel three times each way, a margin of two."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = np.pad(bunch.images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
+    return _split("digits", _mnist_scale(images / 16.0), bunch.target)
+
+
+def _mnist_scale(images: NDArray[Any]) -> NDArray[np.float32]:
+    """Return images in [0, 1] as rows of 784, standardised with the mean and deviation of MNIST's training
+    pixels."""
+    return ((images.reshape(len(images), -1) - 0.1307) / 0.3081).astype(np.float32)
+
+
+def _read_mnist(files: Mapping[str, bytes]) -> Table:
+    arrays = []
+    for data in files.values():
+        raw = gzip.decompress(data)
+        # idx format: two zero bytes, type code 8 (uint8), number of dimensions, big-endian sizes, data.
+        ndim = raw[3]
+        shape = np.frombuffer(raw, ">i4", ndim, 4)
+        arrays.append(np.frombuffer(raw, np.uint8, offset=4 + 4 * ndim).reshape(shape))
+    return _mnist_table(*arrays)
+
+
+def _mnist_table(x: NDArray[Any], y: NDArray[Any], x_test: NDArray[Any], y_test: NDArray[Any]) -> Table:
+    scale = np.float32(255)
+    return Table(_mnist_scale(x / scale), y.astype(np.int64), _mnist_scale(x_test / scale), y_test.astype(np.int64), 10)
+
+
+def _fetch_mnist(root: str | None) -> Table:
+    datasets = importlib.import_module("torchvision.datasets")
+    folder = root or str(Path.home() / ".cache" / "fedcomp")
+    parts = []
+    for train in (True, False):
+        images = datasets.MNIST(folder, train=train, download=True)
+        parts += [np.asarray(images.data), np.asarray(images.targets)]
+    return _mnist_table(*parts)
+
+
+def _read_a9a(files: Mapping[str, bytes]) -> Table:
+    from sklearn.datasets import load_svmlight_file
+
+    parts = []
+    for data in files.values():
+        x, y = load_svmlight_file(io.BytesIO(data), n_features=123, zero_based=False)
+        parts += [np.asarray(x.toarray(), np.float32), (y > 0).astype(np.int64)]
+    return Table(*parts, classes=2)
+
+
+def _read_wifi(files: Mapping[str, bytes]) -> Table:
+    (data,) = files.values()
+    rows = np.loadtxt(io.BytesIO(data))
+    return _split("wifi", rows[:, :7], rows[:, 7].astype(np.int64) - 1, standardise=True)
+
+
+def _read_shakespeare(files: Mapping[str, bytes]) -> Corpus:
+    (data,) = files.values()
+    texts: dict[str, list[str]] = {}
+    for speech in data.decode().split("\n\n"):
+        head, _, body = speech.partition("\n")
+        texts.setdefault(head.rstrip(":"), []).append(body + "\n")
+    return Corpus({speaker: "".join(parts) for speaker, parts in texts.items()})
+
+
+SETS: Final[Mapping[str, _Set]] = {
+    "digits": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
+    "breast-cancer": _Set(_breast_cancer, "scikit-learn's embedded breast cancer table"),
+    "mnist": _Set(
+        _enlarged_digits,
+        "scikit-learn's embedded 8x8 digits enlarged to 28x28",
+        substitute=True,
+        folder="mnist",
+        files={
+            "train-images-idx3-ubyte.gz": "0b367032e93c5d0cea0925647cfdb18614af8ee15f83e6f2fc2ad904a6835971",
+            "train-labels-idx1-ubyte.gz": "1787548bbe0bff1ec2ecdc0ef292b02df999e2d1a6002d27500982c652b17203",
+            "t10k-images-idx3-ubyte.gz": "1a1a05eab793c14bb050b398624a11b0ffd1a2953baed553b1b9bd079e2a20be",
+            "t10k-labels-idx1-ubyte.gz": "b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b",
+        },
+        read=_read_mnist,
+        library="torchvision",
+        fetch=_fetch_mnist,
+    ),
+    "tiny-shakespeare": _Set(
+        lambda: Corpus(synthetic.speakers()),
+        "synthetic text of twenty Markov speakers",
+        substitute=True,
+        folder="tinyshakespeare",
+        files={"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"},
+        read=_read_shakespeare,
+    ),
+    "a9a": _Set(
+        _breast_cancer,
+        "scikit-learn's embedded breast cancer table (30 features instead of 123)",
+        substitute=True,
+        folder="a9a",
+        files={
+            "a9a": "7ba53cccb27e2e525f0fb173e1f446d49856e3fb007eb43be4ec6d0f5b3335ca",
+            "a9a.t": "1f448a153f0320399a7e40836eb207655b0bde0f21fc941cc472193daa9f5de9",
+        },
+        read=_read_a9a,
+    ),
+    "wifi": _Set(
+        lambda: _split("wifi", *synthetic.path_loss(), standardise=True),
+        "synthetic signal strengths from the log-distance path-loss formula",
+        substitute=True,
+        folder="wifi_localization",
+        files={"wifi_localization.txt": "76121abf412b961f474e72baa8a802241f3032e85590c6680dd5280b1af8e0ab"},
+        read=_read_wifi,
+    ),
+}
+"""All data sets by name."""

@@ -1,0 +1,34 @@
+"""Which room a phone is in, from the Wi-Fi signal strengths it sees: the small mobile-device task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fedcomp.tasks.base import COMMON_OPTIONS, Classification
+from fedcomp.tasks.models import Mlp
+from fedcomp.tasks.options import Option, widths
+from fedcomp.tasks.sources import Table, load
+
+
+class Wifi(Classification):
+    """2,000 vectors of seven signal strengths in dBm, standardised; four rooms; a fixed fifth is held out.
+
+    Without the file the vectors are drawn from the log-distance path-loss formula (see
+    :func:`fedcomp.tasks.synthetic.path_loss`), and the record says so.
+    """
+
+    name = "wifi"
+    OPTIONS = {**COMMON_OPTIONS, "hidden": Option((64,), widths, "widths of the hidden layers; empty:
+    linear")}
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        table, source = load(self.name, options["root"], options["download"])
+        assert isinstance(table, Table)
+        train, test = (table.x_train, table.y_train), (table.x_test, table.y_test)
+        super().__init__(options, source, train, test, classes=table.classes)
+
+    def _make_model(self) -> nn.Module:
+        return Mlp(self.train_split.x.shape[1], self.options["hidden"], self.classes)

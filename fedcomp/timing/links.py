@@ -1,0 +1,200 @@
+"""How long the bytes of a run take on a link, by the alpha-beta model.
+
+A transfer of n bytes over a link with latency alpha (seconds) and bandwidth B (bits per second) takes
+
+    t(n) = alpha + 8 n / B,
+
+so beta = 8 / B is the time per byte. The model knows no congestion, loss or slow start: it turns counted
+bytes into seconds that can be compared, it does not predict a network. The figures computed here are
+*simulated* and must be labelled so wherever they are shown.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fedcomp.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One node's connection to the server.
+
+    Parameters
+    ----------
+    up_bits_per_s, down_bits_per_s : float
+        Bandwidth from the node and to the node, in bits (not bytes) per second; positive, infinity allowed.
+    latency_s : float
+        Time one message spends on the way in either direction, independent of its size, in seconds.
+
+    Raises
+    ------
+    ConfigError
+        When a bandwidth is not positive or the latency is negative or not finite.
+    """
+
+    up_bits_per_s: float
+    down_bits_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("up_bits_per_s", "down_bits_per_s"):
+            value = getattr(self, field)
+            if not value > 0:
+                raise ConfigError(f"{field} is {value!r}; expected a positive number of bits per second")
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ConfigError(f"latency_s is {self.latency_s!r}; expected a non-negative number of seconds")
+
+    def up_seconds(self, nbytes: float) -> float:
+        """Return the seconds ``nbytes`` take from the node to the server: ``latency + 8 nbytes / up``."""
+        return self.latency_s + 8.0 * nbytes / self.up_bits_per_s
+
+    def down_seconds(self, nbytes: float) -> float:
+        """Return the seconds ``nbytes`` take from the server to the node: ``latency + 8 nbytes / down``."""
+        return self.latency_s + 8.0 * nbytes / self.down_bits_per_s
+
+    def exchange_seconds(self, down: float, up: float, compute: float = 0.0) -> float:
+        """Return the seconds until ``down`` bytes arrived, ``compute`` seconds passed and ``up`` bytes
+        left."""
+        return self.down_seconds(down) + compute + self.up_seconds(up)
+
+
+PRESETS: Final[Mapping[str, Link]] = {
+    "lan": Link(1e9, 1e9, 0.0005),
+    "100mbit": Link(100e6, 100e6, 0.010),
+    "10mbit": Link(10e6, 50e6, 0.020),
+    "lte": Link(12e6, 30e6, 0.050),
+    "1mbit": Link(1e6, 8e6, 0.050),
+    "200kbit": Link(200e3, 200e3, 0.100),
+}
+"""Links by name. They are round figures chosen to be reproducible, not measurements of anybody's network:
+"10mbit" is a home line (10 Mbit/s up, 50 down), "lte" a phone in fair reception, "200kbit" a constrained
+device."""
+
+_UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:bit|bps)?(?:/s)?", re.IGNORECASE)
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s)", re.IGNORECASE)
+
+
+def _rate(text: str, whole: str) -> float:
+    match = _RATE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(
+            f"{text!r} in link {whole!r} is not a bandwidth; write e.g. '10mbit', '250kbit' or '1.5g', "
+            f"or name a preset{nearest(whole, PRESETS)}"
+        )
+    return float(match[1]) * _UNITS[match[2].lower()]
+
+
+def parse_link(text: str) -> Link:
+    """Return the link that ``text`` describes.
+
+    Parameters
+    ----------
+    text : str
+        The name of a preset (``"lte"``), or ``UP[/DOWN][@LATENCY]`` with bandwidths in bit/s and an optional
+        unit prefix k, M or G (powers of 1000), e.g. ``"5mbit"``, ``"10mbit/50mbit"``,
+        ``"200kbit/1mbit@80ms"``. Without DOWN both directions have the same bandwidth; without LATENCY it is
+        0.
+
+    Raises
+    ------
+    ConfigError
+        When the text is neither; the message names the nearest preset.
+    """
+    name = text.strip().lower()
+    if name in PRESETS:
+        return PRESETS[name]
+    rates, at, delay = name.partition("@")
+    latency = 0.0
+    if at:
+        match = _TIME.fullmatch(delay.strip())
+        if match is None:
+            raise ConfigError(f"{delay!r} in link {text!r} is not a latency; write e.g. '20ms' or '0.5s'")
+        latency = float(match[1]) * (1e-3 if match[2].lower() == "ms" else 1.0)
+    # "/s" belongs to a rate ("10mbit/s"), any other slash separates up from down.
+    up, slash, down = re.sub(r"(bit|b)/s\b", r"\1", rates).partition("/")
+    return Link(_rate(up, text), _rate(down if slash else up, text), latency)
+
+
+def _fields(row: Any) -> tuple[int, int, str, int]:
+    """Return (round, node, direction, wire bytes) of a ledger row: an object with these attributes, a
+    mapping, or a plain ``(round, node, direction, wire)`` tuple."""
+    if isinstance(row, Mapping):
+        return int(row["round"]), int(row["node"]), str(row["direction"]), int(row["wire"])
+    if hasattr(row, "direction"):
+        return int(row.round), int(row.node), str(row.direction), int(row.wire)
+    round_, node, direction, wire = row
+    return int(round_), int(node), str(direction), int(wire)
+
+
+def simulated_seconds(
+    rows: Iterable[Any],
+    links: Link | Mapping[int, Link],
+    *,
+    compute: float = 0.0,
+    message_types: bool = True,
+) -> float:
+    """Return the communication time of a run, in seconds, from the bytes its ledger counted.
+
+    Each exchange lasts as long as its slowest node, and exchanges follow one another:
+
+        T = sum over exchanges e of  max over nodes v of  ( down_v(e) + compute + up_v(e) ).
+
+    Parameters
+    ----------
+    rows : iterable
+        Ledger rows: objects or mappings with ``round``, ``node``, ``direction`` ("up" or "down"), ``wire``
+        (bytes) and, where present, ``message_type``; or tuples ``(round, node, direction, wire)``.
+    links : Link or mapping of node to Link
+        One link for everyone, or one per node.
+    compute : float
+        Seconds every node computes in every exchange; 0 gives pure communication time.
+    message_types : bool
+        Whether messages of different types in a round are exchanges of their own (train, then evaluate). Rows
+        of one round and one type are taken as one exchange: bytes add up, and each row is charged one
+        latency.
+
+    Raises
+    ------
+    ConfigError
+        When a row's direction is neither "up" nor "down", or a node has no link.
+    """
+    # exchange -> node -> [down bytes, down messages, up bytes, up messages]
+    traffic: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(dict)
+    for row in rows:
+        round_, node, direction, wire = _fields(row)
+        if direction not in ("up", "down"):
+            raise ConfigError(f"ledger row has direction {direction!r}; expected 'up' or 'down'")
+        kind = ""
+        if message_types:
+            kind = (
+                row.get("message_type", "") if isinstance(row, Mapping) else getattr(row, "message_type", "")
+            )
+        cell = traffic[round_, str(kind)].setdefault(node, [0, 0, 0, 0])
+        at = 0 if direction == "down" else 2
+        cell[at] += wire
+        cell[at + 1] += 1
+    total = 0.0
+    for nodes in traffic.values():
+        slowest = 0.0
+        for node, (down, n_down, up, n_up) in nodes.items():
+            link = links if isinstance(links, Link) else links.get(node)
+            if link is None:
+                raise ConfigError(
+                    f"node {node} appears in the ledger but has no link; give one Link or a link per node"
+                )
+            seconds = (
+                8.0 * down / link.down_bits_per_s
+                + 8.0 * up / link.up_bits_per_s
+                + link.latency_s * (n_down + n_up)
+                + compute
+            )
+            slowest = max(slowest, seconds)
+        total += slowest
+    return total

@@ -1,0 +1,206 @@
+"""Versioned replicas: a model broadcast as compressed differences, with the server's error feedback built in.
+
+The server holds a *reference*: exactly the model its clients hold. A new version is the difference between the true
+model and the reference, compressed, decoded and added to the reference at both ends. What compression dropped stays
+in the next difference, which is error feedback without a second memory (derived here; the idea is that of
+DoubleSqueeze and of EF21's server half). Sender and receivers perform the same float32 additions in the same order, so
+replicas are equal bit for bit, and a digest proves it for every version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs.base import Codec, State, require_finite
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.exact import decode_exact, encode_exact
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Frame
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What turns version ``version - 1`` into ``version``."""
+
+    version: int
+    frame: Frame
+    exact: Frame | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel for this step."""
+        return len(self.frame) + len(self.exact or b"")
+
+
+def digest(vector: Vector, exact: Arrays) -> bytes:
+    """Return 16 bytes that name a model: SHA-256 over the vector and the exact buffers, truncated."""
+    h = hashlib.sha256(np.ascontiguousarray(vector).view(np.uint8).data)
+    for name in sorted(exact):
+        h.update(name.encode())
+        h.update(np.ascontiguousarray(exact[name]).tobytes())
+    return h.digest()[:16]
+
+
+def check_codec(codec: Codec, layout: Layout) -> None:
+    """Raise :class:`ConfigError` unless ``reference += C(target - reference)`` converges with ``codec``."""
+    if codec.remembers:
+        raise ConfigError(
+            f"{codec!r} keeps its own memory, but difference coding already is error feedback on the downlink; "
+            "pass the inner codec"
+        )
+    variance = codec.variance(layout)
+    if not (codec.lossless or codec.contraction(layout) is not None or (variance is not None and variance < 1.0)):
+        raise ConfigError(
+            f"{codec!r} is no contraction on this model (variance bound {variance}): the clients' replicas would "
+            "diverge from the server's model. Use TopK, RandomK(unbiased=False), or QSGD with more levels or smaller "
+            "buckets"
+        )
+
+
+class Broadcast:
+    """Server half: the reference all replicas share, and the recent steps that lead to it.
+
+    Memory: one vector for the reference, one for the last target, and at most one dense model's worth of step bytes.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.version = 0
+        self.reference: Vector = np.empty(0, np.float32)
+        self.exact: dict[str, NDArray[Any]] = {}
+        self.digest = b""
+        self._target: Vector = self.reference
+        self._state: State = {}
+        self._steps: list[Step] = []
+
+    def publish(self, target: Vector, exact: Arrays, layout: Layout, key: Key) -> int:
+        """Make ``target`` the current model; return its version.
+
+        The version changes only when the model did: a node that already holds it needs no bytes at all.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When the model holds NaN or infinity.
+        """
+        require_finite(Update(target, layout))
+        if self.version == 0:
+            check_codec(self.codec, layout)
+            self.reference = target.copy()
+            self._state = self.codec.init(layout)
+        else:
+            if np.array_equal(target, self._target) and _same(exact, self.exact):
+                return self.version
+            sent = target if self.codec.lossless else target - self.reference
+            frame, self._state = self.codec.encode(Update(sent, layout), self._state, key)
+            step = Step(self.version + 1, frame, encode_exact(exact, layout))
+            self.reference = _apply(self.codec, frame, self.reference, layout)
+            self._steps.append(step)
+            self._trim(layout)
+        self.version += 1
+        self.exact = {t.name: np.array(exact[t.name]) for t in layout.exact}
+        self._target = target.copy()
+        self.digest = digest(self.reference, self.exact)
+        return self.version
+
+    def steps_from(self, version: int) -> list[Step] | None:
+        """Return the steps a replica at ``version`` lacks, oldest first; None when only the full model helps."""
+        if version == self.version:
+            return []
+        steps = [s for s in self._steps if s.version > version]
+        complete = version > 0 and len(steps) == self.version - version
+        return steps if complete else None
+
+    def _trim(self, layout: Layout) -> None:
+        # A chain of steps longer than the model itself is never worth sending.
+        full = 4 * layout.size + sum(t.size * np.dtype(t.dtype).itemsize for t in layout.exact)
+        total = 0
+        keep: list[Step] = []
+        for step in reversed(self._steps):
+            total += step.nbytes
+            if total > full:
+                break
+            keep.append(step)
+        self._steps = keep[::-1]
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """Return everything that changes from round to round, as arrays (for checkpoints)."""
+        out: dict[str, NDArray[Any]] = {
+            "version": np.array(self.version),
+            "reference": self.reference,
+            "target": self._target,
+            "digest": np.frombuffer(self.digest, np.uint8),
+        }
+        out |= {f"state/{k}": v for k, v in self._state.items()}
+        out |= {f"exact/{k}": v for k, v in self.exact.items()}
+        for step in self._steps:
+            out[f"step/{step.version}/frame"] = np.frombuffer(step.frame, np.uint8)
+            if step.exact is not None:
+                out[f"step/{step.version}/exact"] = np.frombuffer(step.exact, np.uint8)
+        return out
+
+    def load_state_dict(self, arrays: Arrays) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.version = int(arrays["version"])
+        self.reference = np.array(arrays["reference"], np.float32)
+        self._target = np.array(arrays["target"], np.float32)
+        self.digest = arrays["digest"].tobytes()
+        self._state = {k[6:]: v for k, v in arrays.items() if k.startswith("state/")}
+        self.exact = {k[6:]: v for k, v in arrays.items() if k.startswith("exact/")}
+        versions = sorted({int(k.split("/")[1]) for k in arrays if k.startswith("step/")})
+        self._steps = [
+            Step(
+                v,
+                arrays[f"step/{v}/frame"].tobytes(),
+                arrays[f"step/{v}/exact"].tobytes() if f"step/{v}/exact" in arrays else None,
+            )
+            for v in versions
+        ]
+
+
+def advance(
+    vector: Vector, exact: Arrays, version: int, steps: Sequence[Step], codec: Codec, layout: Layout
+) -> tuple[Vector, dict[str, NDArray[Any]], int]:
+    """Client half: apply the steps after ``version`` to a replica; return the new vector, buffers and version.
+
+    Steps the replica already has are skipped, so that a message whose reply was lost may be followed by another that
+    repeats them. The arguments are not modified.
+
+    Raises
+    ------
+    StateError
+        When a step is missing in between: the replica must ask for the full model.
+    """
+    todo = [s for s in steps if s.version > version]
+    if [s.version for s in todo] != list(range(version + 1, version + 1 + len(todo))):
+        raise StateError(
+            f"replica holds version {version} and was offered steps {[s.version for s in steps]}; a full model is needed"
+        )
+    # A lossless step replaces the vector and a lossy one adds to it: copy first, so that the caller's stays as it was.
+    out = vector.copy() if todo else vector
+    buffers = dict(exact)
+    for step in todo:
+        out = _apply(codec, step.frame, out, layout)
+        buffers = decode_exact(step.exact, layout)
+    return out, buffers, version + len(todo)
+
+
+def _apply(codec: Codec, frame: Frame, vector: Vector, layout: Layout) -> Vector:
+    """One step, performed identically at both ends: a lossless frame is the model, any other one is added in place."""
+    if codec.lossless:
+        return codec.decode(frame, layout)
+    codec.accumulate(frame, 1.0, Update(vector, layout))
+    return vector
+
+
+def _same(a: Arrays, b: Arrays) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)

@@ -1,0 +1,224 @@
+"""Bit packing with numpy: fixed-width fields, unary streams, varints. Bit order is LSB-first everywhere.
+
+Nothing here loops over elements in Python. Fixed-width fields have two layouts, both part of the format: above
+:data:`VERTICAL_THRESHOLD` fields the first ``64 * (count // 64)`` are packed *vertically* (64 long contiguous vector
+operations), the rest, and everything below the threshold, as one contiguous bit string.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.wire.errors import Corrupt, Truncated
+
+VERTICAL_THRESHOLD: Final = 8192
+"""Number of fields from which the vertical layout is used. Part of the format: it may never change."""
+
+Buffer = bytes | bytearray | memoryview
+Bytes = NDArray[np.uint8]
+
+
+def put_varint(value: int) -> bytes:
+    """Return ``value`` as LEB128: seven bits per byte, least significant first."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append((value & 0x7F) | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def take_varint(buf: Buffer, pos: int, end: int) -> tuple[int, int]:
+    """Read one varint of ``buf[pos:end]``; return it and the position after it.
+
+    Raises
+    ------
+    Truncated
+        When the bytes end inside it.
+    Corrupt
+        When it is longer than ten bytes, exceeds 2**63 - 1, or is not the shortest form.
+    """
+    if pos >= end:
+        raise Truncated(f"a variable-length integer was expected at byte {pos}, where the section ends")
+    byte: int = buf[pos]
+    if byte < 0x80:
+        return byte, pos + 1
+    value = byte & 0x7F
+    shift = 7
+    pos += 1
+    while True:
+        if pos >= end:
+            raise Truncated(f"the section ends at byte {end}, inside a variable-length integer")
+        byte = buf[pos]
+        pos += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+        if shift > 63:
+            raise Corrupt(f"variable-length integer before byte {pos} is longer than ten bytes")
+    if value >= 1 << 63 or byte == 0:
+        raise Corrupt(f"variable-length integer before byte {pos} exceeds 2**63 - 1 or is not in its shortest form")
+    return value, pos
+
+
+def packed_size(count: int, width: int) -> int:
+    """Return the bytes :func:`pack` needs for ``count`` fields of ``width`` bits."""
+    whole = count & ~63 if count >= VERTICAL_THRESHOLD else 0
+    return whole * width // 8 + ((count - whole) * width + 7) // 8
+
+
+def pack(fields: NDArray[Any], width: int) -> bytes:
+    """Pack the low ``width`` bits of every field (non-negative integers, shape ``(count,)``); higher bits are dropped."""
+    count = fields.size
+    if width == 0 or count == 0:
+        return b""
+    if count < VERTICAL_THRESHOLD:
+        return _pack_string(fields, width)
+    whole = count & ~63
+    return _pack_vertical(fields[:whole], width) + _pack_string(fields[whole:], width)
+
+
+def unpack(buf: Buffer, count: int, width: int) -> NDArray[Any]:
+    """Undo :func:`pack`; return ``count`` fields as uint32 (``width <= 32``) or uint64.
+
+    Raises
+    ------
+    Corrupt
+        When the length is not :func:`packed_size` or a padding bit is set.
+    """
+    if len(buf) != packed_size(count, width):
+        raise Corrupt(f"{count} fields of {width} bits need {packed_size(count, width)} bytes, found {len(buf)}")
+    dtype = np.uint32 if width <= 32 else np.uint64
+    if width == 0 or count == 0:
+        return np.zeros(count, dtype)
+    if count < VERTICAL_THRESHOLD:
+        return _unpack_string(buf, count, width, dtype)
+    whole = count & ~63
+    split = whole * width // 8
+    out = np.empty(count, dtype)
+    _unpack_vertical(buf[:split], width, out[:whole])
+    out[whole:] = _unpack_string(buf[split:], count - whole, width, dtype)
+    return out
+
+
+def _container(width: int) -> int:
+    return 1 if width <= 8 else 2 if width <= 16 else 4 if width <= 32 else 8
+
+
+def _pack_string(fields: NDArray[Any], width: int) -> bytes:
+    size = _container(width)
+    bytes_ = fields.astype(f"<u{size}", casting="unsafe").view(np.uint8)
+    if width == 8 * size:
+        return bytes_.tobytes()
+    bits = np.unpackbits(bytes_.reshape(-1, size), axis=1, count=width, bitorder="little")
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def _unpack_string(buf: Buffer, count: int, width: int, dtype: type[Any]) -> NDArray[Any]:
+    if count == 0:
+        return np.zeros(0, dtype)
+    used = count * width & 7
+    if used and buf[len(buf) - 1] >> used:
+        raise Corrupt(f"padding bits after {count} fields of {width} bits are not zero")
+    size = _container(width)
+    raw = np.frombuffer(buf, np.uint8)
+    if width != 8 * size:
+        bits = np.zeros((count, 8 * size), np.uint8)
+        bits[:, :width] = np.unpackbits(raw, count=count * width, bitorder="little").reshape(count, width)
+        raw = np.packbits(bits, bitorder="little")
+    return raw.view(f"<u{size}").astype(dtype)
+
+
+def _pack_vertical(fields: NDArray[Any], width: int) -> bytes:
+    rows = fields.reshape(64, -1)
+    words = np.zeros((width, rows.shape[1]), np.uint64)
+    row = np.empty(rows.shape[1], np.uint64)
+    shifted = np.empty_like(row)
+    mask = np.uint64((1 << width) - 1)
+    for j in range(64):
+        word, shift = divmod(j * width, 64)
+        np.copyto(row, rows[j], casting="unsafe")
+        np.bitwise_and(row, mask, out=row)
+        np.left_shift(row, np.uint64(shift), out=shifted)
+        np.bitwise_or(words[word], shifted, out=words[word])
+        if shift + width > 64:
+            np.right_shift(row, np.uint64(64 - shift), out=shifted)
+            np.bitwise_or(words[word + 1], shifted, out=words[word + 1])
+    return words.astype("<u8", copy=False).tobytes()
+
+
+def _unpack_vertical(buf: Buffer, width: int, out: NDArray[Any]) -> None:
+    words = np.frombuffer(buf, "<u8").reshape(width, -1)
+    if not words.flags.aligned:
+        words = words.copy()
+    rows = out.reshape(64, -1)
+    row = np.empty(rows.shape[1], np.uint64)
+    carry = np.empty_like(row)
+    mask = np.uint64((1 << width) - 1)
+    for j in range(64):
+        word, shift = divmod(j * width, 64)
+        np.right_shift(words[word], np.uint64(shift), out=row)
+        if shift + width > 64:
+            np.left_shift(words[word + 1], np.uint64(64 - shift), out=carry)
+            np.bitwise_or(row, carry, out=row)
+        np.bitwise_and(row, mask, out=row)
+        np.copyto(rows[j], row, casting="unsafe")
+
+
+def unary_size(total: int, count: int) -> int:
+    """Return the bytes of a unary stream of ``count`` numbers whose sum is ``total``."""
+    return (total + count + 7) // 8
+
+
+def pack_unary(sums: NDArray[np.int64]) -> bytes:
+    """Pack ``count`` non-negative numbers, given by their running sums, in unary: as many 0 bits, then a 1 bit.
+
+    ``sums`` is non-decreasing, shape ``(count,)``.
+    """
+    if sums.size == 0:
+        return b""
+    ones = sums + np.arange(sums.size, dtype=sums.dtype)
+    bits = np.zeros(int(ones[-1]) + 1, np.uint8)
+    bits[ones] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpack_unary(buf: Buffer, count: int) -> NDArray[np.int64]:
+    """Undo :func:`pack_unary`; return the running sums, non-decreasing int64 of shape ``(count,)``.
+
+    The caller bounds ``len(buf)`` first: one byte per bit is allocated here.
+
+    Raises
+    ------
+    Corrupt
+        When the stream does not hold exactly ``count`` numbers or has trailing bytes.
+    """
+    if count == 0:
+        if len(buf):
+            raise Corrupt(f"a unary stream of no numbers has {len(buf)} bytes")
+        return np.zeros(0, np.int64)
+    if len(buf) == 0 or buf[len(buf) - 1] == 0:
+        raise Corrupt("a unary stream is empty or ends in an unused byte")
+    bits = np.unpackbits(np.frombuffer(buf, np.uint8), bitorder="little")
+    ones = np.flatnonzero(bits.view(np.bool_))
+    if ones.size != count:
+        raise Corrupt(f"a unary stream holds {ones.size} numbers, expected {count}")
+    ones -= np.arange(count)
+    return ones
+
+
+def shuffle(array: NDArray[Any]) -> bytes:
+    """Return all first bytes of the elements, then all second bytes, and so on: what a byte compressor likes."""
+    return array.view(np.uint8).reshape(-1, array.itemsize).T.tobytes()
+
+
+def unshuffle(buf: Buffer, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Undo :func:`shuffle`; ``len(buf)`` is a multiple of the item size."""
+    planes = np.frombuffer(buf, np.uint8).reshape(dtype.itemsize, -1)
+    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)

@@ -1,0 +1,259 @@
+"""Index codecs: where the values of a sparse tensor belong. This module: the interface and the plain codecs.
+
+A codec writes strictly ascending indices of ``range(n)``; the receiver knows ``n`` and ``k``. ``bounds`` tells which
+section lengths are possible before anything is decompressed or allocated, ``decode`` accepts only canonical bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.wire.bits import Buffer, pack, packed_size, shuffle, unpack, unshuffle
+from fedcomp.wire.errors import Corrupt
+from fedcomp.wire.support import complement
+
+Indices = NDArray[np.int64]
+
+
+class Support:
+    """Strictly ascending indices of ``range(n)``, with what several codecs derive from them computed once.
+
+    Raises
+    ------
+    ConfigError
+        When the indices are not strictly ascending or not below ``n``.
+    """
+
+    def __init__(self, indices: Indices, n: int) -> None:
+        self.indices = np.ascontiguousarray(indices, np.int64)
+        self.n = n
+        self.k = int(self.indices.size)
+        if self.k == 0:
+            return
+        first, self.last = int(self.indices[0]), int(self.indices[-1])
+        if first < 0 or self.last >= n or self.k > n:
+            raise ConfigError(f"indices run from {first} to {self.last}; expected 0 <= index < {n}")
+        if np.any(self.indices[1:] <= self.indices[:-1]):
+            raise ConfigError("indices must be strictly ascending; sort them and reorder the values with them")
+
+    @cached_property
+    def gaps(self) -> NDArray[Any]:
+        """``i_0, i_1 - i_0 - 1, ...`` as uint32 (uint64 when ``n >= 2**31``)."""
+        dtype = np.uint32 if self.n < 1 << 31 else np.uint64
+        positions = self.indices.astype(dtype)
+        gaps = np.empty_like(positions)
+        gaps[:1] = positions[:1]
+        np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+        gaps[1:] -= dtype(1)
+        return gaps
+
+    @cached_property
+    def gap_sum(self) -> int:
+        """Sum of the gaps."""
+        return self.last + 1 - self.k if self.k else 0
+
+    def complement(self) -> Support:
+        """Return the support of the absent indices."""
+        return Support(complement(self.indices, self.n), self.n)
+
+
+class IndexCodec(ABC):
+    """One way to write a support.
+
+    Attributes
+    ----------
+    codec_id, name
+        The byte on the wire and the name in this library.
+    lossy, unbiased, commutes_with_sum : bool
+        The common declarations of all codecs of the format. Index codecs are exact; frames of several senders can be
+        summed without decoding only when both ends hold the support already.
+    needs : tuple of str
+        State both ends must share.
+    """
+
+    codec_id: ClassVar[int]
+    name: ClassVar[str]
+    lossy: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = True
+    commutes_with_sum: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        """Return the codec's parameters and its section."""
+
+    @abstractmethod
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        """Return the least and largest possible length of the section; raise Corrupt for impossible parameters."""
+
+    @abstractmethod
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        """Return the indices, strictly ascending and below ``n``; ``len(section)`` is within :meth:`bounds`."""
+
+    @abstractmethod
+    def size_bits(self, n: int, k: int) -> int:
+        """Return the section's size in bits for any support of ``k`` out of ``n``: exact, or an upper bound."""
+
+
+def no_params(name: str, params: bytes) -> None:
+    """Raise Corrupt unless ``params`` is empty."""
+    if len(params):
+        raise Corrupt(f"codec {name!r} has no parameters, found {len(params)} bytes")
+
+
+def require_ascending(indices: Indices, n: int) -> Indices:
+    """Return ``indices`` (values in int64 range) when they are strictly ascending and below ``n``, else raise Corrupt."""
+    if indices.size and (indices[0] < 0 or indices[-1] >= n or np.any(indices[1:] <= indices[:-1])):
+        raise Corrupt(f"indices are not strictly ascending numbers below {n}")
+    return indices
+
+
+class NoIndex(IndexCodec):
+    """No index section: dense tensors and coefficients."""
+
+    codec_id = 0
+    name = "none"
+    commutes_with_sum = True
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        return b"", b""
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        no_params(self.name, params)
+        return 0, 0
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        return np.arange(k, dtype=np.int64)
+
+    def size_bits(self, n: int, k: int) -> int:
+        return 0
+
+
+class RawIndex(IndexCodec):
+    """u32 per index, u64 from ``n > 2**32`` on."""
+
+    codec_id = 1
+    name = "raw"
+
+    @staticmethod
+    def _dtype(n: int) -> np.dtype[Any]:
+        return np.dtype("<u4" if n <= 1 << 32 else "<u8")
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        return b"", support.indices.astype(self._dtype(support.n)).tobytes()
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        no_params(self.name, params)
+        size = k * self._dtype(n).itemsize
+        return size, size
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        return require_ascending(np.frombuffer(section, self._dtype(n)).astype(np.int64), n)
+
+    def size_bits(self, n: int, k: int) -> int:
+        return 8 * k * self._dtype(n).itemsize
+
+
+class FixedIndex(IndexCodec):
+    """``bit_length(n - 1)`` bits per index: the length tells nothing but k."""
+
+    codec_id = 2
+    name = "fixed"
+
+    @staticmethod
+    def _width(n: int) -> int:
+        return max(0, n - 1).bit_length()
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        return b"", pack(support.indices, self._width(support.n))
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        no_params(self.name, params)
+        size = packed_size(k, self._width(n))
+        return size, size
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        return require_ascending(unpack(section, k, self._width(n)).astype(np.int64), n)
+
+    def size_bits(self, n: int, k: int) -> int:
+        return 8 * packed_size(k, self._width(n))
+
+
+class Bitmap(IndexCodec):
+    """One bit per element of the tensor."""
+
+    codec_id = 3
+    name = "bitmap"
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        present = np.zeros(support.n, np.uint8)
+        present[support.indices] = 1
+        return b"", np.packbits(present, bitorder="little").tobytes()
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        no_params(self.name, params)
+        return (n + 7) // 8, (n + 7) // 8
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        if n & 7 and section[len(section) - 1] >> (n & 7):
+            raise Corrupt("padding bits of a bitmap are not zero")
+        bits = np.unpackbits(np.frombuffer(section, np.uint8), bitorder="little")
+        indices = np.flatnonzero(bits.view(np.bool_))
+        if indices.size != k:
+            raise Corrupt(f"bitmap has {indices.size} bits set, expected {k}")
+        return indices
+
+    def size_bits(self, n: int, k: int) -> int:
+        return (n + 7) // 8 * 8
+
+
+class GapBytes(IndexCodec):
+    """Gaps as whole bytes, shuffled; only a back-end makes this small, and then it adapts to clustered supports.
+
+    Parameters on the wire: width of a gap in bytes (1, 2, 4, 8), shuffled (0 or 1).
+    """
+
+    codec_id = 7
+    name = "gap-bytes"
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        largest = int(support.gaps.max()) if support.k else 0
+        width = next(w for w in (1, 2, 4, 8) if largest < 1 << 8 * w)
+        return bytes((width, 1)), shuffle(support.gaps.astype(f"<u{width}"))
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        if len(params) != 2 or params[0] not in (1, 2, 4, 8) or params[1] > 1:
+            raise Corrupt("gap-bytes needs two parameters: width 1, 2, 4 or 8, shuffled 0 or 1")
+        return k * params[0], k * params[0]
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        dtype = np.dtype(f"<u{params[0]}")
+        gaps = unshuffle(section, dtype) if params[1] else np.frombuffer(section, dtype)
+        if k and int(gaps.max()) >= n:
+            raise Corrupt(f"a gap reaches beyond the {n} elements of the tensor")
+        return indices_from_gaps(gaps, n)
+
+    def size_bits(self, n: int, k: int) -> int:
+        return 8 * k * next(w for w in (1, 2, 4, 8) if n <= 1 << 8 * w)
+
+
+def indices_from_gaps(gaps: NDArray[Any], n: int) -> Indices:
+    """Return the indices of unsigned ``gaps``, each below ``4 n``; raise Corrupt when they leave ``range(n)``."""
+    if gaps.size == 0:
+        return np.zeros(0, np.int64)
+    if gaps.size * 4 * n >= 1 << 62 and float(gaps.sum(dtype=np.float64)) >= 2.0**62:
+        raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+    indices = np.cumsum(gaps, dtype=np.int64)
+    indices += np.arange(gaps.size)
+    if indices[-1] >= n:
+        raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+    return indices
+
+
+RESERVED_INDEX: Final = {8: "elias-gamma", 9: "ans-gaps"}

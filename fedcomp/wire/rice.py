@@ -1,0 +1,265 @@
+"""Index codecs built from a unary stream and low bits: Rice, block-Rice and Elias-Fano.
+
+All three keep the two parts in separate streams ("split"), so that numpy handles each in a few whole-array operations.
+Rice codes the gaps (Rice 1979; Golomb 1966 for power-of-two parameters) and is within 1 % of the entropy of a uniform
+support below density 1 %; block-Rice follows clustered supports with one parameter per block of gaps; Elias-Fano
+(Elias 1974, Fano 1971) codes the indices themselves and costs about half a bit more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_size, unpack, unpack_unary
+from fedcomp.wire.errors import Corrupt
+from fedcomp.wire.index import IndexCodec, Indices, Support, indices_from_gaps
+
+MAX_BLOCK_B = 31
+DEFAULT_BLOCK_LOG2 = 8
+
+
+def rice_size(support: Support, b: int) -> int:
+    """Return the exact bytes of the Rice section of ``support`` with parameter ``b``."""
+    return unary_size(_quotient_sum(support.gaps, b), support.k) + packed_size(support.k, b)
+
+
+def best_rice(support: Support) -> tuple[int, int]:
+    """Return the Rice parameter with the smallest section, and that section's bytes (ties: the smaller parameter)."""
+    if support.k == 0:
+        return 0, 0
+    # Near the optimum for geometric gaps, b = log2(mean ln 2); the walk from there compares exact sizes.
+    b = max(0, (support.gap_sum * 45426 // 65536 // support.k).bit_length() - 1)
+    size = rice_size(support, b)
+    for step in (1, -1):
+        moved = False
+        while 0 <= b + step <= support.n.bit_length():
+            other = rice_size(support, b + step)
+            if other > size or (other == size and step > 0):
+                break
+            b, size, moved = b + step, other, True
+        if moved:
+            break
+    return b, size
+
+
+def _quotient_sum(gaps: NDArray[Any], b: int) -> int:
+    # The sum of uint32 gaps is below 2**31 by construction, so no wider accumulator is needed.
+    return int(np.add.reduce(gaps >> gaps.dtype.type(b), dtype=gaps.dtype))
+
+
+def _quotient_sums(gaps: NDArray[Any], b: Any) -> NDArray[np.int64]:
+    return np.cumsum(gaps >> gaps.dtype.type(b) if isinstance(b, int) else gaps >> b, dtype=np.int64)
+
+
+class Rice(IndexCodec):
+    """Gaps in Rice code with one parameter. Parameter on the wire: b. Section: unary quotients, then low bits."""
+
+    codec_id = 4
+    name = "rice"
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        return self.encode_with(support, best_rice(support)[0])
+
+    def encode_with(self, support: Support, b: int) -> tuple[bytes, bytes]:
+        """Encode with a given parameter."""
+        unary = pack_unary(_quotient_sums(support.gaps, b)) if support.k else b""
+        return bytes((b,)), unary + pack(support.gaps, b) if support.k else b""
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        if len(params) != 1 or params[0] > n.bit_length():
+            raise Corrupt(f"rice needs one parameter, at most {n.bit_length()} for {n} elements; found {params.hex()!r}")
+        b = params[0]
+        low = packed_size(k, b)
+        return unary_size(0, k) + low, (unary_size((n - k) >> b, k) if k else 0) + low
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        b = params[0]
+        split = len(section) - packed_size(k, b)
+        high = unpack_unary(section[:split], k)
+        low = unpack(section[split:], k, b)
+        return _join_gaps(high, b, low, n)
+
+    def size_bits(self, n: int, k: int) -> int:
+        b = max(0, ((n - k) * 45426 // 65536 // max(k, 1)).bit_length() - 1)
+        # A support that ends early is coded with a smaller b, at most 2k/ln 2 quotient units per b.
+        return 8 * (unary_size(max((n - k) >> b, 2 * k if b else 0), k) + packed_size(k, b)) if k else 0
+
+
+def _join_gaps(high: NDArray[np.int64], b: int, low: NDArray[Any], n: int) -> Indices:
+    """Return indices from running quotient sums and the low bits of the gaps."""
+    if high.size == 0:
+        return high
+    if int(high[-1]) << b >= n:
+        raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+    if high.size << b >= 1 << 62 and float(low.sum(dtype=np.float64)) >= 2.0**62:
+        raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+    indices = np.arange(high.size)
+    if b:
+        indices += np.cumsum(low, dtype=np.int64)
+        high <<= b
+    indices += high
+    # Both parts are non-decreasing and their sums stay below 2**63, so the last index is the largest.
+    if indices[-1] >= n:
+        raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+    return indices
+
+
+class BlockRice(IndexCodec):
+    """Gaps in Rice code with one parameter per block of gaps.
+
+    Parameter on the wire: log2 of the block. Section: the parameters, five bits each; unary quotients; then for each
+    parameter b = 1 .. 31 in turn the low bits of all gaps of its blocks, packed together.
+    """
+
+    codec_id = 5
+    name = "block-rice"
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        return self.encode_with(support, best_block_rice(support)[0])
+
+    def encode_with(self, support: Support, table: NDArray[np.uint8]) -> tuple[bytes, bytes]:
+        """Encode with a given table of parameters, one per block."""
+        if support.k == 0:
+            return bytes((DEFAULT_BLOCK_LOG2,)), b""
+        b = np.repeat(table, 1 << DEFAULT_BLOCK_LOG2)[: support.k].astype(support.gaps.dtype)
+        parts = [pack(table, 5), pack_unary(_quotient_sums(support.gaps, b))]
+        parts += [pack(support.gaps[b == value], value) for value in _parameters(table)]
+        return bytes((DEFAULT_BLOCK_LOG2,)), b"".join(parts)
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        if len(params) != 1 or not 5 <= params[0] <= 15:
+            raise Corrupt(f"block-rice needs one parameter, log2 of the block in 5..15; found {params.hex()!r}")
+        table = packed_size(-(-k >> params[0]), 5)
+        return table + unary_size(0, k), table + (unary_size(n - k, k) + 32 + k * 4 if k else 0)
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        if k == 0:
+            return np.zeros(0, np.int64)
+        log2 = params[0]
+        blocks = -(-k >> log2)
+        start = packed_size(blocks, 5)
+        table = unpack(section[:start], blocks, 5).astype(np.uint8)
+        values = _parameters(table)
+        members = _members(table, k, log2)
+        low_size = sum(packed_size(members[v], v) for v in values)
+        split = len(section) - low_size
+        largest = max(values, default=0)
+        if split < start or split - start > unary_size(n - k, k) or largest > n.bit_length():
+            raise Corrupt("block-rice parameters do not fit the section")
+        sums = unpack_unary(section[start:split], k)
+        if int(sums[-1]) > n:
+            raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+        b = np.repeat(table, 1 << log2)[:k]
+        gaps = sums
+        gaps[1:] -= sums[:-1].copy()
+        if float(np.ldexp(gaps.astype(np.float64), b.astype(np.int32)).sum()) > 1.5 * n:
+            raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+        gaps <<= b
+        for value in values:
+            size = packed_size(members[value], value)
+            gaps[b == value] |= unpack(section[split : split + size], members[value], value)
+            split += size
+        return indices_from_gaps(gaps, n)
+
+    def size_bits(self, n: int, k: int) -> int:
+        table = packed_size(-(-k >> DEFAULT_BLOCK_LOG2), 5) if k else 0
+        return 8 * (table + 31) + Rice().size_bits(n, k)
+
+
+def _parameters(table: NDArray[np.uint8]) -> list[int]:
+    """Return the non-zero parameters that occur, ascending."""
+    return [int(v) for v in np.flatnonzero(np.bincount(table, minlength=1)) if v]
+
+
+def _members(table: NDArray[np.uint8], k: int, log2: int) -> dict[int, int]:
+    """Return how many of the ``k`` gaps lie in blocks of each parameter."""
+    counts = np.bincount(table) << log2
+    counts[table[-1]] -= (table.size << log2) - k
+    return {value: int(count) for value, count in enumerate(counts)}
+
+
+def best_block_rice(support: Support) -> tuple[NDArray[np.uint8], int]:
+    """Return the best parameter of every block and the section's exact bytes."""
+    k, log2 = support.k, DEFAULT_BLOCK_LOG2
+    if k == 0:
+        return np.zeros(0, np.uint8), 0
+    blocks = -(-k >> log2)
+    gaps = np.zeros((blocks, 1 << log2), support.gaps.dtype)
+    gaps.reshape(-1)[:k] = support.gaps
+    used = np.full(blocks, 1 << log2, np.int64)
+    used[-1] = k - ((blocks - 1) << log2)
+    totals = gaps.sum(axis=1, dtype=np.int64)
+    # floor(log2(mean ln 2)) by integer arithmetic, so that every platform starts at the same parameter.
+    scaled = totals * 45 // 64 // used
+    start = np.zeros(blocks, np.int64)
+    for bit in range(1, MAX_BLOCK_B + 1):
+        start += scaled >= 1 << bit
+    best = start
+    best_bits = _block_bits(gaps, start, used)
+    for step in (1, -1):
+        trial = np.clip(start + step, 0, MAX_BLOCK_B)
+        bits = _block_bits(gaps, trial, used)
+        better = (bits < best_bits) | ((bits == best_bits) & (trial < best))
+        best = np.where(better, trial, best)
+        best_bits = np.where(better, bits, best_bits)
+    table = best.astype(np.uint8)
+    unary = int((best_bits - used * best).sum())
+    members = _members(table, k, log2)
+    size = packed_size(blocks, 5) + (unary + k + 7) // 8
+    return table, size + sum(packed_size(members[v], v) for v in _parameters(table))
+
+
+def _block_bits(gaps: NDArray[Any], b: NDArray[np.int64], used: NDArray[np.int64]) -> NDArray[np.int64]:
+    quotients = np.add.reduce(gaps >> b.astype(gaps.dtype)[:, None], axis=1, dtype=gaps.dtype)
+    return quotients.astype(np.int64) + used * b
+
+
+class EliasFano(IndexCodec):
+    """Indices split into unary high parts and ``l`` low bits. Parameter on the wire: l. Section: unary, then low bits."""
+
+    codec_id = 6
+    name = "elias-fano"
+
+    def encode(self, support: Support) -> tuple[bytes, bytes]:
+        low = elias_fano_parameter(support.n, support.k)
+        if support.k == 0:
+            return bytes((low,)), b""
+        return bytes((low,)), pack_unary(support.indices >> low) + pack(support.indices, low)
+
+    def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
+        if len(params) != 1 or params[0] > n.bit_length():
+            raise Corrupt(f"elias-fano needs one parameter, at most {n.bit_length()}; found {params.hex()!r}")
+        low = packed_size(k, params[0])
+        return unary_size(0, k) + low, (unary_size((n - 1) >> params[0], k) if k else 0) + low
+
+    def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
+        low = params[0]
+        split = len(section) - packed_size(k, low)
+        indices = unpack_unary(section[:split], k)
+        if k and int(indices[-1]) << low >= n:
+            raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+        indices <<= low
+        indices |= unpack(section[split:], k, low)
+        if k and (indices[-1] >= n or np.any(indices[1:] <= indices[:-1])):
+            raise Corrupt(f"indices are not strictly ascending numbers below {n}")
+        return indices
+
+    def size_bits(self, n: int, k: int) -> int:
+        low = elias_fano_parameter(n, k)
+        return 8 * (unary_size((n - 1) >> low, k) + packed_size(k, low)) if k else 0
+
+
+def elias_fano_parameter(n: int, k: int) -> int:
+    """Return floor(log2(n / k)), the usual number of low bits."""
+    return max(0, (n // k).bit_length() - 1) if k else 0
+
+
+def elias_fano_size(support: Support) -> int:
+    """Return the exact bytes of the Elias-Fano section."""
+    if support.k == 0:
+        return 0
+    low = elias_fano_parameter(support.n, support.k)
+    return unary_size(support.last >> low, support.k) + packed_size(support.k, low)

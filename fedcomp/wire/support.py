@@ -1,0 +1,123 @@
+"""The seeded support: k of n indices both ends derive from one 64-bit seed (algorithm 1).
+
+Exact and stable for ever, in pure 64-bit integer arithmetic, so that another language redoes it:
+
+1. ``mix(z)``: ``z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31``
+   modulo 2**64 (the finaliser of SplitMix64: Steele, Lea, Flood, OOPSLA 2014).
+2. Word ``j = 1, 2, ...`` of the stream is ``mix(mix(seed) + j * 0x9E3779B97F4A7C15)``.
+3. A word's candidate is its top ``w`` bits, ``w = bit_length(n - 1)``; candidates ``>= n`` are dropped, which makes the
+   rest exactly uniform.
+4. With ``m = min(k, n - k)``, the first ``m`` distinct candidates in stream order are a uniform sample without
+   replacement. They are the support when ``k <= n - k``, else its complement.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.wire.limits import MAX_SIZE
+
+ALGORITHM: Final = 1
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_M1 = 0xBF58476D1CE4E5B9
+_M2 = 0x94D049BB133111EB
+
+
+def seeded_support(seed: int, n: int, k: int) -> NDArray[np.int64]:
+    """Return ``k`` distinct indices of ``range(n)`` in ascending order, uniformly drawn by ``seed``.
+
+    Parameters
+    ----------
+    seed : int
+        Any integer; taken modulo 2**64.
+    n, k : int
+        ``0 <= k <= n <= 2**62``. Time O(k log k); memory O(min(k, n - k)) besides the result.
+
+    Returns
+    -------
+    ndarray of int64, shape (k,)
+    """
+    if not 0 <= k <= n <= MAX_SIZE:
+        raise ConfigError(f"a support of k={k} out of n={n} indices needs 0 <= k <= n <= 2**62")
+    few = min(k, n - k)
+    drawn = _first_distinct(seed, n, few)
+    return drawn if few == k else complement(drawn, n)
+
+
+def complement(indices: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """Return the indices of ``range(n)`` that are not in ``indices`` (ascending, distinct), ascending."""
+    absent = np.ones(n, np.bool_)
+    absent[indices] = False
+    return np.flatnonzero(absent)
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _M1) & _MASK
+    z = ((z ^ (z >> 27)) * _M2) & _MASK
+    return z ^ (z >> 31)
+
+
+def _candidates(start: int, first: int, count: int, n: int) -> NDArray[np.uint64]:
+    """Return the candidates below ``n`` of words ``first .. first + count - 1``, in stream order."""
+    z = np.arange(count, dtype=np.uint64)
+    z *= np.uint64(_GAMMA)
+    z += np.uint64((start + first * _GAMMA) & _MASK)
+    for shift, factor in ((30, _M1), (27, _M2)):
+        z ^= z >> np.uint64(shift)
+        z *= np.uint64(factor)
+    z ^= z >> np.uint64(31)
+    width = (n - 1).bit_length()
+    if width == 0:
+        return np.zeros(count, np.uint64)
+    z >>= np.uint64(64 - width)
+    return z[z < np.uint64(n)]
+
+
+def _first_distinct(seed: int, n: int, m: int) -> NDArray[np.int64]:
+    if m == 0:
+        return np.zeros(0, np.int64)
+    start = _mix(seed & _MASK)
+    # Words needed: about m (1 + m / 2n) candidates, of which the share n / 2**width is accepted. The estimate decides
+    # only how many are computed at once, never which are taken.
+    spread = 1 << (n - 1).bit_length()
+    batch = (m + m * m // n + m // 32 + 16) * spread // n
+    stream = np.zeros(0, np.uint64)
+    word = 1
+    while True:
+        fresh = _candidates(start, word, batch, n)
+        stream = np.concatenate((stream, fresh)) if stream.size else fresh
+        word += batch
+        if stream.size >= m:
+            chosen = _take_distinct(stream, n, m)
+            if chosen.size == m:
+                return chosen
+        batch = max(64, batch // 4)
+
+
+def _take_distinct(stream: NDArray[np.uint64], n: int, m: int) -> NDArray[np.int64]:
+    """Return the first ``m`` distinct numbers of ``stream``, ascending; fewer when it has not that many."""
+    bits = (stream.size - 1).bit_length()
+    if (n - 1).bit_length() + bits <= 64:
+        # Sorting (number, position) as one word is several times faster than a stable argsort.
+        keys = stream << np.uint64(bits)
+        keys |= np.arange(stream.size, dtype=np.uint64)
+        keys.sort()
+        numbers = keys >> np.uint64(bits)
+        position = keys & np.uint64((1 << bits) - 1)
+        head = np.empty(stream.size, np.bool_)
+        head[0] = True
+        np.not_equal(numbers[1:], numbers[:-1], out=head[1:])
+        numbers, position = numbers[head], position[head]
+    else:
+        numbers, first = np.unique(stream, return_index=True)
+        position = first.astype(np.uint64)
+    if numbers.size > m:
+        last = np.partition(position, m - 1)[m - 1]
+        numbers = numbers[position <= last]
+    return numbers.astype(np.int64)

@@ -1,0 +1,423 @@
+"""The server half of the drop-in pair: any Flower strategy, with compressed updates.
+
+``Compressed(FedAvg(...), TopK(density=0.01))`` announces the codec, decodes what comes back and lets the inner strategy
+do what it always does. When the inner strategy is a weighted mean the frames are summed straight into one buffer, so
+that aggregation memory is one model whatever the number of clients; any other strategy is handed dense replies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs.base import config_of
+from fedcomp.errors import ConfigError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.payload import NODE_RECORD, put_frame
+from fedcomp.flower.protocol import RESYNC, STEP, Announcement
+from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
+from fedcomp.rng import Key
+from fedcomp.versions import Broadcast
+from strategies.replies import Arrival, Peer, Rejected, RoundReport, Sent, admit, consistent, match_replies
+
+log = logging.getLogger("fedcomp")
+
+_WEIGHTED_MEANS: Final = tuple(
+    strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
+)
+"""Flower's aggregations that see the replies only through their weighted mean."""
+
+Named = dict[str, NDArray[Any]]
+
+_APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
+
+
+class Compressed(Strategy):
+    """Compress what an inner Flower strategy exchanges with its clients.
+
+    Parameters
+    ----------
+    inner : Strategy
+        Any Flower 1.41 strategy that works through the ``configure_*``/``aggregate_*`` hooks.
+    codec : Codec or dict
+        What clients send. The clients learn it from the server's messages.
+    downlink : Codec or dict, optional
+        What the server sends: compressed differences to nodes whose acknowledged version it knows, the full model to
+        the others, every version checked by a digest. None sends the model as the inner strategy does.
+    feedback : bool, optional
+        Whether to wrap ``codec`` in error feedback. Default: when it is biased and has no memory of its own.
+    policy : DensityPolicy, optional
+        Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
+    seed : int
+        Seed of the random streams of clients and server.
+
+    Attributes
+    ----------
+    reports : dict of int to RoundReport
+        Per training round: who was asked, what arrived in which form, what was refused and why.
+
+    Raises
+    ------
+    ConfigError
+        When the codec needs several exchanges, or the inner strategy runs its own loop.
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        codec: Codec | dict[str, Any],
+        downlink: Codec | dict[str, Any] | None = None,
+        *,
+        feedback: bool | None = None,
+        policy: DensityPolicy | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(inner, Strategy):
+            raise ConfigError(f"inner must be a Flower Strategy instance, got {inner!r}")
+        if type(inner).start is not Strategy.start:
+            raise ConfigError(
+                f"{type(inner).__name__} runs its own loop (it overrides start); Compressed wraps strategies that work "
+                "through configure_train and aggregate_train"
+            )
+        chosen = get_codec(codec)
+        if chosen.phases != 1:
+            raise ConfigError(
+                f"{chosen!r} needs {chosen.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
+            )
+        wanted = not (chosen.lossless or chosen.unbiased or chosen.remembers) if feedback is None else feedback
+        if wanted and not chosen.remembers and not chosen.lossless:
+            chosen = ErrorFeedback(chosen)
+        self.inner = inner
+        self.codec = chosen
+        self.downlink = None if downlink is None else get_codec(downlink)
+        self.policy = policy
+        self.seed = seed
+        self.reports: dict[int, RoundReport] = {}
+        self._broadcast = None if self.downlink is None else Broadcast(self.downlink)
+        self._peers: dict[int, Peer] = {}
+        self._sequence = 0
+        self._sent: list[Sent] = []
+        self._layout = Layout(())
+        self._model: Named = {}
+
+    def summary(self) -> None:
+        """Log the codecs, then the inner strategy's own summary."""
+        log.info("\t├──> Compressed: uplink %r, downlink %r", self.codec, self.downlink or "dense")
+        self.inner.summary()
+
+    # -- what goes out ----------------------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the inner strategy configure the round, then announce the codec and compress the model."""
+        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        self._adopt(arrays)
+        return self._address(messages, arrays, server_round, train=True)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the inner strategy configure evaluation; nodes that hold the model already get no model bytes."""
+        messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+        if self._broadcast is None or not messages:
+            self._sent = []
+            return messages
+        self._adopt(arrays)
+        return self._address(messages, arrays, server_round, train=False)
+
+    def _adopt(self, arrays: ArrayRecord) -> None:
+        self._model = {name: array.numpy() for name, array in arrays.items()}
+        self._layout = Layout.of(self._model, self.policy, cast_floats=not self.codec.lossless)
+
+    def _address(
+        self, messages: list[Message], arrays: ArrayRecord, server_round: int, *, train: bool
+    ) -> list[Message]:
+        """Return the messages with an announcement each, and the model in the form each node can use."""
+        shared = all(self._record(m)[1] is arrays for m in messages)
+        downlink = self._publish() if shared and messages else None
+        self._sent = []
+        out = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            peer = self._peers.setdefault(node, Peer())
+            name, record = self._record(message)
+            announcement = Announcement(record=name, round=server_round, seed=self.seed)
+            content = RecordDict(dict(message.content.items()))  # type: ignore[arg-type]
+            fields: dict[str, Any] = {}
+            if train:
+                self._sequence += 1
+                fields |= {
+                    "codec": config_of(self.codec),
+                    "sequence": self._sequence,
+                    "acknowledged": peer.acknowledged,
+                    "generation": peer.generation,
+                }
+            if downlink is not None:
+                fields |= self._fill_model(content, name, peer, downlink)
+            if train or downlink is not None:
+                fields["policy"] = policy_config(self.policy, self._layout)
+            _announce(content, Announcement(**{**_fields(announcement), **fields}))
+            metadata = message.metadata
+            addressed = Message(
+                content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
+            )
+            base = None if record is arrays else {k: v.numpy() for k, v in record.items()}
+            self._sent.append(Sent(addressed, node, fields.get("sequence", 0), base))
+            out.append(addressed)
+        return out
+
+    @staticmethod
+    def _record(message: Message) -> tuple[str, ArrayRecord]:
+        records = list(message.content.values())
+        found = [(k, v) for k, v in message.content.items() if isinstance(v, ArrayRecord)]
+        if len(found) != 1:
+            raise ConfigError(
+                f"the inner strategy put {len(found)} ArrayRecords into a message of {len(records)} records; Compressed "
+                "needs exactly one, the model"
+            )
+        return found[0]
+
+    def _publish(self) -> Layout | None:
+        """Publish the current model on the downlink; return the downlink's layout, None when it is not compressed."""
+        if self._broadcast is None or self.downlink is None:
+            return None
+        layout = Layout.of(self._model, self.policy, cast_floats=not self.downlink.lossless)
+        exact = {t.name: self._model[t.name] for t in layout.exact}
+        key = Key(self.seed, "downlink", self._broadcast.version + 1)
+        self._broadcast.publish(layout.flatten(self._model), exact, layout, key)
+        return layout
+
+    def _fill_model(self, content: RecordDict, name: str, peer: Peer, layout: Layout) -> dict[str, Any]:
+        """Put the model into ``content`` as steps or whole; return the announcement's fields for it."""
+        broadcast = self._broadcast
+        assert broadcast is not None
+        steps = broadcast.steps_from(peer.version)
+        if steps is None:
+            model = layout.unflatten(broadcast.reference, broadcast.exact)
+            content[name] = _to_record(model)
+        else:
+            del content[name]
+            for step in steps:
+                put_frame(content, f"{STEP}.{step.version}", step.frame)
+                if step.exact is not None:
+                    put_frame(content, f"{STEP}.{step.version}.exact", step.exact)
+        return {
+            "downlink": config_of(broadcast.codec),
+            "version": broadcast.version,
+            "base": 0 if steps is None else peer.version,
+            "digest": broadcast.digest,
+        }
+
+    # -- what comes back --------------------------------------------------------------------------------------------
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check and decode the replies in partition order and let the inner strategy aggregate them.
+
+        A reply that cannot be used is reported and left out; its sender is not acknowledged, so that a client with
+        memory puts the mass back. Returns ``(None, None)`` when nothing usable came.
+        """
+        report = RoundReport(server_round, sent=len(self._sent))
+        self.reports[server_round] = report
+        arrivals: list[Arrival] = []
+        errors: list[Message] = []
+        for sent, reply in match_replies(self._sent, replies, report):
+            if reply.has_error():
+                self._note_error(sent, reply, report)
+                errors.append(reply)
+                continue
+            try:
+                arrivals.append(admit(sent, reply, self.codec, self._layout, self._weight_key(), report))
+                self._note_version(sent, reply)
+            except Rejected as reason:
+                report.reject(sent.node, str(reason))
+                errors.append(Message(Error(_APP_RAISED, str(reason)), reply_to=sent.message))
+        arrivals = consistent(arrivals, report)
+        if not arrivals:
+            return None, None
+        mean = type(self.inner).aggregate_train in _WEIGHTED_MEANS
+        aggregate = self._aggregate_mean if mean else self._aggregate_dense
+        arrays, metrics = aggregate(server_round, arrivals, errors, report)
+        if arrays is None:
+            return None, metrics
+        for arrival in arrivals:
+            peer = self._peers[arrival.sent.node]
+            if arrival.sequence:
+                peer.acknowledged, peer.generation = arrival.sequence, arrival.generation
+        return self._restore(arrays), metrics
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Note which versions the nodes hold, strip the headers, and let the inner strategy aggregate."""
+        if self._broadcast is None:
+            return self.inner.aggregate_evaluate(server_round, replies)
+        report = RoundReport(server_round, sent=len(self._sent))
+        kept = []
+        for sent, reply in match_replies(self._sent, replies, report):
+            if reply.has_error():
+                self._note_error(sent, reply, report)
+            else:
+                self._note_version(sent, reply)
+                if NODE_RECORD in reply.content:
+                    del reply.content[NODE_RECORD]
+            kept.append(reply)
+        return self.inner.aggregate_evaluate(server_round, kept)
+
+    def _weight_key(self) -> str:
+        key = getattr(self.inner, "weighted_by_key", None)
+        inner = getattr(self.inner, "strategy", None)
+        return key if isinstance(key, str) else getattr(inner, "weighted_by_key", "num-examples")
+
+    def _note_error(self, sent: Sent, reply: Message, report: RoundReport) -> None:
+        reason = f"error {reply.error.code}: {reply.error.reason}"
+        if reply.error.reason and RESYNC in reply.error.reason:
+            self._peers[sent.node].version = 0
+        report.reject(sent.node, reason)
+
+    def _note_version(self, sent: Sent, reply: Message) -> None:
+        header = reply.content.config_records.get(NODE_RECORD, {})
+        version = header.get("version", 0)
+        known = self._broadcast is not None and isinstance(version, int) and version == self._broadcast.version
+        self._peers[sent.node].version = version if known else 0  # type: ignore[assignment]
+
+    def _aggregate_mean(
+        self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: RoundReport
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Sum all frames into one buffer with Flower's own weights, and hand the mean to the inner strategy."""
+        total = sum(a.weight for a in arrivals)
+        if total <= 0:
+            report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
+            return None, None
+        layout = self._layout
+        # -0.0 is the exact identity of addition: the first contribution is stored, not added to +0.0.
+        out = Update(np.full(layout.size, -0.0, np.float32), layout)
+        model = layout.flatten(self._model)
+        start = self._reference(model)
+        exact: Named = {}
+        for arrival in arrivals:
+            factor = arrival.weight / total
+            if arrival.bundle is not None:
+                self.codec.accumulate(arrival.bundle, factor, out)
+            else:
+                vector = layout.flatten(arrival.plain)
+                if not self.codec.lossless:
+                    vector -= start
+                vector *= np.float32(factor)
+                np.add(out.vector, vector, out=out.vector)
+            for name, array in arrival.exact.items():
+                # numpy's promotion here is Flower's: int64 buffers become float64 means.
+                exact[name] = exact[name] + array * factor if name in exact else array * factor
+        if not self.codec.lossless:
+            np.add(model, out.vector, out=out.vector)
+        elif start is not model:
+            # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
+            out.vector += model - start
+        first = arrivals[0]
+        metrics_of: Callable[[list[RecordDict], str], MetricRecord] = self.inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
+        metrics = metrics_of([a.content for a in arrivals], self._weight_key())
+        mean = RecordDict(
+            {
+                first.record: _to_record(layout.unflatten(out.vector, exact)),
+                first.metrics_name: MetricRecord({**metrics, self._weight_key(): total}),
+            }
+        )
+        synthetic = Message(mean, reply_to=first.sent.message)
+        # The inner strategy averages one reply of weight 1, which changes nothing; its metrics are computed above from
+        # the real replies, so a user's aggregation function sees each of them once.
+        self.inner.train_metrics_aggr_fn = lambda records, key: metrics  # type: ignore[attr-defined]
+        try:
+            return self.inner.aggregate_train(server_round, [synthetic, *errors])
+        finally:
+            self.inner.train_metrics_aggr_fn = metrics_of  # type: ignore[attr-defined]
+
+    def _aggregate_dense(
+        self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: RoundReport
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Decode every reply into an ordinary dense one; memory grows with the number of replies, as in Flower."""
+        layout = self._layout
+        shared = layout.flatten(self._model)
+        start = self._reference(shared)
+        messages = []
+        for arrival in arrivals:
+            base = shared if arrival.sent.base is None else layout.flatten(arrival.sent.base)
+            if arrival.bundle is None:
+                vector = layout.flatten(arrival.plain)
+            else:
+                vector = self.codec.decode(arrival.bundle, layout)
+            if arrival.bundle is not None and not self.codec.lossless:
+                vector += base
+            elif start is not shared and arrival.sent.base is None:
+                vector += shared - start
+            arrival.content[arrival.record] = _to_record(layout.unflatten(vector, arrival.exact))
+            arrival.message.content = arrival.content
+            messages.append(arrival.message)
+        return self.inner.aggregate_train(server_round, [*messages, *errors])
+
+    def _reference(self, model: Vector) -> Vector:
+        """Return the vector clients trained from, in the uplink's layout: ``model`` itself without a lossy downlink."""
+        if self._broadcast is None or self._broadcast.version == 0 or self._broadcast.codec.lossless:
+            return model
+        layout = Layout.of(self._model, self.policy, cast_floats=True)
+        return self._layout.flatten(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
+
+    def _restore(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the aggregate with the model's own dtypes: averaging turns integer buffers into float64."""
+        out: Named = {}
+        for name, array in arrays.items():
+            value = array.numpy()
+            before = self._model.get(name)
+            if before is not None and value.dtype != before.dtype:
+                value = (np.rint(value) if before.dtype.kind in "iub" else value).astype(before.dtype)
+            out[name] = value
+        return _to_record(out)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as arrays and JSON-able values, without the inner strategy's."""
+        peers = {str(node): [p.acknowledged, p.generation, p.version] for node, p in self._peers.items()}
+        broadcast: Mapping[str, Any] = {} if self._broadcast is None else self._broadcast.state_dict()
+        return {
+            "sequence": self._sequence,
+            "peers": peers,
+            "reports": {str(r): report.to_json() for r, report in self.reports.items()},
+            **{f"broadcast/{k}": v for k, v in broadcast.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._sequence = int(state["sequence"])
+        self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
+        self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
+        if self._broadcast is not None:
+            prefix = "broadcast/"
+            self._broadcast.load_state_dict(
+                {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
+            )
+
+
+def _fields(announcement: Announcement) -> dict[str, Any]:
+    return {name: getattr(announcement, name) for name in announcement.__dataclass_fields__}
+
+
+def _announce(content: RecordDict, announcement: Announcement) -> None:
+    """Merge the announcement into the message's only ConfigRecord, or into one of its own."""
+    configs = {k: v for k, v in content.items() if isinstance(v, ConfigRecord)}
+    name = next(iter(configs)) if configs else "fedcomp"
+    config = ConfigRecord(dict(configs.get(name, {})))
+    announcement.write(config)
+    content[name] = config
+
+
+def _to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+

@@ -1,0 +1,109 @@
+"""Whatever a child starts is gone when the child is stopped, and a failure shows the tail of its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from experiments.engines.processes import (
+    Child,
+    DeploymentError,
+    free_ports,
+    members,
+    sigterm_raises,
+    tail,
+    wait_for_port,
+)
+
+# A parent that ignores SIGTERM and has a child that ignores it too; both say when they are ready.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.fork()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def start(tmp_path, code: str) -> Child:
+    return Child(
+        "the child",
+        [sys.executable, "-c", code],
+        env=dict(os.environ),
+        log=tmp_path / "child.log",
+        cwd=tmp_path,
+    )
+
+
+def wait_until(condition, limit=20.0) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.02)
+
+
+def test_stop_ends_grandchildren_that_ignore_sigterm(tmp_path):
+    child = start(tmp_path, STUBBORN)
+    wait_until(lambda: child.tail().count("ready") == 2)
+    assert len(members(child.pid)) == 2
+    child.stop(grace=0.3)
+    assert members(child.pid) == []
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_stop_reaches_orphans_of_a_leader_that_already_ended(tmp_path):
+    child = start(tmp_path, "import os, time\nif os.fork() == 0:\n    time.sleep(60)")
+    wait_until(lambda: child.returncode is not None)
+    assert len(members(child.pid)) == 1
+    child.stop(grace=1.0)
+    assert members(child.pid) == []
+
+
+def test_a_dead_child_is_reported_with_its_last_words(tmp_path):
+    child = start(tmp_path, "print('line one'); raise SystemExit('no such option')")
+    wait_until(lambda: child.returncode is not None)
+    with pytest.raises(DeploymentError, match="(?s)the child ended with status 1.*no such option"):
+        child.require_running()
+    child.stop()
+
+
+def test_a_port_that_never_opens_is_an_error(tmp_path):
+    (port,) = free_ports(1)
+    child = start(tmp_path, "import time; print('starting', flush=True); time.sleep(60)")
+    try:
+        wait_until(lambda: "starting" in child.tail())
+        with pytest.raises(DeploymentError, match="(?s)did not open port.*starting"):
+            wait_for_port(port, child, 0.3)
+    finally:
+        child.stop()
+
+
+def test_free_ports_are_different():
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+
+
+def test_tail_says_when_there_is_nothing(tmp_path):
+    (tmp_path / "empty").write_text("")
+    assert tail(tmp_path / "empty") == "(the log is empty)"
+    assert "no log" in tail(tmp_path / "missing")
+    (tmp_path / "long").write_text("\n".join(map(str, range(100))))
+    assert tail(tmp_path / "long", 3) == "97\n98\n99"
+
+
+def test_sigterm_unwinds_the_stack_and_the_former_handler_returns():
+    before = signal.getsignal(signal.SIGTERM)
+    unwound = False
+    with pytest.raises(SystemExit) as leaving, sigterm_raises():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            unwound = True
+    assert unwound
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
