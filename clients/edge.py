@@ -40,9 +40,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[list[str], dict[str, str
     except ConfigError as error:
         parser.error(str(error))
     command += ["--host", "127.0.0.1", "--port", str(args.port)]
-    command += (
-        ["--insecure"] if args.insecure else ["--root-certificates", str(args.root_certificates.resolve())]
-    )
+    command += ["--insecure"] if args.insecure else ["--root-certificates", str(args.root_certificates.resolve())]
     if args.key is not None:
         command += ["--auth-supernode-private-key", str(args.key.resolve())]
     if args.max_wait is not None:
@@ -60,22 +58,12 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[list[str], dict[str, str
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m clients.edge", description="Run one edge node.")
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="address of the SuperLink")
-    parser.add_argument(
-        "--partition", required=True, type=int, metavar="I", help="this node's data: 0 to N-1"
-    )
-    parser.add_argument(
-        "--of", required=True, type=int, metavar="N", help="number of partitions in the federation"
-    )
+    parser.add_argument("--partition", required=True, type=int, metavar="I", help="this node's data: 0 to N-1")
+    parser.add_argument("--of", required=True, type=int, metavar="N", help="number of partitions in the federation")
     trust = parser.add_mutually_exclusive_group(required=True)
-    trust.add_argument(
-        "--insecure", action="store_true", help="no TLS; for loopback and private networks only"
-    )
-    trust.add_argument(
-        "--root-certificates", type=Path, metavar="F", help="PEM file that verifies the SuperLink"
-    )
-    parser.add_argument(
-        "--key", type=Path, metavar="F", help="private key of a registered SuperNode (needs TLS)"
-    )
+    trust.add_argument("--insecure", action="store_true", help="no TLS; for loopback and private networks only")
+    trust.add_argument("--root-certificates", type=Path, metavar="F", help="PEM file that verifies the SuperLink")
+    parser.add_argument("--key", type=Path, metavar="F", help="private key of a registered SuperNode (needs TLS)")
     parser.add_argument(
         "--port",
         type=int,
@@ -100,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     host, colon, port = args.superlink.rpartition(":")
     if "//" in args.superlink or not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        parser.error(
-            f"--superlink is {args.superlink!r}; expected HOST:PORT without a scheme, e.g. 10.0.0.1:8000"
-        )
+        parser.error(f"--superlink is {args.superlink!r}; expected HOST:PORT without a scheme, e.g. 10.0.0.1:8000")
     if args.of < 1:
         parser.error(f"--of is {args.of}; a federation has at least one partition")
     if not 0 <= args.partition < args.of:

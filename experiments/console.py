@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 WIDE = 100
 """From this many columns on the tables show wire bytes beside payload bytes and where a bound is from."""
+
+
+def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is: brackets in labels, paths and help texts are no markup."""
+    return Console(file=file, stderr=stderr, markup=False, highlight=False)
 
 
 class _Accuracy(Column):
@@ -45,7 +50,7 @@ class Watch:
         width = max((len(spec.label) for spec in specs), default=0)
         self._width = min(width, max(16, console.width - 44))
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             _Accuracy(),
@@ -91,7 +96,6 @@ class Watch:
             took = "kept from before" if kept else duration(time.perf_counter() - self._began)
             self._console.print(
                 f"  {spec.label}: {spec.rounds} rounds, accuracy {percent(accuracy)}, {took}",
-                highlight=False,
                 soft_wrap=True,
             )
 
@@ -100,6 +104,7 @@ def result_table(summary: Mapping[str, Any], width: int) -> Table:
     """Return the closing table of a run, with wire bytes as well when ``width`` columns are enough."""
     wide = width >= WIDE
     link = link_name(summary["config"]["settings"])
+    link = link if wide else link.removesuffix(" uplink")
     table = _table()
     table.add_column("system", ratio=1, no_wrap=not wide, overflow="ellipsis")
     for head in ("accuracy", "uplink\npayload", *(("uplink\nwire",) if wide else ())):
@@ -109,7 +114,7 @@ def result_table(summary: Mapping[str, Any], width: int) -> Table:
     table.add_column("uplink\nratio", justify="right", no_wrap=True)
     table.add_column(f"time at\n{link}" if link else "simulated\ntime", justify="right", no_wrap=True)
     for row in summary["rows"]:
-        lost = f" ({row['failures']} replies lost)" if row["failures"] else ""
+        lost = f" ({row['failures']} lost)" if row["failures"] else ""
         up = [short_bytes(row["uplink_payload_bytes"])]
         down = [short_bytes(row["downlink_payload_bytes"])]
         if wide:

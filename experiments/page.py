@@ -48,6 +48,7 @@ def _changed(summary: Mapping[str, Any]) -> str:
 
 def _table(summary: Mapping[str, Any]) -> str:
     link = link_name(summary["config"]["settings"])
+    lossy = any(row["failures"] for row in summary["rows"])
     heads = (
         "System",
         "Accuracy",
@@ -56,7 +57,7 @@ def _table(summary: Mapping[str, Any]) -> str:
         "Downlink wire",
         "Uplink ratio",
         f"Time at {link}" if link else "Simulated time",
-        "Lost replies",
+        *(("Lost replies",) if lossy else ()),
     )
     body = []
     for i, row in enumerate(summary["rows"]):
@@ -67,7 +68,7 @@ def _table(summary: Mapping[str, Any]) -> str:
             short_bytes(row["downlink_wire_bytes"]),
             ratio(row["uplink_ratio"]),
             duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–",
-            str(row["failures"]),
+            *((str(row["failures"]),) if lossy else ()),
         )
         body.append(
             f'<tr><th scope="row">{swatch(i)}{escape(row["label"])}</th>'
@@ -210,6 +211,8 @@ th, td { padding: .55rem .8rem; text-align: left; border-top: 1px solid var(--gr
 thead th { border-top: 0; color: var(--muted); font-weight: 500; font-size: .85rem; vertical-align: bottom; }
 tbody th { font-weight: 500; white-space: nowrap; }
 .claims tbody th { white-space: normal; min-width: 15rem; }
+.claims .source { min-width: 15rem; }
+.claims thead th:nth-child(n+3):nth-child(-n+4) { text-align: right; }
 .figures td, .figures thead th:not(:first-child), .num { text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 .figures thead th { white-space: normal; }

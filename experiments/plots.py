@@ -28,12 +28,8 @@ _SERIES = tuple(f"#f0f0{i:02x}" for i in range(SERIES_COLOURS))
 _VARIABLES = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {
     colour: f"var(--series-{i})" for i, colour in enumerate(_SERIES)
 }
-_DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = (
-    "-",
-    (0, (5, 2)),
-    (0, (1.5, 1.5)),
-    (0, (6, 2, 1.5, 2)),
-)
+# Lines that lie on each other stay visible: every second one is dashed and drawn over a solid one.
+_DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("-", (0, (4, 1.6)))
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ def line_plot(
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     # Text stays text, in the page's own font; ids do not depend on the time of day.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 11.5}):
         figure = Figure(figsize=(6.0, 3.9), layout="constrained")
         axes = figure.add_subplot()
         for i, line in enumerate(series):
@@ -87,18 +83,21 @@ def line_plot(
 
 def swatch(index: int) -> str:
     """Return a small ``<svg>`` that shows the line of series ``index``, for a legend."""
-    dash = _DASHES[index // SERIES_COLOURS % len(_DASHES)] if index >= SERIES_COLOURS else _dash(index)
-    pattern = "" if isinstance(dash, str) else " ".join(f"{2 * length:g}" for length in dash[1])
+    dash = _dash(index)
+    pattern = "none" if isinstance(dash, str) else " ".join(f"{2 * length:g}" for length in dash[1])
     return (
         '<svg class="swatch" width="30" height="8" aria-hidden="true"><line x1="0" y1="4" x2="30" y2="4" '
-        f'style="stroke: var(--series-{index % SERIES_COLOURS}); stroke-width: 2.5; '
-        f'stroke-dasharray: {pattern or "none"}"/></svg>'
+        f'style="stroke: var(--series-{index % SERIES_COLOURS}); stroke-width: {_width(index) + 0.6:g}; '
+        f'stroke-dasharray: {pattern}"/></svg>'
     )
 
 
 def _dash(index: int) -> str | tuple[float, tuple[float, ...]]:
-    # Lines that lie on each other stay visible: a later one is dashed over an earlier solid one.
     return _DASHES[index % len(_DASHES)]
+
+
+def _width(index: int) -> float:
+    return 3.4 if index == 0 else 1.9
 
 
 def _draw(axes: Axes, index: int, points: list[tuple[float, float]]) -> None:
@@ -108,9 +107,9 @@ def _draw(axes: Axes, index: int, points: list[tuple[float, float]]) -> None:
         y,
         color=_SERIES[index % SERIES_COLOURS],
         linestyle=_dash(index),
-        linewidth=3.2 if index == 0 else 1.9,
-        marker="o",
-        markersize=5 if len(points) == 1 else 2.2,
+        linewidth=_width(index),
+        marker="o" if len(points) < 12 else "",
+        markersize=4,
         solid_capstyle="round",
     )
 

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from experiments.claims import Claim
@@ -100,7 +100,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": str(os.cpu_count()),
-        "finished": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
 
 
@@ -144,8 +144,10 @@ def duration(seconds: float) -> str:
 
 def number(value: float | None) -> str:
     """Return a measured value or a bound with four digits, large whole numbers in full."""
-    if value is None:
+    if value is None or math.isnan(value):
         return "not measured"
+    if math.isinf(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}".replace(",", " ")
     return f"{value:.4g}"
@@ -168,10 +170,14 @@ def link_name(settings: Mapping[str, Any]) -> str:
 def verdict(summary: Mapping[str, Any]) -> str:
     """Return one sentence that says how the run ended."""
     if not summary["config"]["rounds"]:
-        return "No round was run, so nothing was measured and no claim was checked."
-    claims = summary["claims"]
+        return "No round was run: accuracy is that of the initial model, and no claim was checked."
+    return verdict_of(summary["claims"])
+
+
+def verdict_of(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Return one sentence that says how many of ``claims`` hold."""
     if not claims:
-        return "This experiment makes no claim."
+        return "No claim is made."
     held = sum(claim["ok"] for claim in claims)
     if held == len(claims):
         return f"All {held} claims hold." if held > 1 else "The claim holds."

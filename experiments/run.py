@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TextIO
 
-import click
 import typer
 from rich.console import Console
 
 from experiments import console as show
 from experiments import engines
 from experiments.catalog import CATALOG, get_experiment
+from experiments.commands import BROKEN, CLAIM_FAILED, INTERRUPTED, OK, WRONG_INPUT, clean_stdout, complain, invoke
 from experiments.experiment import Config, Experiment, show_value
 from experiments.page import render_html
 from experiments.report import failed_claims, summarise, verdict
@@ -31,7 +30,6 @@ from experiments.store import RunFolder, to_json_text, write_json, write_text
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.offline import go_offline
 
-OK, CLAIM_FAILED, WRONG_INPUT, BROKEN, INTERRUPTED = 0, 1, 2, 3, 130
 DEFAULT = "quickstart"
 RESUMABLE = frozenset({"inprocess"})
 """Engines that continue an unfinished row where it stopped; on the others such a row starts again."""
@@ -46,12 +44,20 @@ class Engine(Protocol):
         """Return the finished row; call ``on_round`` after every round, continue from ``checkpoint``."""
 
 
+def _check_row(spec: RunSpec) -> None:
+    from experiments.systems import check  # brings torch and Flower
+
+    check(spec)
+
+
 @dataclass(frozen=True)
 class Setup:
-    """What the command line works with: the experiments it knows and the engine that runs their rows."""
+    """What the command line works with: the experiments it knows, the engine that runs their rows, and the check
+    that finds a row that cannot run before anything is started."""
 
     catalog: Mapping[str, str | Experiment] = field(default_factory=lambda: CATALOG)
     engine: Engine = engines.run
+    check: Callable[[RunSpec], None] = _check_row
 
 
 @dataclass(frozen=True)
@@ -69,20 +75,20 @@ class Request:
     out: Path
 
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(name="python -m experiments.run")
 def command(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help=f"Experiment to run.  [default: {DEFAULT}]")] = None,
+    name: Annotated[str | None, typer.Argument(help="Experiment to run.", show_default=DEFAULT)] = None,
     list_: Annotated[
         bool, typer.Option("--list", help="List the experiments, or the settings of NAME, and stop.")
     ] = False,
-    engine: Annotated[str | None, typer.Option(help="inprocess, ray or superlink.  [default: inprocess]")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of training.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every random decision.  [default: 0]")] = None,
+    engine: Annotated[str | None, typer.Option(help=f"{', '.join(engines.ENGINES)}.", show_default="inprocess")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training.", show_default="the experiment's")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.", show_default="the experiment's")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of every random decision.", show_default="0")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated."),
@@ -104,31 +110,13 @@ def command(
 
 def main(arguments: Sequence[str] | None = None, *, setup: Setup | None = None) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
-    try:
-        code = app(
-            args=None if arguments is None else list(arguments),
-            standalone_mode=False,
-            obj=setup or Setup(),
-        )
-    except click.ClickException as error:
-        return _complain(error.format_message(), WRONG_INPUT)
-    except ConfigError as error:
-        return _complain(str(error), WRONG_INPUT)
-    except FedcompError as error:
-        return _complain(str(error), BROKEN)
-    except (KeyboardInterrupt, click.Abort):
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; the run itself is stored.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return OK
-    return int(code or OK)
+    return invoke(app, "python -m experiments.run", arguments, setup or Setup())
 
 
 def _list(setup: Setup, request: Request) -> int:
     if request.name is None:
         found = [get_experiment(name, setup.catalog) for name in setup.catalog]
-        documents = [{"experiment": e.name, "question": e.question} for e in found]
+        documents: list[dict[str, Any]] = [{"experiment": e.name, "question": e.question} for e in found]
         table = show.names_table("experiment", ((e.name, e.question) for e in found), "question")
     else:
         experiment = get_experiment(request.name, setup.catalog)
@@ -140,17 +128,16 @@ def _list(setup: Setup, request: Request) -> int:
     if request.as_json:
         print(to_json_text({"list": documents}))
     else:
-        Console().print(table)
+        show.make_console().print(table)
     return OK
 
 
 def _run(setup: Setup, request: Request) -> int:
-    experiment, config, specs, folder = _prepare(setup, request)
-    # Flower reads its telemetry switch when it is imported, so it must be off before anything brings Flower
-    # in.
+    # Flower reads its telemetry switch when it is imported: it must be off before anything brings Flower in.
     go_offline()
-    errors = Console(stderr=True)
-    with _clean_stdout(request.as_json) as stdout:
+    experiment, config, specs, folder = _prepare(setup, request)
+    errors = show.make_console(stderr=True)
+    with clean_stdout(request.as_json) as stdout:
         if not request.as_json:
             _announce(experiment, config, specs)
         try:
@@ -160,7 +147,7 @@ def _run(setup: Setup, request: Request) -> int:
         except ConfigError as error:
             # The engine's own checks come before its first round; a run without a round is not worth keeping.
             folder.discard_if_empty()
-            return _complain(str(error), WRONG_INPUT)
+            return complain(str(error), WRONG_INPUT)
         except Exception as error:
             return _broken(folder, request, error)
         _close(summary, folder, request.as_json, stdout)
@@ -178,7 +165,10 @@ def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[R
             seed=request.seed or 0,
             assignments=request.assignments,
         )
-        specs = _specs(experiment, config)
+        specs = experiment.specs(config)
+        with _logged(logging.NullHandler()):
+            for spec in specs:
+                setup.check(spec)
         return experiment, config, specs, RunFolder.create(request.out, config, specs)
     folder = RunFolder.find(request.out, request.resume)
     stored = folder.config
@@ -198,15 +188,10 @@ def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[R
     given = {text.partition("=")[0].strip() for text in request.assignments}
     kept = {key: value for key, value in stored.settings.items() if key not in given}
     config = replace(asked, settings={**asked.settings, **kept})
-    specs = _specs(experiment, config)
+    specs = experiment.specs(config)
     folder.require_same(experiment, config, specs)
     folder.tidy()
     return experiment, config, specs, folder
-
-
-def _specs(experiment: Experiment, config: Config) -> list[RunSpec]:
-    # A spec is a run of at least one round; with none asked for, the rows are still named and checked.
-    return experiment.specs(config if config.rounds else replace(config, rounds=1))
 
 
 def _execute(
@@ -218,20 +203,20 @@ def _execute(
     errors: Console,
 ) -> dict[str, Any]:
     results: dict[str, RunResult] = {}
-    if config.rounds:
-        with _logged(folder.path / "log.txt"), show.Watch(errors, specs) as watch:
-            recorded = folder.rounds()
-            for spec in specs:
-                result = folder.load(spec)
-                kept = result is not None
-                if result is None:
-                    watch.start(spec, max((record.round for record in recorded[spec.label]), default=0))
-                    checkpoint = folder.checkpoint(spec) if config.engine in RESUMABLE else None
-                    result = setup.engine(spec, on_round=_recorder(folder, spec, watch), checkpoint=checkpoint)
-                    folder.save(result)
-                results[spec.label] = result
-                watch.done(spec, result.accuracy, kept=kept)
-    claims = experiment.claims(config, results) if results else []
+    log = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
+    with _logged(log), show.Watch(errors, specs) as watch:
+        recorded = folder.rounds()
+        for spec in specs:
+            result = folder.load(spec)
+            kept = result is not None
+            if result is None:
+                watch.start(spec, max((record.round for record in recorded[spec.label]), default=0))
+                checkpoint = folder.checkpoint(spec) if config.engine in RESUMABLE else None
+                result = setup.engine(spec, on_round=_recorder(folder, spec, watch), checkpoint=checkpoint)
+                folder.save(result)
+            results[spec.label] = result
+            watch.done(spec, result.accuracy, kept=kept)
+    claims = experiment.claims(config, results) if config.rounds else []
     rounds = {label: result.rounds for label, result in results.items()}
     summary = summarise(experiment, config, specs, rounds, results, claims, str(folder.path))
     write_json(folder.path / "summary.json", summary)
@@ -248,13 +233,14 @@ def _recorder(folder: RunFolder, spec: RunSpec, watch: show.Watch) -> Callable[[
 
 
 def _announce(experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> None:
-    console = Console()
-    console.print(f"[bold]{experiment.name}[/bold]: {experiment.question}", highlight=False)
+    console = show.make_console()
+    console.print(f"{experiment.name}: {experiment.question}", style="bold")
     console.print(
         f"{len(specs)} systems, {config.rounds} rounds, {config.clients} clients, engine {config.engine}, "
-        f"seed {config.seed}. Offline: Flower's telemetry and update check are off.",
-        highlight=False,
+        f"seed {config.seed}",
+        soft_wrap=True,
     )
+    console.print("offline: Flower's telemetry and update check are off", soft_wrap=True)
 
 
 def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout: TextIO) -> None:
@@ -262,7 +248,7 @@ def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout:
         stdout.write(to_json_text(summary) + "\n")
         stdout.flush()
         return
-    console = Console(file=stdout)
+    console = show.make_console(file=stdout)
     console.print()
     console.print(show.result_table(summary, console.width))
     console.print()
@@ -271,8 +257,8 @@ def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout:
         console.print()
     if failed_claims(summary) and summary["changed"]:
         console.print(f"Changed from the defaults the bounds were set for: {', '.join(summary['changed'])}.")
-    console.print(verdict(summary), style="bold", highlight=False)
-    console.print(f"Report: {folder.path / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(verdict(summary), style="bold", soft_wrap=True)
+    console.print(f"Report: {folder.path / 'report.html'}", soft_wrap=True)
 
 
 def _interrupted(folder: RunFolder, request: Request) -> int:
@@ -289,7 +275,7 @@ def _broken(folder: RunFolder, request: Request, error: Exception) -> int:
     file = folder.path / "error.txt"
     write_text(file, "".join(traceback.format_exception(error)))
     reason = str(error) if isinstance(error, FedcompError) else f"{type(error).__name__}: {error}"
-    return _complain(
+    return complain(
         f"the run broke: {reason}; details in {file}; continue with: {_resume_command(folder, request)}",
         BROKEN,
     )
@@ -300,42 +286,11 @@ def _resume_command(folder: RunFolder, request: Request) -> str:
     return f"python -m experiments.run --resume {folder.name}{where}"
 
 
-def _complain(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code
-
-
 @contextlib.contextmanager
-def _clean_stdout(wanted: bool) -> Iterator[TextIO]:
-    """Keep standard output for one document: whatever else is printed, by us or below us, goes to standard error."""
-    stdout = sys.stdout
-    if not wanted:
-        yield stdout
-        return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if stdout is sys.__stdout__:
-            # Ray and the SuperLink are other processes and C++ threads: they write to the descriptor.
-            stdout.flush()
-            saved = os.dup(1)
-            os.dup2(2, 1)
-            real = stack.enter_context(os.fdopen(saved, "w", encoding="utf-8"))
-            stack.callback(_restore_stdout, saved)
-            yield real
-        else:
-            yield stdout
-
-
-def _restore_stdout(saved: int) -> None:
-    os.dup2(saved, 1)
-
-
-@contextlib.contextmanager
-def _logged(path: Path) -> Iterator[None]:
-    """Send what Flower logs and what Python warns about into ``path`` instead of through the progress display."""
+def _logged(handler: logging.Handler) -> Iterator[None]:
+    """Give ``handler`` what Flower logs and what Python warns about, which would tear the progress display."""
     from flwr.common.logger import FLOWER_LOGGER
 
-    handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     warnings = logging.getLogger("py.warnings")
     before, propagate = list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.propagate

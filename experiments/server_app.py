@@ -76,9 +76,7 @@ def _folder(out: object) -> Path | None:
     return folder
 
 
-def _recorder(
-    folder: Path, on_round: Callable[[RoundRecord], object] | None
-) -> Callable[[RoundRecord], None]:
+def _recorder(folder: Path, on_round: Callable[[RoundRecord], object] | None) -> Callable[[RoundRecord], None]:
     """Return a hook that appends each round to ``rounds.jsonl``, for whoever follows the run from outside."""
 
     def record(done: RoundRecord) -> None:
@@ -93,9 +91,7 @@ def _recorder(
 def _print(result: RunResult) -> None:
     log.info("%-6s %9s %9s %14s %14s", "round", "accuracy", "loss", "uplink bytes", "downlink bytes")
     for r in result.rounds:
-        log.info(
-            "%-6d %9.4f %9.4f %14d %14d", r.round, r.accuracy, r.loss, r.uplink_wire_bytes, r.downlink_wire_bytes
-        )
+        log.info("%-6d %9.4f %9.4f %14d %14d", r.round, r.accuracy, r.loss, r.uplink_wire_bytes, r.downlink_wire_bytes)
     log.info(
         "%s: accuracy %.4f, uplink %d payload bytes in %d wire bytes, downlink %d wire bytes, %.1f s",
         result.spec.name,

@@ -150,8 +150,7 @@ class RunSpec:
                 raise ConfigError(f"setting name {key!r} is not a word; write, say, codec.density=0.01")
             if not isinstance(value, bool | int | float | str):
                 raise ConfigError(
-                    f"setting {key!r} is {value!r}, a {type(value).__name__}; "
-                    "expected true/false, a number or text"
+                    f"setting {key!r} is {value!r}, a {type(value).__name__}; expected true/false, a number or text"
                 )
         object.__setattr__(self, "settings", MappingProxyType(dict(sorted(self.settings.items()))))
 

@@ -92,6 +92,11 @@ class RunFolder:
 
     def require_same(self, experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> None:
         """Raise :class:`ConfigError` unless ``config`` and ``specs`` are those the run was started with."""
+        if set(self.config.settings) != set(config.settings):
+            raise ConfigError(
+                f"run {self.name} was started by another version of experiment {experiment.name!r}: "
+                "its settings have other names; start a new run"
+            )
         for field, before, now in _differences(self.config, config):
             raise ConfigError(
                 f"run {self.name} was started with {field}={before}, not {now}; resume without it, or start a new run"

@@ -320,7 +320,7 @@ class Compressed(Strategy):
             np.add(model, out.vector, out=out.vector)
         elif start is not model:
             # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
-            out.vector += model - start
+            np.add(out.vector, model - start, out=out.vector)
         first = arrivals[0]
         metrics_of: Callable[[list[RecordDict], str], MetricRecord] = self.inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
         metrics = metrics_of([a.content for a in arrivals], self._weight_key())

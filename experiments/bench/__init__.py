@@ -1,0 +1,15 @@
+"""Benchmarks: ``python -m experiments.bench NAME``. Importing this package imports none of them.
+
+A benchmark is a module with ``run(*, quick=False, progress=None)`` that returns
+``{"rows": list of flat dictionaries, "claims": list of Claim}``. ``quick`` asks for the smallest sizes that still
+exercise everything; ``progress``, when given, is called with one line of text before each measurement.
+"""
+
+from __future__ import annotations
+
+# Name on the command line -> module and what it measures.
+BENCHMARKS: dict[str, tuple[str, str]] = {
+    "wire": ("experiments.bench.wire", "size and speed of the FCW1 wire format against the naive ones"),
+    "kernels": ("experiments.bench.kernels", "top-k selection and the fused error-feedback step against a read pass"),
+    "engine": ("experiments.bench.engine", "client rounds per second in process against Ray, memory of the server"),
+}

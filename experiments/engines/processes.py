@@ -39,9 +39,7 @@ class Child:
     cwd : Path
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path) -> None:
         self.name = name
         self.log = log
         with log.open("wb") as out:

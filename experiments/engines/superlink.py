@@ -212,7 +212,7 @@ class Deployment:
         """Submit the app with ``config`` as its run configuration and follow it to its end; return the log."""
         overrides = self.folder / "run-config.toml"
         overrides.write_text("".join(f"{k} = {_toml(v)}\n" for k, v in config.items()), encoding="utf-8")
-        root = project_root() if project is None else project
+        root = project_root() if project is None else project.resolve()
         arguments = ["run", str(root), CONNECTION, "--stream", "--run-config", str(overrides)]
         return self.flwr(*arguments, name="run", limit=limit, watch=watch)
 

@@ -62,19 +62,26 @@ class Codec(ABC):
         return cls(**config)
 
     def contraction(self, layout: Layout) -> float | None:
-        """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds."""
+        """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds.
+
+        For a codec that draws at random the bound is on the expectation over the key.
+        """
         return None
 
     def variance(self, layout: Layout) -> float | None:
         """Return ω with ``E‖C(x) - x‖² <= ω‖x‖²`` for an unbiased codec, or None when it is not one."""
         return None
 
+    def to_config(self) -> dict[str, Any]:
+        """Return ``{"id": codec_id, **get_config()}``: JSON-able, what :func:`fedcomp.codecs.get_codec` takes."""
+        return {"id": self.codec_id, **self.get_config()}
+
     def __repr__(self) -> str:
         args = ", ".join(f"{k}={v!r}" for k, v in self.get_config().items())
         return f"{type(self).__name__}({args})"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.get_config() == other.get_config()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.get_config() == other.get_config()
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -104,6 +111,10 @@ class Codec(ABC):
         """
         return state
 
+    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
+        """Return the coordinates whose values ``frame`` carries in sparse form, ascending; none for a dense one."""
+        return np.zeros(0, np.int64)
+
     # -- server half ------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -114,15 +125,15 @@ class Codec(ABC):
         """Return the resource limits under which a frame for ``layout`` is parsed."""
         return Limits.for_schema(self.schema(layout))
 
-    def open(self, frame: Frame, layout: Layout) -> Bundle:
-        """Parse and check ``frame`` completely, adding nothing anywhere.
+    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
+        """Parse and check ``frame`` completely, adding nothing anywhere; an opened bundle is returned as it is.
 
         Raises
         ------
         fedcomp.wire.WireError
             For anything that is not exactly a frame of this codec and layout.
         """
-        return decode(frame, self.schema(layout), self.limits(layout))
+        return frame if isinstance(frame, Bundle) else decode(frame, self.schema(layout), self.limits(layout))
 
     @abstractmethod
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
@@ -139,10 +150,16 @@ class Codec(ABC):
         return out.vector
 
 
+def all_finite(vector: Vector) -> bool:
+    """Whether ``vector`` holds neither NaN nor infinity; one fast pass when it does not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        # The float32 sum is the fast one and can overflow; the float64 sum of finite float32 values cannot.
+        return bool(np.isfinite(vector.sum()) or np.isfinite(vector.sum(dtype=np.float64)))
+
+
 def require_finite(update: Update) -> None:
     """Raise :class:`NonFiniteUpdate` naming the first tensor of ``update`` that holds NaN or infinity."""
-    # One reduction decides the usual case: the sum of finite float32 values in float64 cannot overflow.
-    if np.isfinite(update.vector.sum(dtype=np.float64)):
+    if all_finite(update.vector):
         return
     for t in update.layout.tensors:
         bad = int(np.count_nonzero(~np.isfinite(update.vector[t.slice])))
@@ -156,4 +173,4 @@ def require_finite(update: Update) -> None:
 
 def config_of(codec: Codec) -> dict[str, Any]:
     """Return ``{"id": codec_id, **get_config()}``, the form that travels and is stored."""
-    return {"id": codec.codec_id, **codec.get_config()}
+    return codec.to_config()

@@ -138,9 +138,7 @@ def _envelope_bytes(message: Message) -> int:
 
 def unpack(packed: Packed) -> Message:
     """Return a new message made of ``packed``'s bytes alone; no object is shared with the one that was packed."""
-    message = cast(
-        Message, inflate_object_from_contents(packed.root, packed.contents, keep_object_contents=True)
-    )
+    message = cast(Message, inflate_object_from_contents(packed.root, packed.contents, keep_object_contents=True))
     set_message_id(message, packed.root)
     return message
 
@@ -191,7 +189,10 @@ def current_identity() -> Identity:
 
 def adopt_identity(identity: Identity) -> None:
     """Set what :func:`current_identity` returns; ``Message()`` reads it."""
-    TaskIdentity._run_id, TaskIdentity._node_id, TaskIdentity._task_id = identity
+    run_id, node_id, task_id = identity
+    # The properties accept no None, but "unset" has to be restorable.
+    for name, value in (("_run_id", run_id), ("_node_id", node_id), ("_task_id", task_id)):
+        setattr(TaskIdentity, name, value)
 
 
 @contextmanager

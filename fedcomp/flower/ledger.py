@@ -52,9 +52,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._columns: dict[str, array[int]] = {
-            name: array(_TYPECODES[dtype]) for name, dtype in _COLUMNS.items()
-        }
+        self._columns: dict[str, array[int]] = {name: array(_TYPECODES[dtype]) for name, dtype in _COLUMNS.items()}
         self._nodes: list[int] = []
         self._node_index: dict[int, int] = {}
         self._kinds: list[tuple[str, str, str]] = []

@@ -11,30 +11,30 @@ Kernels are single-threaded, release the GIL and never reorder or contract float
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import extending, njit, types
 from numpy.typing import NDArray
 
 from fedcomp.kernels.tiers import BIN_SHIFT, BINS, MAGNITUDE, Bits, Floats, Found
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+# An intrinsic is called without the typing context it is defined with; no checker can know that.
+intrinsic: Any = extending.intrinsic
 
 _LANES = 64
 # The compaction writes four slots at a time and looks at the capacity once per block.
 _SLACK = _LANES + 8
 
 
-def _kernel(function: _F) -> _F:
+def _kernel(function: Callable[..., Any]) -> Any:
     """Compile ``function`` on first call, cached on disk where any cache directory can be written."""
     try:
-        return njit(function, cache=True, nogil=True)  # type: ignore[no-any-return]
+        return njit(function, cache=True, nogil=True)
     except RuntimeError:
         # Neither the package's nor the user's cache directory is writable: compile once per process instead.
-        return njit(function, nogil=True)  # type: ignore[no-any-return]
+        return njit(function, nogil=True)
 
 
 def _splat(builder: Any, value: Any, vector: Any) -> Any:
@@ -78,9 +78,7 @@ def _block_hits(typingctx: Any, bits: Any, start: Any, threshold: Any) -> Any:
 
 
 @intrinsic
-def _block_add_hits(
-    typingctx: Any, memory: Any, update: Any, decay: Any, out: Any, start: Any, threshold: Any
-) -> Any:
+def _block_add_hits(typingctx: Any, memory: Any, update: Any, decay: Any, out: Any, start: Any, threshold: Any) -> Any:
     """``out = decay * memory + update`` on 64 lanes, and the hits of the result.
 
     Loads stand before the store, so that ``out`` may be ``memory`` itself.
@@ -121,7 +119,7 @@ def _population(typingctx: Any, word: Any) -> Any:
 
 
 @_kernel
-def _compact(word, start, bits, indices, magnitudes, written):  # type: ignore[no-untyped-def]
+def _compact(word, start, bits, indices, magnitudes, written):
     """Append the positions and magnitudes of ``word``'s hits; return the new count.
 
     Four slots are written whatever is left of the word: what is too much is overwritten by the next block, and one
@@ -139,7 +137,7 @@ def _compact(word, start, bits, indices, magnitudes, written):  # type: ignore[n
 
 
 @_kernel
-def _collect(bits, threshold, capacity, indices, magnitudes):  # type: ignore[no-untyped-def]
+def _collect(bits, threshold, capacity, indices, magnitudes):
     full = bits.size // _LANES * _LANES
     written = 0
     for start in range(0, full, _LANES):
@@ -160,7 +158,7 @@ def _collect(bits, threshold, capacity, indices, magnitudes):  # type: ignore[no
 
 
 @_kernel
-def _add_collect(memory, update, decay, out, bits, threshold, capacity, indices, magnitudes):  # type: ignore[no-untyped-def]
+def _add_collect(memory, update, decay, out, bits, threshold, capacity, indices, magnitudes):
     full = out.size // _LANES * _LANES
     written = 0
     for start in range(0, full, _LANES):
@@ -178,7 +176,7 @@ def _add_collect(memory, update, decay, out, bits, threshold, capacity, indices,
 
 
 @_kernel
-def _histogram(bits, counts):  # type: ignore[no-untyped-def]
+def _histogram(bits, counts):
     # Four sub-histograms: neighbours often share a bin, and one counter would wait for its own last store.
     full = bits.size // 4 * 4
     for i in range(0, full, 4):
@@ -189,7 +187,7 @@ def _histogram(bits, counts):  # type: ignore[no-untyped-def]
 
 
 @_kernel
-def _finish(indices, magnitudes, threshold, k, out):  # type: ignore[no-untyped-def]
+def _finish(indices, magnitudes, threshold, k, out):
     above = 0
     for j in range(magnitudes.size):
         above += magnitudes[j] > threshold
@@ -203,14 +201,14 @@ def _finish(indices, magnitudes, threshold, k, out):  # type: ignore[no-untyped-
 
 
 @_kernel
-def _take_clear(values, indices, taken):  # type: ignore[no-untyped-def]
+def _take_clear(values, indices, taken):
     for j in range(indices.size):
         taken[j] = values[indices[j]]
         values[indices[j]] = 0.0
 
 
 @_kernel
-def _scatter_add(out, indices, values, weight):  # type: ignore[no-untyped-def]
+def _scatter_add(out, indices, values, weight):
     for j in range(indices.size):
         out[indices[j]] += weight * values[j]
 

@@ -22,10 +22,8 @@ def add_collect(
     memory: Floats, update: Floats, decay: float, out: Floats, threshold: int, capacity: int
 ) -> Found | None:
     """See :meth:`fedcomp.kernels.tiers.Ops.add_collect`."""
-    if decay == 1.0:
-        np.add(memory, update, out=out)
-    else:
-        np.add(memory * np.float32(decay), update, out=out)
+    with np.errstate(over="ignore", invalid="ignore"):  # reported as what they are once the sum is ranked
+        np.add(memory if decay == 1.0 else memory * np.float32(decay), update, out=out)
     return collect(out.view(np.int32), threshold, capacity)
 
 

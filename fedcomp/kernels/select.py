@@ -7,7 +7,7 @@ time only: the result is always the k largest magnitudes, ties by lowest index, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,9 +137,7 @@ def feedback_step(
     return Step(indices, kernels.take_clear(out, indices), out, smallest)
 
 
-def _select(
-    kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int
-) -> tuple[NDArray[np.int64], float]:
+def _select(kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int) -> tuple[NDArray[np.int64], float]:
     """Return the top k and the smallest selected magnitude, from candidates already ``found`` or anew."""
     if found is None or found[0].size < k:
         guess = _guess(_magnitudes(_lines(bits, seed)), bits.size, k)
@@ -175,13 +173,13 @@ def _starts(size: int, seed: int) -> NDArray[np.int64]:
     return (x % np.uint64(max(lines, 1))).astype(np.int64)
 
 
-def _lines(vector: NDArray[np.int32] | Floats, seed: int) -> NDArray[np.int32] | Floats:
+def _lines(vector: NDArray[Any], seed: int) -> NDArray[Any]:
     """Return the sampled runs of ``vector``, shape (runs, 16)."""
     full = vector.size // _RUN * _RUN
     return np.asarray(np.take(vector[:full].reshape(-1, _RUN), _starts(vector.size, seed), axis=0))
 
 
-def _magnitudes(sample: NDArray[np.int32] | Floats) -> Bits:
+def _magnitudes(sample: NDArray[Any]) -> Bits:
     return sample.reshape(-1).view(np.int32) & np.int32(tiers.MAGNITUDE)
 
 

@@ -62,11 +62,11 @@ class Digits(_Images):
 
     name = "digits"
     side, channels, width, kernel = 8, (16, 32), 64, 3
-    OPTIONS = {**COMMON_OPTIONS, **MODEL_OPTIONS}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {**COMMON_OPTIONS, **MODEL_OPTIONS}
 
 
 class Mnist(_Images):
-    """70,000 handwritten digits of 28x28 pixels, the usual 60,000 / 10,000 split; a CNN of 114,330
+    """70,000 handwritten digits of 28x28 pixels, the usual 60,000 / 10,000 split; a CNN of 114,314
     parameters.
 
     Without the files the embedded 8x8 digits are enlarged to 28x28: shapes, model and bytes are those of
@@ -75,4 +75,8 @@ class Mnist(_Images):
 
     name = "mnist"
     side, channels, width, kernel = 28, (16, 32), 64, 5
-    OPTIONS = {**COMMON_OPTIONS, **MODEL_OPTIONS, "model": Option("cnn", choice("mlp", "cnn"), "mlp or cnn")}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **COMMON_OPTIONS,
+        **MODEL_OPTIONS,
+        "model": Option("cnn", choice("mlp", "cnn"), "mlp or cnn"),
+    }

@@ -10,7 +10,7 @@ the bias is not regularised. With ``l2 > 0`` it is strongly convex in w.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from fedcomp.tasks.sources import Table, load
 
 
 class _LinearTask(Task):
-    OPTIONS = {
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
         "model": Option("logistic", choice("logistic", "svm"), "logistic (regression) or svm (hinge loss)"),
         "l2": Option(0.0, number(0.0), "coefficient of |w|^2 / 2 in the objective"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class Mlp(nn.Module):
     def __init__(self, features: int, hidden: Sequence[int], outputs: int) -> None:
         super().__init__()
         widths = [features, *hidden, outputs]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of shape ``(B, outputs)``."""

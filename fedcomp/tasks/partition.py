@@ -246,7 +246,7 @@ def parse_partitioner(text: str | Partitioner) -> Partitioner:
         value = math.nan
     if kind == "dirichlet" and not (0 < value < math.inf):
         raise ConfigError(f"{text!r} needs a positive concentration, e.g. 'dirichlet:0.5'")
-    if kind == "shards" and not (value >= 1 and value == math.floor(value) and math.isfinite(value)):
+    if kind == "shards" and not (1 <= value < math.inf and value == math.floor(value)):
         raise ConfigError(f"{text!r} needs a whole number of shards per client, e.g. 'shards:2'")
     return Partitioner(kind, value)
 

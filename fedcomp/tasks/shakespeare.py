@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +34,12 @@ class TinyShakespeare(Task):
     """
 
     name = "tiny-shakespeare"
-    OPTIONS = {
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
         **COMMON_OPTIONS,
         "partition": Option("natural", COMMON_OPTIONS["partition"].parse, "natural (by speaker) or iid"),
         "seq_len": Option(32, integer(2), "characters per window"),
-        "speakers": Option(None, optional(integer(1)), "keep only so many speakers, those with the most
-        text"), "min_chars": Option(1000, integer(0), "drop speakers with less text"),
+        "speakers": Option(None, optional(integer(1)), "keep the speakers with the most text"),
+        "min_chars": Option(1000, integer(0), "drop speakers with less text"),
         "embedding": Option(16, integer(1), "size of the character embedding"),
         "hidden": Option(128, integer(1), "units of each recurrent layer"),
         "layers": Option(1, integer(1), "recurrent layers"),
@@ -75,9 +75,7 @@ class TinyShakespeare(Task):
             ids.append(np.full(cut, number, np.int64))
         x, y = np.concatenate(train, axis=1)
         x_test, y_test = np.concatenate(test, axis=1)
-        super().__init__(
-            options, source, (x, y), (x_test, y_test), classes=len(self.alphabet), ids=np.concatenate(ids)
-        )
+        super().__init__(options, source, (x, y), (x_test, y_test), classes=len(self.alphabet), ids=np.concatenate(ids))
 
     def _make_model(self) -> nn.Module:
         o = self.options

@@ -205,10 +205,13 @@ def _frozen(content: Content) -> Content:
 
 
 def _split(name: str, x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Table:
-    """Hold out a fifth of the rows, the same ones for ever; optionally standardise by the training rows."""
+    """Hold out a fifth of every class, the same rows for ever; optionally standardise by the training rows."""
     order = permutation(len(x), Key(0, f"tasks/{name}/test"))
-    cut = len(x) // 5
-    test, train = np.sort(order[:cut]), np.sort(order[cut:])
+    held_out = np.zeros(len(x), bool)
+    for label in np.unique(y):
+        members = order[y[order] == label]
+        held_out[members[: round(len(members) / 5)]] = True
+    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     x = np.asarray(x, np.float64)
     if standardise:
         mean, std = x[train].mean(0), x[train].std(0)
@@ -281,7 +284,8 @@ def _read_a9a(files: Mapping[str, bytes]) -> Table:
     for data in files.values():
         x, y = load_svmlight_file(io.BytesIO(data), n_features=123, zero_based=False)
         parts += [np.asarray(x.toarray(), np.float32), (y > 0).astype(np.int64)]
-    return Table(*parts, classes=2)
+    x, y, x_test, y_test = parts
+    return Table(x, y, x_test, y_test, 2)
 
 
 def _read_wifi(files: Mapping[str, bytes]) -> Table:
@@ -294,7 +298,8 @@ def _read_shakespeare(files: Mapping[str, bytes]) -> Corpus:
     (data,) = files.values()
     texts: dict[str, list[str]] = {}
     for speech in data.decode().split("\n\n"):
-        head, _, body = speech.partition("\n")
+        # Two speeches follow three line ends instead of two.
+        head, _, body = speech.lstrip("\n").partition("\n")
         texts.setdefault(head.rstrip(":"), []).append(body + "\n")
     return Corpus({speaker: "".join(parts) for speaker, parts in texts.items()})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -21,8 +21,10 @@ class Wifi(Classification):
     """
 
     name = "wifi"
-    OPTIONS = {**COMMON_OPTIONS, "hidden": Option((64,), widths, "widths of the hidden layers; empty:
-    linear")}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **COMMON_OPTIONS,
+        "hidden": Option((64,), widths, "widths of the hidden layers; empty: linear"),
+    }
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         table, source = load(self.name, options["root"], options["download"])

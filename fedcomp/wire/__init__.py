@@ -1,0 +1,115 @@
+"""FCW1: the bytes of an update. One frame per message; numpy only; safe to decode from anyone.
+
+>>> import numpy as np
+>>> from fedcomp import wire
+>>> frame = wire.encode([wire.sparse((1000,), np.array([3, 14, 159]), np.float32([1.0, -2.0, 3.0]))])
+>>> tensor = wire.decode(frame, expect=(wire.Expected("w", (1000,)),)).tensors[0]
+>>> tensor.name, tensor.indices, tensor.values.decode()
+('w', array([  3,  14, 159]), array([ 1., -2.,  3.], dtype=float32))
+"""
+
+from fedcomp.wire.backends import available_backends
+from fedcomp.wire.choose import INDEX_BY_NAME, INDEX_CODECS, PLAIN, Seeded, SharedSupport
+from fedcomp.wire.decode import decode
+from fedcomp.wire.errors import (
+    BadMagic,
+    ChecksumMismatch,
+    Corrupt,
+    LimitExceeded,
+    NonFinite,
+    SchemaMismatch,
+    Truncated,
+    UnsupportedCodec,
+    UnsupportedVersion,
+    WireError,
+)
+from fedcomp.wire.frame import (
+    BASE_DIGEST,
+    BASE_ROUND,
+    BASIS_ID,
+    FLAG_DELTA,
+    FLAG_NEEDS_BASIS,
+    MASK_ID,
+    SEED,
+    USER_TAG,
+    Frame,
+    encode,
+)
+from fedcomp.wire.index import IndexCodec, Indices, Support
+from fedcomp.wire.limits import DTYPES, Expected, Limits, Schema
+from fedcomp.wire.quantised import VALUE_BY_NAME, VALUE_CODECS, QsgdLevels, SignScale, Ternary, Uniform
+from fedcomp.wire.support import seeded_support
+from fedcomp.wire.tensor import (
+    COEFFICIENTS,
+    DENSE,
+    SHARED,
+    SPARSE,
+    Bundle,
+    Kind,
+    Tensor,
+    dense,
+    seeded,
+    shared,
+    sparse,
+)
+from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
+
+__all__ = [
+    "BASE_DIGEST",
+    "BASE_ROUND",
+    "BASIS_ID",
+    "COEFFICIENTS",
+    "DENSE",
+    "DTYPES",
+    "FLAG_DELTA",
+    "FLAG_NEEDS_BASIS",
+    "INDEX_BY_NAME",
+    "INDEX_CODECS",
+    "MASK_ID",
+    "PLAIN",
+    "SEED",
+    "SHARED",
+    "SPARSE",
+    "USER_TAG",
+    "VALUE_BY_NAME",
+    "VALUE_CODECS",
+    "BadMagic",
+    "Bf16",
+    "Bundle",
+    "ChecksumMismatch",
+    "Corrupt",
+    "Expected",
+    "Fp16",
+    "Frame",
+    "IndexCodec",
+    "Indices",
+    "Kind",
+    "LimitExceeded",
+    "Limits",
+    "Natural",
+    "NonFinite",
+    "QsgdLevels",
+    "Raw",
+    "Schema",
+    "SchemaMismatch",
+    "Seeded",
+    "SharedSupport",
+    "SignScale",
+    "Support",
+    "Tensor",
+    "Ternary",
+    "Truncated",
+    "Uniform",
+    "UnsupportedCodec",
+    "UnsupportedVersion",
+    "Values",
+    "WireError",
+    "available_backends",
+    "decode",
+    "dense",
+    "encode",
+    "seeded",
+    "seeded_support",
+    "shared",
+    "sparse",
+]

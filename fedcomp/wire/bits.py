@@ -17,6 +17,9 @@ from fedcomp.wire.errors import Corrupt, Truncated
 VERTICAL_THRESHOLD: Final = 8192
 """Number of fields from which the vertical layout is used. Part of the format: it may never change."""
 
+_COLUMNS = 512
+"""Columns of the vertical layout handled at once, so that temporaries stay in cache."""
+
 Buffer = bytes | bytearray | memoryview
 Bytes = NDArray[np.uint8]
 
@@ -74,7 +77,7 @@ def packed_size(count: int, width: int) -> int:
 
 
 def pack(fields: NDArray[Any], width: int) -> bytes:
-    """Pack the low ``width`` bits of every field (non-negative integers, shape ``(count,)``); higher bits are dropped."""
+    """Pack the low ``width`` bits of every field (integers, shape ``(count,)``); higher bits are dropped."""
     count = fields.size
     if width == 0 or count == 0:
         return b""
@@ -84,8 +87,8 @@ def pack(fields: NDArray[Any], width: int) -> bytes:
     return _pack_vertical(fields[:whole], width) + _pack_string(fields[whole:], width)
 
 
-def unpack(buf: Buffer, count: int, width: int) -> NDArray[Any]:
-    """Undo :func:`pack`; return ``count`` fields as uint32 (``width <= 32``) or uint64.
+def unpack(buf: Buffer, count: int, width: int, dtype: type[Any] = np.uint64) -> NDArray[Any]:
+    """Undo :func:`pack`; return ``count`` fields in an integer dtype of at least ``width`` bits.
 
     Raises
     ------
@@ -94,7 +97,6 @@ def unpack(buf: Buffer, count: int, width: int) -> NDArray[Any]:
     """
     if len(buf) != packed_size(count, width):
         raise Corrupt(f"{count} fields of {width} bits need {packed_size(count, width)} bytes, found {len(buf)}")
-    dtype = np.uint32 if width <= 32 else np.uint64
     if width == 0 or count == 0:
         return np.zeros(count, dtype)
     if count < VERTICAL_THRESHOLD:
@@ -135,40 +137,47 @@ def _unpack_string(buf: Buffer, count: int, width: int, dtype: type[Any]) -> NDA
     return raw.view(f"<u{size}").astype(dtype)
 
 
+def _rows(width: int) -> tuple[NDArray[np.intp], NDArray[np.uint64], NDArray[np.intp]]:
+    """Return for each of the 64 rows the word it starts in and its shift there, and which rows reach the next word."""
+    bit = np.arange(64) * width
+    crossing = np.flatnonzero((bit & 63) + width > 64)
+    return bit >> 6, (bit & 63).astype(np.uint64), crossing
+
+
 def _pack_vertical(fields: NDArray[Any], width: int) -> bytes:
     rows = fields.reshape(64, -1)
-    words = np.zeros((width, rows.shape[1]), np.uint64)
-    row = np.empty(rows.shape[1], np.uint64)
-    shifted = np.empty_like(row)
+    columns = rows.shape[1]
+    word, shift, crossing = _rows(width)
+    first = np.searchsorted(word, np.arange(width + 1))
     mask = np.uint64((1 << width) - 1)
-    for j in range(64):
-        word, shift = divmod(j * width, 64)
-        np.copyto(row, rows[j], casting="unsafe")
-        np.bitwise_and(row, mask, out=row)
-        np.left_shift(row, np.uint64(shift), out=shifted)
-        np.bitwise_or(words[word], shifted, out=words[word])
-        if shift + width > 64:
-            np.right_shift(row, np.uint64(64 - shift), out=shifted)
-            np.bitwise_or(words[word + 1], shifted, out=words[word + 1])
-    return words.astype("<u8", copy=False).tobytes()
+    words = np.empty((width, columns), "<u8")
+    for start in range(0, columns, _COLUMNS):
+        stretch = slice(start, start + _COLUMNS)
+        part = rows[:, stretch].astype(np.uint64)
+        part &= mask
+        shifted = part << shift[:, None]
+        for w in range(width):
+            np.bitwise_or.reduce(shifted[first[w] : first[w + 1]], axis=0, out=words[w, stretch])
+        carried = part[crossing] >> (np.uint64(64) - shift[crossing])[:, None]
+        # No two rows cross into the same word, so one fancy assignment reaches every crossing.
+        words[word[crossing] + 1, stretch] |= carried
+    return words.tobytes()
 
 
 def _unpack_vertical(buf: Buffer, width: int, out: NDArray[Any]) -> None:
     words = np.frombuffer(buf, "<u8").reshape(width, -1)
-    if not words.flags.aligned:
-        words = words.copy()
     rows = out.reshape(64, -1)
-    row = np.empty(rows.shape[1], np.uint64)
-    carry = np.empty_like(row)
+    columns = rows.shape[1]
+    word, shift, crossing = _rows(width)
     mask = np.uint64((1 << width) - 1)
-    for j in range(64):
-        word, shift = divmod(j * width, 64)
-        np.right_shift(words[word], np.uint64(shift), out=row)
-        if shift + width > 64:
-            np.left_shift(words[word + 1], np.uint64(64 - shift), out=carry)
-            np.bitwise_or(row, carry, out=row)
-        np.bitwise_and(row, mask, out=row)
-        np.copyto(rows[j], row, casting="unsafe")
+    for start in range(0, columns, _COLUMNS):
+        stretch = slice(start, start + _COLUMNS)
+        near = words[:, stretch].astype(np.uint64)
+        part = near[word]
+        part >>= shift[:, None]
+        part[crossing] |= near[word[crossing] + 1] << (np.uint64(64) - shift[crossing])[:, None]
+        part &= mask
+        rows[:, stretch] = part
 
 
 def unary_size(total: int, count: int) -> int:
@@ -176,23 +185,28 @@ def unary_size(total: int, count: int) -> int:
     return (total + count + 7) // 8
 
 
-def pack_unary(sums: NDArray[np.int64]) -> bytes:
-    """Pack ``count`` non-negative numbers, given by their running sums, in unary: as many 0 bits, then a 1 bit.
+def pack_unary(numbers: NDArray[Any]) -> bytes:
+    """Pack non-negative integers in unary: as many 0 bits as the number says, then a 1 bit.
 
-    ``sums`` is non-decreasing, shape ``(count,)``.
+    ``numbers`` has shape ``(count,)`` and is overwritten.
     """
-    if sums.size == 0:
+    if numbers.size == 0:
         return b""
-    ones = sums + np.arange(sums.size, dtype=sums.dtype)
-    bits = np.zeros(int(ones[-1]) + 1, np.uint8)
-    bits[ones] = 1
-    return np.packbits(bits, bitorder="little").tobytes()
+    numbers += numbers.dtype.type(1)
+    ends = np.cumsum(numbers, dtype=np.int64)
+    bits = np.zeros(int(ends[-1]) + 1, np.uint8)
+    bits[ends] = 1
+    return np.packbits(bits[1:], bitorder="little").tobytes()
 
 
 def unpack_unary(buf: Buffer, count: int) -> NDArray[np.int64]:
-    """Undo :func:`pack_unary`; return the running sums, non-decreasing int64 of shape ``(count,)``.
+    """Return where the 1 bits of a unary stream are; the j-th of them is at the sum of the numbers up to j, plus j.
 
     The caller bounds ``len(buf)`` first: one byte per bit is allocated here.
+
+    Returns
+    -------
+    ndarray of int64, shape (count,), strictly ascending
 
     Raises
     ------
@@ -209,8 +223,16 @@ def unpack_unary(buf: Buffer, count: int) -> NDArray[np.int64]:
     ones = np.flatnonzero(bits.view(np.bool_))
     if ones.size != count:
         raise Corrupt(f"a unary stream holds {ones.size} numbers, expected {count}")
-    ones -= np.arange(count)
     return ones
+
+
+def unary_numbers(ones: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of a unary stream from :func:`unpack_unary`'s positions."""
+    numbers = np.empty_like(ones)
+    numbers[:1] = ones[:1]
+    np.subtract(ones[1:], ones[:-1], out=numbers[1:])
+    numbers[1:] -= 1
+    return numbers
 
 
 def shuffle(array: NDArray[Any]) -> bytes:

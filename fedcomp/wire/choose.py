@@ -156,7 +156,9 @@ def index_codec(code: int) -> IndexCodec:
     codec = INDEX_CODECS.get(code)
     if codec is None:
         what = f"({RESERVED_INDEX[code]}) is reserved" if code in RESERVED_INDEX else "is unknown"
-        raise UnsupportedCodec(f"index codec {code} {what}; this receiver has {', '.join(INDEX_BY_NAME)}", INDEX_BY_NAME)
+        raise UnsupportedCodec(
+            f"index codec {code} {what}; this receiver has {', '.join(INDEX_BY_NAME)}", INDEX_BY_NAME
+        )
     return codec
 
 
@@ -174,8 +176,8 @@ def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCode
     Returns
     -------
     codec, params, section, backend, compressed
-        ``backend`` is the one to use for the tensor; ``compressed`` the section as the back-end left it, when the choice
-        has already been made with it.
+        ``backend`` is the one to use for the tensor; ``compressed`` the section as the back-end left it, when the
+        choice has already been made with it.
     """
     if name != "auto":
         if name.startswith("complement:"):

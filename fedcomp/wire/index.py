@@ -108,7 +108,7 @@ def no_params(name: str, params: bytes) -> None:
 
 
 def require_ascending(indices: Indices, n: int) -> Indices:
-    """Return ``indices`` (values in int64 range) when they are strictly ascending and below ``n``, else raise Corrupt."""
+    """Return ``indices`` when they are strictly ascending and below ``n``, else raise Corrupt."""
     if indices.size and (indices[0] < 0 or indices[-1] >= n or np.any(indices[1:] <= indices[:-1])):
         raise Corrupt(f"indices are not strictly ascending numbers below {n}")
     return indices
@@ -179,7 +179,7 @@ class FixedIndex(IndexCodec):
         return size, size
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
-        return require_ascending(unpack(section, k, self._width(n)).astype(np.int64), n)
+        return require_ascending(unpack(section, k, self._width(n), np.int64), n)
 
     def size_bits(self, n: int, k: int) -> int:
         return 8 * packed_size(k, self._width(n))

@@ -121,9 +121,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.non_finite not in ("reject", "zero", "allow"):
-            raise ConfigError(
-                f"non_finite={self.non_finite!r}{nearest(self.non_finite, ('reject', 'zero', 'allow'))}"
-            )
+            raise ConfigError(f"non_finite={self.non_finite!r}{nearest(self.non_finite, ('reject', 'zero', 'allow'))}")
         if self.max_abs is not None and not self.max_abs >= 0.0:
             raise ConfigError(f"max_abs={self.max_abs!r} must be a number >= 0 or None")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_size, unpack, unpack_unary
+from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_numbers, unary_size, unpack, unpack_unary
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.index import IndexCodec, Indices, Support, indices_from_gaps
 
@@ -50,8 +50,8 @@ def _quotient_sum(gaps: NDArray[Any], b: int) -> int:
     return int(np.add.reduce(gaps >> gaps.dtype.type(b), dtype=gaps.dtype))
 
 
-def _quotient_sums(gaps: NDArray[Any], b: Any) -> NDArray[np.int64]:
-    return np.cumsum(gaps >> gaps.dtype.type(b) if isinstance(b, int) else gaps >> b, dtype=np.int64)
+def _quotients(gaps: NDArray[Any], b: int) -> NDArray[Any]:
+    return gaps >> gaps.dtype.type(b)
 
 
 class Rice(IndexCodec):
@@ -65,12 +65,13 @@ class Rice(IndexCodec):
 
     def encode_with(self, support: Support, b: int) -> tuple[bytes, bytes]:
         """Encode with a given parameter."""
-        unary = pack_unary(_quotient_sums(support.gaps, b)) if support.k else b""
-        return bytes((b,)), unary + pack(support.gaps, b) if support.k else b""
+        return bytes((b,)), pack_unary(_quotients(support.gaps, b)) + pack(support.gaps, b)
 
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
         if len(params) != 1 or params[0] > n.bit_length():
-            raise Corrupt(f"rice needs one parameter, at most {n.bit_length()} for {n} elements; found {params.hex()!r}")
+            raise Corrupt(
+                f"rice needs one parameter, at most {n.bit_length()} for {n} elements; found {params.hex()!r}"
+            )
         b = params[0]
         low = packed_size(k, b)
         return unary_size(0, k) + low, (unary_size((n - k) >> b, k) if k else 0) + low
@@ -78,9 +79,9 @@ class Rice(IndexCodec):
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         b = params[0]
         split = len(section) - packed_size(k, b)
-        high = unpack_unary(section[:split], k)
-        low = unpack(section[split:], k, b)
-        return _join_gaps(high, b, low, n)
+        ones = unpack_unary(section[:split], k)
+        low = unpack(section[split:], k, b, np.int64)
+        return _join_gaps(ones, low, b, n)
 
     def size_bits(self, n: int, k: int) -> int:
         b = max(0, ((n - k) * 45426 // 65536 // max(k, 1)).bit_length() - 1)
@@ -88,23 +89,26 @@ class Rice(IndexCodec):
         return 8 * (unary_size(max((n - k) >> b, 2 * k if b else 0), k) + packed_size(k, b)) if k else 0
 
 
-def _join_gaps(high: NDArray[np.int64], b: int, low: NDArray[Any], n: int) -> Indices:
-    """Return indices from running quotient sums and the low bits of the gaps."""
-    if high.size == 0:
-        return high
-    if int(high[-1]) << b >= n:
+def _join_gaps(ones: NDArray[np.int64], low: NDArray[np.int64], b: int, n: int) -> Indices:
+    """Return indices from the positions of the unary stream and the low bits of the gaps; overwrites both."""
+    k = ones.size
+    if k == 0:
+        return ones
+    # Checked in Python integers: with both sums below 2**62 nothing below wraps in the end.
+    beyond = (int(ones[-1]) - k + 1) << b >= n
+    if beyond or (k << b >= 1 << 62 and float(low.sum(dtype=np.float64)) >= 2.0**62):
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
-    if high.size << b >= 1 << 62 and float(low.sum(dtype=np.float64)) >= 2.0**62:
-        raise Corrupt(f"indices run beyond the {n} elements of the tensor")
-    indices = np.arange(high.size)
+    # Index j is ((ones_j - j) << b) + (low_0 + ... + low_j) + j. Folding the terms in j into the running sum saves two
+    # passes: subtract 2**b - 1 per step.
     if b:
-        indices += np.cumsum(low, dtype=np.int64)
-        high <<= b
-    indices += high
-    # Both parts are non-decreasing and their sums stay below 2**63, so the last index is the largest.
-    if indices[-1] >= n:
+        low[1:] -= (1 << b) - 1
+        np.cumsum(low, out=low)
+        ones <<= b
+        ones += low
+    # Both parts are non-decreasing, so the last index is the largest.
+    if ones[-1] >= n:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
-    return indices
+    return ones
 
 
 class BlockRice(IndexCodec):
@@ -125,7 +129,7 @@ class BlockRice(IndexCodec):
         if support.k == 0:
             return bytes((DEFAULT_BLOCK_LOG2,)), b""
         b = np.repeat(table, 1 << DEFAULT_BLOCK_LOG2)[: support.k].astype(support.gaps.dtype)
-        parts = [pack(table, 5), pack_unary(_quotient_sums(support.gaps, b))]
+        parts = [pack(table, 5), pack_unary(support.gaps >> b)]
         parts += [pack(support.gaps[b == value], value) for value in _parameters(table)]
         return bytes((DEFAULT_BLOCK_LOG2,)), b"".join(parts)
 
@@ -149,18 +153,14 @@ class BlockRice(IndexCodec):
         largest = max(values, default=0)
         if split < start or split - start > unary_size(n - k, k) or largest > n.bit_length():
             raise Corrupt("block-rice parameters do not fit the section")
-        sums = unpack_unary(section[start:split], k)
-        if int(sums[-1]) > n:
-            raise Corrupt(f"indices run beyond the {n} elements of the tensor")
+        gaps = unary_numbers(unpack_unary(section[start:split], k))
         b = np.repeat(table, 1 << log2)[:k]
-        gaps = sums
-        gaps[1:] -= sums[:-1].copy()
         if float(np.ldexp(gaps.astype(np.float64), b.astype(np.int32)).sum()) > 1.5 * n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
         gaps <<= b
         for value in values:
             size = packed_size(members[value], value)
-            gaps[b == value] |= unpack(section[split : split + size], members[value], value)
+            gaps[b == value] |= unpack(section[split : split + size], members[value], value, np.int64)
             split += size
         return indices_from_gaps(gaps, n)
 
@@ -218,7 +218,10 @@ def _block_bits(gaps: NDArray[Any], b: NDArray[np.int64], used: NDArray[np.int64
 
 
 class EliasFano(IndexCodec):
-    """Indices split into unary high parts and ``l`` low bits. Parameter on the wire: l. Section: unary, then low bits."""
+    """Indices split into unary high parts and ``l`` low bits.
+
+    Parameter on the wire: l. Section: unary, then low bits.
+    """
 
     codec_id = 6
     name = "elias-fano"
@@ -227,7 +230,7 @@ class EliasFano(IndexCodec):
         low = elias_fano_parameter(support.n, support.k)
         if support.k == 0:
             return bytes((low,)), b""
-        return bytes((low,)), pack_unary(support.indices >> low) + pack(support.indices, low)
+        return bytes((low,)), pack_unary(_high_steps(support, low)) + pack(support.indices, low)
 
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
         if len(params) != 1 or params[0] > n.bit_length():
@@ -239,10 +242,11 @@ class EliasFano(IndexCodec):
         low = params[0]
         split = len(section) - packed_size(k, low)
         indices = unpack_unary(section[:split], k)
+        indices -= np.arange(k)
         if k and int(indices[-1]) << low >= n:
             raise Corrupt(f"indices run beyond the {n} elements of the tensor")
         indices <<= low
-        indices |= unpack(section[split:], k, low)
+        indices |= unpack(section[split:], k, low, np.int64)
         if k and (indices[-1] >= n or np.any(indices[1:] <= indices[:-1])):
             raise Corrupt(f"indices are not strictly ascending numbers below {n}")
         return indices
@@ -250,6 +254,13 @@ class EliasFano(IndexCodec):
     def size_bits(self, n: int, k: int) -> int:
         low = elias_fano_parameter(n, k)
         return 8 * (unary_size((n - 1) >> low, k) + packed_size(k, low)) if k else 0
+
+
+def _high_steps(support: Support, low: int) -> NDArray[np.int64]:
+    """Return by how much the high part grows from one index to the next."""
+    high = support.indices >> low
+    high[1:] -= high[:-1].copy()
+    return high
 
 
 def elias_fano_parameter(n: int, k: int) -> int:

@@ -1,0 +1,173 @@
+"""The one generic ClientApp: trains and evaluates whatever task the server's messages name, on every engine.
+
+Everything a client must know arrives in the message's ``config`` record, so that the bytes are the same on every
+engine; the node itself only knows which partition it holds. Handlers keep nothing between messages but a cache of data
+that can be rebuilt at any time: deployments start a fresh process for each message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from clients.compressed import compression
+from fedcomp.errors import ConfigError, LayoutError
+from fedcomp.flower.payload import put_node
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fedcomp.tasks.base import Task
+
+app = ClientApp(mods=[compression()])
+
+TASK_PREFIX = "task."
+
+
+@app.train()
+def train(msg: Message, context: Context) -> Message:
+    """Train the message's model on this node's partition; reply the model, the loss and the number of examples.
+
+    A partition without examples raises :class:`fedcomp.tasks.base.EmptyPartition`: the server gets an error reply with
+    its advice, and goes on with the other clients.
+    """
+    job = Job.read(msg, context)
+    task = job.task()
+    data = task.client(job.partition, job.clients)
+    name, model = job.model(task, msg)
+    metrics = task.train(model, data, key=job.key("batches"), **job.training())
+    reply = RecordDict({name: _to_record(model), "metrics": _metrics(metrics)})
+    put_node(reply, job.partition)
+    return Message(reply, reply_to=msg)
+
+
+@app.evaluate()
+def evaluate(msg: Message, context: Context) -> Message:
+    """Evaluate the message's model on this node's share of the held-out examples; reply the metrics."""
+    job = Job.read(msg, context)
+    task = job.task()
+    _, model = job.model(task, msg)
+    metrics = task.evaluate(model, task.client_test(job.partition, job.clients))
+    reply = RecordDict({"metrics": _metrics(metrics)})
+    put_node(reply, job.partition)
+    return Message(reply, reply_to=msg)
+
+
+@app.query()
+def query(msg: Message, context: Context) -> Message:
+    """Answer the roll call: which partition this node holds. Loads nothing."""
+    reply = RecordDict()
+    put_node(reply, Job.read(msg, context).partition)
+    return Message(reply, reply_to=msg)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one message asks of this node.
+
+    Attributes
+    ----------
+    config : dict
+        The message's configuration over the app's run configuration.
+    partition, clients : int
+        Which share of the data this node holds, of how many.
+    round, seed : int
+        Coordinates of the random streams.
+    """
+
+    config: Mapping[str, Any]
+    partition: int
+    clients: int
+    round: int
+    seed: int
+
+    @classmethod
+    def read(cls, msg: Message, context: Context) -> Job:
+        """Read the message and the node's configuration.
+
+        Raises
+        ------
+        ConfigError
+            When the node has no partition, or holds one of another split than the server's.
+        """
+        records = msg.content.config_records
+        sent = records.get("config", ConfigRecord())
+        config = {**context.run_config, **dict(sent)}
+        node = context.node_config
+        partition, held = node.get("partition-id"), node.get("num-partitions")
+        if not isinstance(partition, int):
+            raise ConfigError(
+                f"this node's partition-id is {partition!r}; start the SuperNode with --node-config "
+                "'partition-id=0 num-partitions=2', or with python -m clients.edge --partition 0 --of 2"
+            )
+        clients = _integer(config, "clients", held)
+        if isinstance(held, int) and held != clients:
+            raise ConfigError(
+                f"this node holds partition {partition} of {held}, but the run splits the data into {clients}; "
+                f"set clients={held}, or start {clients} nodes"
+            )
+        if not 0 <= partition < clients:
+            raise ConfigError(
+                f"this node's partition-id is {partition}; with {clients} clients it is 0 to {clients - 1}"
+            )
+        return cls(config, partition, clients, _integer(config, "server-round", 0), _integer(config, "seed", 0))
+
+    def key(self, purpose: str) -> Key:
+        """Return the random stream of this node and round for ``purpose``."""
+        return Key(self.seed, purpose, self.round, self.partition)
+
+    def task(self) -> Task:
+        """Return the task, from the cache when this process has seen it before."""
+        from fedcomp.tasks import get_task  # torch: a node that only answers a roll call does without
+
+        options = {k.removeprefix(TASK_PREFIX): v for k, v in self.config.items() if k.startswith(TASK_PREFIX)}
+        return get_task(str(self.config.get("task", "digits")), **options)
+
+    def model(self, task: Task, msg: Message) -> tuple[str, nn.Module]:
+        """Return the name of the message's ArrayRecord and the model it holds.
+
+        Raises
+        ------
+        LayoutError
+            When the message holds no single model, or one that is not the task's.
+        """
+        from fedcomp.tasks.arrays import load_arrays
+
+        records = msg.content.array_records
+        if len(records) != 1:
+            raise LayoutError(
+                f"the message holds {len(records)} ArrayRecords {sorted(records)}; expected one, the model"
+            )
+        name, record = next(iter(records.items()))
+        model = task.model(self.seed)
+        load_arrays(model, {key: array.numpy() for key, array in record.items()})
+        return name, model
+
+    def training(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`fedcomp.tasks.base.Task.train` that the server decided."""
+        keys = ("lr", "momentum", "weight_decay", "epochs", "batch_size", "max_steps")
+        chosen = {key: self.config[key] for key in keys if key in self.config}
+        return {"lr": 0.1, **chosen}
+
+
+def _integer(config: Mapping[str, Any], key: str, default: Any) -> int:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"the run's {key} is {value!r}; expected a whole number")
+    return value
+
+
+def _to_record(model: nn.Module) -> ArrayRecord:
+    from fedcomp.tasks.arrays import to_arrays
+
+    return ArrayRecord({name: Array(array) for name, array in to_arrays(model).items()})
+
+
+def _metrics(metrics: Mapping[str, Any]) -> MetricRecord:
+    # MetricRecord refuses numpy's scalars.
+    return MetricRecord({key: value if isinstance(value, int) else float(value) for key, value in metrics.items()})

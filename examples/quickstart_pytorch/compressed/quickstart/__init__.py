@@ -1,0 +1,1 @@
+"""A quickstart app: PyTorch and Flower on handwritten digits."""

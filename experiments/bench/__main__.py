@@ -1,0 +1,119 @@
+"""The command line of the benchmarks: ``python -m experiments.bench NAME [--quick] [--json]``.
+
+Exit codes as for :mod:`experiments.run`: 0 when every claim that gates holds, 1 when one fails, 2 for a wrong name or
+option, 3 when the benchmark broke, 130 when it was interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from experiments import console as show
+from experiments.bench import BENCHMARKS
+from experiments.commands import (
+    BROKEN,
+    CLAIM_FAILED,
+    INTERRUPTED,
+    OK,
+    clean_stdout,
+    complain,
+    invoke,
+)
+from experiments.report import environment, failed_claims, verdict_of
+from experiments.store import to_json_text
+from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.flower.offline import go_offline
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The benchmarks the command line knows: name -> module path and description."""
+
+    benchmarks: Mapping[str, tuple[str, str]] = field(default_factory=lambda: BENCHMARKS)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def command(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Benchmark to run.", show_default=False)] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the benchmarks and stop.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Smallest sizes; figures are not representative.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Run a benchmark and check its claims."""
+    setup: Setup = context.obj or Setup()
+    raise typer.Exit(_list(setup, as_json) if list_ else _bench(setup, name, quick, as_json))
+
+
+def main(arguments: Sequence[str] | None = None, *, setup: Setup | None = None) -> int:
+    """Run the command line and return its exit code; every error becomes one line on standard error."""
+    return invoke(app, "python -m experiments.bench", arguments, setup or Setup())
+
+
+def _list(setup: Setup, as_json: bool) -> int:
+    entries = [(name, summary) for name, (_, summary) in setup.benchmarks.items()]
+    if as_json:
+        print(to_json_text({"list": [{"benchmark": name, "measures": text} for name, text in entries]}))
+    else:
+        show.make_console().print(show.names_table("benchmark", entries, "measures"))
+    return OK
+
+
+def _bench(setup: Setup, name: str | None, quick: bool, as_json: bool) -> int:
+    if name is None:
+        raise ConfigError(f"name a benchmark: {', '.join(setup.benchmarks)}")
+    if name not in setup.benchmarks:
+        raise ConfigError(f"no benchmark {name!r}{nearest(name, setup.benchmarks)}")
+    go_offline()
+    measure: Callable[..., dict[str, Any]] = importlib.import_module(setup.benchmarks[name][0]).run
+    with clean_stdout(as_json) as stdout:
+        try:
+            result = measure(quick=quick, progress=_progress)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except FedcompError:
+            raise
+        except Exception as error:
+            return complain(f"benchmark {name!r} broke: {type(error).__name__}: {error}", BROKEN)
+        summary = {
+            "benchmark": name,
+            "quick": quick,
+            "rows": result["rows"],
+            "claims": [claim.to_json() for claim in result["claims"]],
+            "environment": environment(),
+        }
+        _close(summary, as_json, stdout)
+    return CLAIM_FAILED if failed_claims(summary) else OK
+
+
+def _progress(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def _close(summary: Mapping[str, Any], as_json: bool, stdout: TextIO) -> None:
+    if as_json:
+        stdout.write(to_json_text(summary) + "\n")
+        stdout.flush()
+        return
+    console = show.make_console(file=stdout)
+    console.print(show.rows_table(summary["rows"]))
+    console.print()
+    if summary["claims"]:
+        console.print(show.claim_table(summary["claims"], console.width))
+        console.print()
+    console.print(verdict_of(summary["claims"]), style="bold", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""The default engine: server and clients in this process, one after the other, every message really serialised.
+
+The only engine that can be resumed, because it alone holds the clients' state, and the only one with a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from flwr.app import Context, RecordDict
+
+from clients.app import app as client_app
+from experiments import server_app
+from experiments.spec import RoundRecord, RunResult, RunSpec
+from experiments.systems import get_system
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.timing import parse_link
+
+
+def run(
+    spec: RunSpec,
+    *,
+    on_round: Callable[[RoundRecord], object] | None = None,
+    checkpoint: Path | None = None,
+) -> RunResult:
+    """Run ``spec`` in this process. See :func:`experiments.engines.run`."""
+    link = str(get_system(spec.system).resolve(spec.settings)["link"])
+    results: list[RunResult] = []
+    server = server_app.build(on_round=on_round, checkpoint=checkpoint, deliver=results.append)
+    links = parse_link(link) if link else None
+    with InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links) as grid:
+        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), spec.to_run_config()))
+    return results[0]

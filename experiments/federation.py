@@ -1,0 +1,205 @@
+"""The nodes of a run: waiting for them, calling the roll, and drawing cohorts that can be drawn again.
+
+Flower's strategies sample nodes with the process's global random generator from ids that are new in every run. Here the
+server decides who takes part, by partition, and shows a strategy only those nodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import take_node
+from fedcomp.rng import Key
+
+POLL_SECONDS: Final = 0.2
+ROLL_CALL_SECONDS: Final = 120.0
+
+
+class NodesMissing(FedcompError, RuntimeError):
+    """Fewer nodes are online than the run has clients."""
+
+
+def wait_for_nodes(grid: Grid, count: int, limit: float) -> list[int]:
+    """Return the ids of the nodes online as soon as there are at least ``count``.
+
+    Raises
+    ------
+    NodesMissing
+        When there are fewer after ``limit`` seconds.
+    """
+    deadline = time.monotonic() + limit
+    while len(nodes := list(grid.get_node_ids())) < count:
+        if time.monotonic() > deadline:
+            raise NodesMissing(
+                f"{len(nodes)} of {count} nodes are online after {limit:g} s; start the others, "
+                f"set clients={len(nodes)}, or raise the setting start_timeout"
+            )
+        time.sleep(POLL_SECONDS)
+    return nodes
+
+
+class Cohorts(Grid):
+    """A view of a grid that shows a strategy only the nodes that take part in the current exchange.
+
+    Parameters
+    ----------
+    grid : MeteredGrid
+    clients : int
+        Number of partitions; nodes that hold none of them are not shown.
+    seed : int
+    train, evaluate : float
+        Shares of the clients that train and that evaluate in a round, rounded down, at least one.
+    query : ConfigRecord
+        Configuration sent with the roll call.
+
+    Attributes
+    ----------
+    replies, failures : int
+        Of the current round's training messages: replies with content; errors and messages without a reply.
+    reasons : list of str
+        What the error replies of the current round said.
+
+    Notes
+    -----
+    The client of partition p takes part in round t when the 64-bit word of the key (seed, purpose, t, p) is among the
+    smallest, so a cohort depends on nothing but these numbers and on who is online. Partition ids are learnt by a roll
+    call of ``query`` messages, which the ledger counts like any other; with everybody taking part none is needed.
+    """
+
+    def __init__(
+        self,
+        grid: MeteredGrid,
+        *,
+        clients: int,
+        seed: int,
+        train: float,
+        evaluate: float,
+        query: ConfigRecord,
+    ) -> None:
+        self.grid = grid
+        self.replies = 0
+        self.failures = 0
+        self.reasons: list[str] = []
+        self._clients = clients
+        self._seed = seed
+        self._shares = {"train": train, "evaluate": evaluate}
+        self._query = query
+        self._partitions: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
+        self._round = 0
+        self._phase = "train"
+
+    def prepare(self) -> None:
+        """Call the roll if cohorts will be drawn, or more nodes are online than there are partitions."""
+        if self._draws() or len(list(self.grid.get_node_ids())) > self._clients:
+            self._call_roll(list(self.grid.get_node_ids()))
+
+    @property
+    def known(self) -> list[tuple[int, int]]:
+        """The nodes the roll call found, as pairs of node id and partition: what a checkpoint has to keep."""
+        return list(self._partitions.items())
+
+    def recall(self, known: Iterable[tuple[int, int]]) -> None:
+        """Take over :attr:`known` of an interrupted run instead of calling the roll again."""
+        self._partitions = {int(node): int(partition) for node, partition in known}
+
+    @property
+    def round(self) -> int:
+        """The current round; setting it begins the round's training exchange."""
+        return self._round
+
+    @round.setter
+    def round(self, value: int) -> None:
+        self._round = value
+        self._phase = "train"
+        self.replies = self.failures = 0
+        self.reasons = []
+        self.grid.round = value
+
+    def get_node_ids(self) -> list[int]:
+        """Return the nodes of the current cohort, in partition order."""
+        online = list(self.grid.get_node_ids())
+        if not self._draws() and not self._partitions and len(online) <= self._clients:
+            return online
+        # A node that joined, came back or could not answer is asked once a round who it is.
+        strangers = [n for n in online if n not in self._partitions and self._asked.get(n) != self._round]
+        self._call_roll(strangers)
+        present = {self._partitions[n]: n for n in online if n in self._partitions}
+        size = max(1, int(self._clients * self._shares[self._phase]))
+        key = Key(self._seed, f"cohort/{self._phase}", self._round)
+        drawn = sorted(present, key=lambda partition: key.at(partition=partition).u64())[:size]
+        return [present[partition] for partition in sorted(drawn)]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send to the nodes and count what came of training messages; after them the evaluation cohort is shown."""
+        batch = list(messages)
+        replies = list(self.grid.send_and_receive(batch, timeout=timeout))
+        trained = sum(message.metadata.message_type.partition(".")[0] == "train" for message in batch)
+        if trained:
+            good = sum(not reply.has_error() for reply in replies)
+            self.reasons += [str(reply.error.reason) for reply in replies if reply.has_error()]
+            self.replies += good
+            self.failures += trained - good
+            self._phase = "evaluate"
+        return replies
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push to the grid."""
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pull from the grid."""
+        return self.grid.pull_messages(message_ids)
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message the grid's way."""
+        return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def set_run(self, run: Any) -> None:
+        """Set the run of the grid."""
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """The grid's run."""
+        return self.grid.run
+
+    def partition_of(self, node_id: int) -> int | None:
+        """Return the partition of a node as far as it is known."""
+        return self._partitions.get(node_id, self.grid.partition_of(node_id))
+
+    def _draws(self) -> bool:
+        return any(0.0 < share < 1.0 for share in self._shares.values())
+
+    def _call_roll(self, nodes: list[int]) -> None:
+        """Ask ``nodes`` for their partitions and remember the answers.
+
+        Raises
+        ------
+        ConfigError
+            When two nodes hold the same partition.
+        """
+        if not nodes:
+            return
+        content = RecordDict({"config": self._query})
+        messages = [Message(content, node, "query") for node in nodes]
+        self._asked |= dict.fromkeys(nodes, self._round)
+        for reply in self.grid.send_and_receive(messages, timeout=ROLL_CALL_SECONDS):
+            partition, node = take_node(reply), reply.metadata.src_node_id
+            if partition is None or not 0 <= partition < self._clients:
+                continue
+            holder = next((n for n, p in self._partitions.items() if p == partition and n != node), None)
+            if holder is not None and holder in set(self.grid.get_node_ids()):
+                raise ConfigError(
+                    f"two nodes hold partition {partition}; start each node with a partition-id of its own"
+                )
+            self._partitions = {n: p for n, p in self._partitions.items() if n != holder} | {node: partition}

@@ -1,0 +1,318 @@
+"""The server's part of a run, the same on every engine: nodes, model, strategy, rounds, evaluation, records.
+
+An engine brings a Grid and calls :func:`serve`. All that a client has to know is put into the messages, since not every
+engine gives clients a run configuration; so the bytes are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+
+from experiments.federation import Cohorts, wait_for_nodes
+from experiments.spec import RoundRecord, RunResult, RunSpec, Scalar
+from experiments.systems import TASK_PREFIX, TRAINING, get_system
+from fedcomp.errors import ConfigError
+from fedcomp.flower import checkpoint as checkpoints
+from fedcomp.flower.grid import in_process
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import RoundOutcome, fit
+from fedcomp.timing import parse_link, simulated_seconds
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+    from fedcomp.flower.ledger import Ledger
+    from fedcomp.tasks.base import Task
+    from fedcomp.timing import Link
+
+OnRound = Callable[[RoundRecord], object]
+
+
+def serve(
+    spec: RunSpec,
+    grid: Grid,
+    *,
+    on_round: OnRound | None = None,
+    checkpoint: Path | None = None,
+) -> RunResult:
+    """Run ``spec`` over ``grid`` and return what came out.
+
+    Parameters
+    ----------
+    spec : RunSpec
+    grid : Grid
+        Any engine's, with at least ``spec.clients`` nodes that run :mod:`clients.app`.
+    on_round : callable, optional
+        Called with each new round's record, round 0 (the initial model) first.
+    checkpoint : Path, optional
+        A file: the run continues from it when it exists, and replaces it after each round. In-process engine only.
+
+    Raises
+    ------
+    ConfigError
+        When the spec cannot run, or the checkpoint belongs to another run.
+    NodesMissing
+        When fewer nodes than clients are online after the setting ``start_timeout``.
+    """
+    started = time.perf_counter()
+    system = get_system(spec.system)
+    settings = system.resolve(spec.settings)
+    from fedcomp.tasks import get_task  # brings torch
+
+    options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
+    task = get_task(spec.task, **options)
+    strategy = system.make_strategy(settings, spec.seed)
+    metered = MeteredGrid(grid)
+    run = _Run(spec, settings, task, strategy, metered, on_round, checkpoint)
+    notes = run.execute()
+    return RunResult(
+        spec=spec,
+        rounds=run.records,
+        arrays={name: array.numpy() for name, array in run.arrays.items()},
+        ledger=metered.ledger,
+        seconds=run.seconds_before + time.perf_counter() - started,
+        simulated_seconds=sum(record.simulated_seconds for record in run.records),
+        notes=notes,
+    )
+
+
+def client_config(spec: RunSpec, settings: Mapping[str, Scalar]) -> ConfigRecord:
+    """Return what every message tells the clients: the task, its options, the split, the seed and how to train."""
+    config: dict[str, Any] = {"task": spec.task, "clients": spec.clients, "seed": spec.seed}
+    # What is zero is what training does anyway; every message pays for every key.
+    config |= {key: settings[key] for key in TRAINING if settings[key]}
+    config |= {key: value for key, value in settings.items() if key.startswith(TASK_PREFIX)}
+    return ConfigRecord(config)
+
+
+@dataclass
+class _Run:
+    """The moving parts of one run; lives as long as :func:`serve`."""
+
+    spec: RunSpec
+    settings: Mapping[str, Scalar]
+    task: Task
+    strategy: Strategy
+    grid: MeteredGrid
+    on_round: OnRound | None
+    checkpoint: Path | None
+    records: list[RoundRecord] = field(default_factory=list)
+    arrays: ArrayRecord = field(default_factory=ArrayRecord)
+    seconds_before: float = 0.0
+
+    def execute(self) -> dict[str, Any]:
+        """Run all rounds that are still to do; return the notes."""
+        if self.checkpoint is not None and in_process(self.grid) is None:
+            raise ConfigError("only the in-process engine can be resumed: elsewhere client state cannot be stored")
+        link = str(self.settings["link"])
+        self._clock = _Clock(self.grid, parse_link(link) if link else None)
+        self._started = time.perf_counter()
+        config = client_config(self.spec, self.settings)
+        cohorts = Cohorts(
+            self.grid,
+            clients=self.spec.clients,
+            seed=self.spec.seed,
+            train=float(self.settings["fraction"]),
+            evaluate=float(self.settings["fraction_evaluate"]),
+            query=config,
+        )
+        self._cohorts = cohorts
+        history, first = None, 1
+        if self.checkpoint is not None and self.checkpoint.exists():
+            history, first = self._restore(self.checkpoint)
+        else:
+            self.arrays = self._initial_arrays()
+        # The reference point of the first round's duration: waiting for nodes is no part of it.
+        if first <= self.spec.rounds:
+            wait_for_nodes(self.grid, self.spec.clients, float(self.settings["start_timeout"]))
+        if first == 1 <= self.spec.rounds:
+            cohorts.prepare()
+        self._mark = time.perf_counter()
+        fit(
+            self.strategy,
+            cohorts,
+            self.arrays,
+            self.spec.rounds,
+            start_round=first,
+            timeout=float(self.settings["timeout"]),
+            train_config=ConfigRecord(dict(config)),
+            evaluate_config=ConfigRecord(dict(config)),
+            evaluate_fn=self._evaluate,
+            on_round=self._complete,
+            result=history,
+        )
+        return self._notes()
+
+    def _initial_arrays(self) -> ArrayRecord:
+        from fedcomp.tasks.arrays import to_arrays
+
+        return ArrayRecord({name: Array(a) for name, a in to_arrays(self.task.model(self.spec.seed)).items()})
+
+    def _evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Evaluate on the task's test split in the rounds that are due; round 0 is recorded here."""
+        every, last = int(self.settings["evaluate_every"]), self.spec.rounds
+        metrics = None
+        if server_round in (0, last) or server_round % every == 0:
+            from fedcomp.tasks.arrays import load_arrays
+
+            model = self.task.model(self.spec.seed)
+            load_arrays(model, {name: array.numpy() for name, array in arrays.items()})
+            found = self.task.evaluate(model, self.task.test)
+            metrics = MetricRecord({key: float(value) for key, value in found.items()})
+        if server_round == 0:
+            self._record(0, RoundOutcome(server=metrics))
+        return metrics
+
+    def _complete(self, server_round: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
+        self.arrays = arrays
+        record = self._record(server_round, outcome)
+        if self.checkpoint is not None:
+            self._save(self.checkpoint, server_round)
+        if self.on_round is not None:
+            self.on_round(record)
+
+    def _record(self, server_round: int, outcome: RoundOutcome) -> RoundRecord:
+        ledger = self.grid.ledger
+        server = dict(outcome.server or {})
+        now = time.perf_counter()
+        nan = float("nan")
+        record = RoundRecord(
+            round=server_round,
+            accuracy=float(server.get(self.task.metric, nan)),  # type: ignore[arg-type]
+            loss=float(server.get("loss", nan)),  # type: ignore[arg-type]
+            uplink_payload_bytes=ledger.total("payload", round=server_round, direction="up"),
+            uplink_wire_bytes=ledger.total("wire", round=server_round, direction="up"),
+            downlink_payload_bytes=ledger.total("payload", round=server_round, direction="down"),
+            downlink_wire_bytes=ledger.total("wire", round=server_round, direction="down"),
+            simulated_seconds=self._clock.lap(ledger, server_round),
+            wall_seconds=now - self._mark,
+            replies=self._cohorts.replies,
+            failures=self._cohorts.failures,
+            metrics=self._metrics(server_round, outcome),
+        )
+        self._mark = now
+        self.records.append(record)
+        if server_round == 0 and self.on_round is not None:
+            self.on_round(record)
+        return record
+
+    def _metrics(self, server_round: int, outcome: RoundOutcome) -> dict[str, Any]:
+        metrics: dict[str, Any] = dict(outcome.train or {})
+        metrics |= {f"clients.{key}": value for key, value in (outcome.evaluate or {}).items()}
+        report = getattr(self.strategy, "reports", {}).get(server_round)
+        if report is not None:
+            # Node ids are drawn anew in every run and mean nothing afterwards; numbers and reasons do.
+            for name in ("compressed", "plain", "lost", "duplicates"):
+                metrics[f"report.{name}"] = getattr(report, name)
+            for name in ("rolled_back", "fresh"):
+                metrics[f"report.{name}"] = len(getattr(report, name))
+            for name in ("rejected", "unsupported"):
+                reasons = getattr(report, name)
+                metrics[f"report.{name}"] = len(reasons)
+                if reasons:
+                    metrics[f"report.{name}_because"] = sorted(set(reasons.values()))
+            if report.notes:
+                metrics["report.notes"] = list(report.notes)
+        elif self._cohorts.reasons:
+            metrics["report.errors_because"] = sorted(set(self._cohorts.reasons))
+        return metrics
+
+    def _notes(self) -> dict[str, Any]:
+        packages = ("flwr", "torch", "numpy")
+        return {
+            "engine": self.spec.engine,
+            "task": self.task.record(),
+            "settings": dict(self.settings),
+            "versions": {name: importlib.metadata.version(name) for name in packages},
+            **self.grid.ledger.summary(),
+        }
+
+    def _save(self, path: Path, server_round: int) -> None:
+        extra: dict[str, Any] = {
+            "spec": self.spec.to_run_config(),
+            "records": [record.to_json() for record in self.records],
+            "seconds": self.seconds_before + time.perf_counter() - self._started,
+            "nodes": self._cohorts.known,
+        }
+        inner = getattr(self.strategy, "inner", None)
+        if inner is not None:
+            extra["inner"] = checkpoints.capture_strategy(inner)
+        checkpoints.save(
+            path,
+            server_round=server_round,
+            arrays=self.arrays,
+            strategy=self.strategy,
+            grid=self.grid,
+            extra=extra,
+        )
+
+    def _restore(self, path: Path) -> tuple[Any, int]:
+        found = checkpoints.load(path)
+        asked = RunSpec.from_run_config(found.extra["spec"])
+        if dataclasses.replace(asked, rounds=self.spec.rounds, label=self.spec.label) != self.spec:
+            raise ConfigError(
+                f"the checkpoint {path} was left by {asked.to_run_config()}, not by {self.spec.to_run_config()}; "
+                "resume with the same specification, or remove the file to start anew"
+            )
+        found.apply(self.strategy, self.grid)
+        if "inner" in found.extra:
+            checkpoints.restore_strategy(self.strategy.inner, found.extra["inner"])  # type: ignore[attr-defined]
+        self.records = [RoundRecord.from_json(record) for record in found.extra["records"]]
+        self._cohorts.recall(found.extra["nodes"])
+        self.seconds_before = float(found.extra["seconds"])
+        self.arrays = found.arrays
+        self._clock.restart()
+        return found.result, found.server_round + 1
+
+
+class _Clock:
+    """Simulated seconds per round: the engine's own virtual clock, or the ledger's bytes on the link."""
+
+    def __init__(self, grid: MeteredGrid, link: Link | None) -> None:
+        self._grid = grid
+        self._link = link
+        self._own = in_process(grid) is not None
+        self._at = 0.0
+
+    def restart(self) -> None:
+        """Start the next lap now."""
+        self._at = float(self._grid.clock) if self._own else 0.0
+
+    def lap(self, ledger: Ledger, server_round: int) -> float:
+        """Return the duration of the round that has just ended, 0 when there is no link."""
+        if self._link is None:
+            return 0.0
+        if not self._own:
+            return simulated_seconds(_rows(ledger, server_round), self._link)
+        before, self._at = self._at, float(self._grid.clock)
+        return self._at - before
+
+
+def _rows(ledger: Ledger, server_round: int) -> list[dict[str, Any]]:
+    """Return the ledger's messages of one round as the rows the link model reads."""
+    columns, tables = ledger.columns(), ledger.tables()
+    rows = []
+    for i in (columns["round"] == server_round).nonzero()[0]:
+        direction, message_type, _ = tables["kinds"][columns["kind"][i]]
+        rows.append(
+            {
+                "round": server_round,
+                "node": tables["nodes"][columns["node"][i]],
+                "direction": direction,
+                "message_type": message_type,
+                "wire": int(columns["wire"][i]),
+            }
+        )
+    return rows
+
+
+__all__: Final = ["client_config", "serve"]

@@ -1,0 +1,336 @@
+"""The table of systems: everything that can be run, one row each.
+
+The command line, ``flwr run``, the generic apps, the documentation's index and the tests iterate over :data:`SYSTEMS`. A
+row is a server strategy and the settings it understands; the client half is always the generic app, which learns from
+the server's messages what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from experiments.spec import RunSpec, Scalar
+from fedcomp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+    from fedcomp.codecs import Codec
+
+Settings = Mapping[str, Scalar]
+
+TASK_PREFIX: Final = "task."
+INNER_PREFIX: Final = "inner."
+CODEC_PREFIX: Final = "codec."
+FEEDBACK_PREFIX: Final = "feedback."
+DOWNLINK_PREFIX: Final = "downlink."
+PLAIN_PREFIXES: Final = (TASK_PREFIX, INNER_PREFIX)
+CODEC_PREFIXES: Final = (*PLAIN_PREFIXES, CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX)
+"""Settings below these belong to the task, the inner strategy and the codecs, which check them themselves."""
+
+TRAINING: Final[Settings] = MappingProxyType(
+    {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 1, "batch_size": 32, "max_steps": 0}
+)
+"""How a client trains in one round: SGD; ``max_steps`` 0 means no limit but the epochs."""
+
+COMMON: Final[Settings] = MappingProxyType(
+    {
+        **TRAINING,
+        "fraction": 1.0,
+        "fraction_evaluate": 0.0,
+        "evaluate_every": 1,
+        "timeout": 3600.0,
+        "start_timeout": 120.0,
+        "link": "",
+        "inner": "fedavg",
+    }
+)
+"""Settings of every system.
+
+``fraction`` and ``fraction_evaluate`` are the shares of clients that train and evaluate in a round; ``evaluate_every`` is
+the number of rounds between evaluations on the server's test split (the last round always is one); ``timeout`` is
+what a round's exchange may take and ``start_timeout`` how long the server waits for its nodes, in seconds; ``link`` is
+what :func:`fedcomp.timing.parse_link` reads, empty for no simulated time; ``inner`` is one of :data:`INNER`.
+"""
+
+INNER: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "fedavg": "FedAvg",
+        "fedavgm": "FedAvgM",
+        "fedadagrad": "FedAdagrad",
+        "fedadam": "FedAdam",
+        "fedyogi": "FedYogi",
+        "fedprox": "FedProx",
+        "fedmedian": "FedMedian",
+        "fedtrimmedavg": "FedTrimmedAvg",
+        "krum": "Krum",
+        "multikrum": "MultiKrum",
+        "bulyan": "Bulyan",
+        "qfedavg": "QFedAvg",
+    }
+)
+"""Flower's strategies by the name of the setting ``inner``; their parameters are the settings ``inner.*``."""
+
+_MANAGED: Final = {"fraction_train": "fraction", "fraction_evaluate": "fraction_evaluate"}
+"""Parameters of the inner strategy that the server main decides, and the setting to use instead."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One row of the table.
+
+    Attributes
+    ----------
+    name, title : str
+        How it is called on the command line and in a table.
+    paper : str
+        Where it was published.
+    summary : str
+        One sentence: what a client sends.
+    make_strategy : callable
+        ``make_strategy(settings, seed) -> Strategy`` from resolved settings.
+    defaults : mapping
+        The settings this system has beyond :data:`COMMON`, with their defaults; the default's type is the type.
+    prefixes : tuple of str
+        Families of settings that are passed on to the system's parts.
+    needs : mapping
+        What it asks of the task and the topology; empty means any task, star topology.
+    """
+
+    name: str
+    title: str
+    paper: str
+    summary: str
+    make_strategy: Callable[[Settings, int], Strategy]
+    defaults: Settings = field(default_factory=dict)
+    prefixes: tuple[str, ...] = PLAIN_PREFIXES
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+    def known_settings(self) -> dict[str, Scalar]:
+        """Return every setting with a fixed name and its default."""
+        return {**COMMON, **self.defaults}
+
+    def resolve(self, settings: Settings) -> dict[str, Scalar]:
+        """Return ``settings`` checked, in the right types, and completed by the defaults.
+
+        Raises
+        ------
+        ConfigError
+            For an unknown name (the message gives the nearest) or a value of the wrong type or range.
+        """
+        known = self.known_settings()
+        for key in settings:
+            if key not in known and not key.startswith(self.prefixes):
+                raise ConfigError(f"system {self.name!r} has no setting {key!r}{_nearest_setting(key, known)}")
+        out = {
+            key: _typed(key, settings[key], default) if key in settings else default for key, default in known.items()
+        }
+        out |= {key: value for key, value in settings.items() if key not in known}
+        _check_ranges(out)
+        return out
+
+
+def get_system(name: str) -> System:
+    """Return the row called ``name``; raises :class:`ConfigError` that names the nearest one."""
+    if name not in SYSTEMS:
+        raise ConfigError(f"unknown system {name!r}{nearest(name, SYSTEMS)}")
+    return SYSTEMS[name]
+
+
+def check(spec: RunSpec) -> None:
+    """Raise :class:`ConfigError` when ``spec`` cannot run: wrong names, settings, or parameters of its parts.
+
+    Everything is built once as the run will build it, so that a wrong value is found before any server starts.
+    """
+    from fedcomp.tasks import get_task
+    from fedcomp.timing import parse_link
+
+    system = get_system(spec.system)
+    settings = system.resolve(spec.settings)
+    if settings["link"]:
+        parse_link(str(settings["link"]))
+    task = get_task(spec.task, **below(settings, TASK_PREFIX))
+    task.assignment(spec.clients)
+    system.make_strategy(settings, spec.seed)
+
+
+def below(settings: Settings, prefix: str) -> dict[str, Any]:
+    """Return the settings whose names start with ``prefix``, without it."""
+    return {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+
+
+def make_inner(settings: Settings) -> Strategy:
+    """Return the Flower strategy that ``inner`` and ``inner.*`` describe.
+
+    Cohorts are drawn by the server main, reproducibly; the strategy itself takes every node it is shown.
+    """
+    from flwr.serverapp import strategy as flower
+
+    name = str(settings["inner"])
+    if name not in INNER:
+        raise ConfigError(f"inner={name!r} is not a strategy{nearest(name, INNER)}")
+    cls: Callable[..., Strategy] = getattr(flower, INNER[name])
+    options = below(settings, INNER_PREFIX)
+    allowed = [p for p in inspect.signature(cls).parameters if p not in _MANAGED]
+    for key in options:
+        if key in _MANAGED:
+            raise ConfigError(f"setting 'inner.{key}' is decided by the server; use {_MANAGED[key]!r}")
+        if key not in allowed:
+            raise ConfigError(f"inner strategy {name!r} has no parameter {key!r}{nearest(key, allowed)}")
+    evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
+    try:
+        return cls(
+            fraction_train=1.0,
+            fraction_evaluate=evaluated,
+            **{"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, **options},
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"inner strategy {name!r} refused its parameters {options}: {error}") from error
+
+
+def _plain(settings: Settings, seed: int) -> Strategy:
+    return make_inner(settings)
+
+
+def _compressed(settings: Settings, seed: int, *, codec: str) -> Strategy:
+    from strategies.compressed import Compressed
+
+    return Compressed(
+        make_inner(settings),
+        _uplink(settings, codec),
+        _downlink(settings),
+        feedback=False,  # decided by the settings alone
+        seed=seed,
+    )
+
+
+def _uplink(settings: Settings, name: str) -> Codec:
+    from fedcomp.codecs import get_codec
+    from fedcomp.feedback import ErrorFeedback
+
+    codec = get_codec({"id": name, **below(settings, CODEC_PREFIX)})
+    memory = below(settings, FEEDBACK_PREFIX)
+    if settings.get("feedback", False):
+        try:
+            return ErrorFeedback(codec, **memory)
+        except TypeError as error:
+            raise ConfigError(f"settings below {FEEDBACK_PREFIX!r}: {error}") from error
+    if memory:
+        raise ConfigError(
+            f"settings {sorted(memory)} below {FEEDBACK_PREFIX!r} need feedback=true on a system that has it"
+        )
+    return codec
+
+
+def _downlink(settings: Settings) -> Codec | None:
+    from fedcomp.codecs import get_codec
+
+    name, options = str(settings["downlink"]), below(settings, DOWNLINK_PREFIX)
+    if name:
+        return get_codec({"id": name, **options})
+    if options:
+        raise ConfigError(
+            f"settings {sorted(options)} below {DOWNLINK_PREFIX!r} need a codec, for instance downlink=topk"
+        )
+    return None
+
+
+def _row(
+    name: str, title: str, paper: str, summary: str, *, codec: str = "", defaults: Settings | None = None
+) -> System:
+    make = functools.partial(_compressed, codec=codec) if codec else _plain
+    extra = {"downlink": ""} if codec else {}
+    prefixes = CODEC_PREFIXES if codec else PLAIN_PREFIXES
+    return System(name, title, paper, summary, make, {**extra, **(defaults or {})}, prefixes)
+
+
+_ROWS: Final = (
+    _row(
+        "fedavg",
+        "FedAvg",
+        "McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data",
+        "the whole model as plain float32 tensors; nothing of fedcomp is in the way",
+    ),
+    _row(
+        "identity",
+        "Identity codec",
+        "none; the reference point of the format",
+        "the whole model, bit for bit, as one frame",
+        codec="identity",
+    ),
+    _row(
+        "topk",
+        "Top-k",
+        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
+        "the largest entries of the update in magnitude; the rest is remembered and added to the next update",
+        codec="topk",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    _row(
+        "randomk",
+        "Random-k",
+        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
+        "entries drawn at random, whose positions the server redraws from a seed; the rest is remembered",
+        codec="randomk",
+        defaults={"feedback": True, "codec.density": 0.05},
+    ),
+    _row(
+        "qsgd",
+        "QSGD",
+        "Alistarh et al. 2017, QSGD: communication-efficient SGD via gradient quantization and encoding",
+        "every entry of the update, randomly rounded to a few levels per bucket",
+        codec="qsgd",
+        defaults={"feedback": False},
+    ),
+)
+
+SYSTEMS: Final[Mapping[str, System]] = MappingProxyType({row.name: row for row in _ROWS})
+"""The table, by name."""
+
+
+def _nearest_setting(key: str, known: Settings) -> str:
+    # Users write the part after the dot ("density"), so that is looked for as well.
+    for name in known:
+        if name.rpartition(".")[2] == key:
+            return f"; did you mean {name!r}?"
+    return nearest(key, known)
+
+
+_EXPECTED: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _typed(key: str, value: Scalar, default: Scalar) -> Scalar:
+    kind = type(default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and not isinstance(value, str):
+        return str(value)
+    if type(value) is not kind:
+        raise ConfigError(f"setting {key!r} is {value!r}; expected {_EXPECTED[kind]}, for instance {default!r}")
+    return value
+
+
+_RANGES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "lr": (lambda v: 0 < v < float("inf"), "a positive number"),
+    "momentum": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "weight_decay": (lambda v: 0 <= v < float("inf"), "a number of at least 0"),
+    "epochs": (lambda v: v >= 1, "at least 1"),
+    "batch_size": (lambda v: v >= 1, "at least 1"),
+    "max_steps": (lambda v: v >= 0, "at least 0 (0: no limit)"),
+    "fraction": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "fraction_evaluate": (lambda v: 0 <= v <= 1, "0 to 1"),
+    "evaluate_every": (lambda v: v >= 1, "at least 1"),
+    "timeout": (lambda v: 0 < v < float("inf"), "a positive number of seconds"),
+    "start_timeout": (lambda v: 0 < v < float("inf"), "a positive number of seconds"),
+}
+
+
+def _check_ranges(settings: Settings) -> None:
+    for key, (holds, expected) in _RANGES.items():
+        if not holds(settings[key]):
+            raise ConfigError(f"setting {key!r} is {settings[key]!r}; expected {expected}")

@@ -1,0 +1,154 @@
+"""Composing an update's way: transforms in order, then one codec, with one explicit state per stage.
+
+``chain(Clip(1.0), ErrorFeedback(TopK(0.01)))`` clips what was learnt, adds the memory, selects, packs. The order of
+the arguments is the order of execution, as in optax.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from fedcomp.codecs.base import Codec, State
+from fedcomp.codecs.params import dataclass_config, dataclass_repr
+from fedcomp.codecs.registry import Registry, codecs
+from fedcomp.codecs.wrapper import Wrapper
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+from fedcomp.wire import Frame
+
+
+class Transform(ABC):
+    """Turns an update into another update of the same layout before it is encoded. Subclasses are frozen dataclasses.
+
+    Nothing of a transform is undone by the receiver; what must be undone is a codec.
+    """
+
+    transform_id: ClassVar[str]
+
+    def init(self, layout: Layout) -> State:
+        """Return the state of a client that has sent nothing yet."""
+        return {}
+
+    @abstractmethod
+    def apply(self, update: Update, state: State, key: Key) -> tuple[Update, State]:
+        """Return the transformed update and the state after it. Neither argument is modified."""
+
+    def rollback(self, state: State) -> State:
+        """Return ``state`` (which :meth:`apply` returned) as if its update had never left."""
+        return state
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the JSON-able parameters that recreate this transform."""
+        return dataclass_config(self)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Transform:
+        """Create the transform from :meth:`get_config`'s dictionary."""
+        return cls(**config)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return ``{"id": transform_id, **get_config()}``."""
+        return {"id": self.transform_id, **self.get_config()}
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
+
+
+registry: Registry[Transform] = Registry(Transform, "transform_id", "fedcomp.transforms")
+get_transform = registry.get
+
+
+def nest(states: Sequence[State]) -> State:
+    """Return one state that holds the states of several stages: keys get the stage's number as a prefix."""
+    return {f"{i}.{name}": array for i, state in enumerate(states) for name, array in state.items()}
+
+
+def unnest(state: State, stages: int) -> list[State]:
+    """Return the stages' states out of :func:`nest`'s."""
+    parts: list[State] = [{} for _ in range(stages)]
+    for name, array in state.items():
+        stage, _, inner = name.partition(".")
+        parts[int(stage)][inner] = array
+    return parts
+
+
+class Chain(Wrapper):
+    """Transforms, then a codec. Make it with :func:`chain`.
+
+    Parameters
+    ----------
+    transforms : sequence of Transform or config mappings
+    codec : Codec or config mapping
+    """
+
+    codec_id: ClassVar[str] = "chain"
+
+    def __init__(self, transforms: Sequence[Transform | Mapping[str, Any]], codec: Codec | Mapping[str, Any]) -> None:
+        self.transforms = tuple(map(get_transform, transforms))
+        self.codec = codecs.get(codec)
+        if self.codec.phases != 1:
+            raise ConfigError(f"{self.codec!r} needs {self.codec.phases} exchanges and cannot be chained")
+        if not self.transforms:
+            self.lossless = self.codec.lossless
+            self.linear = self.codec.linear
+            self.unbiased = self.codec.unbiased
+        self.remembers = self.codec.remembers
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the nested configurations."""
+        return {"transforms": [t.to_config() for t in self.transforms], "codec": self.codec.to_config()}
+
+    def __repr__(self) -> str:
+        return f"chain({', '.join(map(repr, (*self.transforms, self.codec)))})"
+
+    def init(self, layout: Layout) -> State:
+        """Return the stages' fresh states, nested."""
+        return nest([*(t.init(layout) for t in self.transforms), self.codec.init(layout)])
+
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Apply the transforms in order, then encode."""
+        *before, last = unnest(state, len(self.transforms) + 1)
+        after = []
+        for transform, stage in zip(self.transforms, before, strict=True):
+            update, stage_after = transform.apply(update, stage, key)
+            after.append(stage_after)
+        frame, last = self.codec.encode(update, last, key)
+        return frame, nest([*after, last])
+
+    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
+        """Roll back every stage, the codec first."""
+        *before, last = unnest(state, len(self.transforms) + 1)
+        last = self.codec.rollback(last, frame, layout)
+        stages = [t.rollback(s) for t, s in zip(self.transforms, before, strict=True)]
+        return nest([*stages, last])
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return the codec's δ when there is no transform: a transformed update has no bound in the original one."""
+        return None if self.transforms else self.codec.contraction(layout)
+
+    def variance(self, layout: Layout) -> float | None:
+        """Return the codec's ω when there is no transform."""
+        return None if self.transforms else self.codec.variance(layout)
+
+
+def chain(*stages: Transform | Codec) -> Chain:
+    """Compose transforms and one codec, in the order of execution; a chain at the end is flattened.
+
+    Raises
+    ------
+    ConfigError
+        When the last stage is not a codec, or an earlier one is not a transform.
+    """
+    *before, last = stages or (None,)
+    if not isinstance(last, Codec):
+        raise ConfigError(f"a chain ends with a codec, not with {last!r}")
+    for stage in before:
+        if not isinstance(stage, Transform):
+            raise ConfigError(f"{stage!r} stands before the end of a chain but is not a transform")
+    head = [stage for stage in before if isinstance(stage, Transform)]
+    if isinstance(last, Chain):
+        return Chain([*head, *last.transforms], last.codec)
+    return Chain(head, last)

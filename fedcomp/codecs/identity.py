@@ -1,0 +1,42 @@
+"""The codec that sends everything as it is: the reference that every saving is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedcomp import wire
+from fedcomp.codecs.positional import PositionalCodec, Stretch, require_values
+from fedcomp.layout import Layout, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Tensor
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Identity(PositionalCodec):
+    """Send the whole vector as raw float32. Lossless and linear; contraction 1, variance 0."""
+
+    codec_id: ClassVar[str] = "identity"
+    lossless = True
+    linear = True
+    unbiased = True
+
+    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
+        """Return one stretch over everything: nothing is left for the dense rest, whatever the policy asks."""
+        return (Stretch(0, "the vector", 0, layout.size),) if layout.size else ()
+
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the dense raw tensor."""
+        return wire.dense(values)
+
+    def check(self, tensor: Tensor, stretch: Stretch) -> None:
+        """Require dense raw values."""
+        require_values(tensor, wire.Raw, sparse=False)
+
+    def contraction(self, layout: Layout) -> float:
+        """Return 1: nothing is lost."""
+        return 1.0
+
+    def variance(self, layout: Layout) -> float:
+        """Return 0: nothing is random."""
+        return 0.0

@@ -1,0 +1,224 @@
+"""What every one-shot codec shares: how an update becomes tensors of a frame, and how they are added up again.
+
+A frame holds positional tensors only: one per :class:`Stretch` of the compressible part of the vector (a single one
+for ``scope="global"``, one per tensor for ``scope="layer"``), then one dense float32 tensor with everything the
+layout sends uncompressed. A codec says how one stretch becomes one tensor (:meth:`PositionalCodec.pack`); schema,
+checks, accumulation, decoding and the dense rest are here, once.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import wire
+from fedcomp.codecs.base import Codec, State, all_finite, require_finite
+from fedcomp.codecs.params import dataclass_config, dataclass_repr
+from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.kernels import scatter_add
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor
+
+Scope = Literal["global", "layer"]
+SCOPES: tuple[str, ...] = get_args(Scope)
+
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A contiguous part of the vector that becomes one tensor of the frame.
+
+    Attributes
+    ----------
+    index : int
+        Its position in the frame; the ``layer`` of its random key.
+    name : str
+        For messages; it does not travel.
+    start, stop : int
+        Where it lies in the vector.
+    density : float or None
+        What the layout's policy asks for this tensor.
+    """
+
+    index: int
+    name: str
+    start: int
+    stop: int
+    density: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        """The stretch of the flat vector."""
+        return slice(self.start, self.stop)
+
+
+def stretches(layout: Layout, scope: str) -> tuple[Stretch, ...]:
+    """Return the compressible part of ``layout`` as one stretch ("global") or one per tensor ("layer").
+
+    Empty stretches are left out.
+
+    Raises
+    ------
+    ConfigError
+        When the layout asks for densities of single tensors and the scope is global: one ranking of the whole model
+        cannot honour them.
+    """
+    if scope == "layer":
+        tensors = [t for t in layout.compressed if t.size]
+        return tuple(Stretch(i, t.name, t.offset, t.offset + t.size, t.density) for i, t in enumerate(tensors))
+    asked = [t.name for t in layout.compressed if t.density is not None]
+    if asked:
+        raise ConfigError(
+            f"the layout's density policy sets a density for {len(asked)} tensor(s), first {asked[0]!r}, but a codec "
+            "with scope='global' treats the model as one vector; use scope='layer', or a policy of only None and 1.0"
+        )
+    size = layout.compressed_size
+    return (Stretch(0, "the compressed part", 0, size),) if size else ()
+
+
+def add_scaled(out: Vector, values: Vector, weight: np.float32) -> None:
+    """Do ``out += weight * values`` in float32, block by block: no temporary of the vector's size."""
+    if weight == 1.0:
+        out += values
+        return
+    for start in range(0, out.size, _BLOCK):
+        out[start : start + _BLOCK] += weight * values[start : start + _BLOCK]
+
+
+class PositionalCodec(Codec):
+    """Base of codecs whose frame is one tensor per stretch plus the dense rest. Subclasses are frozen dataclasses.
+
+    Attributes
+    ----------
+    scope : {"global", "layer"}
+        What one tensor of the frame covers.
+    values : wire value class
+        What a received tensor must hold; anything else is refused.
+    finds_non_finite : bool
+        :meth:`pack` raises NonFiniteUpdate by itself, which saves a pass over the vector.
+    """
+
+    scope: str = "global"
+    finds_non_finite: bool = False
+
+    @abstractmethod
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the tensor that stands for ``values``, float32 of shape ``(stretch.size,)``, in the frame."""
+
+    def expect(self, stretch: Stretch) -> Expected:
+        """Return what the receiver expects for ``stretch``."""
+        return Expected("", (stretch.size,), "float32")
+
+    def check(self, tensor: Tensor, stretch: Stretch) -> None:
+        """Raise :class:`fedcomp.wire.WireError` when ``tensor`` is not what :meth:`pack` makes of a stretch."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the dataclass fields."""
+        return dataclass_config(self)
+
+    def __repr__(self) -> str:
+        return dataclass_repr(self)
+
+    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
+        """Return the parts of the vector that become tensors of their own."""
+        return stretches(layout, self.scope)
+
+    def init(self, layout: Layout) -> State:
+        """Return the empty state, after checking that the codec can serve ``layout``."""
+        self.stretches(layout)
+        return {}
+
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode ``update``; see :meth:`fedcomp.codecs.base.Codec.encode`. Copies nothing of the vector's size."""
+        parts = self.stretches(update.layout)
+        rest = update.vector[_covered(parts) :]
+        if not self.finds_non_finite or not all_finite(rest):
+            require_finite(update)
+        try:
+            tensors = [self.pack(update.vector[s.slice], s, key.at(layer=s.index)) for s in parts]
+        except NonFiniteUpdate:
+            require_finite(update)  # names the tensor
+            raise
+        return frame_of(tensors, rest), state
+
+    def schema(self, layout: Layout) -> Schema:
+        """Return one expectation per stretch, and one for the dense rest when there is any."""
+        parts = self.stretches(layout)
+        rest = layout.size - _covered(parts)
+        return (*map(self.expect, parts), *((Expected("", (rest,), "float32"),) if rest else ()))
+
+    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
+        """Parse ``frame`` and check every tensor with :meth:`check`."""
+        if isinstance(frame, Bundle):
+            return frame
+        bundle = super().open(frame, layout)
+        parts = self.stretches(layout)
+        for tensor, stretch in zip(bundle.tensors, parts, strict=False):
+            self.check(tensor, stretch)
+        for tensor in bundle.tensors[len(parts) :]:
+            require_values(tensor, wire.Raw, sparse=False)
+        return bundle
+
+    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
+        """Add ``float32(weight) * decode(frame)`` into ``out.vector``; O(k) for sparse tensors."""
+        for tensor, where in self._placed(self.open(frame, out.layout), out.layout):
+            if tensor.indices is None:
+                add_scaled(out.vector[where], tensor.values.decode(), np.float32(weight))
+            else:
+                scatter_add(out.vector[where], tensor.indices, tensor.values.decode(), weight)
+
+    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
+        """Return the decoded vector; coordinates that did not travel are +0.0."""
+        out = np.zeros(layout.size, np.float32)
+        for tensor, where in self._placed(self.open(frame, layout), layout):
+            if tensor.indices is None:
+                out[where] = tensor.values.decode()
+            else:
+                out[where][tensor.indices] = tensor.values.decode()
+        return out
+
+    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
+        """Return the coordinates whose values travelled in sparse tensors, ascending."""
+        found = [
+            tensor.indices + where.start
+            for tensor, where in self._placed(self.open(frame, layout), layout)
+            if tensor.indices is not None
+        ]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _placed(self, bundle: Bundle, layout: Layout) -> list[tuple[Tensor, slice]]:
+        """Return the frame's tensors with their places in the vector."""
+        parts = self.stretches(layout)
+        places = [s.slice for s in parts]
+        if _covered(parts) < layout.size:
+            places.append(slice(_covered(parts), layout.size))
+        return list(zip(bundle.tensors, places, strict=True))
+
+
+def frame_of(tensors: list[Tensor], rest: Vector) -> Frame:
+    """Return the frame of ``tensors`` followed by the dense rest, when there is any."""
+    return wire.encode([*tensors, wire.dense(rest)] if rest.size else tensors)
+
+
+def require_values(tensor: Tensor, values: type, *, sparse: bool) -> None:
+    """Raise :class:`SchemaMismatch` unless ``tensor`` is sparse as told and its values are of class ``values``."""
+    if (tensor.indices is not None) != sparse or not isinstance(tensor.values, values):
+        expected = f"a {'sparse' if sparse else 'dense'} tensor of {values.__name__} values"
+        got = f"a {'dense' if tensor.indices is None else 'sparse'} one of {type(tensor.values).__name__}"
+        raise SchemaMismatch(f"the codec expects {expected}, the frame holds {got}")
+
+
+def _covered(parts: tuple[Stretch, ...]) -> int:
+    """Return where the dense rest begins: stretches are contiguous from 0."""
+    return parts[-1].stop if parts else 0

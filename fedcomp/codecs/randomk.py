@@ -1,0 +1,95 @@
+"""Random-k: send k coordinates drawn uniformly; eight bytes of seed stand for all their indices.
+
+Sparse random sparsification as in Wangni et al. 2018 and Stich et al. 2018 (recalled). With ``shared=True`` every
+client draws the same support, so that the sum of N frames has k non-zeros instead of up to N·k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedcomp import wire
+from fedcomp.codecs import params
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, require_values
+from fedcomp.errors import NonFiniteUpdate
+from fedcomp.layout import Layout, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Expected, SchemaMismatch, Tensor
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class RandomK(PositionalCodec):
+    """Send ``k = max(1, ceil(density * n))`` coordinates of a uniformly random support.
+
+    Parameters
+    ----------
+    density : float
+        Fraction of coordinates that travels, in (0, 1].
+    unbiased : bool
+        Scale the values by n/k, which makes the decoded vector unbiased with ω = n/k - 1, both exact. Unscaled, the
+        expected error is exactly (1 - k/n)‖x‖². Scaled values do not belong under error feedback: the memory would
+        grow by the factor n/k - 1.
+    scope : {"global", "layer"}
+        Draw over the whole model, or per tensor.
+    shared : bool
+        One support for all clients, drawn from (seed, round, layer); else the partition is part of the draw.
+    """
+
+    codec_id: ClassVar[str] = "randomk"
+    linear = True
+
+    density: float
+    unbiased: bool = False
+    scope: str = "global"
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            density=params.density(self.density),
+            unbiased=params.boolean("unbiased", self.unbiased),
+            scope=params.choice("scope", self.scope, SCOPES),
+            shared=params.boolean("shared", self.shared),
+        )
+
+    def count(self, stretch: Stretch) -> int:
+        """Return k of ``stretch``."""
+        return params.count(self.density if stretch.density is None else stretch.density, stretch.size)
+
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the tensor whose indices are a seed."""
+        k = self.count(stretch)
+        seed = (key.at(partition=0) if self.shared else key).u64()
+        kept = values[wire.seeded_support(seed, stretch.size, k)]
+        if self.unbiased:
+            with np.errstate(over="ignore"):
+                kept = kept * np.float32(stretch.size / k)
+            if not np.isfinite(kept).all():
+                raise NonFiniteUpdate(f"{stretch.name} scaled by n/k = {stretch.size / k:g} overflows float32")
+        return wire.seeded((stretch.size,), seed, k, wire.Raw(kept))
+
+    def expect(self, stretch: Stretch) -> Expected:
+        """Return the stretch's shape and how many values it may carry."""
+        return Expected("", (stretch.size,), "float32", max_k=self.count(stretch))
+
+    def check(self, tensor: Tensor, stretch: Stretch) -> None:
+        """Require exactly k sparse float32 values."""
+        require_values(tensor, wire.Raw, sparse=True)
+        if tensor.values.k != self.count(stretch):
+            raise SchemaMismatch(
+                f"{stretch.name}: expected {self.count(stretch)} random coordinates, the frame holds {tensor.values.k}"
+            )
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return the smallest k/n, reached in expectation by every vector; None when scaled."""
+        return None if self.unbiased else min(self._kept(layout), default=1.0)
+
+    def variance(self, layout: Layout) -> float | None:
+        """Return the largest n/k - 1, reached by every vector; None when not scaled."""
+        return 1.0 / min(self._kept(layout), default=1.0) - 1.0 if self.unbiased else None
+
+    def _kept(self, layout: Layout) -> list[float]:
+        return [self.count(s) / s.size for s in self.stretches(layout)]

@@ -1,0 +1,96 @@
+"""Top-k: send the k coordinates of largest magnitude, exactly selected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import wire
+from fedcomp.codecs import params
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, require_values
+from fedcomp.kernels import select_topk
+from fedcomp.layout import Layout, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Expected, Tensor
+
+VALUES: dict[str, type] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
+"""How the kept values travel."""
+
+INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
+"""How the support travels."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class TopK(PositionalCodec):
+    """Send the ``k = max(1, ceil(density * n))`` coordinates of largest magnitude.
+
+    Ties go to the lowest index. Coordinates that are exactly +0.0 never travel: a zero vector is an empty frame.
+
+    Parameters
+    ----------
+    density : float
+        Fraction of coordinates that travels, in (0, 1]. With ``scope="layer"`` the layout's policy may set another
+        one per tensor.
+    scope : {"global", "layer"}
+        Rank the whole model as one vector, or every tensor by itself.
+    values : {"float32", "fp16", "bf16"}
+        How the kept values travel. fp16 saturates at 65504 and loses magnitudes below 6e-8; error feedback keeps what
+        is lost either way.
+    index : str
+        The wire's index codec; "auto" takes the smallest.
+    """
+
+    codec_id: ClassVar[str] = "topk"
+    finds_non_finite = True
+
+    density: float
+    scope: str = "global"
+    values: str = "float32"
+    index: str = "auto"
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            density=params.density(self.density),
+            scope=params.choice("scope", self.scope, SCOPES),
+            values=params.choice("values", self.values, VALUES),
+            index=params.choice("index", self.index, INDICES),
+        )
+
+    def count(self, stretch: Stretch) -> int:
+        """Return k of ``stretch``."""
+        return params.count(self.density if stretch.density is None else stretch.density, stretch.size)
+
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the sparse tensor of the largest magnitudes."""
+        indices = select_topk(values, self.count(stretch))
+        return self.pack_selected(indices, values[indices], stretch)
+
+    def pack_selected(self, indices: NDArray[np.int64], kept: Vector, stretch: Stretch) -> Tensor:
+        """Return the sparse tensor of coordinates that were selected elsewhere (the fused error-feedback step)."""
+        nonzero = kept.view(np.int32) != 0
+        if not nonzero.all():
+            indices, kept = indices[nonzero], kept[nonzero]
+        return wire.sparse((stretch.size,), indices, VALUES[self.values](kept), index=self.index)
+
+    def expect(self, stretch: Stretch) -> Expected:
+        """Return the stretch's shape and the most values it may carry."""
+        return Expected("", (stretch.size,), "float32", max_k=self.count(stretch))
+
+    def check(self, tensor: Tensor, stretch: Stretch) -> None:
+        """Require sparse values of the chosen format."""
+        require_values(tensor, VALUES[self.values], sparse=True)
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return the smallest k/n of all stretches: reached by equal magnitudes (derived).
+
+        bf16's relative rounding error of 2⁻⁹ costs a factor 1 - 2⁻¹⁸ for normal numbers; fp16 loses small numbers
+        altogether, so no bound holds for every vector.
+        """
+        if self.values == "fp16":
+            return None
+        kept = min((self.count(s) / s.size for s in self.stretches(layout)), default=1.0)
+        return kept * (1.0 - 2.0**-18) if self.values == "bf16" else kept

@@ -1,0 +1,45 @@
+"""Codecs around another codec: the frame is the inner one's, and so is everything the receiver does."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs.base import Codec
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.wire import Bundle, Frame, Limits, Schema
+
+
+class Wrapper(Codec):
+    """Base of codecs that change what is encoded, not how: the server half is ``codec``'s.
+
+    Attributes
+    ----------
+    codec : Codec
+    """
+
+    codec: Codec
+
+    def schema(self, layout: Layout) -> Schema:
+        """Return the inner codec's."""
+        return self.codec.schema(layout)
+
+    def limits(self, layout: Layout) -> Limits:
+        """Return the inner codec's."""
+        return self.codec.limits(layout)
+
+    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
+        """Open with the inner codec."""
+        return self.codec.open(frame, layout)
+
+    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
+        """Return the inner codec's."""
+        return self.codec.support(frame, layout)
+
+    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
+        """Accumulate with the inner codec."""
+        self.codec.accumulate(frame, weight, out)
+
+    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
+        """Decode with the inner codec."""
+        return self.codec.decode(frame, layout)

@@ -1,0 +1,243 @@
+"""Checkpoints: the server's side of a run in one file, so that an interrupted run continues exactly.
+
+A run that is interrupted after a checkpoint and resumed gives the same bits as one that was not, on the in-process
+engine. Ray and deployments keep client state themselves and lose it with the run; there the model, the strategy and
+the ledger come back and the clients start empty (codecs with memory notice that and resynchronise).
+
+No pickle: a checkpoint can be read without trusting it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedcomp.flower import store
+from fedcomp.flower.grid import in_process
+from fedcomp.flower.ledger import Ledger, LedgerError
+
+_KIND: Final = "checkpoint"
+_HISTORY: Final = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+
+
+class CheckpointError(store.StoreError):
+    """A checkpoint is missing, damaged or from a newer release, or does not fit what it is applied to."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run after one of its rounds.
+
+    Attributes
+    ----------
+    server_round : int
+        The last round that is complete.
+    arrays : ArrayRecord
+        The model after it.
+    result : Result
+        Metrics of all rounds so far.
+    ledger : Ledger or None
+        The byte ledger so far.
+    extra : dict
+        Whatever plain data the caller added.
+    strategy_state, grid_state
+        Opaque; see :meth:`apply`.
+    """
+
+    server_round: int
+    arrays: ArrayRecord
+    result: Result
+    ledger: Ledger | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    strategy_state: dict[str, Any] | None = None
+    grid_state: bytes | None = None
+
+    def apply(self, strategy: Any = None, grid: Grid | None = None) -> None:
+        """Put ``strategy`` and ``grid``, built as for a new run, into the state of the checkpoint.
+
+        The checkpoint's attributes win over those the strategy was built with. A grid that has a ledger gets the
+        stored one.
+
+        Raises
+        ------
+        CheckpointError
+            When the strategy is of another class, or something was not stored.
+        """
+        if strategy is not None:
+            if self.strategy_state is None:
+                raise CheckpointError("the checkpoint holds no strategy state; save it with strategy=...")
+            restore_strategy(strategy, self.strategy_state)
+        if grid is not None:
+            if self.ledger is not None and hasattr(grid, "ledger"):
+                grid.ledger = self.ledger
+            if in_process(grid) is not None:
+                if self.grid_state is None:
+                    raise CheckpointError("the checkpoint holds no in-process grid; save it with grid=...")
+                grid.restore(self.grid_state)  # type: ignore[attr-defined]
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    server_round: int,
+    arrays: ArrayRecord,
+    strategy: Any = None,
+    grid: Grid | None = None,
+    ledger: Ledger | None = None,
+    result: Result | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint to ``path``, replacing an older one in one step: a crash leaves the old or the new file.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    server_round : int
+        The round that has just been completed.
+    arrays : ArrayRecord
+        The model after it.
+    strategy : object, optional
+        Its ``state_dict()`` is stored if it has one, else all attributes that are plain data.
+    grid : Grid, optional
+        An in-process grid, possibly metered, is stored whole. Of other engines nothing can be.
+    ledger : Ledger, optional
+        Default: the grid's, if it has one.
+    result : Result, optional
+        Metrics so far.
+    extra : mapping, optional
+        Plain data of the caller's.
+
+    Raises
+    ------
+    CheckpointError
+        When the strategy holds state that is not plain data and has no ``state_dict()``.
+    """
+    if ledger is None:
+        ledger = getattr(grid, "ledger", None)
+    stored_grid = grid.snapshot() if grid is not None and in_process(grid) is not None else None  # type: ignore[attr-defined]
+    value = {
+        "server_round": server_round,
+        "arrays": arrays,
+        "result": {name: getattr(result, name) if result is not None else {} for name in _HISTORY},
+        "ledger": None if ledger is None else {"columns": ledger.columns(), "tables": ledger.tables()},
+        "extra": dict(extra or {}),
+        "strategy": None if strategy is None else capture_strategy(strategy),
+        "grid": stored_grid,
+    }
+    try:
+        data = store.dumps(value, _KIND)
+    except store.StoreError as error:
+        raise CheckpointError(str(error)) from error
+    _replace(Path(path), data)
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        When there is none at ``path``, it is damaged, or a newer release wrote it.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read checkpoint {os.fspath(path)!r}: {error.strerror or error}") from error
+    try:
+        value = store.loads(data, _KIND)
+        stored = value["ledger"]
+        return Checkpoint(
+            server_round=value["server_round"],
+            arrays=value["arrays"],
+            result=Result(arrays=value["arrays"], **{name: value["result"][name] for name in _HISTORY}),
+            ledger=None if stored is None else Ledger.from_columns(stored["columns"], stored["tables"]),
+            extra=value["extra"],
+            strategy_state=value["strategy"],
+            grid_state=value["grid"],
+        )
+    except (store.StoreError, LedgerError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be used: {error}") from error
+
+
+def capture_strategy(strategy: Any) -> dict[str, Any]:
+    """Return a strategy's state as plain data.
+
+    ``state_dict()`` if the strategy has it. Otherwise every attribute that is plain data (numbers, arrays, records and
+    containers of them: FedAdam's moments, FedAvgM's momentum, the adaptive clipping norm), with wrapped strategies
+    inside; functions and immutable configuration are left to the constructor.
+
+    Raises
+    ------
+    CheckpointError
+        For an attribute that is neither: leaving it out would silently resume from something else.
+    """
+    state: dict[str, Any] = {"type": type(strategy).__qualname__}
+    if callable(getattr(strategy, "state_dict", None)):
+        state["state_dict"] = strategy.state_dict()
+        return state
+    attributes: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    for name, value in vars(strategy).items():
+        if isinstance(value, Strategy):
+            nested[name] = capture_strategy(value)
+        elif store.is_plain(value):
+            attributes[name] = value
+        elif not _is_configuration(value):
+            raise CheckpointError(
+                f"{type(strategy).__name__}.{name} is a {type(value).__qualname__}, which cannot be stored; give the "
+                "strategy state_dict() and load_state_dict()"
+            )
+    return {**state, "attributes": attributes, "nested": nested}
+
+
+def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
+    """Put ``strategy`` into the state :func:`capture_strategy` returned.
+
+    Raises
+    ------
+    CheckpointError
+        When the state is of another class of strategy.
+    """
+    if state.get("type") != type(strategy).__qualname__:
+        raise CheckpointError(
+            f"the checkpoint is of strategy {state.get('type')!r}, this is {type(strategy).__qualname__!r}; resume "
+            "with the strategy the run was started with"
+        )
+    if "state_dict" in state:
+        strategy.load_state_dict(state["state_dict"])
+        return
+    for name, value in state["attributes"].items():
+        setattr(strategy, name, value)
+    for name, inner in state["nested"].items():
+        restore_strategy(getattr(strategy, name), inner)
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether a value cannot change during a run: functions, patterns, frozen dataclasses, codecs."""
+    frozen = dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[union-attr]
+    return callable(value) or frozen or isinstance(value, re.Pattern) or hasattr(value, "get_config")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

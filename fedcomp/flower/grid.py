@@ -1,0 +1,502 @@
+"""An engine in one process: no server, no Ray, no sockets, and still everything is really serialised.
+
+:class:`InProcessGrid` runs a ClientApp for each message inside the caller's own thread. Messages and client states
+pass through Flower's own serialisation both ways, so that a client never sees an object of the server's, byte counts
+are those of a deployment, and what works here works there. Faults are injected per message, replies are shuffled to
+expose code that depends on their order, and a virtual clock turns byte counts into seconds. Nothing ever sleeps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower import ledger, store
+from fedcomp.flower._private import (
+    SUPERLINK_NODE_ID,
+    ErrorCode,
+    Packed,
+    Packer,
+    Run,
+    acting_as,
+    adopt_identity,
+    context_from_bytes,
+    context_to_bytes,
+    current_identity,
+    error_from_superlink,
+    set_message_id,
+    unpack,
+)
+from fedcomp.flower.faults import NO_FAULT, Delivery, Fault, FaultPlan, corrupt, resolve
+from fedcomp.flower.payload import round_of
+from fedcomp.rng import Key
+from fedcomp.timing.links import Link
+
+ClientCall = Callable[[Message, Context], Message]
+"""A ClientApp, or anything that is called like one."""
+
+Links = Link | Sequence[Link] | Mapping[int, Link] | None
+Compute = float | Callable[[Delivery], float]
+NodeConfig = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
+
+_LOG: Final = logging.getLogger(__name__)
+_SNAPSHOT: Final = "grid snapshot"
+
+
+class GridError(FedcompError, ValueError):
+    """The grid was asked for something no engine could do."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """One simulated SuperNode; its client's context is kept serialised between messages."""
+
+    partition: int
+    context: bytes
+    free_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """A reply on its way: pullable from that push count on, there at that simulated second."""
+
+    packed: Packed
+    available: int
+    arrival: float
+
+
+class InProcessGrid(Grid):
+    """Runs clients in this process behind Flower's Grid interface.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+        The app under test, or any callable ``(Message, Context) -> Message``.
+    num_nodes : int
+        Nodes with partition ids 0 to ``num_nodes - 1``.
+    run_config : mapping, optional
+        What clients find in ``context.run_config``.
+    seed : int
+        Seeds node ids (62 bits on purpose: a float cast would damage them), reply order and corruption.
+    fault : FaultPlan, optional
+        Decides per message what goes wrong; see :mod:`fedcomp.flower.faults`.
+    shuffle_replies : bool
+        Return replies in a seeded random order; False returns them in the order of the messages.
+    error_state : {"discard", "keep"}
+        State after an exception in the app. The simulation engine throws the changes away, a deployment keeps the
+        half-done ones (measured); an app has to be right under both.
+    links : Link, sequence or mapping by partition id, optional
+        Bandwidth and latency per node. Without links transfers take no time. The server's side is not a bottleneck.
+    compute_seconds : float or callable of a Delivery
+        Simulated seconds a client computes per message.
+    node_config : mapping or callable of a partition id, optional
+        Added to each node's ``partition-id`` and ``num-partitions``.
+
+    Attributes
+    ----------
+    clock : float
+        Simulated seconds since the start. An exchange lasts as long as its slowest node: latency, download, compute,
+        upload, latency. A node works on one message at a time.
+    exchange : int
+        Batches pushed so far.
+    round : int or None
+        Server round, set by the driver; used for fault plans. When None, a message's own ``server-round`` counts.
+
+    Notes
+    -----
+    Creating a grid sets Flower's process identity, which ``Message()`` needs; :meth:`close` (or leaving the ``with``
+    block) restores the former one. A message to an unknown node gets the id ``""`` in its slot and no reply. Two
+    messages to one node in one batch run one after the other, each on the state the former left; on Ray they would
+    race. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        client_app: ClientCall,
+        num_nodes: int,
+        run_config: Mapping[str, bool | int | float | str] | None = None,
+        seed: int = 0,
+        fault: FaultPlan | None = None,
+        shuffle_replies: bool = True,
+        error_state: Literal["discard", "keep"] = "discard",
+        links: Links = None,
+        compute_seconds: Compute = 0.0,
+        node_config: NodeConfig = None,
+    ) -> None:
+        if num_nodes < 0:
+            raise ConfigError(f"num_nodes is {num_nodes}, expected 0 or more")
+        if error_state not in ("discard", "keep"):
+            raise ConfigError(f"error_state is {error_state!r}, expected 'discard' or 'keep'")
+        self.client_app = client_app
+        self.fault = fault
+        self.shuffle_replies = shuffle_replies
+        self.error_state = error_state
+        self.compute_seconds = compute_seconds
+        self.clock = 0.0
+        self.exchange = 0
+        self.round: int | None = None
+        self._seed = seed
+        self._key = Key(seed, "grid")
+        self._num_partitions = num_nodes
+        self._run_config = dict(run_config or {})
+        self._node_config = node_config
+        self._links = links
+        self._pulls = 0
+        self._run_id = self._key.at(purpose="run-id").u64() >> 2
+        self._nodes: dict[int, _Node] = {}
+        self._incarnations: Counter[int] = Counter()
+        self._flight: dict[str, list[_Reply]] = {}
+        self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
+        self._former_identity = current_identity()
+        self._adopt()
+        for partition in range(num_nodes):
+            self.add_node(partition)
+
+    def __enter__(self) -> InProcessGrid:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the process identity back, unless someone else has taken it since."""
+        if current_identity() == self._identity:
+            adopt_identity(self._former_identity)
+
+    @property
+    def _identity(self) -> tuple[int, int, int]:
+        return self._run_id, SUPERLINK_NODE_ID, 1
+
+    def _adopt(self) -> None:
+        adopt_identity(self._identity)
+
+    # Flower's Grid interface.
+
+    def set_run(self, run: Run) -> None:
+        """Take over the run id of ``run``; contexts made before keep theirs."""
+        self._run_id = run.run_id
+        self._adopt()
+
+    @property
+    def run(self) -> Run:
+        """The run, of which only the id means something here."""
+        return Run.create_empty(self._run_id)
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message; kept for Flower's interface, ``Message(...)`` does the same."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> list[int]:
+        """Return the ids of all nodes, in partition order."""
+        return sorted(self._nodes, key=lambda node_id: self._nodes[node_id].partition)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Send ``messages`` and run their clients; return one message id per message, ``""`` for unknown nodes.
+
+        Raises
+        ------
+        GridError
+            When ``messages`` is a generator: a deployment iterates it twice and would send nothing.
+        """
+        if not isinstance(messages, Collection):
+            raise GridError(
+                f"messages is a {type(messages).__name__}; pass a list. A deployment iterates it twice, so a generator "
+                "would send an empty batch there"
+            )
+        if not messages:
+            return []
+        exchange, self.exchange = self.exchange, self.exchange + 1
+        packer = Packer()
+        slots: Counter[int] = Counter()
+        ids: list[str] = []
+        for message in messages:
+            node_id = message.metadata.dst_node_id
+            node = self._nodes.get(node_id)
+            if node is None:
+                _LOG.warning("message to unknown node %d dropped", node_id)
+                set_message_id(message, "")
+                ids.append("")
+                continue
+            packed = packer.pack(message)
+            set_message_id(message, packed.root)
+            self._sizes[message] = packed.wire
+            ids.append(packed.root)
+            if packed.root in self._flight:
+                continue
+            server_round = self.round if self.round is not None else round_of(message)
+            delivery = Delivery(
+                exchange, server_round or 0, node.partition, slots[node_id], message.metadata.message_type
+            )
+            slots[node_id] += 1
+            self._flight[packed.root] = self._deliver(packed, node_id, node, delivery)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies that are there for ``message_ids``, each once; the clock moves to the latest of them.
+
+        An id that is unknown, or whose replies were all pulled, yields error reply code 3, as with a SuperLink. An id
+        whose reply is late or lost yields nothing.
+        """
+        return self._collect(message_ids, float("inf"))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Push ``messages`` and return the replies that came.
+
+        ``timeout`` is in simulated seconds: slower replies are not returned (they can still be pulled later), and when
+        any reply is missing the clock moves on by the whole timeout. Without a timeout a missing reply costs nothing.
+        """
+        deadline = float("inf") if timeout is None else self.clock + timeout
+        ids = self.push_messages(messages)
+        replies = self._collect(ids, deadline)
+        if timeout is not None and any(message_id in self._flight for message_id in ids):
+            self.clock = deadline
+        return replies
+
+    # What a real engine does not offer.
+
+    def wire_bytes(self, message: Message) -> int:
+        """Return what ``message`` weighed when this grid shipped it, without serialising it again."""
+        size = self._sizes.get(message)
+        return ledger.wire_bytes(message) if size is None else size
+
+    def partition_of(self, node_id: int) -> int | None:
+        """Return the partition id of a node, None for an unknown one."""
+        node = self._nodes.get(node_id)
+        return None if node is None else node.partition
+
+    def node_id_of(self, partition: int) -> int:
+        """Return the id of the node that holds ``partition``.
+
+        Raises
+        ------
+        GridError
+            When there is none.
+        """
+        for node_id, node in self._nodes.items():
+            if node.partition == partition:
+                return node_id
+        raise GridError(f"no node holds partition {partition}; there are {sorted(self.partitions)}")
+
+    @property
+    def partitions(self) -> list[int]:
+        """Partition ids of all nodes, ascending."""
+        return sorted(node.partition for node in self._nodes.values())
+
+    def context(self, node: int) -> Context:
+        """Return a copy of a client's context; ``node`` is a node id or a partition id."""
+        return context_from_bytes(self._nodes[self._resolve(node)].context)
+
+    def wipe(self, node: int) -> None:
+        """Empty a client's state, as a restart of its SuperNode does; ``node`` is a node id or a partition id."""
+        held = self._nodes[self._resolve(node)]
+        context = context_from_bytes(held.context)
+        context.state = RecordDict()
+        held.context = context_to_bytes(context)
+
+    def add_node(self, partition: int | None = None) -> int:
+        """Let a node join with empty state and return its id.
+
+        ``partition`` defaults to the lowest free one. ``num-partitions`` stays what it was at the start, because the
+        data were split then. A partition that comes back gets a new node id, as with a SuperNode without keys.
+
+        Raises
+        ------
+        GridError
+            When the partition is taken.
+        """
+        taken = set(self.partitions)
+        if partition is None:
+            partition = next(p for p in range(len(taken) + 1) if p not in taken)
+        if partition in taken:
+            raise GridError(f"partition {partition} already has a node; remove it first")
+        key = self._key.at(purpose="node-id", partition=partition, layer=self._incarnations[partition])
+        node_id = (key.u64() >> 2) | (1 << 61)
+        self._incarnations[partition] += 1
+        extra = self._node_config(partition) if callable(self._node_config) else self._node_config
+        config = {"partition-id": partition, "num-partitions": self._num_partitions, **(extra or {})}
+        context = Context(self._run_id, node_id, config, RecordDict(), dict(self._run_config))
+        self._nodes[node_id] = _Node(partition, context_to_bytes(context), self.clock)
+        return node_id
+
+    def remove_node(self, node: int) -> None:
+        """Let a node leave for good, its state with it; ``node`` is a node id or a partition id."""
+        del self._nodes[self._resolve(node)]
+
+    def snapshot(self) -> bytes:
+        """Return everything that changes during a run: contexts, replies on their way, clock and counters."""
+        return store.dumps(
+            {
+                "seed": self._seed,
+                "run_id": self._run_id,
+                "exchange": self.exchange,
+                "pulls": self._pulls,
+                "clock": self.clock,
+                "num_partitions": self._num_partitions,
+                "incarnations": dict(self._incarnations),
+                "nodes": [[node_id, n.partition, n.free_at, n.context] for node_id, n in self._nodes.items()],
+                "flight": [
+                    [key, [[r.packed.root, r.packed.contents, r.packed.wire, r.available, r.arrival] for r in replies]]
+                    for key, replies in self._flight.items()
+                ],
+            },
+            _SNAPSHOT,
+        )
+
+    def restore(self, data: bytes) -> None:
+        """Continue from :meth:`snapshot`'s bytes; app, faults and links stay those of this grid.
+
+        Raises
+        ------
+        fedcomp.flower.store.StoreError
+            When the bytes are damaged.
+        GridError
+            When they were taken from a grid with another seed.
+        """
+        state = store.loads(data, _SNAPSHOT)
+        if state["seed"] != self._seed:
+            raise GridError(f"snapshot was taken with seed {state['seed']}, this grid has seed {self._seed}")
+        self._run_id = state["run_id"]
+        self.exchange, self._pulls, self.clock = state["exchange"], state["pulls"], state["clock"]
+        self._num_partitions = state["num_partitions"]
+        self._incarnations = Counter(state["incarnations"])
+        self._nodes = {
+            node_id: _Node(partition, context, free_at) for node_id, partition, free_at, context in state["nodes"]
+        }
+        self._flight = {
+            key: [
+                _Reply(Packed(root, contents, wire), available, arrival)
+                for root, contents, wire, available, arrival in replies
+            ]
+            for key, replies in state["flight"]
+        }
+        self._adopt()
+
+    # The way of one message.
+
+    def _deliver(self, packed: Packed, node_id: int, node: _Node, delivery: Delivery) -> list[_Reply]:
+        """Run the client and return the replies on their way, subject to the fault plan."""
+        fault = resolve(self.fault(delivery)) if self.fault is not None else NO_FAULT
+        if fault.kind == "silent":
+            return []
+        available = self.exchange + (fault.pushes if fault.kind == "late" else 0)
+        if fault.kind == "offline":
+            reason = "The node is offline (injected fault)."
+            refusal = error_from_superlink(
+                self._run_id, packed.root, ErrorCode.NODE_UNAVAILABLE, reason, unpack(packed).metadata
+            )
+            return [_Reply(Packer().pack(refusal), available, self.clock)]
+        runs = 2 if fault.kind == "duplicate" else 1
+        replies = [self._run_client(packed, node_id, node, delivery, fault, available) for _ in range(runs)]
+        if fault.kind == "lost_reply":
+            return []
+        return replies * 2 if fault.kind == "duplicate_reply" else replies
+
+    def _run_client(
+        self, packed: Packed, node_id: int, node: _Node, delivery: Delivery, fault: Fault, available: int
+    ) -> _Reply:
+        """Execute one message on a copy of the node's context and commit or discard that copy."""
+        work = context_from_bytes(node.context)
+        message = unpack(packed)
+        failure: tuple[int, str] | None = None
+        with acting_as(self._run_id, node_id):
+            try:
+                out = self.client_app(message, work)
+                self._check_reply(out, packed)
+                reply = Packer().pack(out)
+                if fault.kind == "raise":
+                    failure = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "The app raised at its end (injected fault)."
+            except Exception as error:
+                # Engines turn whatever an app raises into an error reply; the traceback would be lost without the log.
+                _LOG.warning("client of partition %d raised", node.partition, exc_info=True)
+                failure = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>"
+        if failure is None and work.run_config != self._run_config:
+            failure = ErrorCode.UNKNOWN, "The app changed context.run_config; the simulation engine refuses that."
+        if failure is None or (self.error_state == "keep" and failure[0] != ErrorCode.UNKNOWN):
+            node.context = context_to_bytes(work)
+        if failure is not None:
+            # unpack() again: the app may have changed its own copy of the message.
+            reply = Packer().pack(Message(Error(*failure), reply_to=unpack(packed)))
+        if fault.kind == "corrupt":
+            damaged = unpack(reply)
+            key = self._key.at(
+                purpose="corrupt", round=delivery.exchange, partition=delivery.partition, layer=delivery.slot
+            )
+            corrupt(damaged, key)
+            reply = Packer().pack(damaged)
+        node.free_at = self._arrival(packed.wire, reply.wire, node, delivery)
+        return _Reply(reply, available, node.free_at)
+
+    def _check_reply(self, out: object, packed: Packed) -> None:
+        if not isinstance(out, Message):
+            raise GridError(f"the app returned a {type(out).__name__}, expected a Message")
+        if out.metadata.reply_to_message_id != packed.root:
+            raise GridError("the reply does not answer the message; create it with Message(..., reply_to=message)")
+
+    def _arrival(self, down: int, up: int, node: _Node, delivery: Delivery) -> float:
+        """Return the simulated second at which the reply is back."""
+        seconds = self.compute_seconds(delivery) if callable(self.compute_seconds) else self.compute_seconds
+        link = self._link_of(node.partition)
+        if link is not None:
+            seconds += link.down_seconds(down) + link.up_seconds(up)
+        return max(self.clock, node.free_at) + seconds
+
+    def _link_of(self, partition: int) -> Link | None:
+        if self._links is None or isinstance(self._links, Link):
+            return self._links
+        if isinstance(self._links, Mapping):
+            return self._links.get(partition)
+        return self._links[partition]
+
+    def _collect(self, message_ids: Iterable[str], deadline: float) -> list[Message]:
+        replies: list[Message] = []
+        for message_id in dict.fromkeys(message_ids):
+            if not message_id:
+                continue
+            waiting = self._flight.get(message_id)
+            if waiting is None:
+                reason = "The message is unknown or its reply was already pulled."
+                replies.append(error_from_superlink(self._run_id, message_id, ErrorCode.MESSAGE_UNAVAILABLE, reason))
+                continue
+            left = []
+            for reply in waiting:
+                if reply.available > self.exchange or reply.arrival > deadline:
+                    left.append(reply)
+                    continue
+                message = unpack(reply.packed)
+                self._sizes[message] = reply.packed.wire
+                replies.append(message)
+                self.clock = max(self.clock, reply.arrival)
+            if left or not waiting:
+                self._flight[message_id] = left
+            else:
+                del self._flight[message_id]
+        self._pulls += 1
+        if self.shuffle_replies and len(replies) > 1:
+            words = self._key.at(purpose="reply-order", round=self._pulls).bits(len(replies))
+            replies = [replies[i] for i in np.argsort(words, kind="stable")]
+        return replies
+
+    def _resolve(self, node: int) -> int:
+        """Return the node id for a node id or a partition id; node ids have 62 bits, so the two cannot clash."""
+        return node if node in self._nodes else self.node_id_of(node)
+
+
+def in_process(grid: Grid) -> InProcessGrid | None:
+    """Return the in-process grid behind ``grid`` and its wrappers, or None on another engine."""
+    while not isinstance(grid, InProcessGrid):
+        inner = getattr(grid, "inner", None)
+        if inner is None:
+            return None
+        grid = cast(Grid, inner)
+    return grid

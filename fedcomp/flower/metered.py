@@ -1,0 +1,311 @@
+"""A Grid around any Grid that counts every message and hands replies over in an order that repeats.
+
+Works on the in-process engine, on Flower's simulation and on a deployment alike. It also smooths what differs
+between them: replies are joined to messages by message id, duplicates are dropped, and errors the SuperLink makes in
+its own name are given back to the node they concern.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower import store
+from fedcomp.flower._private import SUPERLINK_NODE_ID, Packer, Run, set_source
+from fedcomp.flower.ledger import Direction, Ledger
+from fedcomp.flower.payload import payload_bytes, round_of, take_node
+
+PartitionOf = Callable[[int], "int | None"]
+Addressed = tuple[str, int]
+"""Id of a message and the node it went to."""
+
+
+def addressed(messages: Iterable[Message]) -> list[Addressed]:
+    """Return id and destination of messages that were pushed."""
+    return [(m.metadata.message_id, m.metadata.dst_node_id) for m in messages]
+
+
+def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: PartitionOf) -> list[Message]:
+    """Match ``replies`` to the messages they answer and put them in partition order.
+
+    Replies that answer none of ``sent``, and all but the first reply to a message, are dropped. An error that the
+    SuperLink made gets the node it concerns as its source. Replies of nodes whose partition is not known come last,
+    in the order their messages were sent.
+    """
+    position = {message_id: index for index, (message_id, _) in enumerate(sent) if message_id}
+    first: dict[int, Message] = {}
+    for reply in replies:
+        index = position.get(reply.metadata.reply_to_message_id)
+        if index is None or index in first:
+            continue
+        if reply.metadata.src_node_id == SUPERLINK_NODE_ID:
+            set_source(reply, sent[index][1])
+        first[index] = reply
+
+    def place(index: int) -> tuple[bool, int, int]:
+        partition = take_node(first[index])
+        if partition is None:
+            partition = partition_of(sent[index][1])
+        return partition is None, partition or 0, index
+
+    return [first[index] for index in sorted(first, key=place)]
+
+
+def partition_lookup(grid: Grid) -> PartitionOf:
+    """Return the function by which ``grid`` knows a node's partition; one that knows none when it does not."""
+    known = getattr(grid, "partition_of", None)
+    return cast(PartitionOf, known) if callable(known) else lambda _node_id: None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What the ledger needs of a message when its reply comes, perhaps rounds later."""
+
+    node_id: int
+    round: int
+    message_type: str
+
+
+class MeteredGrid(Grid):
+    """Counts both directions of every message that passes to and from ``inner``.
+
+    Parameters
+    ----------
+    inner : Grid
+        Any engine.
+    ledger : Ledger, optional
+        Where the rows go; a new one by default.
+    poll_seconds : float
+        How long to wait between two looks for replies on an engine that runs by itself. Flower's own deployment grid
+        waits 3 s.
+
+    Attributes
+    ----------
+    round : int or None
+        Server round the next messages belong to; set by the driver. When None, a message's own ``server-round`` is
+        taken, or 0.
+
+    Notes
+    -----
+    A message counts when it is pushed, whether or not its node is there to take it; one to an unknown node does not.
+    A reply counts when it is pulled, in the round of the message it answers; a duplicate that really arrived counts
+    too, although it is not returned, while the same reply seen twice counts once. Errors a SuperLink makes never
+    crossed a node's link and are not counted.
+    """
+
+    def __init__(self, inner: Grid, ledger: Ledger | None = None, poll_seconds: float = 0.1) -> None:
+        self.inner = inner
+        self.poll_seconds = poll_seconds
+        self.ledger = Ledger() if ledger is None else ledger
+        self._round: int | None = None
+        self._sent: dict[str, _Sent] = {}
+        self._partitions: dict[int, int] = {}
+
+    @property
+    def round(self) -> int | None:
+        """Server round of the messages to come."""
+        return self._round
+
+    @round.setter
+    def round(self, value: int | None) -> None:
+        self._round = value
+        if hasattr(self.inner, "round"):
+            self.inner.round = value
+
+    def __getattr__(self, name: str) -> Any:
+        # Engines offer more than the Grid interface (a clock, wiping a node); it stays reachable through the meter.
+        if name.startswith("_") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def partition_of(self, node_id: int) -> int | None:
+        """Return the partition of a node: from the engine if it knows, else as last declared in a reply."""
+        known = partition_lookup(self.inner)(node_id)
+        return self._partitions.get(node_id) if known is None else known
+
+    # Flower's Grid interface.
+
+    def set_run(self, run: Run) -> None:
+        """Set the run of the inner grid."""
+        self.inner.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The inner grid's run."""
+        return self.inner.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message the inner grid's way."""
+        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the nodes that are online, in partition order as far as it is known."""
+
+        def place(node_id: int) -> tuple[bool, int, int]:
+            partition = self.partition_of(node_id)
+            return partition is None, partition or 0, node_id
+
+        return sorted(self.inner.get_node_ids(), key=place)
+
+    def get_nodes(self) -> Iterable[Any]:
+        """Return the inner grid's nodes."""
+        return self.inner.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Push ``messages`` and count those that were accepted; return the inner grid's ids.
+
+        Raises
+        ------
+        ConfigError
+            When ``messages`` is a generator.
+        """
+        batch = _as_batch(messages)
+        sizes = self._sizes_before(batch)
+        ids = list(self.inner.push_messages(batch))
+        self._count_down(batch, sizes, set(ids))
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """Return the replies that have come, each counted, in partition order and without duplicates.
+
+        Replies to messages that were not pushed through this meter, or were answered before, follow at the end,
+        uncounted.
+        """
+        ids = list(message_ids)
+        replies = list(self.inner.pull_messages(ids))
+        sent = [(i, self._sent[i].node_id) for i in ids if i in self._sent]
+        self._count_up(replies)
+        ours = {message_id for message_id, _ in sent}
+        others = [reply for reply in replies if reply.metadata.reply_to_message_id not in ours]
+        return join(sent, replies, self.partition_of) + others
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        """Send ``messages`` and return at most one reply for each, in partition order; see :func:`join`.
+
+        Raises
+        ------
+        ConfigError
+            When ``messages`` is a generator.
+        """
+        batch = _as_batch(messages)
+        if not batch:
+            return []
+        if hasattr(self.inner, "wire_bytes"):
+            # The in-process engine keeps simulated time and must see the timeout.
+            replies = list(self.inner.send_and_receive(batch, timeout=timeout))
+            self._count_down(batch, None, {m.metadata.message_id for m in batch})
+        else:
+            sizes = self._sizes_before(batch)
+            ids = list(self.inner.push_messages(batch))
+            self._count_down(batch, sizes, set(ids))
+            replies = self._await({message_id for message_id in ids if message_id}, timeout)
+        self._count_up(replies)
+        return join(addressed(batch), replies, self.partition_of)
+
+    def _await(self, missing: set[str], timeout: float | None) -> list[Message]:
+        """Look for replies until all of ``missing`` have one or ``timeout`` real seconds are over."""
+        end = None if timeout is None else time.monotonic() + timeout
+        replies: list[Message] = []
+        while missing:
+            arrived = list(self.inner.pull_messages(missing))
+            replies.extend(arrived)
+            missing = missing - {reply.metadata.reply_to_message_id for reply in arrived}
+            if not missing or (end is not None and time.monotonic() >= end):
+                break
+            time.sleep(self.poll_seconds)
+        return replies
+
+    # Resuming.
+
+    def snapshot(self) -> bytes:
+        """Return the meter's own memory and the inner grid's; the ledger is stored apart.
+
+        Raises
+        ------
+        StateError
+            When the inner grid cannot be stored (Ray and deployments keep client state themselves).
+        """
+        if not hasattr(self.inner, "snapshot"):
+            raise StateError(f"{type(self.inner).__name__} has no snapshot(); only the in-process engine can resume")
+        sent = [[key, s.node_id, s.round, s.message_type] for key, s in self._sent.items()]
+        return store.dumps(
+            {"inner": self.inner.snapshot(), "sent": sent, "partitions": self._partitions}, "meter snapshot"
+        )
+
+    def restore(self, data: bytes) -> None:
+        """Continue from :meth:`snapshot`'s bytes.
+
+        Raises
+        ------
+        fedcomp.flower.store.StoreError
+            When the bytes are damaged.
+        """
+        state = store.loads(data, "meter snapshot")
+        cast(Any, self.inner).restore(state["inner"])
+        self._sent = {key: _Sent(*fields) for key, *fields in state["sent"]}
+        self._partitions = state["partitions"]
+
+    # Counting.
+
+    def _sizes_before(self, batch: Sequence[Message]) -> list[int] | None:
+        """Weigh ``batch`` before it leaves, unless the engine weighs messages itself.
+
+        Ray's threads pickle the very same objects once they are pushed; weighing fills caches inside them.
+        """
+        if hasattr(self.inner, "wire_bytes"):
+            return None
+        packer = Packer()
+        return [packer.pack(message).wire for message in batch]
+
+    def _count_down(self, batch: Sequence[Message], sizes: list[int] | None, accepted: set[str]) -> None:
+        """Record the messages whose ids are in ``accepted``; engines name also those they then refuse."""
+        for index, message in enumerate(batch):
+            meta = message.metadata
+            if not meta.message_id or meta.message_id not in accepted:
+                continue
+            declared = self._round if self._round is not None else round_of(message)
+            sent = _Sent(meta.dst_node_id, declared or 0, meta.message_type)
+            self._sent[meta.message_id] = sent
+            wire = cast(Any, self.inner).wire_bytes(message) if sizes is None else sizes[index]
+            self._record(sent, "down", message, wire)
+
+    def _count_up(self, replies: Sequence[Message]) -> None:
+        packer = Packer()
+        seen: set[str] = set()
+        for reply in replies:
+            meta = reply.metadata
+            sent = self._sent.get(meta.reply_to_message_id)
+            if sent is None or meta.src_node_id == SUPERLINK_NODE_ID or meta.message_id in seen:
+                continue
+            seen.add(meta.message_id)
+            partition = take_node(reply)
+            if partition is not None:
+                self._partitions[sent.node_id] = partition
+            measured = getattr(self.inner, "wire_bytes", None)
+            self._record(sent, "up", reply, packer.pack(reply).wire if measured is None else measured(reply))
+        for reply in replies:
+            self._sent.pop(reply.metadata.reply_to_message_id, None)
+
+    def _record(self, sent: _Sent, direction: Direction, message: Message, wire: int) -> None:
+        payload = payload_bytes(message)
+        self.ledger.record(sent.round, sent.node_id, direction, sent.message_type, "hub", payload, wire)
+        partition = self.partition_of(sent.node_id)
+        if partition is not None:
+            self.ledger.identify(sent.node_id, partition)
+
+
+def _as_batch(messages: Iterable[Message]) -> list[Message]:
+    if not isinstance(messages, Collection):
+        raise ConfigError(
+            f"messages is a {type(messages).__name__}; pass a list. A deployment iterates it twice, so a generator "
+            "would send an empty batch there"
+        )
+    return list(messages)

@@ -1,0 +1,336 @@
+"""A round is a generator of exchanges; this is what drives it.
+
+    replies = yield messages
+
+An exchange is one push of messages and the replies that came back. A strategy that needs several per round (gossip,
+PowerSGD, support agreement) reads as straight-line code, and one driver sends, joins, times out and counts for all
+of them. Flower's own strategies, with their four hooks, are adapted to the same form.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedcomp.errors import ConfigError
+from fedcomp.flower.metered import addressed, join, partition_lookup
+
+T = TypeVar("T")
+
+Exchanges = Generator[Iterable[Message], list[Message], T]
+"""Yields the messages of an exchange, receives its replies in partition order, returns what the round came to."""
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What one round came to; None where a step gave nothing.
+
+    Attributes
+    ----------
+    arrays : ArrayRecord or None
+        The new model; None keeps the former one.
+    train, evaluate, server : MetricRecord or None
+        Metrics aggregated over training replies, over evaluation replies, and of the server's own evaluation.
+    """
+
+    arrays: ArrayRecord | None = None
+    train: MetricRecord | None = None
+    evaluate: MetricRecord | None = None
+    server: MetricRecord | None = None
+
+
+OnRound = Callable[[int, ArrayRecord, RoundOutcome], None]
+
+
+def drive(round: Exchanges[T], grid: Grid, *, timeout: float | None = None) -> T:
+    """Run one round to its end and return its value.
+
+    Parameters
+    ----------
+    round : generator
+        Yields messages, receives replies.
+    grid : Grid
+        Any engine.
+    timeout : float, optional
+        Seconds to wait for the replies of each exchange.
+
+    Raises
+    ------
+    ConfigError
+        When the generator yields something other than messages.
+    """
+    return drive_many([round], grid, timeout=timeout)[0]
+
+
+def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | None = None) -> list[T]:
+    """Run several rounds side by side, one exchange of each at a time in one push; return their values in order.
+
+    An exchange with no messages is answered with no replies, without asking the engine. Whatever happens, every
+    generator is closed at the end, so that its ``finally`` blocks run.
+
+    Raises
+    ------
+    ConfigError
+        When two rounds address the same node in one push: engines may run the two messages at the same time on the
+        same client state, and one of the changes is lost. Also when a generator yields no messages but something else.
+    """
+    partition_of = partition_lookup(grid)
+    values: dict[int, T] = {}
+    waiting: dict[int, list[Message]] = {}
+
+    def advance(index: int, replies: list[Message] | None) -> None:
+        try:
+            # send(None) starts a generator; after that every send carries the replies.
+            waiting[index] = _as_messages(rounds[index].send(cast(Any, replies)))
+        except StopIteration as stop:
+            waiting.pop(index, None)
+            values[index] = stop.value
+
+    try:
+        for index in range(len(rounds)):
+            advance(index, None)
+        while waiting:
+            _refuse_shared_nodes(waiting.values())
+            batch = [message for messages in waiting.values() for message in messages]
+            replies = list(grid.send_and_receive(batch, timeout=timeout)) if batch else []
+            for index, messages in list(waiting.items()):
+                advance(index, join(addressed(messages), replies, partition_of))
+    finally:
+        for generator in rounds:
+            generator.close()
+    return [values[index] for index in range(len(rounds))]
+
+
+def _as_messages(yielded: object) -> list[Message]:
+    messages: list[Message] = []
+    for item in yielded if isinstance(yielded, Iterable) else [yielded]:
+        if not isinstance(item, Message):
+            raise ConfigError(f"a round yielded {type(item).__name__}; expected an iterable of Messages")
+        messages.append(item)
+    return messages
+
+
+def _refuse_shared_nodes(batches: Iterable[Sequence[Message]]) -> None:
+    taken: set[int] = set()
+    for messages in batches:
+        nodes = {message.metadata.dst_node_id for message in messages}
+        if taken & nodes:
+            raise ConfigError(
+                f"two rounds address node {min(taken & nodes)} in the same exchange; give every node to one of them"
+            )
+        taken |= nodes
+
+
+def hooks_round(
+    strategy: Strategy,
+    server_round: int,
+    arrays: ArrayRecord,
+    train_config: ConfigRecord,
+    evaluate_config: ConfigRecord,
+    grid: Grid,
+) -> Exchanges[RoundOutcome]:
+    """One round of any Flower strategy: its train hooks, then its evaluate hooks, as Flower's own loop calls them."""
+    replies = yield list(strategy.configure_train(server_round, arrays, train_config, grid))
+    aggregated, train = strategy.aggregate_train(server_round, replies)
+    current = arrays if aggregated is None else aggregated
+    replies = yield list(strategy.configure_evaluate(server_round, current, evaluate_config, grid))
+    evaluate = strategy.aggregate_evaluate(server_round, replies)
+    return RoundOutcome(aggregated, train, evaluate)
+
+
+@runtime_checkable
+class HasRound(Protocol):
+    """A strategy that writes its round as a generator of exchanges."""
+
+    def round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Train once; return the new arrays and metrics, None where there are none."""
+        ...
+
+
+def exchanges_of(
+    strategy: Strategy | HasRound,
+    server_round: int,
+    arrays: ArrayRecord,
+    train_config: ConfigRecord,
+    evaluate_config: ConfigRecord,
+    grid: Grid,
+) -> Exchanges[RoundOutcome]:
+    """One round of ``strategy``: its own generator if it has one, Flower's hooks otherwise."""
+    if not isinstance(strategy, HasRound):
+        return (yield from hooks_round(strategy, server_round, arrays, train_config, evaluate_config, grid))
+    aggregated, train = yield from strategy.round(server_round, arrays, train_config, grid)
+    current = arrays if aggregated is None else aggregated
+    evaluate = None
+    if isinstance(strategy, ExchangeStrategy):
+        evaluate = yield from strategy.evaluate_round(server_round, current, evaluate_config, grid)
+    return RoundOutcome(aggregated, train, evaluate)
+
+
+class ExchangeStrategy(Strategy):
+    """Base class of strategies with more than one exchange per round.
+
+    A subclass writes :meth:`round` as a generator and gets a :meth:`start` with Flower's signature. Flower's four
+    hooks cannot express such a round; calling them is refused.
+    """
+
+    @abstractmethod
+    def round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Train once: ``replies = yield messages`` for every exchange; return new arrays and metrics (or None)."""
+
+    def evaluate_round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[MetricRecord | None]:
+        """Evaluate on the clients after a round, as a generator of exchanges; by default not at all."""
+        return None
+        yield
+
+    def summary(self) -> None:
+        """Log the strategy's name; subclasses add their parameters."""
+        _LOG.info("%s", type(self).__name__)
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Run ``num_rounds`` rounds; same meaning as Flower's ``Strategy.start``, by way of :func:`fit`."""
+        self.summary()
+        return fit(
+            self,
+            grid,
+            initial_arrays,
+            num_rounds,
+            timeout=timeout,
+            train_config=train_config,
+            evaluate_config=evaluate_config,
+            evaluate_fn=evaluate_fn,
+        )
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Refused: the round does not fit one exchange."""
+        raise self._no_hooks()
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Refused: the round does not fit one exchange."""
+        raise self._no_hooks()
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Refused: the round does not fit one exchange."""
+        raise self._no_hooks()
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Refused: the round does not fit one exchange."""
+        raise self._no_hooks()
+
+    def _no_hooks(self) -> ConfigError:
+        return ConfigError(
+            f"{type(self).__name__} needs several exchanges per round and has no configure/aggregate hooks; run it "
+            "with its start() or with fedcomp.flower.rounds.fit(), and not inside a wrapper that calls hooks"
+        )
+
+
+def fit(
+    strategy: Strategy | HasRound,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    num_rounds: int,
+    *,
+    start_round: int = 1,
+    timeout: float | None = 3600,
+    train_config: ConfigRecord | None = None,
+    evaluate_config: ConfigRecord | None = None,
+    evaluate_fn: EvaluateFn | None = None,
+    on_round: OnRound | None = None,
+    result: Result | None = None,
+) -> Result:
+    """Run rounds ``start_round`` to ``num_rounds`` of a strategy of either kind.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        A Flower strategy, or one whose ``round`` is a generator of exchanges.
+    grid : Grid
+        Any engine. If it has a ``round`` attribute, that is set before each round.
+    initial_arrays : ArrayRecord
+        The model before round ``start_round``.
+    num_rounds : int
+        Number of the last round.
+    start_round : int
+        Number of the first round; larger than 1 when a run is resumed.
+    timeout : float, optional
+        Seconds to wait for the replies of each exchange.
+    train_config, evaluate_config : ConfigRecord, optional
+        Passed to the strategy each round, which may write to them (Flower's write ``server-round``).
+    evaluate_fn : callable, optional
+        ``(round, arrays) -> MetricRecord | None``; also called for round 0 when ``start_round`` is 1.
+    on_round : callable, optional
+        ``(round, arrays, outcome)``, called after each round: progress, checkpoints. An exception in it ends the run.
+    result : Result, optional
+        History of the rounds before ``start_round``; continued in place.
+
+    Returns
+    -------
+    Result
+        Metrics by round, and the final arrays. Unlike Flower's loop, these are the last arrays there were when rounds
+        (or all of them) brought nothing, and ``initial_arrays`` when there were no rounds.
+
+    Raises
+    ------
+    ConfigError
+        When ``start_round`` is less than 1.
+    """
+    if start_round < 1:
+        raise ConfigError(f"start_round is {start_round}; rounds are numbered from 1")
+    train_config = ConfigRecord() if train_config is None else train_config
+    evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+    result = Result() if result is None else result
+    arrays = initial_arrays
+    result.arrays = arrays
+    if evaluate_fn is not None and start_round == 1:
+        _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
+    for server_round in range(start_round, num_rounds + 1):
+        if hasattr(grid, "round"):
+            grid.round = server_round
+        exchanges = exchanges_of(strategy, server_round, arrays, train_config, evaluate_config, grid)
+        outcome = drive(exchanges, grid, timeout=timeout)
+        if outcome.arrays is not None:
+            arrays = outcome.arrays
+            result.arrays = arrays
+        server = evaluate_fn(server_round, arrays) if evaluate_fn is not None else None
+        _keep(result.train_metrics_clientapp, server_round, outcome.train)
+        _keep(result.evaluate_metrics_clientapp, server_round, outcome.evaluate)
+        _keep(result.evaluate_metrics_serverapp, server_round, server)
+        if on_round is not None:
+            on_round(server_round, arrays, RoundOutcome(outcome.arrays, outcome.train, outcome.evaluate, server))
+    return result
+
+
+def _keep(history: dict[int, MetricRecord], server_round: int, metrics: MetricRecord | None) -> None:
+    if metrics is not None:
+        history[server_round] = metrics

@@ -1,0 +1,144 @@
+"""Plain data to bytes and back, without pickle: what snapshots and checkpoints are written in.
+
+Numbers, strings, bytes, lists, tuples, dictionaries, numpy arrays and Flower's records survive exactly, nested in
+any way. The container is numpy's ``npz`` (a zip archive, each member with its CRC-32): one member per array plus one
+JSON document that holds the structure. Anything that would need pickle is refused on writing and on reading.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+import zlib
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.errors import FedcompError
+
+_MANIFEST: Final = "manifest"
+_TAG: Final = "$"
+VERSION: Final = 1
+"""Version of the container; a reader refuses newer ones."""
+
+
+class StoreError(FedcompError, ValueError):
+    """Stored data is damaged or of a foreign format, or a value cannot be stored."""
+
+
+def dumps(value: Any, kind: str) -> bytes:
+    """Return ``value`` as bytes, labelled with ``kind`` so that files are not mixed up.
+
+    Raises
+    ------
+    StoreError
+        When ``value`` holds something that is not plain data; the message names where.
+    """
+    members: dict[str, NDArray[Any]] = {}
+    document = {"format": "fedcomp.store", "version": VERSION, "kind": kind, "value": _encode(value, members, "value")}
+    members[_MANIFEST] = np.frombuffer(json.dumps(document).encode(), np.uint8)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **members)
+    return buffer.getvalue()
+
+
+def loads(data: bytes, kind: str) -> Any:
+    """Return the value :func:`dumps` was given.
+
+    Raises
+    ------
+    StoreError
+        When the bytes are damaged, were written by a newer version, or hold another ``kind``.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            members = {name: archive[name] for name in archive.files}
+        document = json.loads(members[_MANIFEST].tobytes())
+        label, version, found = document["format"], document["version"], document["kind"]
+    except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, OSError, TypeError) as error:
+        raise StoreError(f"stored {kind} is damaged or not one: {error}") from error
+    except (NotImplementedError, RuntimeError) as error:  # zipfile on a damaged method or flag field
+        raise StoreError(f"stored {kind} is damaged: {error}") from error
+    if label != "fedcomp.store" or found != kind:
+        raise StoreError(f"stored data is a {found!r} of format {label!r}, expected a {kind!r}")
+    if not isinstance(version, int) or version > VERSION:
+        raise StoreError(
+            f"stored {kind} has version {version!r}, this release reads up to {VERSION}; use the release that wrote it"
+        )
+    try:
+        return _decode(document["value"], members)
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise StoreError(f"stored {kind} has a damaged structure: {error!r}") from error
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether :func:`dumps` can store ``value``."""
+    try:
+        _encode(value, {}, "value")
+    except StoreError:
+        return False
+    return True
+
+
+def _member(array: NDArray[Any], members: dict[str, NDArray[Any]]) -> str:
+    name = f"m{len(members)}"
+    members[name] = array
+    return name
+
+
+def _encode(value: Any, members: dict[str, NDArray[Any]], path: str) -> Any:
+    """Return a JSON-able description of ``value``; bulk data goes to ``members``."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes", "at": _member(np.frombuffer(bytes(value), np.uint8), members)}
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            raise StoreError(f"{path} is an array of Python objects; only numeric arrays can be stored")
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {_TAG: kind, "at": _member(np.asarray(value), members)}
+    if isinstance(value, list | tuple):
+        items = [_encode(item, members, f"{path}[{i}]") for i, item in enumerate(value)]
+        return {_TAG: "tuple", "items": items} if isinstance(value, tuple) else items
+    if isinstance(value, Array):
+        data = _member(np.frombuffer(value.data, np.uint8), members)
+        return {_TAG: "Array", "dtype": value.dtype, "shape": list(value.shape), "stype": value.stype, "at": data}
+    for cls in (ArrayRecord, MetricRecord, ConfigRecord, RecordDict, dict):
+        if isinstance(value, cls):
+            items = [
+                [_encode(key, members, f"a key of {path}"), _encode(item, members, f"{path}[{key!r}]")]
+                for key, item in value.items()
+            ]
+            return {_TAG: cls.__name__, "items": items}
+    raise StoreError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data and cannot be "
+        "stored without pickle; give its owner state_dict() and load_state_dict()"
+    )
+
+
+def _decode(node: Any, members: dict[str, NDArray[Any]]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, members) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tag = node[_TAG]
+    if tag == "bytes":
+        return members[node["at"]].tobytes()
+    if tag == "array":
+        return members[node["at"]]
+    if tag == "scalar":
+        return members[node["at"]][()]
+    if tag == "Array":
+        return Array(node["dtype"], tuple(node["shape"]), node["stype"], members[node["at"]].tobytes())
+    if tag == "tuple":
+        return tuple(_decode(item, members) for item in node["items"])
+    pairs = {_decode(key, members): _decode(item, members) for key, item in node["items"]}
+    if tag == "dict":
+        return pairs
+    records = {cls.__name__: cls for cls in (ArrayRecord, MetricRecord, ConfigRecord, RecordDict)}
+    if tag not in records:
+        raise StoreError(f"stored data holds an unknown kind of value {tag!r}")
+    return records[tag](pairs)

@@ -1,0 +1,395 @@
+"""The decoder: bytes of an untrusted peer in, checked tensors or a WireError out.
+
+The order of the checks is fixed: header and checksum; the table, against the receiver's schema; section lengths; then,
+per tensor, possible lengths, declared raw sizes, decompression, indices, values. Nothing is allocated by the size a
+field claims before that size was checked against the receiver's own limits.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.wire.backends import backend_name, decompress
+from fedcomp.wire.bits import Buffer, take_varint
+from fedcomp.wire.choose import Complement, Seeded, SeededIndex, SharedIndex, SharedSupport, index_codec
+from fedcomp.wire.errors import (
+    BadMagic,
+    ChecksumMismatch,
+    Corrupt,
+    LimitExceeded,
+    NonFinite,
+    SchemaMismatch,
+    Truncated,
+    UnsupportedCodec,
+    UnsupportedVersion,
+)
+from fedcomp.wire.frame import HEADER, MAGIC, MAJOR, MAX_TLVS, MUST_UNDERSTAND, PADDING, TLV_END
+from fedcomp.wire.index import IndexCodec, Indices, NoIndex
+from fedcomp.wire.limits import DTYPES, FLOATS, MAX_NDIM, MAX_SIZE, NUMPY_DTYPES, Expected, Limits, Schema
+from fedcomp.wire.quantised import VALUE_BY_NAME, VALUE_CODECS
+from fedcomp.wire.tensor import COEFFICIENTS, DENSE, SHARED, SPARSE, Bundle, Kind, Tensor
+from fedcomp.wire.values import RESERVED_VALUES, Values, chunks
+
+_TRAILER = 4
+_MAX_INDEX_PARAMS = 32
+_MAX_VALUE_PARAMS = 64
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class _Entry(NamedTuple):
+    """One row of the tensor table, checked on its own."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    n: int
+    kind: Kind
+    k: int
+    index_codec: IndexCodec
+    index_params: bytes
+    value_codec: type[Values]
+    value_params: bytes
+    backend: str
+    index_stored: int
+    value_stored: int
+    index_raw: int
+    value_raw: int
+
+
+def decode(
+    frame: Buffer,
+    expect: Schema | None = None,
+    limits: Limits | None = None,
+    supports: Mapping[int, Indices] | None = None,
+) -> Bundle:
+    """Parse and check a frame completely.
+
+    Parameters
+    ----------
+    frame : bytes-like
+        Dense raw tensors of the result are read-only views of it.
+    expect : Schema, optional
+        The tensors the receiver expects. Names (where the frame gives them), shapes and dtypes must agree; sizes are
+        taken from here, never from the frame. None accepts any tensors within the limits.
+    limits : Limits, optional
+        Default: those of ``expect``, or conservative general ones.
+    supports : mapping of int to ndarray of int64, optional
+        Supports both ends hold, by id: strictly ascending indices. None leaves shared supports unresolved.
+
+    Raises
+    ------
+    WireError
+        One of its subclasses for every frame that is not accepted; nothing else.
+    """
+    if limits is None:
+        limits = Limits() if expect is None else Limits.for_schema(expect)
+    buf = memoryview(frame).toreadonly()
+    if buf.ndim != 1 or buf.itemsize != 1 or not buf.contiguous:
+        raise ConfigError("a frame is a contiguous one-dimensional buffer of bytes")
+    flags, count, head = _check_header(buf, limits)
+    tlvs, pos = _take_fields(buf, HEADER.size, head)
+    entries = _take_table(buf, pos, head, count, expect, limits)
+    payload = len(buf) - head - _TRAILER
+    stored = sum(e.index_stored + e.value_stored for e in entries)
+    if stored > payload:
+        raise Truncated(f"the tensor table announces {stored} bytes of sections, the frame holds {payload}")
+    if stored < payload:
+        raise Corrupt(f"{payload - stored} bytes follow the last section")
+    decoded = 0
+    for entry in entries:
+        _check_sizes(entry, limits)
+        decoded += _decoded_bytes(entry)
+        if decoded > limits.max_bytes_out:
+            raise LimitExceeded(
+                f"the frame decodes to {decoded} and more bytes; this receiver takes {limits.max_bytes_out}"
+            )
+    tensors = []
+    non_finite = 0
+    pos = head
+    for entry in entries:
+        middle = pos + entry.index_stored
+        end = middle + entry.value_stored
+        tensor, zeroed = _take_tensor(entry, buf[pos:middle], buf[middle:end], limits, supports)
+        tensors.append(tensor)
+        non_finite += zeroed
+        pos = end
+    return Bundle(tuple(tensors), flags, tlvs, non_finite)
+
+
+def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
+    """Return flags, number of tensors and the offset of the payload."""
+    size = len(buf)
+    if size > limits.max_bytes_in:
+        raise LimitExceeded(f"frame of {size} bytes; this receiver takes at most {limits.max_bytes_in}")
+    if buf[:4] != MAGIC[: min(4, size)]:
+        raise BadMagic(f"the bytes start with {bytes(buf[:4])!r}, a frame starts with {MAGIC!r}")
+    if size < HEADER.size + _TRAILER:
+        raise Truncated(f"{size} bytes are less than the {HEADER.size + _TRAILER} of the shortest frame")
+    _, major, minor, flags, count, head = HEADER.unpack_from(buf)
+    if major != MAJOR:
+        raise UnsupportedVersion(
+            f"frame of version {major}.{minor}; this receiver speaks {MAJOR}; update the older end",
+            major,
+            MAJOR,
+        )
+    if flags & MUST_UNDERSTAND:
+        raise UnsupportedVersion(
+            f"flags {flags:#06x} set a must-understand bit unknown to version {MAJOR}", major, MAJOR
+        )
+    if head > size - _TRAILER:
+        raise Truncated(f"the header claims {head} bytes of a frame of {size}")
+    if head < HEADER.size + 1:
+        raise Corrupt(f"the header claims {head} bytes, less than it needs")
+    crc = zlib.crc32(buf[: size - _TRAILER])
+    found = int.from_bytes(buf[size - _TRAILER :], "little")
+    if crc != found:
+        raise ChecksumMismatch(f"CRC-32 is {crc:#010x}, the frame says {found:#010x}; it was damaged or cut on its way")
+    if count > limits.max_tensors:
+        raise LimitExceeded(f"frame of {count} tensors; this receiver takes at most {limits.max_tensors}")
+    return flags, count, head
+
+
+def _take_fields(buf: memoryview, pos: int, end: int) -> tuple[tuple[tuple[int, bytes], ...], int]:
+    """Read the optional fields up to and including their end mark."""
+    fields: list[tuple[int, bytes]] = []
+    for _ in range(MAX_TLVS + 1):
+        if pos >= end:
+            raise Truncated("the header ends before the end mark of its optional fields")
+        kind = buf[pos]
+        pos += 1
+        if kind == TLV_END:
+            return tuple(fields), pos
+        if kind >= 128:
+            raise UnsupportedVersion(f"optional field {kind} must be understood, but is unknown here", MAJOR, MAJOR)
+        length, pos = take_varint(buf, pos, end)
+        if length > end - pos:
+            raise Truncated(f"optional field {kind} claims {length} bytes, the header has {end - pos} left")
+        if kind == PADDING:
+            if any(buf[pos : pos + length]):
+                raise Corrupt("padding bytes of the header are not zero")
+        else:
+            fields.append((kind, bytes(buf[pos : pos + length])))
+        pos += length
+    raise LimitExceeded(f"more than {MAX_TLVS} optional fields")
+
+
+def _take_table(buf: memoryview, pos: int, end: int, count: int, expect: Schema | None, limits: Limits) -> list[_Entry]:
+    if expect is not None and count != len(expect):
+        raise SchemaMismatch(f"frame of {count} tensors, expected {len(expect)}")
+    entries: list[_Entry] = []
+    names: set[str] = set()
+    elements = 0
+    for i in range(count):
+        entry, pos = _take_entry(buf, pos, end, None if expect is None else expect[i], limits)
+        if entry.name:
+            if entry.name in names:
+                raise Corrupt(f"two tensors are named {entry.name!r}")
+            names.add(entry.name)
+        elements += entry.n
+        if elements > limits.max_elements:
+            raise LimitExceeded(f"tensors of {elements} and more elements; this receiver takes {limits.max_elements}")
+        entries.append(entry)
+    if pos != end:
+        raise Corrupt(f"{end - pos} bytes follow the tensor table")
+    return entries
+
+
+def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, limits: Limits) -> tuple[_Entry, int]:
+    size, pos = take_varint(buf, pos, end)
+    if size > 255:
+        raise Corrupt(f"a tensor's name has {size} bytes, at most 255 are allowed")
+    if pos + size + 2 > end:
+        raise Truncated("the header ends inside a tensor's entry")
+    try:
+        name = str(buf[pos : pos + size], "utf-8") if size else ""
+    except UnicodeDecodeError:
+        raise Corrupt("a tensor's name is not UTF-8") from None
+    pos += size
+    dtype = DTYPES.get(buf[pos])
+    if dtype is None:
+        raise UnsupportedCodec(
+            f"dtype {buf[pos]} is unknown; this receiver has {', '.join(DTYPES.values())}", DTYPES.values()
+        )
+    ndim = buf[pos + 1]
+    pos += 2
+    if ndim > MAX_NDIM:
+        raise Corrupt(f"a tensor of {ndim} dimensions; at most {MAX_NDIM} are allowed")
+    dims = []
+    for _ in range(ndim):
+        dim, pos = take_varint(buf, pos, end)
+        dims.append(dim)
+    shape = tuple(dims)
+    if expected is not None:
+        if (name and name != expected.name) or shape != expected.shape or dtype != expected.dtype:
+            raise SchemaMismatch(
+                f"tensor {name!r} is {dtype}{list(shape)}, expected {expected.name!r} as "
+                f"{expected.dtype}{list(expected.shape)}; sender and receiver must hold the same model"
+            )
+        name, n = expected.name, expected.size
+    else:
+        n = math.prod(shape)
+    if n > MAX_SIZE:
+        raise LimitExceeded(f"tensor {name!r} has {n} elements")
+    if pos >= end:
+        raise Truncated("the header ends inside a tensor's entry")
+    kind = _KINDS.get(buf[pos])
+    if kind is None:
+        raise Corrupt(f"tensor {name!r} is of unknown kind {buf[pos]}")
+    k, pos = take_varint(buf, pos + 1, end)
+    most = n if expected is None or expected.max_k is None else min(n, expected.max_k)
+    if k > n or (kind is DENSE and k != n):
+        raise Corrupt(f"tensor {name!r} of {n} elements has {k} values")
+    if k > most and kind is not DENSE:
+        raise LimitExceeded(f"tensor {name!r} has {k} values; this receiver takes at most {most}")
+    index_id, index_params, pos = _take_codec(buf, pos, end, _MAX_INDEX_PARAMS)
+    value_id, value_params, pos = _take_codec(buf, pos, end, _MAX_VALUE_PARAMS)
+    index = _allowed_index(index_id, kind, name, index_params, limits)
+    values = _allowed_values(value_id, dtype, name, limits)
+    if pos >= end:
+        raise Truncated("the header ends inside a tensor's entry")
+    backend = backend_name(buf[pos])
+    if limits.backends is not None and backend != "none" and backend not in limits.backends:
+        raise UnsupportedCodec(f"back-end {backend!r} is not allowed here", sorted(limits.backends))
+    index_raw, pos = take_varint(buf, pos + 1, end)
+    value_raw, pos = take_varint(buf, pos, end)
+    index_stored, value_stored = index_raw, value_raw
+    if backend != "none":
+        index_raw, pos = take_varint(buf, pos, end)
+        value_raw, pos = take_varint(buf, pos, end)
+        if index_stored > index_raw or value_stored > value_raw:
+            raise Corrupt(f"tensor {name!r}: a section is longer stored than raw")
+    entry = _Entry(
+        name, dtype, shape, n, kind, k, index, index_params, values, value_params, backend,
+        index_stored, value_stored, index_raw, value_raw,
+    )  # fmt: skip
+    return entry, pos
+
+
+def _take_codec(buf: memoryview, pos: int, end: int, most: int) -> tuple[int, bytes, int]:
+    """Read a codec's id and parameters."""
+    if pos + 2 > end:
+        raise Truncated("the header ends inside a tensor's entry")
+    code, size = buf[pos], buf[pos + 1]
+    if size > most:
+        raise Corrupt(f"codec {code} has {size} bytes of parameters, at most {most} are allowed")
+    pos += 2
+    if pos + size > end:
+        raise Truncated("the header ends inside a tensor's entry")
+    return code, bytes(buf[pos : pos + size]), pos + size
+
+
+def _allowed_index(code: int, kind: Kind, name: str, params: bytes, limits: Limits) -> IndexCodec:
+    codec = index_codec(code)
+    fits = (
+        isinstance(codec, NoIndex)
+        if kind in (DENSE, COEFFICIENTS)
+        else isinstance(codec, SharedIndex)
+        if kind is SHARED
+        else not isinstance(codec, NoIndex | SharedIndex)
+    )
+    if not fits:
+        raise Corrupt(f"tensor {name!r} is {kind.name.lower()}, but its index codec is {codec.name!r}")
+    allowed = limits.index_codecs
+    if allowed is not None and kind is SPARSE:
+        inner = Complement.inner(params).name if isinstance(codec, Complement) else codec.name
+        if codec.name not in allowed or inner not in allowed:
+            raise UnsupportedCodec(f"index codec {codec.name!r} of {inner!r} is not allowed here", sorted(allowed))
+    return codec
+
+
+def _allowed_values(code: int, dtype: str, name: str, limits: Limits) -> type[Values]:
+    codec = VALUE_CODECS.get(code)
+    if codec is None:
+        what = f"({RESERVED_VALUES[code]}) is reserved" if code in RESERVED_VALUES else "is unknown"
+        raise UnsupportedCodec(
+            f"value codec {code} {what}; this receiver has {', '.join(VALUE_BY_NAME)}", VALUE_BY_NAME
+        )
+    if limits.value_codecs is not None and codec.name not in limits.value_codecs:
+        raise UnsupportedCodec(f"value codec {codec.name!r} is not allowed here", sorted(limits.value_codecs))
+    if not codec.accepts(dtype):
+        raise Corrupt(f"tensor {name!r} is {dtype}, which {codec.name!r} values cannot fill")
+    return codec
+
+
+def _check_sizes(entry: _Entry, limits: Limits) -> None:
+    """Check the raw section lengths against what codec, n and k permit, and the decoded size against the limits."""
+    for what, size, (low, high) in (
+        ("index", entry.index_raw, entry.index_codec.bounds(entry.index_params, entry.n, entry.k)),
+        ("value", entry.value_raw, entry.value_codec.bounds(entry.value_params, entry.k, entry.dtype)),
+    ):
+        if not low <= size <= high:
+            raise Corrupt(f"tensor {entry.name!r}: an {what} section of {size} bytes, possible are {low}..{high}")
+
+
+def _decoded_bytes(entry: _Entry) -> int:
+    return entry.k * (8 * (entry.kind is SPARSE) + max(4, NUMPY_DTYPES[entry.dtype].itemsize))
+
+
+def _take_tensor(
+    entry: _Entry,
+    index_section: memoryview,
+    value_section: memoryview,
+    limits: Limits,
+    supports: Mapping[int, Indices] | None,
+) -> tuple[Tensor, int]:
+    """Return the tensor and how many non-finite values were replaced."""
+    index: str | Seeded | SharedSupport = entry.index_codec.name
+    indices: Indices | None = None
+    if entry.kind is SPARSE:
+        section = _open(entry.backend, index_section, entry.index_raw)
+        indices = entry.index_codec.decode(entry.index_params, section, entry.n, entry.k)
+        if isinstance(entry.index_codec, SeededIndex):
+            index = Seeded(int.from_bytes(entry.index_params[1:], "little"))
+        elif isinstance(entry.index_codec, Complement):
+            index = f"complement:{Complement.inner(entry.index_params).name}"
+    elif entry.kind is SHARED:
+        support_id = int.from_bytes(entry.index_params, "little")
+        index = SharedSupport(support_id)
+        if supports is not None:
+            indices = _resolve(entry, support_id, supports)
+    section = _open(entry.backend, value_section, entry.value_raw)
+    values = entry.value_codec.unpack(entry.value_params, section, entry.k, entry.dtype)
+    zeroed = 0
+    if limits.non_finite != "allow" and (bad := values.count_non_finite()):
+        if limits.non_finite == "reject":
+            raise NonFinite(f"tensor {entry.name!r} holds {bad} NaN or infinite value(s) of {entry.k}")
+        values, zeroed = values.zero_non_finite(), bad
+    if limits.max_abs is not None and entry.dtype in FLOATS:
+        _check_cap(entry.name, values.decode(), limits.max_abs)
+    # Gap bytes bring their own back-end; it says nothing about the values unless these were compressed, too.
+    own = isinstance(index, str) and index.endswith("gap-bytes") and entry.value_stored == entry.value_raw
+    backend = "none" if own else entry.backend
+    tensor = Tensor(values, entry.shape, entry.name, entry.dtype, entry.kind, indices, index, backend)
+    return tensor, zeroed
+
+
+def _open(backend: str, section: memoryview, raw: int) -> Buffer:
+    """Return the raw section; equal lengths mean that the back-end was not used for it."""
+    return section if len(section) == raw else decompress(backend, section, raw)
+
+
+def _resolve(entry: _Entry, support_id: int, supports: Mapping[int, Indices]) -> Indices:
+    indices = supports.get(support_id)
+    if indices is None:
+        raise SchemaMismatch(f"tensor {entry.name!r} lies on support {support_id}, which this receiver does not hold")
+    if indices.size != entry.k or (entry.k and int(indices[-1]) >= entry.n):
+        raise SchemaMismatch(
+            f"tensor {entry.name!r} has {entry.k} values of {entry.n} elements on support {support_id}, which has "
+            f"{indices.size} indices"
+        )
+    return indices
+
+
+def _check_cap(name: str, values: NDArray[Any], cap: float) -> None:
+    for part in chunks(values):
+        with np.errstate(invalid="ignore"):
+            largest = float(np.fmax.reduce(np.abs(part), initial=0.0))
+        if largest > cap:
+            raise LimitExceeded(f"tensor {name!r} holds a value of magnitude {largest}; this receiver takes {cap}")

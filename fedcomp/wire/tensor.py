@@ -1,0 +1,230 @@
+"""What a frame holds: tensors, dense or sparse, with their values as they travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.wire.backends import BACKEND_IDS
+from fedcomp.wire.choose import Seeded, SharedSupport, require_index
+from fedcomp.wire.index import Indices
+from fedcomp.wire.limits import MAX_NDIM, MAX_SIZE, require_dtype
+from fedcomp.wire.support import seeded_support
+from fedcomp.wire.values import Raw, Values
+
+
+class Kind(IntEnum):
+    """What the values of a tensor are."""
+
+    DENSE = 0
+    """Every element, in C order."""
+    SPARSE = 1
+    """Elements at ascending flat indices; the others are zero."""
+    COEFFICIENTS = 2
+    """Coefficients of a basis both ends hold; the shape is that of the tensor they stand for."""
+    SHARED = 3
+    """Elements at the indices of a support both ends hold."""
+
+
+DENSE: Final = Kind.DENSE
+SPARSE: Final = Kind.SPARSE
+COEFFICIENTS: Final = Kind.COEFFICIENTS
+SHARED: Final = Kind.SHARED
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """One tensor of a frame, before encoding or after decoding.
+
+    Parameters
+    ----------
+    values : Values
+        The ``k`` values in the form in which they travel.
+    shape : tuple of int
+        Shape of the tensor they stand for; at most eight dimensions.
+    name : str
+        At most 255 bytes of UTF-8; empty when both ends know the order.
+    dtype : str
+        Dtype of the tensor, see :data:`fedcomp.wire.DTYPES`. Lossless values have it; lossy ones decode to float32.
+    kind : Kind
+    indices : ndarray of int64, shape (k,), optional
+        Strictly ascending flat indices of a sparse tensor. None for dense tensors and coefficients, and for seeded and
+        shared supports whose indices were not worked out.
+    index : str, Seeded or SharedSupport
+        The index codec: "auto", a name (see :data:`fedcomp.wire.PLAIN`), or ``"complement:<name>"``. After decoding,
+        the one found in the frame.
+    backend : {"none", "zlib", "zstd", "auto"}
+        Byte compressor tried on both sections and kept where it shortens one. Its output is the same for the same input
+        and the same version of the compressor only.
+    """
+
+    values: Values
+    shape: tuple[int, ...]
+    name: str = ""
+    dtype: str = "float32"
+    kind: Kind = DENSE
+    indices: Indices | None = field(default=None, repr=False)
+    index: str | Seeded | SharedSupport = "auto"
+    backend: str = "none"
+
+    def __post_init__(self) -> None:
+        require_dtype(self.dtype)
+        who = f"tensor {self.name!r}"
+        if len(self.shape) > MAX_NDIM or any(d < 0 for d in self.shape) or self.size > MAX_SIZE:
+            raise ConfigError(f"{who}: shape {self.shape} needs 0..{MAX_NDIM} dimensions and at most 2**62 elements")
+        if len(self.name.encode()) > 255:
+            raise ConfigError(f"{who}: a name has at most 255 bytes of UTF-8")
+        if not self.values.accepts(self.dtype) or (not self.values.lossy and self.values.dtype != self.dtype):
+            raise ConfigError(
+                f"{who}: {self.values.name} values of {self.values.dtype} cannot fill a {self.dtype} tensor"
+            )
+        if self.backend not in BACKEND_IDS and self.backend != "auto":
+            raise ConfigError(f"{who}: back-end {self.backend!r} is none of {', '.join(BACKEND_IDS)}, auto")
+        self._check_support(who)
+
+    def _check_support(self, who: str) -> None:
+        k = self.values.k
+        if self.kind is DENSE and k != self.size:
+            raise ConfigError(f"{who}: a dense tensor of shape {self.shape} needs {self.size} values, got {k}")
+        if k > self.size:
+            raise ConfigError(f"{who}: {k} values do not fit shape {self.shape}")
+        if self.kind is SHARED and not isinstance(self.index, SharedSupport):
+            raise ConfigError(f"{who}: a tensor on a shared support needs index=SharedSupport(id)")
+        if self.kind is not SHARED and isinstance(self.index, SharedSupport):
+            raise ConfigError(f"{who}: index=SharedSupport(id) needs kind=SHARED")
+        if self.kind in (DENSE, COEFFICIENTS) and self.indices is not None:
+            raise ConfigError(f"{who}: only sparse tensors have indices; pass kind=SPARSE")
+        if self.kind is SPARSE and isinstance(self.index, str):
+            require_index(self.index)
+            if self.indices is None or self.indices.shape != (k,):
+                raise ConfigError(f"{who}: {k} sparse values need {k} indices")
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the tensor, sent or not."""
+        return math.prod(self.shape)
+
+    def dense(self) -> NDArray[Any]:
+        """Return the tensor in full, in its own shape and dtype; zeros where nothing was sent.
+
+        A dense raw tensor is returned as a read-only view of the frame. Receivers of many sparse frames should add
+        ``values.decode()`` at ``indices`` into one buffer instead.
+
+        Raises
+        ------
+        ConfigError
+            For coefficients, which only their basis turns into a tensor, and for an unresolved shared support.
+        """
+        if self.kind is COEFFICIENTS:
+            raise ConfigError(f"tensor {self.name!r} holds coefficients; expand them with their basis")
+        values = self.values.decode().astype(self.dtype, copy=False)
+        if self.kind is DENSE:
+            return values.reshape(self.shape)
+        indices = self.indices
+        if indices is None and isinstance(self.index, Seeded):
+            indices = seeded_support(self.index.seed, self.size, self.values.k)
+        if indices is None:
+            raise ConfigError(f"tensor {self.name!r} lies on a shared support; pass it to decode(supports=...)")
+        out = np.zeros(self.size, self.dtype)
+        out[indices] = values
+        return out.reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """A decoded frame.
+
+    Attributes
+    ----------
+    tensors : tuple of Tensor
+        In the order of the frame.
+    flags : int
+        Bit 0: values are differences to ``BASE_ROUND``; bit 1: a basis is needed; bits 2..7 are free for applications.
+    tlvs : tuple of (int, bytes)
+        Type and content of every optional field, in order; unknown types below 128 included, padding not.
+    non_finite : int
+        Values that were NaN or infinite and are 0 now (policy "zero").
+    """
+
+    tensors: tuple[Tensor, ...]
+    flags: int = 0
+    tlvs: tuple[tuple[int, bytes], ...] = ()
+    non_finite: int = 0
+
+    def tlv(self, kind: int) -> bytes | None:
+        """Return the first optional field of this type, or None."""
+        return next((content for t, content in self.tlvs if t == kind), None)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, position: int) -> Tensor:
+        return self.tensors[position]
+
+
+def dense(array: NDArray[Any], name: str = "", *, backend: str = "none") -> Tensor:
+    """Return a dense tensor that carries ``array`` exactly."""
+    array = np.asarray(array)
+    values = Raw(array)
+    return Tensor(values, tuple(array.shape), name, values.dtype, backend=backend)
+
+
+def sparse(
+    shape: Sequence[int],
+    indices: Indices,
+    values: Values | NDArray[Any],
+    name: str = "",
+    index: str = "auto",
+    *,
+    dtype: str | None = None,
+    backend: str = "none",
+) -> Tensor:
+    """Return a sparse tensor; an array as ``values`` travels raw, ``dtype`` defaults to that of the values."""
+    content = values if isinstance(values, Values) else Raw(values)
+    found = np.asarray(indices, np.int64)
+    return Tensor(content, tuple(shape), name, dtype or content.dtype, SPARSE, found, index, backend)
+
+
+def seeded(
+    shape: Sequence[int],
+    seed: int,
+    k: int,
+    values: Values | NDArray[Any],
+    name: str = "",
+    *,
+    indices: Indices | None = None,
+    backend: str = "none",
+) -> Tensor:
+    """Return a sparse tensor whose support is :func:`~fedcomp.wire.seeded_support` of ``seed``; only the seed travels.
+
+    ``values`` are those at the ascending indices. ``indices`` may be passed when they are known already.
+    """
+    content = values if isinstance(values, Values) else Raw(values)
+    if content.k != k:
+        raise ConfigError(f"tensor {name!r}: a seeded support of {k} indices got {content.k} values")
+    source = Seeded(seed & (1 << 64) - 1)
+    return Tensor(content, tuple(shape), name, content.dtype, SPARSE, indices, source, backend)
+
+
+def shared(
+    shape: Sequence[int],
+    support_id: int,
+    values: Values | NDArray[Any],
+    name: str = "",
+    *,
+    indices: Indices | None = None,
+    backend: str = "none",
+) -> Tensor:
+    """Return a tensor on a support both ends hold under ``support_id`` (0 <= id < 2**64)."""
+    if not 0 <= support_id < 1 << 64:
+        raise ConfigError(f"support id {support_id} is not a 64-bit number")
+    content = values if isinstance(values, Values) else Raw(values)
+    source = SharedSupport(support_id)
+    return Tensor(content, tuple(shape), name, content.dtype, SHARED, indices, source, backend)

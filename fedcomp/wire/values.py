@@ -1,0 +1,365 @@
+"""Value codecs: what the kept values look like on the wire. This module: the interface and the floating-point ones.
+
+A :class:`Values` object holds values as they travel, already quantised: the codec rooms above decide how to quantise,
+this room writes the result down. Quantising constructors are given where there is one canonical way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.wire.bits import Buffer, pack, packed_size, shuffle, unpack, unshuffle
+from fedcomp.wire.errors import Corrupt
+from fedcomp.wire.limits import DTYPE_IDS, FLOATS, NUMPY_DTYPES, require_dtype
+
+RESERVED_VALUES: Final = {7: "range-float", 8: "codebook", 9: "pca-coefficients", 10: "spectrum"}
+
+_CHUNK = 1 << 18
+_SHUFFLED = b"\x01"
+
+
+class Values(ABC):
+    """``k`` values in the form in which they travel.
+
+    Attributes
+    ----------
+    codec_id, name
+        The byte on the wire and the name in this library.
+    lossy : bool
+        Whether the form cannot hold every value of its dtype.
+    unbiased : bool
+        Whether the canonical quantiser of this form is (with stochastic rounding, where it has it).
+    commutes_with_sum : bool
+        Whether encoded values of several senders may be added before decoding.
+    needs : tuple of str
+        State both ends must share.
+    """
+
+    codec_id: ClassVar[int]
+    name: ClassVar[str]
+    lossy: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = False
+    commutes_with_sum: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    @abstractmethod
+    def k(self) -> int:
+        """Number of values."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype :meth:`decode` returns."""
+        return "float32"
+
+    @abstractmethod
+    def decode(self) -> NDArray[Any]:
+        """Return the values, shape ``(k,)``, in :attr:`dtype`."""
+
+    @abstractmethod
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        """Return parameters and section; ``shuffled`` asks for a form that suits a byte compressor, if there is one."""
+
+    @classmethod
+    @abstractmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        """Return the least and largest possible length of the section; raise Corrupt for impossible parameters."""
+
+    @classmethod
+    @abstractmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        """Read the values back; ``len(section)`` is within :meth:`bounds`, everything else is checked here."""
+
+    def count_non_finite(self) -> int:
+        """Return how many decoded values are NaN or infinite."""
+        return 0
+
+    def zero_non_finite(self) -> Values:
+        """Return the same values with 0 in place of NaN and infinity."""
+        return self
+
+    def size_bits(self) -> int:
+        """Return the exact size of the uncompressed section, in bits."""
+        return 8 * len(self.pack()[1])
+
+    @classmethod
+    def accepts(cls, dtype: str) -> bool:
+        """Whether a tensor of this dtype may carry values of this form."""
+        return dtype in FLOATS
+
+
+def chunks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Yield views of a flat array that are small enough for temporaries not to matter."""
+    for start in range(0, array.size, _CHUNK):
+        yield array[start : start + _CHUNK]
+
+
+def flat(array: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return ``array`` flat, contiguous and little-endian in ``dtype``, without a copy where it already is."""
+    return np.ascontiguousarray(array, NUMPY_DTYPES[dtype]).reshape(-1)
+
+
+def _shuffle_flag(name: str, params: bytes) -> bool:
+    if params not in (b"", _SHUFFLED):
+        raise Corrupt(f"codec {name!r} knows no parameters but 01 (shuffled), found {params.hex()!r}")
+    return len(params) == 1
+
+
+def _view(params: bytes, section: Buffer, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the section as a read-only array: a view where alignment permits, else an aligned copy."""
+    if params:
+        array = unshuffle(section, dtype)
+    else:
+        array = np.frombuffer(section, dtype)
+        if not array.flags.aligned:
+            array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+class Raw(Values):
+    """The values themselves, any dtype of the format. Parameters on the wire: none, or 01 when byte-shuffled.
+
+    Parameters
+    ----------
+    array : ndarray
+        Taken flat; not copied when it is contiguous.
+    """
+
+    codec_id = 0
+    name = "raw"
+    lossy = False
+    unbiased = True
+    commutes_with_sum = True
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        array = np.asarray(array)
+        self._dtype = require_dtype(array.dtype.name)
+        self.array = flat(array, self._dtype)
+
+    @property
+    def k(self) -> int:
+        return int(self.array.size)
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    def decode(self) -> NDArray[Any]:
+        return self.array
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        if shuffled and self.array.itemsize > 1:
+            return _SHUFFLED, shuffle(self.array)
+        return b"", self.array.view(np.uint8).data if self.k else b""
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        _shuffle_flag(cls.name, params)
+        size = k * NUMPY_DTYPES[dtype].itemsize
+        return size, size
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        if dtype == "bool":
+            array = _view(params, section, np.dtype(np.uint8))
+            if k and int(array.max()) > 1:
+                raise Corrupt("a boolean value is neither 0 nor 1")
+            array = array.view(np.bool_)
+        else:
+            array = _view(params, section, NUMPY_DTYPES[dtype])
+        return cls(array)
+
+    @classmethod
+    def accepts(cls, dtype: str) -> bool:
+        return dtype in DTYPE_IDS
+
+    def count_non_finite(self) -> int:
+        if self.dtype not in FLOATS:
+            return 0
+        return sum(c.size - int(np.count_nonzero(np.isfinite(c))) for c in chunks(self.array))
+
+    def zero_non_finite(self) -> Values:
+        return type(self)(np.nan_to_num(self.array, nan=0.0, posinf=0.0, neginf=0.0))
+
+
+class Fp16(Values):
+    """IEEE binary16, rounded to nearest even. Parameters on the wire: none, or 01 when byte-shuffled.
+
+    Parameters
+    ----------
+    array : ndarray
+        float16 is taken as it is; wider floats are rounded, and magnitudes above 65504 become 65504 (an overflow to
+        infinity would make the receiver refuse the frame).
+    """
+
+    codec_id = 1
+    name = "fp16"
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        array = np.asarray(array)
+        if array.dtype != np.float16:
+            # Clipping keeps NaN, and infinity stays infinity: a diverged update must not look finite.
+            clipped = np.where(np.isinf(array), array, np.clip(array, -65504.0, 65504.0))
+            array = clipped.astype(np.float16)
+        self.array = flat(array, "float16")
+
+    @property
+    def k(self) -> int:
+        return int(self.array.size)
+
+    def decode(self) -> NDArray[Any]:
+        return self.array.astype(np.float32)
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        if shuffled:
+            return _SHUFFLED, shuffle(self.array)
+        return b"", self.array.tobytes()
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        _shuffle_flag(cls.name, params)
+        return 2 * k, 2 * k
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        return cls(_view(params, section, NUMPY_DTYPES["float16"]))
+
+    def count_non_finite(self) -> int:
+        return sum(c.size - int(np.count_nonzero(np.isfinite(c))) for c in chunks(self.array))
+
+    def zero_non_finite(self) -> Values:
+        return type(self)(np.nan_to_num(self.array, nan=0.0, posinf=0.0, neginf=0.0))
+
+
+class Bf16(Values):
+    """The upper half of float32, rounded to nearest even. Parameters on the wire: none, or 01 when byte-shuffled.
+
+    Parameters
+    ----------
+    array : ndarray
+        Floats; uint16 is taken as the stored bit patterns.
+    """
+
+    codec_id = 2
+    name = "bf16"
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        array = np.asarray(array)
+        if array.dtype != np.uint16:
+            word = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
+            finite = (word & np.uint32(0x7F800000)) != np.uint32(0x7F800000)
+            rounded = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+            # Values that would round to infinity stay the largest finite number; NaN stays NaN.
+            overflow = finite & ((rounded & np.uint32(0x7F800000)) == np.uint32(0x7F800000))
+            rounded = np.where(finite & ~overflow, rounded, word)
+            quiet = np.where(~finite & ((word & np.uint32(0x007FFFFF)) != 0), np.uint32(0x400000), np.uint32(0))
+            array = ((rounded | quiet) >> np.uint32(16)).astype(np.uint16)
+        self.patterns = flat(array, "uint16")
+
+    @property
+    def k(self) -> int:
+        return int(self.patterns.size)
+
+    def decode(self) -> NDArray[Any]:
+        return (self.patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        if shuffled:
+            return _SHUFFLED, shuffle(self.patterns)
+        return b"", self.patterns.tobytes()
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        _shuffle_flag(cls.name, params)
+        return 2 * k, 2 * k
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        return cls(_view(params, section, NUMPY_DTYPES["uint16"]))
+
+    def _non_finite(self) -> NDArray[np.bool_]:
+        return (self.patterns & np.uint16(0x7F80)) == np.uint16(0x7F80)
+
+    def count_non_finite(self) -> int:
+        return int(np.count_nonzero(self._non_finite()))
+
+    def zero_non_finite(self) -> Values:
+        return type(self)(np.where(self._non_finite(), np.uint16(0), self.patterns))
+
+
+class Natural(Values):
+    """Sign and exponent only, nine bits per value (natural compression: Horváth et al. 2019, arXiv:1905.10988).
+
+    Parameters
+    ----------
+    codes : ndarray of uint16, shape (k,)
+        ``sign << 8 | exponent`` with the biased exponent of float32; exponent 0 is zero.
+    """
+
+    codec_id = 11
+    name = "natural"
+    unbiased = True
+
+    def __init__(self, codes: NDArray[Any]) -> None:
+        self.codes = flat(codes, "uint16")
+        if self.k and int(self.codes.max()) > 0x1FF:
+            raise ConfigError("natural codes have nine bits: sign << 8 | exponent")
+
+    @classmethod
+    def quantise(cls, array: NDArray[Any], uniforms: NDArray[np.float64] | None = None) -> Self:
+        """Round every value to a power of two.
+
+        Parameters
+        ----------
+        array : ndarray of float32
+            Subnormal values become zero, which alone is biased (below 1.2e-38).
+        uniforms : ndarray of float64 in [0, 1), shape (k,), optional
+            Random numbers of the unbiased rounding: up with probability ``|x| / 2**floor(log2 |x|) - 1``. Without them
+            the nearer power is taken (ties up), deterministic and biased.
+        """
+        word = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
+        exponent = (word >> np.uint32(23)) & np.uint32(0xFF)
+        fraction = (word & np.uint32(0x7FFFFF)).astype(np.float64) * 2.0**-23
+        threshold = np.float64(0.5) if uniforms is None else 1.0 - uniforms
+        up = fraction >= threshold
+        exponent = exponent + (up & (exponent > 0) & (exponent < 254))
+        return cls(((word >> np.uint32(31)) << np.uint32(8) | exponent).astype(np.uint16))
+
+    @property
+    def k(self) -> int:
+        return int(self.codes.size)
+
+    def decode(self) -> NDArray[Any]:
+        word = self.codes.astype(np.uint32)
+        return (((word >> np.uint32(8)) << np.uint32(31)) | ((word & np.uint32(0xFF)) << np.uint32(23))).view(
+            np.float32
+        )
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        return b"", pack(self.codes, 9)
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        if len(params):
+            raise Corrupt(f"codec {cls.name!r} has no parameters, found {len(params)} bytes")
+        return packed_size(k, 9), packed_size(k, 9)
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        return cls(unpack(section, k, 9, np.uint16))
+
+    def _non_finite(self) -> NDArray[np.bool_]:
+        return (self.codes & np.uint16(0xFF)) == np.uint16(0xFF)
+
+    def count_non_finite(self) -> int:
+        return int(np.count_nonzero(self._non_finite()))
+
+    def zero_non_finite(self) -> Values:
+        return type(self)(np.where(self._non_finite(), np.uint16(0), self.codes))

@@ -1,0 +1,36 @@
+"""Shared fixtures: Flower stays offline, keeps its files in a directory per test, and forgets who it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedcomp.flower.offline import go_offline
+
+# Before any test module imports Flower: its telemetry switch is read at import.
+go_offline()
+
+
+@pytest.fixture(autouse=True)
+def flower_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give every test its own FLWR_HOME."""
+    home = tmp_path_factory.mktemp("flwr")
+    monkeypatch.setenv("FLWR_HOME", str(home))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def fresh_identity() -> Iterator[None]:
+    """Start and end every test without a Flower process identity, so that no test leans on a former one's grid."""
+    _forget_identity()
+    yield
+    _forget_identity()
+
+
+def _forget_identity() -> None:
+    private = sys.modules.get("fedcomp.flower._private")
+    if private is not None:
+        private.adopt_identity((None, None, None))

@@ -1,0 +1,106 @@
+"""A small experiment and an engine that counts instead of training, for tests of the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from experiments.claims import Claim
+from experiments.experiment import Config, Experiment, Option
+from experiments.spec import RoundRecord, RunResult, RunSpec
+
+
+class FakeEngine:
+    """Runs a spec by formula: bytes from the settings, accuracy from round and seed.
+
+    ``fail`` maps ``(label, round)`` to the exception raised instead of that round, once. A checkpoint holds the records
+    so far, every second round, so that a resumed row repeats one that was already recorded.
+    """
+
+    def __init__(self, fail: Mapping[tuple[str, int], BaseException] | None = None) -> None:
+        self.fail = dict(fail or {})
+        self.ran: list[tuple[str, int]] = []
+
+    def __call__(
+        self, spec: RunSpec, *, on_round: Callable[[RoundRecord], None] | None, checkpoint: Path | None
+    ) -> RunResult:
+        # Brings Flower in, which has to wait until the command line has switched its telemetry off.
+        from fedcomp.flower.ledger import Ledger
+
+        records: list[RoundRecord] = []
+        if checkpoint is not None and checkpoint.exists():
+            records = [RoundRecord.from_json(item) for item in json.loads(checkpoint.read_text())]
+        for index in range(len(records), spec.rounds + 1):
+            self.ran.append((spec.label, index))
+            if (spec.label, index) in self.fail:
+                raise self.fail.pop((spec.label, index))
+            records.append(self.record(spec, index))
+            if checkpoint is not None and index % 2 == 0:
+                checkpoint.write_text(json.dumps([record.to_json() for record in records]))
+            if on_round is not None:
+                on_round(records[-1])
+        return RunResult(
+            spec=spec,
+            rounds=records,
+            arrays={"weight": np.full(3, records[-1].accuracy, np.float32)},
+            ledger=Ledger(),
+            seconds=0.25 * len(records),
+            simulated_seconds=sum(record.simulated_seconds for record in records),
+            notes={"data": "Numbers made by formula; no data was read."},
+        )
+
+    def record(self, spec: RunSpec, index: int) -> RoundRecord:
+        payload = int(40_000 * float(spec.settings.get("codec.density", 1.0))) * spec.clients if index else 0
+        return RoundRecord(
+            round=index,
+            accuracy=min(1.0, 0.1 + 0.1 * index + 0.001 * (spec.seed % 7)),
+            loss=2.0 / (1 + index),
+            uplink_payload_bytes=payload,
+            uplink_wire_bytes=payload + 500 * bool(index),
+            downlink_payload_bytes=40_000 * spec.clients,
+            downlink_wire_bytes=40_300 * spec.clients,
+            simulated_seconds=payload * 8e-7,
+            wall_seconds=0.25,
+            replies=spec.clients if index else 0,
+            failures=1 if index == 2 else 0,
+        )
+
+
+def rows(config: Config) -> list[RunSpec]:
+    return [
+        config.spec("fedavg", "dense", "digits", take=("train.", "link")),
+        config.spec("topk", "sparse", "digits", take=("train.", "codec.density", "link")),
+    ]
+
+
+def claims(config: Config, results: Mapping[str, RunResult]) -> list[Claim]:
+    gain = results["dense"].uplink_payload_bytes / results["sparse"].uplink_payload_bytes
+    return [
+        Claim("fewer bytes", gain, ">=", 5.0, "derived: 1 / density"),
+        Claim("very many fewer bytes", gain, ">=", 1e6, "wishful", gate=False),
+    ]
+
+
+TINY = Experiment(
+    name="tiny",
+    question="Does <counting> work?",
+    rows=rows,
+    claims=claims,
+    baseline="dense",
+    options={
+        "train.lr": Option(0.1, "learning rate", above=0.0),
+        "train.epochs": Option(1, "passes over the client's data", least=1),
+        "codec.density": Option(0.1, "fraction kept", above=0.0, most=1.0),
+        "feedback": Option(True, "error feedback"),
+        "task.model": Option("mlp", "model", choices=("mlp", "cnn")),
+        "link": Option("10mbit", "link of every client"),
+    },
+    rounds=5,
+    clients=4,
+    notes="First.\n\nSecond.",
+)
+
+CATALOG = {"tiny": TINY, "quickstart": "experiments.catalog.quickstart"}

@@ -1,0 +1,90 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import BENCHMARKS
+from experiments.bench.__main__ import Setup, main
+
+ROOT = Path(__file__).parents[2]
+
+MODULE = """
+from experiments.claims import Claim
+
+def run(*, quick=False, progress=None):
+    if progress is not None:
+        progress("measuring")
+    print("noise")
+    rows = [{"case": "a", "bytes": 1200, "ratio": 0.5}, {"case": "b", "bytes": 3, "note": "[x]"}]
+    return {"rows": rows, "claims": [Claim("small", 1200.0, "<=", 2000.0 if quick else 1000.0, "test")]}
+"""
+
+BROKEN = """
+def run(*, quick=False, progress=None):
+    raise RuntimeError("no\\nroom")
+"""
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    (tmp_path / "bench_module_small.py").write_text(MODULE)
+    (tmp_path / "bench_module_broken.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return Setup({"small": ("bench_module_small", "how small"), "broken": ("bench_module_broken", "nothing")})
+
+
+def test_json_is_one_document_and_quick_reaches_the_module(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["small", "--json", "--quick"], setup=setup) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["benchmark"] == "small"
+    assert document["quick"] is True
+    assert document["rows"][0] == {"case": "a", "bytes": 1200, "ratio": 0.5}
+    assert document["claims"][0]["ok"] is True
+    assert "measuring" in err
+    assert "noise" in err
+
+
+def test_a_failed_claim_is_exit_code_1(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["small"], setup=setup) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out
+    # Columns that only some rows have, and text that looks like markup.
+    assert next(line for line in out.splitlines() if line.startswith("b")).split() == ["b", "3", "–", "[x]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["smal"], "'small'"), ([], "small"), (["small", "--jsn"], "--json"), (["small", "x"], "x")],
+)
+def test_wrong_input_is_one_line(
+    setup: Setup, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert main(arguments, setup=setup) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert word in err
+
+
+def test_a_broken_benchmark_is_one_line(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broken"], setup=setup) == 3
+    assert capsys.readouterr().err.splitlines()[-1] == "error: benchmark 'broken' broke: RuntimeError: no room"
+
+
+def test_importing_and_listing_is_cheap() -> None:
+    script = (
+        "import sys, experiments.bench, experiments.bench.__main__ as m; code = m.main(['--list'])\n"
+        "heavy = {'flwr', 'torch', 'ray', 'numba', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in BENCHMARKS:
+        assert name in done.stdout

@@ -1,0 +1,115 @@
+"""Every experiment of the catalogue is complete, and its settings are those its systems know."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_engine import TINY, FakeEngine
+
+from experiments.catalog import CATALOG, get_experiment, quickstart
+from experiments.experiment import Config, Experiment, Option
+from experiments.spec import RunResult
+from fedcomp.errors import ConfigError
+
+
+@pytest.fixture(params=sorted(CATALOG))
+def experiment(request: pytest.FixtureRequest) -> Experiment:
+    return get_experiment(request.param)
+
+
+def test_names_questions_and_baselines(experiment: Experiment) -> None:
+    assert experiment.name in CATALOG
+    assert experiment.question.endswith("?")
+    assert experiment.notes
+    config = experiment.configure()
+    specs = experiment.specs(config)
+    assert experiment.baseline in [spec.label for spec in specs]
+    assert experiment.changed(config) == []
+    assert Config.from_json(config.to_json()) == config
+    assert all(spec.rounds == config.rounds and spec.seed == config.seed for spec in specs)
+
+
+def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experiment) -> None:
+    from experiments.systems import check
+
+    specs = experiment.specs(experiment.configure())
+    for spec in specs:
+        check(spec)
+    used = {key for spec in specs for key in spec.settings}
+    assert set(experiment.options) <= used
+
+
+def test_defaults_have_the_form_a_user_would_type(experiment: Experiment) -> None:
+    for key, option in experiment.options.items():
+        assert option.parse(key, str(option.default)) == option.default
+        assert option.help
+
+
+def test_a_name_is_looked_up_with_a_hint() -> None:
+    assert get_experiment("tiny", {"tiny": TINY}) is TINY
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        get_experiment("quikstart")
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        (Option(1.0, ""), "1e-3", 0.001),
+        (Option(1, ""), " 7 ", 7),
+        (Option(False, ""), "Yes", True),
+        (Option(True, ""), "0", False),
+        (Option("a", ""), "b=c", "b=c"),
+        (Option(0.5, "", least=0.0, most=1.0), "1", 1.0),
+    ],
+)
+def test_values_take_the_type_of_the_default(option: Option, text: str, value: object) -> None:
+    parsed = option.parse("key", text)
+    assert parsed == value
+    assert type(parsed) is type(option.default)
+
+
+def test_an_options_own_check_becomes_one_line() -> None:
+    def check(value: str) -> None:
+        raise ValueError("no\nsuch thing")
+
+    with pytest.raises(ConfigError, match=r"^link cannot be 'x': no such thing$"):
+        Option("", "", check=check).parse("link", "x")
+
+
+def test_a_spec_takes_prefixes_names_and_fixed_settings() -> None:
+    config = Config("e", "inprocess", 3, 2, 1, {"task.model": "mlp", "task.hidden": "8", "lr": 0.5, "lrx": 1})
+    spec = config.spec("topk", "row", "digits", take=("task.", "lr"), feedback=True, **{"codec.density": 0.5})
+    assert dict(spec.settings) == {
+        "task.model": "mlp",
+        "task.hidden": "8",
+        "lr": 0.5,
+        "feedback": True,
+        "codec.density": 0.5,
+    }
+
+
+def test_two_rows_of_one_label_are_refused() -> None:
+    twice = Experiment(**{**vars(TINY), "rows": lambda config: [*TINY.rows(config), *TINY.rows(config)]})
+    with pytest.raises(ConfigError, match="'dense'"):
+        twice.specs(twice.configure())
+
+
+def result(config: Config, index: int, arrays: dict[str, np.ndarray]) -> RunResult:
+    made = FakeEngine()(quickstart.rows(config)[index], on_round=None, checkpoint=None)
+    made.arrays = arrays
+    return made
+
+
+def test_different_bytes_sees_what_equality_of_numbers_does_not() -> None:
+    config = quickstart.EXPERIMENT.configure(rounds=1)
+    base = {"w": np.array([0.0, 1.0, np.nan], np.float32), "n": np.array([3], np.int64)}
+
+    def count(other: dict[str, np.ndarray]) -> int:
+        return quickstart.different_bytes(result(config, 0, base), result(config, 1, other))
+
+    assert count({key: array.copy() for key, array in base.items()}) == 0
+    assert count(base | {"w": np.array([-0.0, 1.0, np.nan], np.float32)}) == 1
+    assert count(base | {"w": np.nextafter(base["w"], np.float32(9))}) > 0
+    assert count({"n": base["n"], "w": base["w"]}) == 20  # another order is another model
+    assert count(base | {"n": np.array([3], np.int32)}) == 20
+    assert count({"w": base["w"]}) == 20

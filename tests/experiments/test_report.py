@@ -1,0 +1,203 @@
+"""The report: one file that loads nothing, and figures a reader can trust."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from fake_engine import TINY, FakeEngine
+
+from experiments.claims import Claim
+from experiments.page import render_html
+from experiments.plots import Series, line_plot
+from experiments.report import (
+    duration,
+    failed_claims,
+    link_name,
+    number,
+    percent,
+    ratio,
+    short_bytes,
+    summarise,
+    verdict,
+)
+from experiments.spec import RoundRecord, RunResult
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load, and whether every element is closed where it should be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}:
+                self.loads.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def make(rounds: int = 5, claims: list[Claim] | None = None) -> tuple[dict[str, Any], Mapping[str, list[RoundRecord]]]:
+    config = TINY.configure(rounds=rounds)
+    specs = TINY.specs(config)
+    engine = FakeEngine()
+    results: dict[str, RunResult] = {spec.label: engine(spec, on_round=None, checkpoint=None) for spec in specs}
+    if claims is None:
+        claims = TINY.claims(config, results) if rounds else []
+    series = {label: result.rounds for label, result in results.items()}
+    return summarise(TINY, config, specs, series, results, claims, "/somewhere/private/runs/x-tiny"), series
+
+
+def test_the_page_loads_nothing_and_is_well_formed() -> None:
+    text = render_html(*make())
+    page = Page(text)
+    assert page.open == []
+    assert [target for target in page.loads if not target.startswith("#")] == []
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert re.search(r"https?:|//[a-z]|@import|url\((?!#)", text) is None
+    assert "/somewhere/private" not in text
+
+
+def test_the_page_holds_question_figures_claims_and_plots() -> None:
+    summary, series = make()
+    page = Page(render_html(summary, series))
+    for words in (
+        "Does <counting> work?",  # escaped, so that it reads as written
+        "800 kB",
+        "802 kB",
+        "10x",
+        "fewer bytes",
+        "derived: 1 / density",
+        "1 of 2 claims hold.",
+        "Numbers made by formula",
+        "First.",
+        "codec.density",
+        "flwr",
+        "Payload is",
+        "Wire is",
+    ):
+        assert words in page.text
+    assert len([tag for tag in page.tags if tag == "figure"]) == 2
+
+
+def test_element_ids_that_are_referred_to_are_unique_on_the_page() -> None:
+    text = render_html(*make())
+    referred = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
+    assert referred
+    for name in referred:
+        assert len(re.findall(f'id="{re.escape(name)}"', text)) == 1
+
+
+def test_a_page_of_no_rounds_and_no_claims() -> None:
+    summary, series = make(rounds=0)
+    assert verdict(summary).startswith("No round was run")
+    assert "No round was run" in Page(render_html(summary, series)).text
+
+
+def test_a_claim_without_a_value_and_one_without_a_bound_are_shown() -> None:
+    claims = [Claim("lost", math.nan, ">=", 1.0, "test"), Claim("huge", math.inf, ">=", 1.0, "test")]
+    summary, series = make(claims=claims)
+    assert failed_claims(summary) == ["lost"]
+    text = Page(render_html(summary, series)).text
+    assert "not measured" in text
+    assert "inf" in text
+
+
+def test_a_goal_that_does_not_gate_is_no_failed_claim() -> None:
+    claims = [Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")]
+    assert failed_claims(make(claims=claims)[0]) == ["rule"]
+
+
+def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() -> None:
+    config = TINY.configure()
+    specs = TINY.specs(config)
+    records = [
+        RoundRecord(0, 0.1, 2.0, downlink_wire_bytes=5),
+        RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, failures=2),
+        RoundRecord(2, math.nan, math.nan, 1, 2, 3, 4, failures=1),
+    ]
+    summary = summarise(TINY, config, specs, {"dense": records, "sparse": []}, {}, [], "x")
+    dense, sparse = summary["rows"]
+    assert (dense["accuracy"], dense["loss"], dense["rounds"], dense["failures"]) == (0.4, 1.0, 2, 3)
+    assert [dense[key] for key in ("uplink_payload_bytes", "uplink_wire_bytes")] == [11, 22]
+    assert [dense[key] for key in ("downlink_payload_bytes", "downlink_wire_bytes")] == [33, 49]
+    assert (sparse["accuracy"], sparse["uplink_ratio"]) == (None, None)
+
+
+def test_a_plot_draws_every_series_once_in_the_pages_colours() -> None:
+    lines = [Series(f"line {i}", [0, 1, 2], [0.1 * i, math.nan, 0.5]) for i in range(3)]
+    svg = line_plot(lines, title='accuracy "now"', x_label="round", y_label="%", salt="a")
+    assert [svg.count(f"var(--series-{i})") > 0 for i in range(4)] == [True, True, True, False]
+    assert re.search(r"#[0-9a-f]{6}\b", svg) is None  # a fixed colour would be unreadable on one of the two faces
+    assert "&quot;now&quot;" in svg
+    assert svg == line_plot(lines, title='accuracy "now"', x_label="round", y_label="%", salt="a")
+
+
+def test_a_logarithmic_plot_leaves_out_what_has_no_logarithm() -> None:
+    with_zero = line_plot(
+        [Series("a", [0, 10, 100], [1, 2, 3])], title="t", x_label="x", y_label="y", log_x=True, salt="s"
+    )
+    without = line_plot([Series("a", [10, 100], [2, 3])], title="t", x_label="x", y_label="y", log_x=True, salt="s")
+    assert with_zero == without
+    assert "100 B" in with_zero
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1250, "1.25 kB"),
+        (99_949, "99.9 kB"),
+        (99_950, "100 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (3_400_000, "3.4 MB"),
+        (1.5e12, "1500 GB"),
+    ],
+)
+def test_bytes_are_shown_with_three_digits(count: float, text: str) -> None:
+    assert short_bytes(count) == text
+
+
+def test_the_other_figures_for_a_reader() -> None:
+    assert [percent(value) for value in (None, math.nan, 0.0, 0.9547)] == ["–", "–", "0.0 %", "95.5 %"]
+    assert [ratio(value) for value in (None, 1.0, 11.14, 83.26, 99.6, 1234.0)] == [
+        "–", "1x", "11.1x", "83.3x", "100x", "1234x",
+    ]  # fmt: skip
+    assert [duration(value) for value in (0.0, 0.064, 0.9996, 12.34, 99.96, 7200)] == [
+        "0 ms", "64 ms", "1.0 s", "12.3 s", "2 min", "2.0 h",
+    ]  # fmt: skip
+    assert [number(value) for value in (None, 0.0, 1234567.0, 0.012345)] == [
+        "not measured", "0", "1 234 567", "0.01235",
+    ]  # fmt: skip
+    assert [link_name({"link": text}) for text in ("10mbit", "200kbit/1mbit", "", "lte")] == [
+        "10 Mbit/s uplink", "200 kbit/s uplink", "", "12 Mbit/s uplink",
+    ]  # fmt: skip

@@ -1,0 +1,321 @@
+"""The command line of the experiments: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fake_engine import CATALOG, TINY, FakeEngine
+
+from experiments.claims import Claim
+from experiments.experiment import Experiment
+from experiments.run import Setup, main
+from fedcomp.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Caller:
+    """Calls the command line in this process with a fake engine and keeps what it printed."""
+
+    def __init__(self, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.out = out
+        self.capsys = capsys
+        self.stdout = self.stderr = ""
+
+    def __call__(self, *arguments: str, engine: FakeEngine | None = None, experiment: Experiment = TINY) -> int:
+        catalog = {**CATALOG, experiment.name: experiment}
+        setup = Setup(catalog, engine or FakeEngine(), check=lambda spec: None)
+        code = main([*arguments, "--out", str(self.out)], setup=setup)
+        self.stdout, self.stderr = self.capsys.readouterr()
+        return code
+
+    @property
+    def folders(self) -> list[Path]:
+        return sorted(self.out.iterdir()) if self.out.exists() else []
+
+
+@pytest.fixture
+def call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Caller:
+    return Caller(tmp_path / "runs", capsys)
+
+
+def python(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'experiments'}"}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=environment, timeout=timeout
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tinny"], ["'tinny'", "'tiny'"]),
+        (["tiny", "--engine", "rai"], ["'rai'", "'ray'"]),
+        (["tiny", "--set", "codec.densty=0.1"], ["'codec.densty'", "'codec.density'"]),
+        (["tiny", "--set", "density=0.1"], ["'density'", "'codec.density'"]),
+        (["tiny", "--set", "codec.density"], ["key=value", "'codec.density'"]),
+        (["tiny", "--set", "=3"], ["no setting ''"]),
+        (["tiny", "--set", "codec.density=much"], ["codec.density", "a number", "'much'"]),
+        (["tiny", "--set", "codec.density=0"], ["greater than 0 and at most 1", "0"]),
+        (["tiny", "--set", "codec.density=-1"], ["greater than 0 and at most 1", "-1"]),
+        (["tiny", "--set", "codec.density=2"], ["greater than 0 and at most 1", "2"]),
+        (["tiny", "--set", "codec.density=nan"], ["greater than 0 and at most 1", "nan"]),
+        (["tiny", "--set", "train.lr=inf"], ["greater than 0", "inf"]),
+        (["tiny", "--set", "train.epochs=1.5"], ["a whole number", "'1.5'"]),
+        (["tiny", "--set", "feedback=maybe"], ["true or false", "'maybe'"]),
+        (["tiny", "--set", "task.model=mpl"], ["'mpl'", "'mlp'"]),
+        (["tiny", "--rounds", "-1"], ["--rounds", "at least 0", "-1"]),
+        (["tiny", "--rounds", "many"], ["--rounds", "'many'"]),
+        (["tiny", "--clients", "0"], ["--clients", "at least 1", "0"]),
+        (["tiny", "--seed", "-3"], ["--seed", "-3"]),
+        (["tiny", "--round", "3"], ["--round"]),
+        (["tiny", "extra"], ["extra"]),
+        (["--resume", "last"], ["no run"]),
+        (["--resume", "20250101-tiny"], ["'20250101-tiny'"]),
+    ],
+)
+def test_wrong_input_is_one_line_that_helps(call: Caller, arguments: list[str], words: list[str]) -> None:
+    assert call(*arguments) == 2
+    assert call.stdout == ""
+    assert call.stderr.startswith("error: ")
+    assert call.stderr.count("\n") == 1
+    for word in words:
+        assert word in call.stderr
+    assert call.folders == []
+
+
+def test_an_out_folder_that_cannot_be_made_is_one_line(call: Caller, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    assert call("tiny") == 2
+    assert "--out" in call.stderr
+    assert call.stderr.count("\n") == 1
+
+
+def test_a_row_that_cannot_run_is_refused_before_any_row_has_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine()
+
+    def check(spec: object) -> None:
+        if spec.label == "sparse":  # type: ignore[attr-defined]
+            raise ConfigError("task.partition 'dirichlett' is unknown; did you mean 'dirichlet'?")
+
+    assert main(["tiny", "--out", str(tmp_path / "runs")], setup=Setup(CATALOG, engine, check)) == 2
+    assert engine.ran == []
+    assert not (tmp_path / "runs").exists()
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_json_is_the_whole_of_standard_output(call: Caller) -> None:
+    assert call("tiny", "--json", "--rounds", "3", "--clients", "2", "--seed", "5") == 0
+    document = json.loads(call.stdout)
+    assert document["experiment"] == "tiny"
+    assert {key: document["config"][key] for key in ("engine", "rounds", "clients", "seed")} == {
+        "engine": "inprocess",
+        "rounds": 3,
+        "clients": 2,
+        "seed": 5,
+    }
+    dense, sparse = document["rows"]
+    assert dense["label"] == "dense"
+    # Three rounds, two clients, 40 000 bytes each; a tenth of it at density 0.1.
+    assert dense["uplink_payload_bytes"] == 240_000
+    assert dense["uplink_wire_bytes"] == 241_500
+    assert dense["downlink_wire_bytes"] == 4 * 80_600
+    assert sparse["uplink_payload_bytes"] == 24_000
+    assert sparse["uplink_ratio"] == 10.0
+    assert sparse["accuracy"] == pytest.approx(0.405)
+    assert sparse["failures"] == 1
+    assert document["claims"][0] == {
+        "name": "fewer bytes",
+        "value": 10.0,
+        "bound": 5.0,
+        "op": ">=",
+        "ok": True,
+        "gate": True,
+        "source": "derived: 1 / density",
+    }
+    assert document["data"] == "Numbers made by formula; no data was read."
+    assert document["environment"]["flwr"].startswith("1.41")
+    (folder,) = call.folders
+    assert document["run"] == str(folder)
+    assert json.loads((folder / "summary.json").read_text()) == document
+
+
+def test_json_stays_pure_when_everybody_below_prints(tmp_path: Path) -> None:
+    script = tmp_path / "noisy.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "from fake_engine import CATALOG, FakeEngine\n"
+        "from experiments.run import Setup, main\n"
+        "class Noisy(FakeEngine):\n"
+        "    def __call__(self, spec, **options):\n"
+        "        print('print')\n"
+        "        os.write(1, b'descriptor\\n')\n"
+        "        subprocess.run(['echo', 'child'], check=True)\n"
+        "        from flwr.common.logger import log\n"
+        "        log(20, 'flower says hello')\n"
+        "        return super().__call__(spec, **options)\n"
+        "sys.exit(main(['tiny', '--json'], setup=Setup(CATALOG, Noisy(), lambda spec: None)))\n"
+    )
+    done = python(str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["experiment"] == "tiny"
+    for word in ("print", "descriptor", "child"):
+        assert word in done.stderr
+    assert "flower says hello" not in done.stderr
+    assert "flower says hello" in (next((tmp_path / "runs").iterdir()) / "log.txt").read_text()
+
+
+def test_the_closing_table_and_the_report(call: Caller) -> None:
+    assert call("tiny") == 0
+    assert "offline: Flower's telemetry and update check are off" in call.stdout
+    sparse = next(line for line in call.stdout.splitlines() if line.startswith("sparse"))
+    assert re.split(r" {2,}", sparse.strip())[1:] == ["60.0 %", "80 kB", "960 kB", "10x", "64 ms"]
+    (folder,) = call.folders
+    assert str(folder / "report.html") in call.stdout
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "rounds.jsonl", "summary.json", "report.html", "systems"} <= names
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert [(line["label"], line["round"]) for line in lines] == [
+        (label, index) for label in ("dense", "sparse") for index in range(6)
+    ]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_fit_the_terminal(call: Caller, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert call("tiny") == 0
+    table = [line for line in call.stdout.splitlines() if not line.startswith(("Report:", "tiny:"))]
+    assert max(len(line) for line in table) <= columns
+    assert ("wire" in call.stdout) == (columns == 120)
+    assert "…" not in call.stdout
+
+
+def test_a_failing_claim_is_exit_code_1_and_a_missed_goal_is_not(call: Caller) -> None:
+    assert call("tiny", "--set", "codec.density=0.5") == 1
+    assert "FAILED" in call.stdout
+    assert "codec.density=0.5" in call.stdout  # a reader must see that the bound was set for other values
+    assert call("tiny") == 0
+    assert "missed" in call.stdout
+
+
+def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -> None:
+    nan = Claim("nothing there", float("nan"), ">=", 0.0, "test")
+    experiment = Experiment(**{**vars(TINY), "claims": lambda config, results: [nan]})
+    assert call("tiny", "--json", experiment=experiment) == 1
+    assert json.loads(call.stdout)["claims"][0]["value"] is None
+
+
+def test_zero_rounds_say_so(call: Caller) -> None:
+    assert call("tiny", "--rounds", "0") == 0
+    assert "No round was run" in call.stdout
+    assert "No round was run" in (call.folders[0] / "report.html").read_text()
+    assert call("tiny", "--rounds", "0", "--json") == 0
+    document = json.loads(call.stdout)
+    assert document["claims"] == []
+    assert [row["uplink_ratio"] for row in document["rows"]] == [None, None]
+
+
+def test_an_interrupted_run_resumes_to_the_same_rows(call: Caller) -> None:
+    assert call("tiny", "--json", "--seed", "3") == 0
+    whole = json.loads(call.stdout)
+    whole_lines = (call.folders[0] / "rounds.jsonl").read_text()
+
+    # Round 4 breaks off; the checkpoint is of round 2, so round 3 is recorded twice.
+    engine = FakeEngine({("sparse", 4): KeyboardInterrupt()})
+    assert call("tiny", "--json", "--seed", "3", engine=engine) == 130
+    assert call.stdout == ""
+    interrupted = call.folders[-1]
+    assert f"--resume {interrupted.name} --out {call.out}" in call.stderr
+    assert not (interrupted / "summary.json").exists()
+    with (interrupted / "rounds.jsonl").open("a") as file:
+        file.write('{"label": "sparse", "round": 4, "accu')  # a crash in the middle of a line
+
+    engine.ran.clear()
+    assert call("--resume", interrupted.name, "--json", engine=engine) == 0
+    assert engine.ran == [("sparse", 3), ("sparse", 4), ("sparse", 5)]
+    resumed = json.loads(call.stdout)
+    assert resumed["config"] == whole["config"]
+    assert resumed["claims"] == whole["claims"]
+    assert resumed["rows"] == whole["rows"]
+    assert resumed["run"] == str(interrupted)
+
+    engine.ran.clear()
+    assert call("--resume", "last", engine=engine) == 0
+    assert engine.ran == []  # everything was finished
+    assert (interrupted / "rounds.jsonl").read_text() == whole_lines
+    assert not list(interrupted.rglob("checkpoint*"))
+
+
+def test_resume_refuses_another_configuration(call: Caller) -> None:
+    engine = FakeEngine({("dense", 2): KeyboardInterrupt()})
+    assert call("tiny", "--set", "train.lr=0.5", engine=engine) == 130
+    for arguments, word in (
+        (["--rounds", "9"], "--rounds=5"),
+        (["--seed", "1"], "--seed=0"),
+        (["--clients", "9"], "--clients=4"),
+        (["--engine", "ray"], "--engine=inprocess"),
+        (["--set", "train.lr=0.1"], "train.lr=0.5"),
+        (["quickstart"], "'tiny'"),
+    ):
+        assert call(*arguments, "--resume", "last", engine=engine) == 2
+        assert word in call.stderr
+        assert call.stderr.count("\n") == 1
+    other = Experiment(**{**vars(TINY), "rows": lambda config: TINY.rows(config)[:1]})
+    assert call("--resume", "last", engine=engine, experiment=other) == 2
+    assert "another version" in call.stderr
+    # Saying again what was said before is no change.
+    assert call("tiny", "--resume", "last", "--set", "train.lr=0.5", "--rounds", "5", engine=engine) == 0
+
+
+def test_an_interruption_before_the_first_round_leaves_nothing(call: Caller) -> None:
+    assert call("tiny", engine=FakeEngine({("dense", 0): KeyboardInterrupt()})) == 130
+    assert "nothing to keep" in call.stderr
+    assert call.folders == []
+
+
+def test_a_broken_run_is_one_line_and_resumes(call: Caller) -> None:
+    engine = FakeEngine({("sparse", 2): RuntimeError("the roof\nfell in")})
+    assert call("tiny", engine=engine) == 3
+    assert call.stderr.splitlines()[-1].startswith("error: the run broke: RuntimeError: the roof fell in")
+    (folder,) = call.folders
+    assert "Traceback" in (folder / "error.txt").read_text()
+    assert call("--resume", folder.name, engine=engine) == 0
+
+
+def test_flowers_logger_is_as_before_after_a_run(call: Caller) -> None:
+    from flwr.common.logger import FLOWER_LOGGER
+
+    before = list(FLOWER_LOGGER.handlers)
+    assert call("tiny") == 0
+    assert before == FLOWER_LOGGER.handlers
+
+
+def test_listing_imports_neither_flower_nor_torch(tmp_path: Path) -> None:
+    done = python(
+        "-c",
+        "import sys; from experiments.run import main; code = main(['--list']);"
+        "heavy = {'flwr', 'torch', 'ray', 'numba', 'matplotlib'} & set(sys.modules);"
+        "print(heavy, file=sys.stderr) if heavy else None; sys.exit(code or bool(heavy))",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "quickstart" in done.stdout
+
+
+def test_settings_of_an_experiment_are_listed(call: Caller) -> None:
+    assert call("tiny", "--list") == 0
+    for key, option in TINY.options.items():
+        assert any(key in line and option.help in line for line in call.stdout.splitlines())
+    assert call("--list", "--json") == 0
+    listed = json.loads(call.stdout)["list"]
+    assert {entry["experiment"] for entry in listed} == set(CATALOG)

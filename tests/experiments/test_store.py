@@ -1,0 +1,111 @@
+"""The folder of a run: what survives an interruption at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_engine import TINY, FakeEngine
+
+from experiments import store
+from experiments.spec import RoundRecord
+from experiments.store import RunFolder, finite, to_json_text, write_text
+from fedcomp.errors import ConfigError, StateError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    config = TINY.configure(seed=1)
+    return RunFolder.create(tmp_path, config, TINY.specs(config))
+
+
+def test_two_runs_in_one_second_get_two_folders(tmp_path: Path) -> None:
+    config = TINY.configure()
+    runs = [RunFolder.create(tmp_path, config, TINY.specs(config)) for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+
+
+def test_a_run_is_found_by_name_path_and_last(folder: RunFolder, tmp_path: Path) -> None:
+    for root, run in ((tmp_path, folder.name), (tmp_path / "elsewhere", str(folder.path)), (tmp_path, "last")):
+        found = RunFolder.find(root, run)
+        assert found.path == folder.path
+        assert found.config == folder.config
+        assert found.specs == folder.specs
+        found.require_same(TINY, folder.config, folder.specs)
+
+
+def test_last_is_the_run_begun_last_whatever_the_names_say(tmp_path: Path) -> None:
+    config = TINY.configure()
+    older, newer = (RunFolder.create(tmp_path, config, TINY.specs(config)) for _ in range(2))
+    renamed = newer.path.rename(tmp_path / "00000000-old-looking-name")
+    os.utime(older.path / "config.json", ns=(10**9, 10**9))
+    assert RunFolder.find(tmp_path, "last").path == renamed
+
+
+def test_a_wrong_run_names_the_nearest(folder: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=folder.name):
+        RunFolder.find(tmp_path, folder.name + "x")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1}', '{"format": 99}', "[]", "null"])
+def test_a_damaged_configuration_is_a_typed_error(folder: RunFolder, tmp_path: Path, text: str) -> None:
+    (folder.path / "config.json").write_text(text)
+    with pytest.raises(StateError, match=r"config\.json"):
+        RunFolder.find(tmp_path, folder.name)
+
+
+def test_rounds_are_on_disk_when_append_returns_and_the_last_line_of_a_round_counts(folder: RunFolder) -> None:
+    dense, sparse = folder.specs
+    for accuracy in (0.25, 0.75):
+        folder.append(dense, RoundRecord(1, accuracy, math.nan, uplink_payload_bytes=7))
+    folder.append(sparse, RoundRecord(0, math.nan, 1.0))
+    with (folder.path / "rounds.jsonl").open("a") as file:
+        file.write('{"label": "dense", "rou')
+    rounds = folder.rounds()
+    assert [record.accuracy for record in rounds["dense"]] == [0.75]
+    assert rounds["dense"][0].uplink_payload_bytes == 7
+    assert math.isnan(rounds["dense"][0].loss)
+    folder.tidy()
+    lines = (folder.path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["label"] for line in lines] == ["dense", "sparse"]
+    assert "NaN" not in "".join(lines)
+    assert str(folder.rounds()) == str(rounds)
+
+
+def test_a_finished_row_comes_back_and_its_checkpoint_goes(folder: RunFolder) -> None:
+    spec = folder.specs[1]
+    assert folder.load(spec) is None
+    result = FakeEngine()(spec, on_round=None, checkpoint=folder.checkpoint(spec))
+    assert folder.checkpoint(spec).exists()
+    folder.save(result)
+    assert not folder.checkpoint(spec).exists()
+    again = folder.load(spec)
+    assert again is not None
+    assert again.spec == spec
+    assert again.rounds == result.rounds
+    np.testing.assert_array_equal(again.arrays["weight"], result.arrays["weight"])
+    assert folder.load(folder.specs[0]) is None
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_text(path, "old")
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store.os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "new and longer")
+    assert path.read_text() == "old"
+    assert [item.name for item in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_json_text_is_strict() -> None:
+    document = {"a": math.nan, "b": [math.inf, np.float32(0.5), np.int64(3)], "c": {"d": (1, -math.inf)}}
+    assert finite(document) == {"a": None, "b": [None, 0.5, 3], "c": {"d": [1, None]}}
+    assert json.loads(to_json_text(document))["b"] == [None, 0.5, 3]

@@ -1,0 +1,160 @@
+"""The ledger adds up, stays small, and survives storage."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fedcomp.errors import ConfigError
+from fedcomp.flower.ledger import Ledger, LedgerError
+
+
+def filled() -> Ledger:
+    ledger = Ledger()
+    for round_ in (1, 2):
+        for node in (0, 1, 2):
+            ledger.record(round_, node, "down", "train", payload=100, wire=1000)
+            ledger.record(round_, node, "up", "train", payload=10 * (node + 1), wire=70 + node)
+        ledger.record(round_, 0, "up", "evaluate", wire=50)
+    ledger.record(2, 1, "up", "train.mix", "peer", payload=7, wire=9)
+    return ledger
+
+
+def test_totals_by_every_column() -> None:
+    ledger = filled()
+    assert len(ledger) == 15
+    assert ledger.total("wire", direction="down") == 6000
+    assert ledger.total("payload", direction="up", message_type="train") == 120
+    assert ledger.total("payload", direction="up", node=2, round=1) == 30
+    assert ledger.total("wire", link="peer") == 9
+    assert ledger.total("wire", link="hub", direction="up") == 2 * (70 + 71 + 72) + 100
+    assert ledger.total("messages", round=[1, 2], node={0}) == 6
+    assert ledger.total("wire", round=99) == 0
+    assert ledger.per_round("messages") == {1: 7, 2: 8}
+    assert ledger.by("node", "payload", direction="up", link="hub") == {0: 20, 1: 40, 2: 60}
+    assert ledger.by("message_type", "messages") == {"evaluate": 2, "train": 12, "train.mix": 1}
+    assert ledger.by("direction") == {"down": 6000, "up": 535}
+    assert ledger.by("link", "payload", round=2) == {"hub": 360, "peer": 7}
+    assert ledger.summary() == {
+        "messages": 15,
+        "payload_up": 120,
+        "wire_up": 526,
+        "payload_down": 600,
+        "wire_down": 6000,
+        "payload_peer": 7,
+        "wire_peer": 9,
+    }
+
+
+def test_a_total_equals_the_sum_of_its_parts() -> None:
+    ledger = filled()
+    for column in ("round", "node", "direction", "message_type", "link"):
+        for value in ("payload", "wire", "messages"):
+            assert sum(ledger.by(column, value).values()) == ledger.total(value)
+
+
+def test_node_ids_become_partitions_backwards_and_forwards() -> None:
+    ledger = Ledger()
+    node_id = 2**61 + 12345
+    ledger.record(1, node_id, "down", "train", wire=5)
+    assert ledger.by("node") == {node_id: 5}
+    ledger.identify(node_id, 3)
+    ledger.record(1, node_id, "up", "train", wire=7)
+    # The node came back under a new id and the same partition.
+    ledger.record(2, 2**61 + 99, "down", "train", wire=1)
+    ledger.identify(2**61 + 99, 3)
+    assert ledger.by("node") == {3: 13}
+    assert ledger.total(node=3) == 13
+
+
+def test_large_numbers_are_exact() -> None:
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.record(1, 0, "up", "train", payload=2**53 + 1, wire=2**60)
+    assert ledger.total("payload") == 3 * (2**53 + 1)
+    assert ledger.by("round", "payload") == {1: 3 * (2**53 + 1)}
+
+
+def test_json_and_column_round_trips() -> None:
+    ledger = filled()
+    ledger.identify(2, 42)
+    again = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+    assert again == ledger
+    assert again.by("node", "messages") == ledger.by("node", "messages")
+    assert Ledger.from_columns(ledger.columns(), ledger.tables()) == ledger
+    again.record(3, 42, "up", "train", wire=1)
+    assert again.total("wire", node=42) == ledger.total("wire", node=42) + 1
+    assert Ledger.from_json(Ledger().to_json()) == Ledger()
+
+
+def test_a_view_of_a_ledger_does_not_forbid_growing_it() -> None:
+    ledger = filled()
+    columns = ledger.columns()
+    ledger.record(3, 0, "up", "train", wire=1)
+    assert len(columns["wire"]) == 15
+    assert len(ledger) == 16
+
+
+def test_merge_matches_nodes_and_kinds_by_name() -> None:
+    first, second = Ledger(), Ledger()
+    first.record(1, 5, "up", "train", wire=1)
+    first.record(1, 6, "down", "train", wire=2)
+    second.record(2, 6, "up", "evaluate", wire=10)
+    second.record(2, 5, "up", "train", wire=20)
+    first.merge(second)
+    first.merge(Ledger())
+    assert first.by("node") == {5: 21, 6: 12}
+    assert first.by("message_type") == {"evaluate": 10, "train": 23}
+    assert first.per_round() == {1: 3, 2: 30}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((1, 0, "sideways", "train"), "sideways"),
+        ((1, 0, "up", "train", "moon"), "moon"),
+        ((1, 0, "up", "train", "hub", -1), "negative"),
+        ((-1, 0, "up", "train"), "negative"),
+    ],
+)
+def test_wrong_rows_are_refused(arguments: tuple, match: str) -> None:
+    ledger = Ledger()
+    with pytest.raises(ConfigError, match=match):
+        ledger.record(*arguments)
+    assert len(ledger) == 0
+
+
+def test_wrong_questions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="payload"):
+        filled().total("payloads")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="round"):
+        filled().total("wire", rounds=1)
+
+
+def test_damaged_ledgers_are_refused() -> None:
+    good = filled().to_json()
+    for damage in (
+        {"format": "other"},
+        {"columns": None},
+        {"columns": {**good["columns"], "wire": good["columns"]["wire"][:-1]}},
+        {"columns": {**good["columns"], "node": [99] * 15}},
+        {"columns": {**good["columns"], "kind": [-1] * 15}},
+        {"columns": {**good["columns"], "payload": [0.5] * 15}},
+        {"columns": {k: v for k, v in good["columns"].items() if k != "round"}},
+        {"kinds": [["up", "train"]]},
+    ):
+        with pytest.raises(LedgerError):
+            Ledger.from_json({**good, **damage})
+
+
+def test_a_long_run_of_many_nodes_stays_small() -> None:
+    rounds, nodes = 200, 200
+    ledger = Ledger()
+    for round_ in range(rounds):
+        for node in range(nodes):
+            ledger.record(round_, node, "up", "train", payload=round_ * node, wire=round_ * node + 1000)
+    held = sum(column.buffer_info()[1] * column.itemsize for column in ledger._columns.values())
+    assert held == 26 * rounds * nodes
+    assert ledger.total("payload") == int(np.arange(rounds).sum()) * int(np.arange(nodes).sum())

@@ -1,0 +1,188 @@
+"""Frames survive a Message bit for bit, and the bytes counted are the bytes sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcomp.flower._private import Packer, acting_as, unpack
+from fedcomp.flower.ledger import wire_bytes
+from fedcomp.flower.payload import (
+    INLINE_LIMIT,
+    STYPE,
+    PayloadError,
+    frames,
+    payload_bytes,
+    put_frame,
+    put_node,
+    round_of,
+    take_frame,
+    take_node,
+)
+from fedcomp.rng import Key
+
+
+def message(content: RecordDict) -> Message:
+    with acting_as(1, 1):
+        return Message(content, 7, "train")
+
+
+def random_bytes(count: int, seed: int = 0) -> bytes:
+    return Key(seed, "bytes").bits(count // 8 + 1).tobytes()[:count]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 1000, INLINE_LIMIT, INLINE_LIMIT + 1, 5 * 2**20, 5 * 2**20 + 3, 11 * 2**20])
+def test_a_frame_survives_serialisation(size: int) -> None:
+    frame = random_bytes(size)
+    record = RecordDict()
+    put_frame(record, "update", frame)
+    sent = message(record)
+    assert payload_bytes(sent) == size
+    for holder in sent.content.values():
+        # Flower's own accounting must not fall over a frame, the empty one included.
+        assert size <= holder.count_bytes() <= size + len(STYPE)
+    received = unpack(Packer().pack(sent))
+    assert take_frame(received.content, "update") == frame
+    assert payload_bytes(received) == size
+
+
+@given(st.binary(max_size=2000))
+@settings(max_examples=30, deadline=None)
+def test_any_bytes_survive(frame: bytes) -> None:
+    record = RecordDict()
+    put_frame(record, "f", frame)
+    assert take_frame(unpack(Packer().pack(message(record))).content, "f") == frame
+
+
+def test_plain_arrays_survive_with_their_odd_values() -> None:
+    arrays = {
+        "zero-d": np.array(-0.0, np.float32),
+        "nan": np.array([np.nan, np.inf, -np.inf], np.float64),
+        "empty": np.empty((0, 3), np.float32),
+        "counter": np.array([2**62], np.int64),
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    }
+    sent = message(RecordDict({"a": ArrayRecord({k: Array(v) for k, v in arrays.items()})}))
+    received = unpack(Packer().pack(sent)).content["a"]
+    for name, array in arrays.items():
+        back = received[name].numpy()
+        assert back.dtype == array.dtype
+        assert back.shape == array.shape
+        assert back.tobytes() == array.tobytes()
+
+
+def test_small_frames_ride_in_a_config_record_and_large_ones_in_an_array() -> None:
+    record = RecordDict()
+    put_frame(record, "small", random_bytes(INLINE_LIMIT))
+    put_frame(record, "large", random_bytes(INLINE_LIMIT + 1))
+    assert isinstance(record["small"], ConfigRecord)
+    array = record["large"][STYPE]
+    assert (array.dtype, array.shape, array.stype) == ("uint8", (INLINE_LIMIT + 1,), STYPE)
+    with pytest.raises(TypeError):
+        array.numpy()
+
+
+def test_replacing_a_frame_changes_its_holder() -> None:
+    record = RecordDict()
+    put_frame(record, "f", random_bytes(INLINE_LIMIT + 1))
+    put_frame(record, "f", b"abc")
+    assert take_frame(record, "f") == b"abc"
+    assert list(record) == ["f"]
+
+
+def test_absent_is_none_and_foreign_is_an_error() -> None:
+    record = RecordDict(
+        {
+            "metrics": MetricRecord({"loss": 1.0}),
+            "config": ConfigRecord({"lr": 0.1}),
+            "model": ArrayRecord({"w": Array(np.zeros(3, np.float32))}),
+            "lies": ArrayRecord({STYPE: Array("uint8", (5,), STYPE, b"abc")}),
+            "text": ConfigRecord({STYPE: "not bytes"}),
+            "two": ConfigRecord({STYPE: b"x", "more": 1}),
+        }
+    )
+    assert take_frame(record, "nothing") is None
+    for key in record:
+        with pytest.raises(PayloadError, match=key):
+            take_frame(record, key)
+    with pytest.raises(PayloadError, match="str"):
+        put_frame(record, "f", "text")  # type: ignore[arg-type]
+
+
+def test_frames_are_found_among_other_records() -> None:
+    record = RecordDict({"metrics": MetricRecord({"loss": 1.0})})
+    put_frame(record, "a", b"one")
+    put_frame(record, "b", random_bytes(INLINE_LIMIT + 5))
+    assert {k: len(v) for k, v in frames(record).items()} == {"a": 3, "b": INLINE_LIMIT + 5}
+
+
+def test_payload_of_a_plain_message_is_the_array_data() -> None:
+    model = {"w": np.zeros((10, 10), np.float32), "b": np.zeros(10, np.float64)}
+    record = RecordDict(
+        {
+            "arrays": ArrayRecord({k: Array(v) for k, v in model.items()}),
+            "config": ConfigRecord({"note": b"not a frame"}),
+            "metrics": MetricRecord({"loss": 0.5}),
+        }
+    )
+    assert payload_bytes(message(record)) == (400 + 128) + (80 + 128)
+
+
+def test_node_and_round_are_read_back() -> None:
+    record = RecordDict()
+    put_node(record, 12)
+    assert take_node(message(record)) == 12
+    assert take_node(message(RecordDict())) is None
+    assert take_node(message(RecordDict({"fedcomp.node": ConfigRecord({"partition-id": "12"})}))) is None
+    assert round_of(message(RecordDict({"config": ConfigRecord({"server-round": 4})}))) == 4
+    assert round_of(message(record)) is None
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, INLINE_LIMIT), (INLINE_LIMIT + 1, 5 * 2**20 - 1)])
+def test_the_overhead_on_the_wire_does_not_depend_on_the_size(low: int, high: int) -> None:
+    overheads = []
+    for size in (low, (low + high) // 3, high):
+        record = RecordDict({"metrics": MetricRecord({"num-examples": 3, "loss": 0.5})})
+        put_frame(record, "update", random_bytes(size, seed=size))
+        sent = message(record)
+        overheads.append(wire_bytes(sent) - payload_bytes(sent))
+    assert max(overheads) - min(overheads) <= 16
+    assert 600 < min(overheads) < 1600
+
+
+def test_wire_bytes_agree_with_flowers_own_walk_over_the_objects() -> None:
+    from flwr.common.serde import message_to_proto
+    from flwr.app.message import remove_content_from_message
+    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+
+    shared = Array(np.arange(300_000, dtype=np.float64))
+    record = RecordDict(
+        {
+            # Equal arrays are one object, and equal 5 MiB chunks of one array are one chunk.
+            "arrays": ArrayRecord({"a": shared, "b": Array(np.arange(300_000, dtype=np.float64))}),
+            "zeros": ArrayRecord({"z": Array("uint8", (11 * 2**20,), STYPE, bytes(11 * 2**20))}),
+            "config": ConfigRecord({"k": [1, 2], "s": "text"}),
+        }
+    )
+    sent = message(record)
+    ours = wire_bytes(sent)
+    sent.metadata.__dict__["_message_id"] = sent.object_id
+    objects = get_all_nested_objects(sent)
+    theirs = sum(len(o.deflate()) for o in objects.values())
+    theirs += get_object_tree(sent).ByteSize() + message_to_proto(remove_content_from_message(sent)).ByteSize()
+    assert ours == theirs
+    assert ours < 2.4e6 + 5.3e6 + 1.1e6
+
+
+def test_a_changed_record_is_weighed_anew() -> None:
+    record = RecordDict({"c": ConfigRecord({"x": 1}), "a": ArrayRecord({"w": Array(np.zeros(4, np.float32))})})
+    sent = message(record)
+    before = wire_bytes(sent)
+    record["c"]["longer"] = "x" * 100
+    record["a"]["w"].data = record["a"]["w"].data + b"\x00" * 50
+    after = wire_bytes(sent)
+    assert 150 <= after - before <= 180
+    assert wire_bytes(sent) == after

@@ -1,0 +1,150 @@
+"""Transactional client state, one transaction at a time (flower spec 7.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, RecordDict
+
+from fedcomp.codecs import QSGD, TopK
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.protocol import PROTOCOL, UPDATE, Announcement
+from fedcomp.flower.state import Replica, Uplink, lineage
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+LAYOUT = Layout.flat(2000)
+CODEC = ErrorFeedback(TopK(density=0.01))
+
+
+def context() -> Context:
+    return Context(run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={})
+
+
+def say(sequence: int, acknowledged: int = 0, generation: int = 0) -> Announcement:
+    return Announcement("arrays", 1, 0, sequence=sequence, acknowledged=acknowledged, generation=generation)
+
+
+def vector(seed: int) -> np.ndarray:
+    words = Key(seed, "state-test").bits(2000) % np.uint64(201)
+    return (words.astype(np.int64) - 100).astype(np.float32)
+
+
+def answer(ctx: Context, announcement: Announcement, seed: int, codec=CODEC) -> bytes:
+    """Go through one transaction as the mod does; return the frame."""
+    uplink = Uplink.begin(ctx, announcement, codec, LAYOUT)
+    assert uplink.redelivery is None
+    frame, state = codec.encode(Update(vector(seed), LAYOUT), uplink.state, Key(0))
+    reply = RecordDict({"fedcomp.node": ConfigRecord({"sequence": announcement.sequence})})
+    put_frame(reply, UPDATE, frame)
+    uplink.commit(ctx, state, announcement, codec, LAYOUT, reply)
+    return frame
+
+
+def total(ctx: Context, announcement: Announcement, codec=CODEC) -> np.ndarray:
+    """Return what the client owes as a later message finds it."""
+    state = Uplink.begin(ctx, announcement, codec, LAYOUT).state
+    return next(v for v in state.values() if v.shape == (2000,)).astype(np.float64)
+
+
+def test_an_acknowledged_frame_stays_sent() -> None:
+    ctx = context()
+    frame = answer(ctx, say(5), 1)
+    owed = total(ctx, say(6, acknowledged=5, generation=5))
+    np.testing.assert_array_equal(owed + CODEC.decode(frame, LAYOUT), vector(1))
+
+
+def test_a_lost_frame_comes_back() -> None:
+    ctx = context()
+    answer(ctx, say(5), 1)
+    np.testing.assert_array_equal(total(ctx, say(6)), vector(1))
+
+
+def test_an_acknowledgement_of_another_generation_is_none() -> None:
+    """The server speaks of a memory this node no longer has (or never had)."""
+    ctx = context()
+    answer(ctx, say(5), 1)
+    np.testing.assert_array_equal(total(ctx, say(6, acknowledged=5, generation=4)), vector(1))
+
+
+def test_the_same_message_gets_the_same_reply() -> None:
+    ctx = context()
+    frame = answer(ctx, say(5), 1)
+    again = Uplink.begin(ctx, say(5), CODEC, LAYOUT)
+    assert again.redelivery is not None
+    from fedcomp.flower.payload import take_frame
+
+    assert take_frame(again.redelivery, UPDATE) == frame
+    assert again.redelivery.config_records["fedcomp.node"]["sequence"] == 5
+
+
+def test_begin_modifies_nothing_so_that_a_crash_costs_nothing() -> None:
+    ctx = context()
+    answer(ctx, say(5), 1)
+    before = {k: v for k, v in ctx.state.items()}
+    Uplink.begin(ctx, say(6), CODEC, LAYOUT)
+    Uplink.begin(ctx, say(7, 5, 5), CODEC, LAYOUT)
+    assert {k: v for k, v in ctx.state.items()} == before
+    np.testing.assert_array_equal(total(ctx, say(8)), vector(1))
+
+
+def test_losing_many_replies_in_a_row_loses_nothing() -> None:
+    ctx = context()
+    for sequence in range(1, 11):
+        answer(ctx, say(sequence), sequence)
+    expected = sum(vector(s).astype(np.float64) for s in range(1, 11))
+    np.testing.assert_array_equal(total(ctx, say(11)), expected)
+
+
+def test_memory_survives_a_change_of_density_but_not_of_model_or_algorithm() -> None:
+    ctx = context()
+    answer(ctx, say(5), 1)
+    warmer = ErrorFeedback(TopK(density=0.5))
+    np.testing.assert_array_equal(total(ctx, say(6), warmer), vector(1))
+    assert Uplink.begin(ctx, say(6), warmer, Layout.flat(2001)).fresh
+    assert Uplink.begin(ctx, say(6), ErrorFeedback(QSGD(levels=4)), LAYOUT).fresh
+    assert lineage(CODEC) == lineage(warmer) != lineage(ErrorFeedback(QSGD(levels=4)))
+
+
+def test_generation_is_the_message_that_created_the_memory() -> None:
+    ctx = context()
+    assert Uplink.begin(ctx, say(9), CODEC, LAYOUT).generation == 9
+    answer(ctx, say(9), 1)
+    assert Uplink.begin(ctx, say(12, 9, 9), CODEC, LAYOUT).generation == 9
+    assert Uplink.begin(context(), say(12, 9, 9), CODEC, LAYOUT).generation == 12
+
+
+def test_replica_round_trip() -> None:
+    ctx = context()
+    assert Replica.load(ctx) is None
+    Replica(7, {"w": np.arange(4, dtype=np.float32), "n": np.array(3)}).save(ctx)
+    held = Replica.load(ctx)
+    assert held is not None
+    assert held.version == 7
+    assert list(held.arrays) == ["w", "n"]
+    assert held.arrays["n"].dtype == np.int64
+
+
+def test_announcement_round_trip_and_erase() -> None:
+    config = ConfigRecord({"server-round": 3, "lr": 0.1})
+    full = Announcement(
+        "arrays", 3, 1, {"id": "topk", "density": 0.1}, {"min_size": 3, "patterns": []}, 9, 8, 7, {"id": "topk"}, 4, 3, b"d"
+    )
+    full.write(config)
+    assert Announcement.read(config) == full
+    assert full.protocol == PROTOCOL
+    Announcement.erase(config)
+    assert dict(config) == {"server-round": 3, "lr": 0.1}
+    assert Announcement.read(config) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("codec", 3), ("codec", "{"), ("codec", "[1]"), ("round", "x"), ("digest", 1)])
+def test_damaged_announcements_are_typed_errors(name: str, value) -> None:
+    from fedcomp.errors import StateError
+
+    config = ConfigRecord()
+    Announcement("arrays", 1, 0).write(config)
+    config["fedcomp." + name] = value
+    with pytest.raises(StateError):
+        Announcement.read(config)

@@ -1,0 +1,112 @@
+"""Scatter-add, compiling, caching: what it costs to import and what happens without a writable cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedcomp
+from fedcomp.errors import ConfigError, LayoutError
+from fedcomp.kernels import scatter_add, select_topk, tiers, warm
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+@pytest.mark.parametrize("weight", [1.0, -1.0, 0.3, 1 / 3])
+def test_scatter_add_is_weight_times_dense(weight: float, tier: str) -> None:
+    """Bit equal to adding float32(weight) times the dense vector."""
+    rng = np.random.default_rng(1)
+    start = rng.normal(size=5000).astype(np.float32)
+    dense = np.zeros(5000, np.float32)
+    indices = np.sort(rng.choice(5000, 700, replace=False))
+    dense[indices] = rng.normal(size=700)
+    out = start.copy()
+    scatter_add(out, indices, dense[indices], weight, tier=tier)
+    np.testing.assert_array_equal(out, start + np.float32(weight) * dense)
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+def test_scatter_add_refuses_indices_outside(tier: str) -> None:
+    out = np.zeros(10, np.float32)
+    for indices in ([-1, 2], [3, 10]):
+        with pytest.raises(LayoutError, match="outside"):
+            scatter_add(out, np.array(indices), np.ones(2, np.float32), tier=tier)
+    with pytest.raises(LayoutError, match="do not fit"):
+        scatter_add(out, np.array([1]), np.ones(2, np.float32), tier=tier)
+    assert not out.any()
+    scatter_add(out, np.zeros(0, np.int64), np.zeros(0, np.float32), tier=tier)
+
+
+def test_histogram_counts_every_magnitude() -> None:
+    x = np.random.default_rng(0).standard_t(1, 10_003).astype(np.float32)
+    magnitudes = np.abs(x).view(np.int32) >> 20
+    for tier in ("numba", "numpy"):
+        counts = tiers.ops(tier, x.size).histogram(x.view(np.int32))
+        np.testing.assert_array_equal(counts, np.bincount(magnitudes, minlength=2048))
+
+
+def _run(code: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA")}
+    root = str(Path(fedcomp.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-W", "error", *code],
+        env={**base, "PYTHONPATH": root, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_importing_does_not_import_numba() -> None:
+    code = "import sys, fedcomp.feedback; print('numba' in sys.modules, 'torch' in sys.modules)"
+    done = _run(["-c", code])
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_warm_is_idempotent_and_reports_one_line() -> None:
+    assert warm() is not None
+    again = warm()
+    assert again is not None
+    assert again < 0.1
+    done = _run(["-m", "fedcomp.kernels"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fedcomp.kernels: ")
+    assert done.stdout.count("\n") == 1
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """"auto" falls back to numpy; asking for numba by name says what to do."""
+    monkeypatch.setattr(tiers, "has_numba", lambda: False)
+    x = np.arange(50_000, dtype=np.float32)
+    np.testing.assert_array_equal(select_topk(x, 2), [49_998, 49_999])
+    with pytest.raises(ConfigError, match="not installed"):
+        select_topk(x, 2, tier="numba")
+    assert warm() is None
+
+
+@pytest.mark.parametrize("user_cache", [True, False])
+def test_read_only_package_compiles_without_warning(tmp_path: Path, user_cache: bool) -> None:
+    """No cache beside the package: numba's user cache is taken; without that one, nothing is cached. Never a warning."""
+    package = Path(fedcomp.__file__).parent
+    shutil.copytree(package, tmp_path / "fedcomp", ignore=shutil.ignore_patterns("__pycache__"))
+    # A plain file in the place of the cache directory: refuses writing also to a super-user.
+    (tmp_path / "fedcomp" / "kernels" / "__pycache__").write_text("")
+    home = tmp_path / "home"
+    if user_cache:
+        home.mkdir()
+    else:
+        home.write_text("")
+    env = {"HOME": str(home), "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = _run(["-m", "fedcomp.kernels"], env, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith("fedcomp.kernels: all kernels ready")
+    cached = list(home.rglob("*.nbi")) if user_cache else []
+    assert bool(cached) == user_cache

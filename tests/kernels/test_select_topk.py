@@ -1,0 +1,163 @@
+"""Exact selection: the same result from both tiers, any seed and any guess; sparsification spec 7.1.2 and 7.1.9."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
+from fedcomp.kernels import feedback_step, select, select_topk
+from fedcomp.kernels.tiers import MAGNITUDE
+
+TIERS = ("numba", "numpy", "auto")
+SIZES = (1, 2, 63, 64, 65, 1000, 30_011)
+
+
+def _data(kind: str, n: int) -> np.ndarray:
+    rng = np.random.default_rng(n)
+    made = {
+        "laplace": lambda: rng.laplace(size=n),
+        "student": lambda: rng.standard_t(2, size=n),
+        "ties": lambda: rng.integers(-3, 4, size=n),
+        "equal": lambda: np.full(n, -1.5),
+        "sparse": lambda: np.where(rng.random(n) < 0.01, rng.normal(size=n), 0.0),
+        "denormal": lambda: rng.integers(-9, 10, size=n) * 1.4e-45,
+        "signed zeros": lambda: np.where(rng.random(n) < 0.5, 0.0, -0.0),
+        "sorted": lambda: np.linspace(0.0, 1.0, n),
+        "rising steps": lambda: np.exp(np.arange(n) // 64 * 0.1),
+    }[kind]()
+    return made.astype(np.float32)
+
+
+KINDS = (
+    "laplace",
+    "student",
+    "ties",
+    "equal",
+    "sparse",
+    "denormal",
+    "signed zeros",
+    "sorted",
+    "rising steps",
+)
+
+
+def _by_full_sort(x: np.ndarray, k: int) -> np.ndarray:
+    """Sort everything by (magnitude falling, index rising): the definition, by another way."""
+    order = np.lexsort((np.arange(x.size), -np.abs(x.astype(np.float64))))
+    return np.sort(order[:k])
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_full_sort(kind: str, tier: str) -> None:
+    """Spec 7.1.2: multiset of magnitudes, ties by lowest index, strictly ascending, any sampling seed."""
+    for n in SIZES:
+        x = _data(kind, n)
+        for k in sorted({1, max(1, n // 100), max(1, n // 3), n - 1, n} - {0}):
+            expected = _by_full_sort(x, k)
+            for seed in (0, 1, 2**63):
+                got = select_topk(x, k, tier=tier, seed=seed)
+                assert got.dtype == np.int64
+                np.testing.assert_array_equal(got, expected, err_msg=f"{kind} n={n} k={k} seed={seed}")
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+def test_one_million(tier: str) -> None:
+    """Spec 7.1.2 at n = 1e6."""
+    x = _data("student", 1_000_000)
+    for k in (1, 1000, 100_000, 999_999):
+        np.testing.assert_array_equal(select_topk(x, k, tier=tier), _by_full_sort(x, k))
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+def test_a_sample_that_misleads_costs_only_time(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses far too high, or so low that the candidates overflow, must fall back and still be exact."""
+    x = _data("laplace", 50_000)
+    expected = _by_full_sort(x, 500)
+    for guess in (1, int(np.float32(1e30).view(np.int32)), MAGNITUDE):
+        monkeypatch.setattr(select, "_guess", lambda *_, guess=guess: guess)
+        np.testing.assert_array_equal(select_topk(x, 500, tier=tier), expected)
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_raises(bad: float, tier: str) -> None:
+    """Spec 7.1.9: NaN is never selected and never ignored, wherever it lies, for every k."""
+    for n in (70, 40_000):
+        for at in (0, n // 2, n - 1):
+            x = _data("laplace", n)
+            x[at] = bad
+            for k in (1, n // 2, n):
+                with pytest.raises(NonFiniteUpdate, match=f"first at index {at}"):
+                    select_topk(x, k, tier=tier)
+
+
+def test_arguments_are_checked() -> None:
+    x = np.ones(10, np.float32)
+    for k in (-1, 11):
+        with pytest.raises(ConfigError, match=r"\[0, 10\]"):
+            select_topk(x, k)
+    with pytest.raises(LayoutError, match="float32"):
+        select_topk(x.astype(np.float64), 1)
+    with pytest.raises(ConfigError, match="tier"):
+        select_topk(x, 1, tier="gpu")  # type: ignore[arg-type]
+    assert select_topk(x, 0).size == 0
+
+
+def test_read_only_and_strided_vectors_are_accepted() -> None:
+    x = _data("laplace", 30_000)
+    frozen = np.frombuffer(x.tobytes(), np.float32)
+    assert not frozen.flags.writeable
+    np.testing.assert_array_equal(select_topk(frozen, 30), select_topk(x, 30))
+    np.testing.assert_array_equal(select_topk(x[::2], 30), select_topk(x[::2].copy(), 30))
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+@pytest.mark.parametrize("threshold", [None, 0.0, 1e-30, 0.5, 1e30])
+@pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])
+def test_fused_step_is_add_select_clear(decay: float, threshold: float | None, tier: str) -> None:
+    """The fused step equals its three parts bit for bit, whatever the warm start."""
+    for n in (1, 64, 1000, 30_011):
+        memory, update = _data("student", n), _data("laplace", n)
+        before = memory.copy()
+        total = memory * np.float32(decay) + update
+        for k in {1, max(1, n // 50), n}:
+            chosen = _by_full_sort(total, k)
+            step = feedback_step(memory, update, k, decay=decay, threshold=threshold, tier=tier)
+            np.testing.assert_array_equal(step.indices, chosen)
+            np.testing.assert_array_equal(step.values, total[chosen])
+            rest = total.copy()
+            rest[chosen] = 0.0
+            np.testing.assert_array_equal(step.memory, rest)
+            np.testing.assert_array_equal(memory, before)
+            if k < n:
+                assert step.threshold == np.abs(total[chosen]).min()
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+def test_fused_step_in_place(tier: str) -> None:
+    memory, update = _data("student", 30_011), _data("laplace", 30_011)
+    apart = feedback_step(memory, update, 300, tier=tier)
+    same = feedback_step(memory, update, 300, out=memory, tier=tier)
+    assert same.memory is memory
+    np.testing.assert_array_equal(memory, apart.memory)
+    np.testing.assert_array_equal(same.values, apart.values)
+
+
+@pytest.mark.parametrize("tier", ["numba", "numpy"])
+def test_fused_step_refuses_what_is_not_finite(tier: str) -> None:
+    """An overflow of the sum of two finite vectors is found, too, and inputs stay as they were."""
+    memory, update = np.full(100, 3e38, np.float32), np.zeros(100, np.float32)
+    update[7] = 3e38
+    with pytest.raises(NonFiniteUpdate, match="index 7"):
+        feedback_step(memory, update, 3, tier=tier)
+    assert (memory == np.float32(3e38)).all()
+
+
+def test_fused_step_checks_its_arrays() -> None:
+    x = np.ones(10, np.float32)
+    with pytest.raises(LayoutError, match="agree"):
+        feedback_step(x, x[:5], 1)
+    with pytest.raises(LayoutError, match="out must be"):
+        feedback_step(x, x, 1, out=np.ones(20, np.float32)[::2])

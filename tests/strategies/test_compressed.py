@@ -1,0 +1,350 @@
+"""The drop-in pair, end to end on the in-process Grid."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+    FedYogi,
+    Krum,
+    MultiKrum,
+)
+from toy import client_app, fedavg, model, stack, update
+
+from clients.compressed import compression
+from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.errors import ConfigError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from strategies.compressed import Compressed
+
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+def run(strategy, app=None, *, nodes=4, rounds=3, counter=False, initial=None, **grid_options):
+    """Run a strategy on a metered in-process Grid; return the result and the ledger."""
+    app = client_app([compression()]) if app is None else app
+    ledger = Ledger()
+    grid = MeteredGrid(InProcessGrid(app, nodes, **grid_options), ledger)
+    result = strategy.start(grid, initial or model(counter=counter), num_rounds=rounds, timeout=60)
+    return result, ledger
+
+
+def same(a: ArrayRecord, b: ArrayRecord) -> bool:
+    return list(a) == list(b) and all(
+        a[k].numpy().dtype == b[k].numpy().dtype and a[k].numpy().tobytes() == b[k].numpy().tobytes() for k in a
+    )
+
+
+def noisy_model(seed=3):
+    rng = np.random.default_rng(seed)
+    record = model()
+    return ArrayRecord({k: Array(rng.normal(size=v.shape).astype(np.float32)) for k, v in record.items()})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fedavg(),
+        lambda: FedAvgM(server_momentum=0.9, server_learning_rate=0.7, **ONE),
+        lambda: FedAdam(**ONE),
+        lambda: FedAdagrad(**ONE),
+        lambda: FedYogi(**ONE),
+        lambda: FedProx(proximal_mu=0.1, **ONE),
+        lambda: FedMedian(**ONE),
+        lambda: FedTrimmedAvg(**ONE),
+        lambda: Krum(num_malicious_nodes=1, **ONE),
+        lambda: MultiKrum(num_malicious_nodes=1, num_nodes_to_select=2, **ONE),
+    ],
+)
+def test_identity_is_bit_equal_to_the_inner_strategy_alone(make) -> None:
+    """Flower spec, test 3: the identity codec changes not one bit, whatever the inner strategy."""
+    plain, _ = run(make(), initial=noisy_model())
+    wrapped, _ = run(Compressed(make(), Identity()), initial=noisy_model())
+    # Flower's optimisers return float64; the wrapper keeps the model's own dtype.
+    rounded = ArrayRecord({k: Array(v.numpy().astype(np.float32)) for k, v in plain.arrays.items()})
+    if any(v.numpy().dtype != np.float32 for v in plain.arrays.values()):
+        np.testing.assert_allclose(stack(rounded), stack(wrapped.arrays), rtol=2e-6, atol=1e-6)
+    else:
+        assert same(plain.arrays, wrapped.arrays)
+    assert plain.train_metrics_clientapp.keys() == wrapped.train_metrics_clientapp.keys()
+    for r, metrics in plain.train_metrics_clientapp.items():
+        if any(v.numpy().dtype != np.float32 for v in plain.arrays.values()):
+            continue
+        assert dict(metrics) == dict(wrapped.train_metrics_clientapp[r])
+
+
+def test_negative_zero_survives_the_mean() -> None:
+    """A sum that starts at +0.0 would turn -0.0 into 0.0; Flower's does not."""
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        arrays = ArrayRecord({"w": Array(np.full(4, -0.0, np.float32))})
+        return Message(RecordDict({"arrays": arrays, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
+
+    initial = ArrayRecord({"w": Array(np.ones(4, np.float32))})
+    result, _ = run(Compressed(fedavg(fraction_evaluate=0.0), Identity()), app, initial=initial, rounds=1)
+    assert np.signbit(result.arrays["w"].numpy()).all()
+
+
+@pytest.mark.parametrize("codec", [TopK(density=0.1), RandomK(density=0.1), QSGD(levels=4)], ids=repr)
+@pytest.mark.parametrize("inner", [fedavg, lambda: FedMedian(**ONE), lambda: FedAdam(**ONE)], ids=["mean", "dense", "adam"])
+def test_every_codec_runs_under_every_kind_of_inner_strategy(codec, inner) -> None:
+    strategy = Compressed(inner(), codec)
+    result, ledger = run(strategy)
+    dense, dense_ledger = run(inner())
+    assert np.isfinite(stack(result.arrays)).all()
+    assert not np.array_equal(stack(result.arrays), stack(dense.arrays))
+    assert [r.compressed for r in strategy.reports.values()] == [4, 4, 4]
+    assert ledger.total(direction="up", value="payload") < dense_ledger.total(direction="up", value="payload")
+
+
+def test_the_mean_path_and_the_dense_path_agree() -> None:
+    """The one-buffer aggregation gives what decoding every reply and averaging gives."""
+
+    class UnknownMean(FedAvg):
+        def aggregate_train(self, server_round, replies):  # an override, so not on the list of known means
+            return super().aggregate_train(server_round, replies)
+
+    a, _ = run(Compressed(fedavg(), TopK(density=0.1)), counter=True)
+    b, _ = run(Compressed(UnknownMean(**ONE), TopK(density=0.1)), counter=True)
+    np.testing.assert_allclose(stack(a.arrays), stack(b.arrays), rtol=1e-6, atol=1e-3)
+    assert a.arrays["num_batches_tracked"].numpy() == b.arrays["num_batches_tracked"].numpy()
+
+
+def test_biased_codecs_get_feedback_and_unbiased_ones_do_not() -> None:
+    assert isinstance(Compressed(fedavg(), TopK(density=0.1)).codec, ErrorFeedback)
+    assert isinstance(Compressed(fedavg(), QSGD(levels=4)).codec, QSGD)
+    assert isinstance(Compressed(fedavg(), TopK(density=0.1), feedback=False).codec, TopK)
+    assert isinstance(Compressed(fedavg(), Identity(), feedback=True).codec, Identity)
+
+
+def test_integer_buffers_keep_dtype_and_travel_exactly() -> None:
+    plain, _ = run(fedavg(), client_app(), counter=True, rounds=1)
+    wrapped, _ = run(Compressed(fedavg(), TopK(density=0.05)), counter=True, rounds=1)
+    value = wrapped.arrays["num_batches_tracked"].numpy()
+    assert value.dtype == np.int64
+    assert value.shape == ()
+    assert value == np.rint(plain.arrays["num_batches_tracked"].numpy())
+
+
+def test_small_tensors_travel_dense_by_default() -> None:
+    """After one round of top-k the bias (30 elements) has moved everywhere, the weight hardly anywhere."""
+    result, _ = run(Compressed(fedavg(), TopK(density=0.01)), rounds=1)
+    expected = sum(update(1, p, (30,), 1).astype(np.float64) * (p + 1) for p in range(4)) / 10
+    np.testing.assert_allclose(result.arrays["bias"].numpy(), expected, rtol=1e-6)
+    assert np.count_nonzero(result.arrays["weight"].numpy()) <= 4 * math.ceil(0.01 * 1200)
+
+
+def test_weights_are_num_examples() -> None:
+    result, _ = run(Compressed(fedavg(), TopK(density=1.0)), rounds=1)
+    expected = sum(update(1, p, (40, 30)).astype(np.float64) * (p + 1) for p in range(4)) / 10
+    np.testing.assert_allclose(result.arrays["weight"].numpy(), expected, rtol=1e-6, atol=1e-4)
+
+
+def test_a_custom_metrics_function_sees_every_reply_once() -> None:
+    seen: list[int] = []
+
+    def collect(records: list[RecordDict], key: str) -> MetricRecord:
+        seen.append(len(records))
+        assert all(len(r.metric_records) == 1 and not r.array_records for r in records)
+        return MetricRecord({"replies": len(records)})
+
+    result, _ = run(Compressed(fedavg(train_metrics_aggr_fn=collect), TopK(density=0.1)), rounds=2)
+    assert seen == [4, 4]
+    assert dict(result.train_metrics_clientapp[1]) == {"replies": 4}
+
+
+def test_clients_without_the_mod_are_averaged_and_reported() -> None:
+    """A mixed fleet: half of the nodes run a plain app."""
+    plain, modded = client_app(), client_app([compression()])
+
+    def either(msg: Message, context: Context) -> Message:
+        return (plain if int(context.node_config["partition-id"]) % 2 else modded)(msg, context)
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
+    result, _ = run(strategy, either)
+    everyone, _ = run(fedavg(fraction_evaluate=0.0), client_app())
+    assert [(r.plain, r.compressed) for r in strategy.reports.values()] == [(2, 2)] * 3
+    np.testing.assert_allclose(stack(result.arrays), stack(everyone.arrays), rtol=1e-5, atol=1e-2)
+
+
+def test_a_codec_the_client_does_not_accept_is_answered_densely_and_reported() -> None:
+    strategy = Compressed(fedavg(), TopK(density=0.1))
+    _, ledger = run(strategy, client_app([compression(accept=["qsgd"])]), rounds=1)
+    report = strategy.reports[1]
+    assert report.plain == 4
+    assert len(report.unsupported) == 4
+    assert all("topk" in reason for reason in report.unsupported.values())
+    assert ledger.total(direction="up", value="payload") > 4 * 4 * 1230
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: DifferentialPrivacyServerSideFixedClipping(s, 0.0, 1e9, 4),
+        lambda s: DifferentialPrivacyClientSideFixedClipping(s, 0.0, 1e9, 4),
+    ],
+)
+def test_dp_wrappers_work_inside(wrap) -> None:
+    """With no noise and no clipping the wrapper changes nothing; it must see dense replies with the model's keys."""
+    from flwr.clientapp.mod import fixedclipping_mod
+
+    client_side = "ClientSide" in type(wrap(fedavg())).__name__
+    app = client_app([compression(), *([fixedclipping_mod] if client_side else [])])
+    strategy = Compressed(wrap(fedavg()), TopK(density=1.0))
+    result, _ = run(strategy, app, rounds=2)
+    bare, _ = run(Compressed(fedavg(), TopK(density=1.0)), rounds=2)
+    assert [r.compressed for r in strategy.reports.values()] == [4, 4]
+    np.testing.assert_allclose(stack(result.arrays), stack(bare.arrays), rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_non_finite_updates_are_refused_at_the_sender(bad: float) -> None:
+    base = client_app()
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        reply = base(msg, context)
+        if int(context.node_config["partition-id"]) == 1:
+            arrays = reply.content["arrays"]
+            broken = arrays["weight"].numpy()
+            broken[3, 4] = bad
+            arrays["weight"] = Array(broken)
+        return reply
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    result, _ = run(strategy, app, rounds=2)
+    assert all(r.compressed == 3 and len(r.rejected) == 1 for r in strategy.reports.values())
+    assert all("weight" in reason for r in strategy.reports.values() for reason in r.rejected.values())
+    assert np.isfinite(stack(result.arrays)).all()
+
+
+def test_zero_updates_are_fine() -> None:
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        content = RecordDict({"arrays": msg.content["arrays"], "m": MetricRecord({"num-examples": 3})})
+        return Message(content, reply_to=msg)
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    result, _ = run(strategy, app, initial=model(1.5))
+    assert same(result.arrays, model(1.5))
+    assert all(r.compressed == 4 for r in strategy.reports.values())
+
+
+def test_all_weights_zero_leaves_the_model_unchanged() -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    result, _ = run(strategy, client_app([compression()], examples=0))
+    assert len(result.arrays) == 0, "Flower keeps its empty Result when no round produced arrays"
+    assert all("weight 0" in r.notes[0] for r in strategy.reports.values())
+
+
+def test_one_client_and_zero_rounds() -> None:
+    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=TopK(density=0.1))
+    result, _ = run(strategy, nodes=1, rounds=2)
+    assert strategy.reports[2].compressed == 1
+    assert np.any(stack(result.arrays))
+    nothing, ledger = run(Compressed(fedavg(), TopK(density=0.1)), rounds=0)
+    assert len(nothing.arrays) == 0
+    assert ledger.total(value="wire") == 0
+
+
+def test_a_model_of_another_shape_is_rejected_by_name() -> None:
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        arrays = ArrayRecord({k: Array(np.zeros((2, 2), np.float32)) for k in msg.content["arrays"]})
+        return Message(RecordDict({"arrays": arrays, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    run(strategy, app, rounds=1)
+    assert all("(2, 2)" in reason and "weight" in reason for reason in strategy.reports[1].rejected.values())
+
+
+def test_wrong_construction_is_refused_with_a_reason() -> None:
+    class OwnLoop(FedAvg):
+        def start(self, *args, **kwargs):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="overrides start"):
+        Compressed(OwnLoop(), TopK(density=0.1))
+    with pytest.raises(ConfigError, match="Strategy instance"):
+        Compressed(FedAvg, TopK(density=0.1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="topk"):
+        Compressed(fedavg(), {"id": "topq", "density": 0.1})
+
+
+def test_shuffled_replies_change_nothing() -> None:
+    """Flower spec, test 4: arrival order never changes a result."""
+    results = [
+        run(Compressed(fedavg(), QSGD(levels=4)), shuffle_replies=shuffle)[0].arrays for shuffle in (True, False)
+    ]
+    assert same(*results)
+
+
+def test_the_round_of_a_dead_fleet_changes_nothing() -> None:
+    """All nodes fail: the run ends normally and the strategy goes on when they return."""
+
+    def dead_in_round_one(msg: Message, context: Context) -> Message:
+        config: ConfigRecord = next(iter(msg.content.config_records.values()))
+        if config["server-round"] == 1:
+            raise RuntimeError("no power")
+        return app(msg, context)
+
+    app = client_app([compression()])
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    run(strategy, dead_in_round_one, rounds=2)
+    assert len(strategy.reports[1].rejected) == 4
+    assert strategy.reports[2].compressed == 4
+
+
+def peak_of_aggregation(strategy: Compressed, nodes: int, size: int = 200_000) -> int:
+    """Return the peak bytes allocated inside aggregate_train, for a model of ``size`` elements."""
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        arrays = {k: Array(v.numpy() + update(1, partition, v.shape)) for k, v in msg.content["arrays"].items()}
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": ArrayRecord(arrays), "m": metrics}), reply_to=msg)
+
+    grid = InProcessGrid(app, nodes)
+    initial = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
+    replies = grid.send_and_receive(strategy.configure_train(1, initial, ConfigRecord(), grid), timeout=9)
+    tracemalloc.start()
+    try:
+        assert strategy.aggregate_train(1, replies)[0] is not None
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_of_a_weighted_mean_does_not_grow_with_clients() -> None:
+    """One buffer, whatever the number of clients; decoding every reply first would need a model for each."""
+    few = peak_of_aggregation(Compressed(fedavg(), TopK(density=0.001)), 4)
+    many = peak_of_aggregation(Compressed(fedavg(), TopK(density=0.001)), 40)
+    assert many < few + 4 * 200_000, "less than one more model for 36 more clients"
+    dense = peak_of_aggregation(Compressed(FedMedian(**ONE), TopK(density=0.001)), 40)
+    assert dense > 36 * 4 * 200_000, "the measurement sees a strategy that needs every model"

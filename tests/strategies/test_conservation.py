@@ -1,0 +1,256 @@
+"""Nothing is lost: conservation of update mass under faults (flower spec 7.3), on exact integer vectors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.serverapp.strategy import FedAvg
+from toy import client_app, fingerprint, model, stack
+
+from clients.compressed import compression
+from fedcomp.codecs import TopK
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import take_frame
+from fedcomp.flower.protocol import UPDATE
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+from strategies.compressed import Compressed
+
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+class Sum(FedAvg):
+    """Adds every decoded update to the model, unweighted, and keeps per partition what was delivered."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**{**ONE, "fraction_evaluate": 0.0, **options})
+        self.delivered: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+        self.seen: list[tuple[float, float]] = []
+        self.base = model()
+
+    def configure_train(self, server_round, arrays, config, grid):
+        self.base = arrays
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round, replies):
+        total = stack(self.base)
+        for reply in replies:
+            if reply.has_error():
+                continue
+            record = next(iter(reply.content.array_records.values()))
+            metrics = next(iter(reply.content.metric_records.values()))
+            moved = stack(record) - stack(self.base)
+            self.delivered[int(metrics["partition"])] += moved
+            self.seen.append((metrics["seen"], fingerprint(self.base)))
+            total = total + moved
+        out, offset = {}, 0
+        for name, array in self.base.items():
+            size = array.numpy().size
+            out[name] = Array(total[offset : offset + size].reshape(array.shape).astype(np.float32))
+            offset += size
+        return ArrayRecord(out), None
+
+
+def in_order(layout: Layout, vector: np.ndarray) -> np.ndarray:
+    """Return a layout vector in the model's own tensor order, float64."""
+    return np.concatenate([v.reshape(-1).astype(np.float64) for v in layout.unflatten(vector).values()])
+
+
+def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
+    """Return what a client still owes: its memory, plus a pending frame the server never consumed."""
+    meta = context.state.config_records.get("fedcomp.uplink")
+    if meta is None:
+        return np.zeros(1230)
+    layout = Layout.of({k: v.numpy() for k, v in model().items()})
+    codec = strategy.codec
+    state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
+    peer = strategy._peers[node]
+    consumed = (peer.acknowledged, peer.generation) == (meta["pending"], meta["generation"])
+    if not consumed:
+        reply = context.state["fedcomp.uplink.reply/" + UPDATE]
+        frame = take_frame({UPDATE: reply}, UPDATE)  # type: ignore[arg-type]
+        state = codec.rollback(state, frame, layout)
+    return in_order(layout, memory_of(state))
+
+
+def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the one model-sized float32 array in a feedback state without momentum."""
+    found = [v for v in state.values() if v.shape == (1230,)]
+    assert len(found) == 1, {k: v.shape for k, v in state.items()}
+    return found[0]
+
+
+@pytest.mark.parametrize("error_state", ["discard", "keep"])
+def test_conservation_under_faults(error_state: str) -> None:
+    """10 clients, 200 rounds, 10 % each of lost, duplicated, late and crashed, nodes wiped at random.
+
+    For every life of every node: updates made = delivered + owed, exactly.
+    """
+    plan = RandomFaults(
+        Key(11, "faults"), {"lost_reply": 0.1, "duplicate": 0.1, "late": 0.1, "raise": 0.1, "corrupt": 0.02}, pushes=1
+    )
+    grid = InProcessGrid(client_app([compression()]), 10, seed=5, fault=plan, error_state=error_state)
+    inner = Sum()
+    strategy = Compressed(inner, ErrorFeedback(TopK(density=0.01)))
+    arrays = model()
+    made: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+    owed: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+    nodes = list(grid.get_node_ids())
+    partition = {n: int(grid.context(n).node_config["partition-id"]) for n in nodes}
+
+    def settle(node: int) -> None:
+        context = grid.context(node)
+        if "toy.sum" in context.state:
+            made[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
+        owed[partition[node]] += residual(context, strategy, node)
+
+    wipes = 0
+    for round_ in range(1, 201):
+        # The bare Grid: a MeteredGrid would remove the duplicates before the strategy sees them.
+        replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
+        new, _ = strategy.aggregate_train(round_, replies)
+        arrays = new if new is not None else arrays
+        for node in nodes:
+            if Key(13, "wipe", round_, partition[node]).uniform(1)[0] < 0.01:
+                settle(node)
+                grid.wipe(node)
+                wipes += 1
+    for node in nodes:
+        settle(node)
+
+    assert wipes >= 10
+    reports = strategy.reports.values()
+    assert sum(r.lost for r in reports) > 100
+    assert sum(len(r.rejected) for r in reports) > 100
+    assert sum(len(r.rolled_back) for r in reports) > 100
+    assert sum(r.duplicates for r in reports) > 50
+    for p in range(10):
+        np.testing.assert_array_equal(inner.delivered[p] + owed[p], made[p])
+    np.testing.assert_array_equal(stack(arrays), sum(inner.delivered.values()))
+
+
+def test_without_acknowledgement_mass_is_lost() -> None:
+    """The same faults, but a client that never rolls back: the test above can fail."""
+
+    class Forgetful(ErrorFeedback):
+        def rollback(self, state, frame, layout):
+            return state
+
+    inner = Sum()
+    strategy = Compressed(inner, ErrorFeedback(TopK(density=0.01)))
+    original = ErrorFeedback.rollback
+    plan = RandomFaults(Key(11, "faults"), {"lost_reply": 0.3})
+    grid = InProcessGrid(client_app([compression()]), 2, seed=5, fault=plan)
+    ErrorFeedback.rollback = Forgetful.rollback  # type: ignore[method-assign]
+    try:
+        strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=20, timeout=9)
+    finally:
+        ErrorFeedback.rollback = original  # type: ignore[method-assign]
+    missing = 0.0
+    for node in grid.get_node_ids():
+        context = grid.context(node)
+        p = int(context.node_config["partition-id"])
+        made = context.state.array_records["toy.sum"]["sum"].numpy()
+        missing += np.abs(inner.delivered[p] + residual(context, strategy, node) - made).max()
+    assert missing > 0
+
+
+def test_replicas_never_diverge_silently() -> None:
+    """Compressed downlink under faults and wipes: whoever trains holds the server's reference, bit for bit."""
+    plan = RandomFaults(Key(17, "faults"), {"lost_reply": 0.1, "duplicate": 0.1, "late": 0.1, "raise": 0.1})
+    grid = InProcessGrid(client_app([compression()]), 10, seed=6, fault=plan)
+    inner = Sum()
+    strategy = Compressed(inner, TopK(density=0.02), downlink=TopK(density=0.05))
+    metered = MeteredGrid(grid, Ledger())
+    arrays = model()
+    nodes = list(grid.get_node_ids())
+    full = 0
+    for round_ in range(1, 101):
+        messages = list(strategy.configure_train(round_, arrays, ConfigRecord(), metered))
+        full += sum(1 for m in messages if len(m.content.array_records))
+        reference = ArrayRecord(
+            {
+                k: Array(v)
+                for k, v in strategy._layout.unflatten(strategy._broadcast.reference, {}).items()  # type: ignore[union-attr]
+            }
+        )
+        replies = metered.send_and_receive(messages, timeout=9)
+        for reply in replies:
+            if not reply.has_error():
+                metrics = next(iter(reply.content.metric_records.values()))
+                assert metrics["seen"] == fingerprint(reference)
+        new, _ = strategy.aggregate_train(round_, replies)
+        arrays = new if new is not None else arrays
+        for i, node in enumerate(nodes):
+            if Key(19, "wipe", round_, i).uniform(1)[0] < 0.01:
+                grid.wipe(node)
+    resyncs = [r for report in strategy.reports.values() for r in report.rejected.values() if "resync" in r]
+    assert resyncs, "no wiped node ever asked for a full model: the faults did not reach the code"
+    assert 10 < full < 100, "full models go to new and resynchronised nodes only"
+
+
+def test_a_tampered_replica_is_noticed() -> None:
+    """One bit of a node's replica flips between rounds: the digest shows it, the node gets the full model next."""
+    app = client_app([compression()])
+
+    def tampering(msg: Message, context: Context) -> Message:
+        config = next(iter(msg.content.config_records.values()))
+        if config["server-round"] == 3 and context.node_config["partition-id"] == 1:
+            held = context.state.array_records["fedcomp.replica.model"]
+            broken = held["weight"].numpy()
+            broken[0, 0] = np.nextafter(broken[0, 0], np.float32(np.inf), dtype=np.float32)
+            held["weight"] = Array(broken)
+        return app(msg, context)
+
+    grid = InProcessGrid(tampering, 3, seed=6)
+    strategy = Compressed(Sum(), TopK(density=0.02), downlink=TopK(density=0.05))
+    strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=4, timeout=9)
+    assert [len(r.rejected) for r in strategy.reports.values()] == [0, 0, 1, 0]
+    assert "digests differ" in next(iter(strategy.reports[3].rejected.values()))
+
+
+def test_handler_that_raises_leaves_the_state_untouched() -> None:
+    """Flower spec 7.3 (iii), on both kinds of runtime."""
+    for mode in ("discard", "keep"):
+        app = client_app([compression()])
+        calls = []
+
+        def failing(msg: Message, context: Context, app=app, calls=calls) -> Message:
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("crash before the app ran")
+            return app(msg, context)
+
+        grid = InProcessGrid(failing, 1, seed=1, error_state=mode)
+        strategy = Compressed(Sum(), TopK(density=0.02))
+        metered = MeteredGrid(grid, Ledger())
+        strategy.start(metered, model(), num_rounds=1, timeout=9)
+        node = next(iter(grid.get_node_ids()))
+        before = {k: v for k, v in grid.context(node).state.items()}
+        strategy.start(metered, model(), num_rounds=1, timeout=9)
+        assert {k: v for k, v in grid.context(node).state.items()} == before
+
+
+@pytest.mark.parametrize("kind", ["lost_reply", "duplicate", "late", "corrupt", "silent", "offline", "duplicate_reply"])
+def test_each_fault_alone_conserves(kind: str) -> None:
+    """Every fault in every second round on one node; the update mass is conserved exactly."""
+
+    def plan(delivery: Delivery):
+        return kind if delivery.round % 2 else None
+
+    grid = InProcessGrid(client_app([compression()]), 1, seed=2, fault=plan)
+    inner = Sum()
+    strategy = Compressed(inner, TopK(density=0.01))
+    strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=9, timeout=9)
+    node = next(iter(grid.get_node_ids()))
+    context = grid.context(node)
+    made = context.state.array_records["toy.sum"]["sum"].numpy()
+    np.testing.assert_array_equal(inner.delivered[0] + residual(context, strategy, node), made)
+    assert made.any()

@@ -1,0 +1,183 @@
+"""Partitioners: every example in exactly one partition, the promised skew, and assignments that never change."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcomp.errors import ConfigError
+from fedcomp.rng import Key
+from fedcomp.tasks.partition import dirichlet, iid, natural, parse_partitioner, permutation, shards
+
+KEY = Key(3, "partition/test")
+LABELS = np.random.default_rng(0).integers(0, 10, 2000)
+IDS = np.random.default_rng(1).integers(0, 12, 2000) * 7
+
+
+def _entropies(assignment: np.ndarray, labels: np.ndarray, partitions: int) -> np.ndarray:
+    """Entropy of the label distribution of each partition, in units of the uniform one's."""
+    classes = labels.max() + 1
+    out = []
+    for p in range(partitions):
+        share = np.bincount(labels[assignment == p], minlength=classes) / max((assignment == p).sum(), 1)
+        share = share[share > 0]
+        out.append(-(share * np.log(share)).sum() / np.log(classes))
+    return np.array(out)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    text=st.sampled_from(["iid", "dirichlet:0.05", "dirichlet:1", "dirichlet:50", "shards:1", "shards:3", "natural"]),
+    partitions=st.integers(10, 12),
+    seed=st.integers(0, 2**63),
+)
+def test_every_example_has_exactly_one_partition_and_none_is_left_empty(text: str, partitions: int, seed: int) -> None:
+    key = Key(seed, "partition")
+    give = dict(labels=LABELS, ids=IDS)
+    out = parse_partitioner(text).assign(partitions, key, **give)
+    assert out.shape == LABELS.shape
+    assert out.dtype == np.int64
+    # Values in range make the parts disjoint and complete; all of them present leaves none empty.
+    assert np.array_equal(np.unique(out), np.arange(partitions))
+    np.testing.assert_array_equal(out, parse_partitioner(text).assign(partitions, key, **give))
+
+
+@pytest.mark.parametrize("text", ["iid", "dirichlet:0.5", "shards:2"])
+def test_another_key_gives_another_assignment(text: str) -> None:
+    part = parse_partitioner(text)
+    one, two = (part.assign(10, Key(seed, "partition"), labels=LABELS) for seed in (0, 1))
+    assert np.mean(one != two) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("text", "partitions", "digest"),
+    [
+        ("iid", 7, "78b213f407061ba3"),
+        ("dirichlet:0.1", 10, "638a4c2acf634cda"),
+        ("dirichlet:5", 10, "8f7c6980a6e2cdb2"),
+        ("shards:2", 10, "f7f7026c0b4f6a7d"),
+        ("natural", 5, "85513da1dbc8dca5"),
+    ],
+)
+def test_assignments_are_stable_for_ever(text: str, partitions: int, digest: str) -> None:
+    labels, ids = np.arange(1000) % 10, np.arange(1000) ** 2 % 17
+    out = parse_partitioner(text).assign(partitions, Key(0, "partition"), labels=labels, ids=ids)
+    assert hashlib.sha256(out.astype("<i8").tobytes()).hexdigest()[:16] == digest
+
+
+def test_permutation_is_one() -> None:
+    assert sorted(permutation(1000, KEY).tolist()) == list(range(1000))
+
+
+def test_iid_sizes_differ_by_at_most_one_and_labels_are_even() -> None:
+    out = iid(2000, 7, KEY)
+    sizes = np.bincount(out)
+    assert sizes.max() - sizes.min() <= 1
+    # Pearson's statistic against independence of label and partition: (7-1)(10-1) = 54 degrees of freedom, whose 99.99 %
+    # quantile is 100.
+    table = np.array([np.bincount(LABELS[out == p], minlength=10) for p in range(7)], float)
+    expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / table.sum()
+    assert ((table - expected) ** 2 / expected).sum() < 100
+
+
+def test_alpha_governs_the_skew() -> None:
+    skewed = _entropies(dirichlet(LABELS, 10, 0.05, KEY), LABELS, 10)
+    middle = _entropies(dirichlet(LABELS, 10, 0.5, KEY), LABELS, 10)
+    even = _entropies(dirichlet(LABELS, 10, 1000.0, KEY), LABELS, 10)
+    assert skewed.mean() < 0.5 < middle.mean() < 0.9
+    assert even.min() > 0.95
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 2.5])
+def test_shares_have_the_dirichlet_mean_and_variance(alpha: float) -> None:
+    n, draws, size = 5, 400, 1000
+    shares = np.array(
+        [
+            np.bincount(dirichlet(np.zeros(size, int), n, alpha, Key(s, "d"), min_examples=0), minlength=n) / size
+            for s in range(draws)
+        ]
+    )
+    mean, variance = 1 / n, (1 / n) * (1 - 1 / n) / (n * alpha + 1)
+    assert np.abs(shares.mean(0) - mean).max() < 5 * np.sqrt(variance / draws)
+    assert shares.var() == pytest.approx(variance, rel=0.15)
+
+
+def test_tiny_alpha_does_not_underflow_and_minimum_is_kept() -> None:
+    out = dirichlet(LABELS, 20, 1e-4, KEY, min_examples=15)
+    assert np.bincount(out, minlength=20).min() >= 15
+    bare = dirichlet(LABELS, 20, 1e-4, KEY, min_examples=0)
+    assert np.bincount(bare, minlength=20).min() == 0
+    assert len(bare) == len(LABELS)
+
+
+@settings(deadline=None, max_examples=40)
+@given(per_client=st.integers(1, 6), clients=st.integers(10, 40), seed=st.integers(0, 1000))
+def test_shards_bound_the_labels_of_a_client(per_client: int, clients: int, seed: int) -> None:
+    out = shards(LABELS, clients, per_client, Key(seed, "shards"))
+    for p in range(clients):
+        assert 1 <= len(np.unique(LABELS[out == p])) <= per_client
+
+
+def test_shards_have_nearly_equal_sizes_for_equal_classes() -> None:
+    labels = np.repeat(np.arange(10), 200)
+    sizes = np.bincount(shards(labels, 20, 2, KEY))
+    assert sizes.min() == sizes.max() == 100
+
+
+def test_natural_keeps_ids_together() -> None:
+    exact = natural(IDS, 12)
+    for number, value in enumerate(np.unique(IDS)):
+        assert set(exact[IDS == value]) == {number}
+    joined = natural(IDS, 4)
+    for value in np.unique(IDS):
+        assert len(set(joined[IDS == value])) == 1
+    sizes = np.bincount(joined)
+    assert sizes.max() - sizes.min() < np.bincount(IDS).max()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("dirchlet:0.5", "did you mean 'dirichlet'"),
+        ("shard:2", "did you mean 'shards'"),
+        ("dirichlet", "positive concentration"),
+        ("dirichlet:0", "positive concentration"),
+        ("dirichlet:nan", "positive concentration"),
+        ("dirichlet:inf", "positive concentration"),
+        ("shards:1.5", "whole number"),
+        ("shards:0", "whole number"),
+        ("shards:inf", "whole number"),
+        ("iid:3", "takes no number"),
+        ("", "known"),
+    ],
+)
+def test_parse_errors_say_what_to_write(text: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        parse_partitioner(text)
+
+
+@pytest.mark.parametrize("text", ["iid", "natural", "dirichlet:0.5", "shards:2"])
+def test_text_round_trip(text: str) -> None:
+    assert str(parse_partitioner(f" {text.upper()} ")) == text
+    assert parse_partitioner(parse_partitioner(text)) == parse_partitioner(text)
+
+
+def test_impossible_partitions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="fewer partitions"):
+        dirichlet(np.zeros(5, int), 6, 1.0, KEY)
+    with pytest.raises(ConfigError, match="cannot hold 10 classes"):
+        shards(LABELS, 4, 2, KEY)
+    with pytest.raises(ConfigError, match="too many"):
+        shards(np.zeros(5, int), 3, 2, KEY)
+    with pytest.raises(ConfigError, match="12 ids"):
+        natural(IDS, 13)
+    with pytest.raises(ConfigError, match="at least 1"):
+        iid(10, 0, KEY)
+    with pytest.raises(ConfigError, match="no natural ids"):
+        parse_partitioner("natural").assign(2, KEY, labels=LABELS)
+    with pytest.raises(ConfigError, match="no single class"):
+        parse_partitioner("dirichlet:1").assign(2, KEY, labels=None, ids=IDS)

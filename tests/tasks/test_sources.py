@@ -1,0 +1,200 @@
+"""The three ways data comes in: local and verified, library on request, offline default with a warning."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedcomp.errors import ConfigError
+from fedcomp.tasks import get_task, registry, sources, synthetic
+from fedcomp.tasks.sources import Corpus, DataError, DataMismatch, DataWarning, Table, load
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    """Forget loaded sets and tasks: each test is to see the first load, with its warning."""
+    sources._load.cache_clear()
+    registry._build.cache_clear()
+
+
+def _wifi_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local wifi set of our own making, with its SHA-256 recorded."""
+    import hashlib
+    from dataclasses import replace
+
+    rng = np.random.default_rng(0)
+    rows = np.column_stack([rng.integers(-90, -30, (50, 7)), np.arange(50) % 4 + 1])
+    text = "\n".join("\t".join(map(str, row)) for row in rows).encode()
+    folder = tmp_path / "wifi_localization"
+    folder.mkdir()
+    (folder / "wifi_localization.txt").write_bytes(text)
+    entry = replace(sources.SETS["wifi"], files={"wifi_localization.txt": hashlib.sha256(text).hexdigest()})
+    monkeypatch.setattr(sources, "SETS", {**sources.SETS, "wifi": entry})
+    return folder
+
+
+def test_local_files_are_read_and_verified_without_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _wifi_folder(tmp_path, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table, source = load("wifi", root=tmp_path)
+    assert (source.used, source.verified, source.substitute) == ("local", True, False)
+    assert isinstance(table, Table)
+    assert table.x_train.shape == (40, 7)
+    assert table.x_test.shape == (10, 7)
+    np.testing.assert_allclose(table.x_train.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(table.x_train.std(0), 1, atol=1e-5)
+
+
+def test_root_from_the_environment_and_the_argument_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _wifi_folder(tmp_path, monkeypatch)
+    monkeypatch.setenv("FEDCOMP_DATA", str(tmp_path))
+    assert load("wifi")[1].used == "local"
+    assert get_task("wifi").data.used == "local"
+    with pytest.warns(DataWarning):
+        assert load("wifi", root=tmp_path / "elsewhere")[1].used == "offline"
+    monkeypatch.delenv("FEDCOMP_DATA")
+    with pytest.warns(DataWarning):
+        assert get_task("wifi").data.used == "offline"
+
+
+def test_changed_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = _wifi_folder(tmp_path, monkeypatch) / "wifi_localization.txt"
+    file.write_bytes(file.read_bytes().replace(b"\t1\n", b"\t2\n", 1))
+    with pytest.raises(DataMismatch, match="SHA-256"):
+        load("wifi", root=tmp_path)
+
+
+def test_incomplete_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a9a").mkdir()
+    with pytest.raises(DataError, match="missing"):
+        load("a9a", root=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mnist", "tiny-shakespeare", "a9a", "wifi"])
+def test_stand_ins_warn_and_say_so_in_the_record(name: str) -> None:
+    with pytest.warns(DataWarning, match="used instead"):
+        task = get_task(name)
+    record = task.record()["data"]
+    assert record["substitute"] is True
+    assert record["used"] == "offline"
+    assert "used instead" in record["note"]
+    assert record["name"] == name
+
+
+@pytest.mark.parametrize("name", ["digits", "breast-cancer"])
+def test_embedded_sets_are_what_they_say(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, source = load(name)
+    assert (source.used, source.substitute) == ("offline", False)
+
+
+def _fake_torchvision(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, bool, bool]]) -> None:
+    class Fake:
+        def __init__(self, root: str, train: bool, download: bool) -> None:
+            calls.append((root, train, download))
+            n = 30 if train else 10
+            self.data = np.full((n, 28, 28), 255 if train else 0, np.uint8)
+            self.targets = np.arange(n) % 10
+
+    package, module = types.ModuleType("torchvision"), types.ModuleType("torchvision.datasets")
+    module.MNIST = Fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", module)
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: object())
+
+
+def test_library_is_used_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bool, bool]] = []
+    _fake_torchvision(monkeypatch, calls)
+    with pytest.warns(DataWarning):
+        load("mnist", root=tmp_path)
+    assert calls == []
+    table, source = load("mnist", root=tmp_path, download=True)
+    assert calls == [(str(tmp_path), True, True), (str(tmp_path), False, True)]
+    assert (source.used, source.verified, source.substitute) == ("library", False, False)
+    assert isinstance(table, Table)
+    assert table.x_train.shape == (30, 784)
+    assert table.x_train[0, 0] == pytest.approx((1 - 0.1307) / 0.3081, rel=1e-6)
+    assert table.x_test[0, 0] == pytest.approx(-0.1307 / 0.3081, rel=1e-6)
+
+
+def test_local_files_win_over_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bool, bool]] = []
+    _fake_torchvision(monkeypatch, calls)
+    (tmp_path / "mnist").mkdir()
+    with pytest.raises(DataError):
+        load("mnist", root=tmp_path, download=True)
+    assert calls == []
+
+
+def test_missing_library_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(DataWarning, match="torchvision is not installed"):
+        assert load("mnist", download=True)[1].used == "offline"
+
+
+def test_unknown_set() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'mnist'"):
+        load("mnits")
+
+
+def test_loaded_arrays_are_read_only() -> None:
+    table, _ = load("digits")
+    assert isinstance(table, Table)
+    with pytest.raises(ValueError, match="read-only"):
+        table.x_train[0] = 0
+
+
+def test_synthetic_speakers_differ_from_one_another() -> None:
+    texts = synthetic.speakers(4, 6000)
+    assert texts == synthetic.speakers(4, 6000)
+    assert [len(t) for t in texts.values()] == [6000, 4800, 4000, 3428]
+
+    def pairs(text: str) -> Counter[str]:
+        return Counter(a + b for a, b in zip(text, text[1:], strict=False))
+
+    one, two = texts["SPEAKER 00"], texts["SPEAKER 01"]
+    half = len(one) // 2
+    within = (pairs(one[:half]) & pairs(one[half:])).total() / half
+    across = (pairs(one[:half]) & pairs(two[:half])).total() / half
+    assert within > across + 0.1
+
+
+def test_path_loss_falls_with_distance() -> None:
+    x, y = synthetic.path_loss()
+    assert np.bincount(y).tolist() == [500] * 4
+    # The access points in the rooms' centres are heard best from their own room.
+    means = np.array([[x[y == room, point].mean() for point in range(4)] for room in range(4)])
+    assert (means.argmax(0) == np.arange(4)).all()
+    assert -100 < x.min() < x.max() < -25
+
+
+def test_real_files_have_their_published_counts(local_data: Path) -> None:
+    mnist, source = load("mnist", root=local_data)
+    assert source.verified
+    assert isinstance(mnist, Table)
+    counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert np.bincount(mnist.y_train).tolist() == counts
+    assert mnist.x_test.shape == (10000, 784)
+    assert abs(mnist.x_train.mean()) < 1e-3
+    a9a, _ = load("a9a", root=local_data)
+    assert isinstance(a9a, Table)
+    assert (a9a.x_train.shape, int(a9a.y_train.sum())) == ((32561, 123), 7841)
+    assert (a9a.x_test.shape, int(a9a.y_test.sum())) == ((16281, 123), 3846)
+    assert np.count_nonzero(a9a.x_train) == 451592
+    text, _ = load("tiny-shakespeare", root=local_data)
+    assert isinstance(text, Corpus)
+    assert len(text.texts) == 309
+    assert sum(len(t) >= 1000 for t in text.texts.values()) == 141
+    assert len(set("".join(text.texts.values()))) <= 65
+    wifi, _ = load("wifi", root=local_data)
+    assert isinstance(wifi, Table)
+    assert np.bincount(np.concatenate([wifi.y_train, wifi.y_test])).tolist() == [500] * 4

@@ -1,0 +1,291 @@
+"""Tasks learn, repeat bit for bit, and leave torch's and numpy's global generators alone."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedcomp.errors import ConfigError
+from fedcomp.rng import Key
+from fedcomp.tasks import TASKS, get_task
+from fedcomp.tasks.arrays import load_arrays, to_arrays
+from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
+from fedcomp.tasks.shakespeare import TinyShakespeare, unigram_entropy
+from fedcomp.tasks.sources import DataWarning
+
+KEY = Key(0, "batches")
+
+
+def _task(name: str, **options: Any) -> Task:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataWarning)
+        return get_task(name, **options)
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(a.tobytes() for a in arrays.values())).hexdigest()
+
+
+def test_digits_mlp_learns() -> None:
+    task = _task("digits")
+    model = task.model(0)
+    before = task.evaluate(model, task.test)
+    out = task.train(model, task.train_split, lr=0.1, epochs=8, batch_size=32, key=KEY)
+    after = task.evaluate(model, task.test)
+    assert before["accuracy"] < 0.3
+    assert after["accuracy"] > 0.93
+    assert after["loss"] < out["train_loss"] < before["loss"]
+    assert out["num-examples"] == len(task.train_split) == 1438
+    assert after["num-examples"] == len(task.test) == 359
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_digits_cnn_learns(batch_norm: bool) -> None:
+    task = _task("digits", model="cnn", batch_norm=batch_norm)
+    model = task.model(0)
+    task.train(model, task.train_split, lr=0.1, momentum=0.5, epochs=3, batch_size=32, key=KEY)
+    assert task.evaluate(model, task.test)["accuracy"] > 0.93
+    assert ("norm1.num_batches_tracked" in model.state_dict()) is batch_norm
+
+
+@pytest.mark.parametrize("kind", ["logistic", "svm"])
+def test_linear_models_learn_breast_cancer(kind: str) -> None:
+    task = _task("breast-cancer", model=kind, l2=1e-3)
+    model = task.model(0)
+    task.train(model, task.train_split, lr=0.05, epochs=20, batch_size=16, key=KEY)
+    assert task.evaluate(model, task.test)["accuracy"] > 0.95
+
+
+def test_wifi_learns() -> None:
+    task = _task("wifi")
+    model = task.model(0)
+    task.train(model, task.train_split, lr=0.1, epochs=15, batch_size=32, key=KEY)
+    assert task.evaluate(model, task.test)["accuracy"] > 0.85
+
+
+def test_char_lstm_beats_the_unigram_entropy() -> None:
+    task = _task("tiny-shakespeare", speakers=4, hidden=48)
+    model = task.model(0)
+    task.train(model, task.train_split, lr=1.0, momentum=0.9, epochs=4, batch_size=32, key=KEY)
+    assert task.evaluate(model, task.test)["loss"] < 0.9 * unigram_entropy(task.test.y)
+
+
+def test_logistic_objective_is_the_textbook_one() -> None:
+    task = _task("breast-cancer", l2=0.1)
+    x, y = task.raw("train", signed=True)
+    assert set(np.unique(y)) == {-1.0, 1.0}
+    model = task.model(0)
+    arrays = to_arrays(model)
+    w, b = arrays["layers.0.weight"][0].astype(float), float(arrays["layers.0.bias"][0])
+    margin = y * (x.astype(float) @ w + b)
+    expected = np.log1p(np.exp(-margin)).mean() + 0.05 * (w**2).sum()
+    assert task.evaluate(model, task.train_split)["loss"] == pytest.approx(expected, rel=1e-5)
+    gradient, loss = task.gradient(model, task.train_split)
+    slope = -(y / (1 + np.exp(margin))) @ x.astype(float) / len(y) + 0.1 * w
+    np.testing.assert_allclose(gradient["layers.0.weight"][0], slope, rtol=1e-3, atol=1e-6)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_hinge_objective_is_the_textbook_one() -> None:
+    task = _task("breast-cancer", model="svm")
+    x, y = task.raw("test", signed=True)
+    model = task.model(1)
+    arrays = to_arrays(model)
+    margin = y * (x @ arrays["layers.0.weight"][0] + arrays["layers.0.bias"][0])
+    loss = task.evaluate(model, task.test)["loss"]
+    assert loss == pytest.approx(np.maximum(0, 1 - margin).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_training_is_torch_sgd_bit_for_bit(momentum: float, weight_decay: float) -> None:
+    task = _task("digits", hidden="32")
+    data = task.client(1, 10)
+    ours, theirs = task.model(3), task.model(3)
+    task.train(ours, data, lr=0.05, momentum=momentum, weight_decay=weight_decay, epochs=2, batch_size=16, key=KEY)
+    optimizer = torch.optim.SGD(
+        theirs.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay, foreach=False
+    )
+    with single_thread():
+        for x, y in task.batches(data, epochs=2, batch_size=16, key=KEY):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(theirs(x), y).backward()
+            optimizer.step()
+    assert _digest(to_arrays(ours)) == _digest(to_arrays(theirs))
+
+
+def test_batches_cover_each_epoch_and_stop_at_max_steps() -> None:
+    task = _task("digits")
+    data = Split(np.arange(10, dtype=np.float32)[:, None], np.arange(10))
+    seen = [y.tolist() for _, y in task.batches(data, epochs=2, batch_size=4, key=KEY)]
+    assert [len(s) for s in seen] == [4, 4, 2, 4, 4, 2]
+    first, second = sum(seen[:3], []), sum(seen[3:], [])
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert len(list(task.batches(data, epochs=None, max_steps=7, batch_size=4, key=KEY))) == 7
+    assert len(list(task.batches(data, epochs=1, max_steps=2, batch_size=4, key=KEY))) == 2
+    with pytest.raises(ConfigError, match="limit"):
+        next(task.batches(data, epochs=None, batch_size=4, key=KEY))
+
+
+SCRIPT = """
+import hashlib, warnings
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads({threads})
+torch.rand({threads})
+from fedcomp.rng import Key
+from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import to_arrays
+for name, options in (("digits", dict(partition="dirichlet:0.5")), ("digits", dict(model="cnn", batch_norm=True)),
+                      ("tiny-shakespeare", dict(speakers=3, hidden=16))):
+    task = get_task(name, **options)
+    model = task.model(5)
+    out = task.train(model, task.client(1, 3), lr=0.1, batch_size=16, max_steps=20, key=Key(2, "batches"))
+    assert torch.get_num_threads() == {threads}
+    arrays = to_arrays(model)
+    print(hashlib.sha256(b"".join(a.tobytes() for a in arrays.values())).hexdigest(), out, task.evaluate(model, task.test))
+"""
+
+
+def test_two_processes_give_the_same_bits() -> None:
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(threads=threads)], capture_output=True, text=True, check=True
+        ).stdout
+        for threads in (1, 2)
+    ]
+    assert runs[0].count("\n") == 3
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_global_generators_are_untouched_and_irrelevant(name: str) -> None:
+    task = _task(name)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    model = task.model(0)
+    task.train(model, task.client(0, 4), lr=0.01, batch_size=16, max_steps=2, key=KEY)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+    assert _digest(to_arrays(task.model(7))) == _digest(to_arrays(task.model(7)))
+    assert _digest(to_arrays(task.model(7))) != _digest(to_arrays(task.model(8)))
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_clients_cover_the_training_split(name: str) -> None:
+    task = _task(name)
+    rows = np.concatenate([task.client(p, 5).indices for p in range(5)])
+    assert sorted(rows.tolist()) == list(range(len(task.train_split)))
+    client = task.client(2, 5)
+    np.testing.assert_array_equal(client.x, task.train_split.x[client.indices])
+    np.testing.assert_array_equal(client.tensors[1].numpy(), task.train_split.y[client.indices])
+    assert task.client(2, 5) is client
+    assert sum(len(task.client_test(p, 5)) for p in range(5)) == len(task.test)
+    with pytest.raises(ValueError, match="read-only"):
+        client.x[0] = 0
+    with pytest.raises(ConfigError, match="range"):
+        task.client(5, 5)
+
+
+def test_no_example_is_both_trained_on_and_held_out() -> None:
+    for name in ("digits", "breast-cancer"):
+        task = _task(name)
+        train = {row.tobytes() for row in task.train_split.x}
+        assert not any(row.tobytes() in train for row in task.test.x)
+
+
+def test_empty_partition_is_refused_only_in_training() -> None:
+    task = _task("digits", partition="dirichlet:0.001", min_examples=0)
+    sizes = np.bincount(task.assignment(40), minlength=40)
+    data = task.client(int(sizes.argmin()), 40)
+    assert len(data) == 0
+    model = task.model(0)
+    assert task.evaluate(model, data) == {"loss": 0.0, "accuracy": 0.0, "num-examples": 0}
+    with pytest.raises(EmptyPartition, match="min_examples"):
+        task.train(model, data, lr=0.1, key=KEY)
+    with pytest.raises(EmptyPartition):
+        task.gradient(model, data)
+
+
+def test_evaluate_restores_the_mode_and_leaves_statistics_alone() -> None:
+    task = _task("digits", model="cnn", batch_norm=True)
+    model = task.model(0)
+    before = _digest(to_arrays(model))
+    for mode in (True, False):
+        model.train(mode)
+        task.evaluate(model, task.test)
+        assert model.training is mode
+    assert _digest(to_arrays(model)) == before
+
+
+def test_one_speaker_is_one_client() -> None:
+    task = _task("tiny-shakespeare", speakers=6)
+    assert isinstance(task, TinyShakespeare)
+    assert len(task.speakers) == 6
+    sizes = [len(task.client(p, 6)) for p in range(6)]
+    assert sizes == sorted(sizes, reverse=True)
+    x, y = task.client(3, 6).x, task.client(3, 6).y
+    np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
+    # Windows follow one another in the speaker's text.
+    np.testing.assert_array_equal(x[1:, 0], y[:-1, -1])
+    with pytest.raises(ConfigError, match="6 ids"):
+        task.client(0, 7)
+    with pytest.raises(ConfigError, match="splits by class"):
+        _task("tiny-shakespeare", partition="dirichlet:1")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("digit", {}, "did you mean 'digits'"),
+        ("digits", {"hiden": 3}, "did you mean 'hidden'"),
+        ("digits", {"hidden": "256,-1"}, "at least 1"),
+        ("digits", {"hidden": 2.5}, "layer widths"),
+        ("digits", {"model": "cn"}, "did you mean 'cnn'"),
+        ("digits", {"batch_norm": "maybe"}, "boolean"),
+        ("digits", {"partition": "dirichle:1"}, "did you mean 'dirichlet'"),
+        ("digits", {"partition_seed": -1}, "at least 0"),
+        ("digits", {"train_examples": "many"}, "whole number"),
+        ("breast-cancer", {"l2": -1.0}, "out of range"),
+        ("breast-cancer", {"l2": "nan"}, "out of range"),
+        ("tiny-shakespeare", {"seq_len": 1}, "at least 2"),
+        ("tiny-shakespeare", {"min_chars": 10**9}, "lower min_chars"),
+    ],
+)
+def test_bad_names_and_values_are_refused(name: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        _task(name, **options)
+
+
+def test_options_in_text_form_are_the_same_task() -> None:
+    task = get_task("digits", hidden="64,32", partition="Dirichlet:0.50", train_examples="500", batch_norm="False")
+    assert task is get_task("digits", hidden=(64, 32), partition="dirichlet:0.5", train_examples=500)
+    assert [tuple(p.shape) for p in task.model(0).parameters()][::2] == [(64, 64), (32, 64), (10, 32)]
+    assert len(task.train_split) == 500
+    assert task.record()["options"]["hidden"] == [64, 32]
+
+
+def test_documented_parameter_counts() -> None:
+    counts = {
+        ("digits", "mlp"): 85_002,
+        ("digits", "cnn"): 13_706,
+        ("mnist", "cnn"): 114_314,
+    }
+    for (name, kind), count in counts.items():
+        model = _task(name, model=kind).model(0)
+        assert sum(p.numel() for p in model.parameters()) == count
+        arrays = to_arrays(model)
+        load_arrays(_task(name, model=kind).model(1), arrays)
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, fedcomp.tasks, fedcomp.timing; print([m for m in ('torch', 'sklearn', 'flwr', 'ray') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

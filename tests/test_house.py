@@ -1,0 +1,111 @@
+"""The floors of the house: imports go down, never up, never sideways."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("fedcomp", "coding", "strategies", "clients", "experiments")
+
+FORBIDDEN = {
+    "fedcomp": {"coding", "strategies", "clients", "experiments"},
+    "coding": {"fedcomp", "strategies", "clients", "experiments", "torch", "flwr"},
+    "strategies": {"clients", "experiments"},
+    "clients": {"strategies", "experiments"},
+    "fedcomp/wire": {"flwr", "torch", "numba", "fedcomp.layout", "fedcomp.codecs", "fedcomp.flower", "fedcomp.kernels"},
+    "fedcomp/kernels": {"flwr", "torch", "fedcomp.codecs", "fedcomp.wire", "fedcomp.flower"},
+    "fedcomp/codecs": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks"},
+    "fedcomp/tasks": {"flwr", "fedcomp.flower", "fedcomp.codecs"},
+    "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Return every dotted module name the file imports, at any depth, wherever the statement stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_imports_go_down(room: str) -> None:
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files, f"{room} is empty"
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in imports(path)
+        if any(name == bad or name.startswith(bad + ".") for bad in FORBIDDEN[room])
+    ]
+    assert not wrong
+
+
+def test_only_the_flower_rooms_know_flower() -> None:
+    outside = [p for p in (ROOT / "fedcomp").rglob("*.py") if "flower" not in p.relative_to(ROOT).parts]
+    wrong = [str(p.relative_to(ROOT)) for p in outside if any(n.split(".")[0] == "flwr" for n in imports(p))]
+    assert not wrong
+
+
+def test_private_flower_imports_stand_in_one_file() -> None:
+    public = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
+    wrong = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name == "_private.py":
+                continue
+            for name in imports(path):
+                if name.startswith("flwr.") and not any(name == p or name.startswith(p + ".") for p in public):
+                    wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "fedcomp.wire, fedcomp.codecs, fedcomp.feedback, fedcomp.kernels, fedcomp.versions",
+        "fedcomp.flower.grid, fedcomp.flower.ledger, fedcomp.flower.rounds, fedcomp.flower.state",
+        "clients.app, clients.compressed",
+        "strategies.compressed",
+        "coding",
+        "experiments.run, experiments.systems, experiments.engines, experiments.bench",
+    ],
+)
+def test_imports_are_cheap(modules: str) -> None:
+    """Importing compiles nothing, opens no socket and imports no ray (flower spec, test 8)."""
+    code = f"""
+import os, sys, socket
+for name in ("FLWR_TELEMETRY_ENABLED",): os.environ[name] = "0"
+class Refused(socket.socket):
+    def connect(self, *a): raise AssertionError("import opened a connection")
+    def bind(self, *a): raise AssertionError("import bound a socket")
+socket.socket = Refused
+import {modules}
+heavy = sorted(m for m in ("ray", "numba", "llvmlite", "galois", "opacus") if m in sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
+    """No pickle on any wire or in any state; no global random state."""
+    banned_imports = {"pickle", "cloudpickle", "dill", "shelve", "random"}
+    banned_calls = ("torch.manual_seed", "np.random.seed", "numpy.random.seed", "torch.load", "torch.save")
+    wrong = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in imports(path) & banned_imports]
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in banned_calls:
+                    wrong.append(f"{path.relative_to(ROOT)} calls {ast.unparse(node.func)}")
+    assert not wrong

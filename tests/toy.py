@@ -1,0 +1,84 @@
+"""A small Flower app whose updates are integers, so that float32 sums are exact and conservation can be checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg
+
+from fedcomp.rng import Key
+
+SHAPES = {"weight": (40, 30), "bias": (30,)}
+
+
+def model(value: float = 0.0, *, counter: bool = False) -> ArrayRecord:
+    """Return a two-tensor model filled with ``value``, with an integer counter if asked."""
+    arrays = {k: Array(np.full(s, value, np.float32)) for k, s in SHAPES.items()}
+    if counter:
+        arrays["num_batches_tracked"] = Array(np.array(0, np.int64))
+    return ArrayRecord(arrays)
+
+
+def update(round_: int, partition: int, shape: tuple[int, ...], layer: int = 0) -> np.ndarray:
+    """Return integers in [-1000, 1000], a pure function of the arguments."""
+    words = Key(7, "toy-update", round_, partition, layer).bits(int(np.prod(shape, dtype=int)))
+    return ((words % np.uint64(2001)).astype(np.int64) - 1000).astype(np.float32).reshape(shape)
+
+
+def fingerprint(record: ArrayRecord) -> float:
+    """Return 48 bits of a hash over a model, exact in a float."""
+    h = hashlib.sha256()
+    for name in sorted(record):
+        h.update(np.ascontiguousarray(record[name].numpy()).tobytes())
+    return float(int.from_bytes(h.digest()[:6], "little"))
+
+
+def client_app(mods: Iterable = (), *, examples: int = 10) -> ClientApp:
+    """Return an app that adds :func:`update` to the model, and keeps the exact sum of what it did in its state."""
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        (name, record), config = next(iter(msg.content.array_records.items())), msg.content.config_records
+        round_ = int(next(iter(config.values()))["server-round"])
+        partition = int(context.node_config["partition-id"])
+        out, total = {}, []
+        for layer, (k, array) in enumerate(record.items()):
+            old = array.numpy()
+            if old.dtype.kind == "i":
+                out[k] = Array(np.asarray(old + round_ + partition))
+                continue
+            step = update(round_, partition, old.shape, layer)
+            out[k] = Array(np.asarray(old + step))
+            total.append(step.astype(np.float64).reshape(-1))
+        done = context.state.array_records.get("toy.sum")
+        before = done["sum"].numpy() if done else 0.0
+        context.state["toy.sum"] = ArrayRecord({"sum": Array(np.concatenate(total) + before)})
+        metrics = {"num-examples": examples * (partition + 1), "partition": partition, "seen": fingerprint(record)}
+        content = RecordDict({name: ArrayRecord(out), "metrics": MetricRecord(metrics)})
+        content["fedcomp.node"] = ConfigRecord({"partition-id": partition})
+        return Message(content, reply_to=msg)
+
+    @app.evaluate()
+    def evaluate(msg: Message, context: Context) -> Message:
+        record = next(iter(msg.content.array_records.values()))
+        metrics = MetricRecord({"num-examples": 1, "seen": fingerprint(record)})
+        return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+
+    return app
+
+
+def fedavg(**options) -> FedAvg:
+    """Return plain FedAvg without the noise of its default minimum of two nodes."""
+    defaults = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 1.0}
+    return FedAvg(**{**defaults, **options})
+
+
+def stack(record: ArrayRecord) -> np.ndarray:
+    """Return a model's float tensors as one float64 vector, in the record's order."""
+    parts = [a.numpy() for a in record.values()]
+    return np.concatenate([p.astype(np.float64).reshape(-1) for p in parts if p.dtype.kind == "f"])
