@@ -152,6 +152,9 @@ class Job:
         """Return the arguments of :meth:`fedcomp.tasks.base.Task.train` that the server decided."""
         keys = ("lr", "momentum", "weight_decay", "epochs", "batch_size", "max_steps")
         chosen = {key: self.config[key] for key in keys if key in self.config}
+        # Flower's FedProx announces its term under this name.
+        if "proximal-mu" in self.config:
+            chosen["proximal"] = self.config["proximal-mu"]
         return {"lr": 0.1, **chosen}
 
 

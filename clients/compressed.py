@@ -86,7 +86,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
         header["version"] = announcement.version
     if unsupported:
         header["unsupported"] = unsupported
-    content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})  # type: ignore[misc]
+    content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
     content[NODE_RECORD] = header
 
     if codec is not None and layout is not None:
@@ -217,8 +217,8 @@ def _reply_arrays(content: RecordDict) -> tuple[str, dict[str, NDArray[Any]]]:
     records = content.array_records
     if len(records) != 1:
         raise ConfigError(
-            f"the reply holds {len(records)} ArrayRecords {sorted(records)}; compression() needs exactly one, the trained "
-            "model"
+            f"the reply holds {len(records)} ArrayRecords {sorted(records)}; compression() needs exactly "
+            "one, the trained model"
         )
     name, record = next(iter(records.items()))
     return name, {k: v.numpy() for k, v in record.items()}
@@ -230,8 +230,8 @@ def _exact_arrays(arrays: Any, layout: Layout) -> dict[str, NDArray[Any]]:
         array = np.asarray(arrays[t.name])
         if not np.can_cast(array.dtype, t.dtype, "same_kind"):
             raise LayoutError(
-                f"buffer {t.name!r} came back as {array.dtype}, the model holds {t.dtype}; it travels exactly and is not "
-                "converted"
+                f"buffer {t.name!r} came back as {array.dtype}, the model holds {t.dtype}; it travels exactly "
+                "and is not converted"
             )
         out[t.name] = array.astype(t.dtype, copy=False)
     return out

@@ -172,9 +172,7 @@ class Layout:
         tensors: list[TensorSpec] = []
         offset = 0
         for name, array, density in compressed + dense:
-            tensors.append(
-                TensorSpec(name, tuple(array.shape), array.dtype.name, offset, int(array.size), density)
-            )
+            tensors.append(TensorSpec(name, tuple(array.shape), array.dtype.name, offset, int(array.size), density))
             offset += int(array.size)
         return cls(tuple(tensors), tuple(exact), tuple(arrays))
 
@@ -211,9 +209,7 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """Eight bytes that both ends can compare: SHA-256 over names, shapes, dtypes, order and densities."""
-        text = "\n".join(
-            f"{t.name}\x1f{t.shape}\x1f{t.dtype}\x1f{t.density}" for t in (*self.tensors, *self.exact)
-        )
+        text = "\n".join(f"{t.name}\x1f{t.shape}\x1f{t.dtype}\x1f{t.density}" for t in (*self.tensors, *self.exact))
         return hashlib.sha256(text.encode()).digest()[:8]
 
     def flatten(self, arrays: Mapping[str, NDArray[Any]], out: Vector | None = None) -> Vector:
@@ -286,5 +282,6 @@ class Update:
     def __post_init__(self) -> None:
         if self.vector.dtype != np.float32 or self.vector.shape != (self.layout.size,):
             raise LayoutError(
-                f"update vector is {self.vector.dtype}{self.vector.shape}, the layout needs float32({self.layout.size},)"
+                f"update vector is {self.vector.dtype}{self.vector.shape}, "
+                f"the layout needs float32({self.layout.size},)"
             )

@@ -49,9 +49,7 @@ class Key:
 
     def digest(self) -> bytes:
         """Return 32 bytes that name this stream (SHA-256 over an unambiguous encoding of the fields)."""
-        text = "\x1f".join(
-            str(part) for part in (self.seed, self.purpose, self.round, self.partition, self.layer)
-        )
+        text = "\x1f".join(str(part) for part in (self.seed, self.purpose, self.round, self.partition, self.layer))
         return hashlib.sha256(text.encode()).digest()
 
     def u64(self) -> int:

@@ -183,7 +183,8 @@ def advance(
     todo = [s for s in steps if s.version > version]
     if [s.version for s in todo] != list(range(version + 1, version + 1 + len(todo))):
         raise StateError(
-            f"replica holds version {version} and was offered steps {[s.version for s in steps]}; a full model is needed"
+            f"replica holds version {version} and was offered steps {[s.version for s in steps]}; "
+            "a full model is needed"
         )
     # A lossless step replaces the vector and a lossy one adds to it: copy first, so that the caller's stays as it was.
     out = vector.copy() if todo else vector

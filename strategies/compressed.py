@@ -30,9 +30,7 @@ from strategies.replies import Arrival, Peer, Rejected, RoundReport, Sent, admit
 
 log = logging.getLogger("fedcomp")
 
-_WEIGHTED_MEANS: Final = tuple(
-    strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
-)
+_WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
 """Flower's aggregations that see the replies only through their weighted mean."""
 
 Named = dict[str, NDArray[Any]]
@@ -151,7 +149,7 @@ class Compressed(Strategy):
             peer = self._peers.setdefault(node, Peer())
             name, record = self._record(message)
             announcement = Announcement(record=name, round=server_round, seed=self.seed)
-            content = RecordDict(dict(message.content.items()))  # type: ignore[arg-type]
+            content = RecordDict(dict(message.content.items()))
             fields: dict[str, Any] = {}
             if train:
                 self._sequence += 1
@@ -177,11 +175,11 @@ class Compressed(Strategy):
 
     @staticmethod
     def _record(message: Message) -> tuple[str, ArrayRecord]:
-        records = list(message.content.values())
         found = [(k, v) for k, v in message.content.items() if isinstance(v, ArrayRecord)]
         if len(found) != 1:
             raise ConfigError(
-                f"the inner strategy put {len(found)} ArrayRecords into a message of {len(records)} records; Compressed "
+                f"the inner strategy put {len(found)} ArrayRecords into a message of {len(message.content)} records; "
+                "Compressed "
                 "needs exactly one, the model"
             )
         return found[0]
@@ -284,7 +282,7 @@ class Compressed(Strategy):
         report.reject(sent.node, reason)
 
     def _note_version(self, sent: Sent, reply: Message) -> None:
-        header = reply.content.config_records.get(NODE_RECORD, {})
+        header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
         version = header.get("version", 0)
         known = self._broadcast is not None and isinstance(version, int) and version == self._broadcast.version
         self._peers[sent.node].version = version if known else 0  # type: ignore[assignment]
@@ -400,9 +398,7 @@ class Compressed(Strategy):
         self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
         if self._broadcast is not None:
             prefix = "broadcast/"
-            self._broadcast.load_state_dict(
-                {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
-            )
+            self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
 
 
 def _fields(announcement: Announcement) -> dict[str, Any]:
@@ -420,4 +416,3 @@ def _announce(content: RecordDict, announcement: Announcement) -> None:
 
 def _to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
-

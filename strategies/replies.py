@@ -123,12 +123,13 @@ class RoundReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RoundReport:
         """Restore what :meth:`to_json` returned."""
-        return cls(**{k: {int(n): r for n, r in v.items()} if isinstance(v, dict) else v for k, v in value.items()})
+        fields: dict[str, Any] = {
+            k: {int(n): r for n, r in v.items()} if isinstance(v, dict) else v for k, v in value.items()
+        }
+        return cls(**fields)
 
 
-def match_replies(
-    sent: list[Sent], replies: Iterable[Message], report: RoundReport
-) -> Iterator[tuple[Sent, Message]]:
+def match_replies(sent: list[Sent], replies: Iterable[Message], report: RoundReport) -> Iterator[tuple[Sent, Message]]:
     """Yield each message with its first reply, in the order of partition ids; count the rest in ``report``.
 
     Replies are joined by the id of the message they answer: the source of an error made by a SuperLink is the
@@ -244,9 +245,7 @@ def _admit_plain(sent: Sent, reply: Message, layout: Layout, metrics_name: str, 
 def _strip(content: RecordDict) -> RecordDict:
     """Return the content without arrays, frames and our header: metrics and whatever else the app sent."""
     ours = {NODE_RECORD, *frames(content)}
-    return RecordDict(
-        {k: v for k, v in content.items() if k not in ours and not isinstance(v, ArrayRecord)}  # type: ignore[misc]
-    )
+    return RecordDict({k: v for k, v in content.items() if k not in ours and not isinstance(v, ArrayRecord)})
 
 
 def _weight(content: RecordDict, key: str) -> tuple[str, float]:

@@ -84,7 +84,7 @@ class Packer:
         root = hashlib.sha256(body).hexdigest()
         contents[root] = body
         tree = ObjectTree(object_id=root, children=children)
-        wire = sum(map(len, contents.values())) + tree.ByteSize() + _envelope_bytes(message)
+        wire = sum(map(len, contents.values())) + tree.ByteSize() + _envelope_bytes(message, body)
         return Packed(root, contents, wire)
 
     def _pack_content(self, content: RecordDict) -> tuple[RecordDict, ObjectTree, dict[str, bytes]]:
@@ -120,20 +120,22 @@ def _deflate(item: InflatableObject, contents: dict[str, bytes]) -> ObjectTree:
     return ObjectTree(object_id=object_id, children=children)
 
 
-def _envelope_bytes(message: Message) -> int:
+def _envelope_bytes(message: Message, body: bytes) -> int:
     """Size of the metadata that accompanies the objects, with ids of the deployment's length.
 
     The simulation engine names messages by 36-character UUIDs and an unsent message has no name yet; a deployment
-    always has 64 characters. Counting those makes the figure the same on every engine.
+    always has 64 characters. Counting those makes the figure the same on every engine. The id a reply answers is in
+    ``body``, the deflated message, too.
     """
     metadata = copy.copy(message.metadata)
     metadata.__dict__["_message_id"] = "0" * _ID_LENGTH
-    if metadata.reply_to_message_id:
+    foreign = len(metadata.reply_to_message_id) not in (0, _ID_LENGTH)
+    if foreign:
         metadata.__dict__["_reply_to_message_id"] = "0" * _ID_LENGTH
     error = message.error if message.has_error() else None
-    content = message.content if message.has_content() else None
-    bare = remove_content_from_message(make_message(metadata, content, error))
-    return int(message_to_proto(bare).ByteSize())
+    named = make_message(metadata, message.content if error is None else None, error)
+    size = int(message_to_proto(remove_content_from_message(named)).ByteSize())
+    return size + (len(named.deflate()) - len(body) if foreign else 0)
 
 
 def unpack(packed: Packed) -> Message:

@@ -149,11 +149,7 @@ class MeteredGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online, in partition order as far as it is known."""
 
-        def place(node_id: int) -> tuple[bool, int, int]:
-            partition = self.partition_of(node_id)
-            return partition is None, partition or 0, node_id
-
-        return sorted(self.inner.get_node_ids(), key=place)
+        return sorted(self.inner.get_node_ids(), key=lambda node_id: (*self._place(node_id), node_id))
 
     def get_nodes(self) -> Iterable[Any]:
         """Return the inner grid's nodes."""
@@ -267,7 +263,9 @@ class MeteredGrid(Grid):
 
     def _count_down(self, batch: Sequence[Message], sizes: list[int] | None, accepted: set[str]) -> None:
         """Record the messages whose ids are in ``accepted``; engines name also those they then refuse."""
-        for index, message in enumerate(batch):
+        order = sorted(range(len(batch)), key=lambda index: self._place(batch[index].metadata.dst_node_id))
+        for index in order:
+            message = batch[index]
             meta = message.metadata
             if not meta.message_id or meta.message_id not in accepted:
                 continue
@@ -279,20 +277,27 @@ class MeteredGrid(Grid):
 
     def _count_up(self, replies: Sequence[Message]) -> None:
         packer = Packer()
-        seen: set[str] = set()
+        arrived: dict[str, tuple[_Sent, Message]] = {}
         for reply in replies:
             meta = reply.metadata
             sent = self._sent.get(meta.reply_to_message_id)
-            if sent is None or meta.src_node_id == SUPERLINK_NODE_ID or meta.message_id in seen:
+            if sent is None or meta.src_node_id == SUPERLINK_NODE_ID:
                 continue
-            seen.add(meta.message_id)
+            arrived.setdefault(meta.message_id, (sent, reply))
             partition = take_node(reply)
             if partition is not None:
                 self._partitions[sent.node_id] = partition
-            measured = getattr(self.inner, "wire_bytes", None)
+        measured = getattr(self.inner, "wire_bytes", None)
+        # In partition order, so that the ledger does not depend on the order of arrival either.
+        for sent, reply in sorted(arrived.values(), key=lambda item: self._place(item[0].node_id)):
             self._record(sent, "up", reply, packer.pack(reply).wire if measured is None else measured(reply))
         for reply in replies:
             self._sent.pop(reply.metadata.reply_to_message_id, None)
+
+    def _place(self, node_id: int) -> tuple[bool, int]:
+        """Sort key of a node: its partition, unknown ones last."""
+        partition = self.partition_of(node_id)
+        return partition is None, partition or 0
 
     def _record(self, sent: _Sent, direction: Direction, message: Message, wire: int) -> None:
         payload = payload_bytes(message)

@@ -68,7 +68,7 @@ class Announcement:
 
     def write(self, config: ConfigRecord) -> None:
         """Add the announcement's fields to ``config``. Fields at their default are left out."""
-        put = {
+        put: dict[str, int | str | bytes] = {
             "protocol": self.protocol,
             "record": self.record,
             "round": self.round,

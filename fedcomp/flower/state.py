@@ -143,9 +143,7 @@ class Replica:
 
 
 def _stored_reply(context: Context) -> RecordDict:
-    return RecordDict(
-        {k.removeprefix(_PENDING): v for k, v in context.state.items() if k.startswith(_PENDING)}  # type: ignore[misc]
-    )
+    return RecordDict({k.removeprefix(_PENDING): v for k, v in context.state.items() if k.startswith(_PENDING)})
 
 
 def _integer(record: ConfigRecord, name: str) -> int:

@@ -271,6 +271,7 @@ class Task(ABC):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         max_steps: int | None = None,
+        proximal: float = 0.0,
     ) -> dict[str, float]:
         """Train ``model`` in place by SGD on ``data``.
 
@@ -286,6 +287,9 @@ class Task(ABC):
             Names the order of the examples.
         epochs, batch_size, max_steps
             See :meth:`batches`.
+        proximal : float
+            mu of FedProx's term mu/2 ||w - w0||^2 (Li et al. 2020, arXiv 1812.06127), w0 the values at the call; adds
+            mu (w - w0) to the gradient.
 
         Returns
         -------
@@ -304,6 +308,7 @@ class Task(ABC):
                 "min_examples >= 1, or skip the client"
             )
         parameters = [p for p in model.parameters() if p.requires_grad]
+        start = [p.detach().clone() for p in parameters] if proximal else []
         velocity: list[Tensor] = []
         total, seen = 0.0, 0
         model.train()
@@ -314,6 +319,9 @@ class Task(ABC):
                 with torch.no_grad():
                     if weight_decay:
                         gradients = [g.add(p, alpha=weight_decay) for g, p in zip(gradients, parameters, strict=True)]
+                    if proximal:
+                        pulled = zip(gradients, parameters, start, strict=True)
+                        gradients = [g.add(p - w, alpha=proximal) for g, p, w in pulled]
                     if momentum:
                         if velocity:
                             for v, g in zip(velocity, gradients, strict=True):

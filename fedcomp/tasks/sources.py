@@ -30,9 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.rng import Key
 from fedcomp.tasks import synthetic
-from fedcomp.tasks.partition import permutation
 
 ROOT_VARIABLE: Final = "FEDCOMP_DATA"
 """Environment variable that names the folder of local data sets."""
@@ -204,20 +202,18 @@ def _frozen(content: Content) -> Content:
     return content
 
 
-def _split(name: str, x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Table:
-    """Hold out a fifth of every class, the same rows for ever; optionally standardise by the training rows."""
-    order = permutation(len(x), Key(0, f"tasks/{name}/test"))
+def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Table:
+    """Hold out every fifth row of each class; optionally standardise by the training rows."""
+    y = np.asarray(y, np.int64)
     held_out = np.zeros(len(x), bool)
     for label in np.unique(y):
-        members = order[y[order] == label]
-        held_out[members[: round(len(members) / 5)]] = True
+        held_out[np.flatnonzero(y == label)[4::5]] = True
     train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     x = np.asarray(x, np.float64)
     if standardise:
         mean, std = x[train].mean(0), x[train].std(0)
         x = (x - mean) / np.where(std > 0, std, 1.0)
     x = x.astype(np.float32)
-    y = np.asarray(y, np.int64)
     return Table(x[train], y[train], x[test], y[test], int(y.max()) + 1)
 
 
@@ -226,14 +222,14 @@ def _digits() -> Table:
 
     bunch = load_digits()
     # Pixels are 0..16; the overall mean and deviation are 4.884 and 6.017 (measured).
-    return _split("digits", (bunch.data - 4.884) / 6.017, bunch.target)
+    return _split((bunch.data - 4.884) / 6.017, bunch.target)
 
 
 def _breast_cancer() -> Table:
     from sklearn.datasets import load_breast_cancer
 
     bunch = load_breast_cancer()
-    return _split("breast-cancer", bunch.data, bunch.target, standardise=True)
+    return _split(bunch.data, bunch.target, standardise=True)
 
 
 def _enlarged_digits() -> Table:
@@ -242,7 +238,7 @@ def _enlarged_digits() -> Table:
 
     bunch = load_digits()
     images = np.pad(bunch.images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
-    return _split("digits", _mnist_scale(images / 16.0), bunch.target)
+    return _split(_mnist_scale(images / 16.0), bunch.target)
 
 
 def _mnist_scale(images: NDArray[Any]) -> NDArray[np.float32]:
@@ -291,7 +287,7 @@ def _read_a9a(files: Mapping[str, bytes]) -> Table:
 def _read_wifi(files: Mapping[str, bytes]) -> Table:
     (data,) = files.values()
     rows = np.loadtxt(io.BytesIO(data))
-    return _split("wifi", rows[:, :7], rows[:, 7].astype(np.int64) - 1, standardise=True)
+    return _split(rows[:, :7], rows[:, 7].astype(np.int64) - 1, standardise=True)
 
 
 def _read_shakespeare(files: Mapping[str, bytes]) -> Corpus:
@@ -342,7 +338,7 @@ SETS: Final[Mapping[str, _Set]] = {
         read=_read_a9a,
     ),
     "wifi": _Set(
-        lambda: _split("wifi", *synthetic.path_loss(), standardise=True),
+        lambda: _split(*synthetic.path_loss(), standardise=True),
         "synthetic signal strengths from the log-distance path-loss formula",
         substitute=True,
         folder="wifi_localization",

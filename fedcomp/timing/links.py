@@ -173,9 +173,7 @@ def simulated_seconds(
             raise ConfigError(f"ledger row has direction {direction!r}; expected 'up' or 'down'")
         kind = ""
         if message_types:
-            kind = (
-                row.get("message_type", "") if isinstance(row, Mapping) else getattr(row, "message_type", "")
-            )
+            kind = row.get("message_type", "") if isinstance(row, Mapping) else getattr(row, "message_type", "")
         cell = traffic[round_, str(kind)].setdefault(node, [0, 0, 0, 0])
         at = 0 if direction == "down" else 2
         cell[at] += wire

@@ -41,12 +41,23 @@ class Seeded:
 
     seed: int
 
+    def __post_init__(self) -> None:
+        _require_u64("seed", self.seed)
+
 
 @dataclass(frozen=True, slots=True)
 class SharedSupport:
-    """The support is one both ends hold under ``support_id`` (0 <= id < 2**64): eight bytes, no section."""
+    """The support is one both ends hold under ``support_id``: eight bytes of parameters, no section."""
 
     support_id: int
+
+    def __post_init__(self) -> None:
+        _require_u64("support id", self.support_id)
+
+
+def _require_u64(what: str, value: int) -> None:
+    if not 0 <= value < 1 << 64:
+        raise ConfigError(f"{what} {value} does not fit 64 bits; expected 0 <= {what} < 2**64")
 
 
 class SeededIndex(IndexCodec):

@@ -169,6 +169,10 @@ class Bundle:
         return self.tensors[position]
 
 
+def _shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(d) for d in shape)
+
+
 def dense(array: NDArray[Any], name: str = "", *, backend: str = "none") -> Tensor:
     """Return a dense tensor that carries ``array`` exactly."""
     array = np.asarray(array)
@@ -189,7 +193,7 @@ def sparse(
     """Return a sparse tensor; an array as ``values`` travels raw, ``dtype`` defaults to that of the values."""
     content = values if isinstance(values, Values) else Raw(values)
     found = np.asarray(indices, np.int64)
-    return Tensor(content, tuple(shape), name, dtype or content.dtype, SPARSE, found, index, backend)
+    return Tensor(content, _shape(shape), name, dtype or content.dtype, SPARSE, found, index, backend)
 
 
 def seeded(
@@ -210,7 +214,7 @@ def seeded(
     if content.k != k:
         raise ConfigError(f"tensor {name!r}: a seeded support of {k} indices got {content.k} values")
     source = Seeded(seed & (1 << 64) - 1)
-    return Tensor(content, tuple(shape), name, content.dtype, SPARSE, indices, source, backend)
+    return Tensor(content, _shape(shape), name, content.dtype, SPARSE, indices, source, backend)
 
 
 def shared(
@@ -223,8 +227,6 @@ def shared(
     backend: str = "none",
 ) -> Tensor:
     """Return a tensor on a support both ends hold under ``support_id`` (0 <= id < 2**64)."""
-    if not 0 <= support_id < 1 << 64:
-        raise ConfigError(f"support id {support_id} is not a 64-bit number")
     content = values if isinstance(values, Values) else Raw(values)
     source = SharedSupport(support_id)
-    return Tensor(content, tuple(shape), name, content.dtype, SHARED, indices, source, backend)
+    return Tensor(content, _shape(shape), name, content.dtype, SHARED, indices, source, backend)

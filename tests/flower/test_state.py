@@ -82,10 +82,10 @@ def test_the_same_message_gets_the_same_reply() -> None:
 def test_begin_modifies_nothing_so_that_a_crash_costs_nothing() -> None:
     ctx = context()
     answer(ctx, say(5), 1)
-    before = {k: v for k, v in ctx.state.items()}
+    before = dict(ctx.state.items())
     Uplink.begin(ctx, say(6), CODEC, LAYOUT)
     Uplink.begin(ctx, say(7, 5, 5), CODEC, LAYOUT)
-    assert {k: v for k, v in ctx.state.items()} == before
+    assert dict(ctx.state.items()) == before
     np.testing.assert_array_equal(total(ctx, say(8)), vector(1))
 
 
@@ -129,7 +129,18 @@ def test_replica_round_trip() -> None:
 def test_announcement_round_trip_and_erase() -> None:
     config = ConfigRecord({"server-round": 3, "lr": 0.1})
     full = Announcement(
-        "arrays", 3, 1, {"id": "topk", "density": 0.1}, {"min_size": 3, "patterns": []}, 9, 8, 7, {"id": "topk"}, 4, 3, b"d"
+        "arrays",
+        3,
+        1,
+        {"id": "topk", "density": 0.1},
+        {"min_size": 3, "patterns": []},
+        9,
+        8,
+        7,
+        {"id": "topk"},
+        4,
+        3,
+        b"d",
     )
     full.write(config)
     assert Announcement.read(config) == full
@@ -139,7 +150,9 @@ def test_announcement_round_trip_and_erase() -> None:
     assert Announcement.read(config) is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("codec", 3), ("codec", "{"), ("codec", "[1]"), ("round", "x"), ("digest", 1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("codec", 3), ("codec", "{"), ("codec", "[1]"), ("round", "x"), ("digest", 1)]
+)
 def test_damaged_announcements_are_typed_errors(name: str, value) -> None:
     from fedcomp.errors import StateError
 

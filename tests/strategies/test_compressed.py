@@ -105,7 +105,9 @@ def test_negative_zero_survives_the_mean() -> None:
 
 
 @pytest.mark.parametrize("codec", [TopK(density=0.1), RandomK(density=0.1), QSGD(levels=4)], ids=repr)
-@pytest.mark.parametrize("inner", [fedavg, lambda: FedMedian(**ONE), lambda: FedAdam(**ONE)], ids=["mean", "dense", "adam"])
+@pytest.mark.parametrize(
+    "inner", [fedavg, lambda: FedMedian(**ONE), lambda: FedAdam(**ONE)], ids=["mean", "dense", "adam"]
+)
 def test_every_codec_runs_under_every_kind_of_inner_strategy(codec, inner) -> None:
     strategy = Compressed(inner(), codec)
     result, ledger = run(strategy)

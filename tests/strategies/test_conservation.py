@@ -233,9 +233,9 @@ def test_handler_that_raises_leaves_the_state_untouched() -> None:
         metered = MeteredGrid(grid, Ledger())
         strategy.start(metered, model(), num_rounds=1, timeout=9)
         node = next(iter(grid.get_node_ids()))
-        before = {k: v for k, v in grid.context(node).state.items()}
+        before = dict(grid.context(node).state.items())
         strategy.start(metered, model(), num_rounds=1, timeout=9)
-        assert {k: v for k, v in grid.context(node).state.items()} == before
+        assert dict(grid.context(node).state.items()) == before
 
 
 @pytest.mark.parametrize("kind", ["lost_reply", "duplicate", "late", "corrupt", "silent", "offline", "duplicate_reply"])

@@ -130,7 +130,11 @@ def test_integer_buffers_reach_the_clients_exactly() -> None:
 
 @pytest.mark.parametrize(
     ("codec", "reason"),
-    [(ErrorFeedback(TopK(density=0.1)), "memory"), (RandomK(density=0.01, unbiased=True), "diverge"), (QSGD(levels=1), "diverge")],
+    [
+        (ErrorFeedback(TopK(density=0.1)), "memory"),
+        (RandomK(density=0.01, unbiased=True), "diverge"),
+        (QSGD(levels=1), "diverge"),
+    ],
     ids=repr,
 )
 def test_codecs_that_would_diverge_are_refused(codec, reason: str) -> None:

@@ -29,7 +29,7 @@ def _wifi_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from dataclasses import replace
 
     rng = np.random.default_rng(0)
-    rows = np.column_stack([rng.integers(-90, -30, (50, 7)), np.arange(50) % 4 + 1])
+    rows = np.column_stack([rng.integers(-90, -30, (60, 7)), np.arange(60) // 15 + 1])
     text = "\n".join("\t".join(map(str, row)) for row in rows).encode()
     folder = tmp_path / "wifi_localization"
     folder.mkdir()
@@ -46,8 +46,8 @@ def test_local_files_are_read_and_verified_without_warning(tmp_path: Path, monke
         table, source = load("wifi", root=tmp_path)
     assert (source.used, source.verified, source.substitute) == ("local", True, False)
     assert isinstance(table, Table)
-    assert table.x_train.shape == (40, 7)
-    assert table.x_test.shape == (10, 7)
+    assert table.x_train.shape == (48, 7)
+    assert np.bincount(table.y_test).tolist() == [3, 3, 3, 3]
     np.testing.assert_allclose(table.x_train.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(table.x_train.std(0), 1, atol=1e-5)
 

@@ -1,0 +1,262 @@
+"""Seeded fuzzing of the decoder: specimens of every codec, mutated, decoded, measured. Tests and benchmark share it.
+
+Most mutants get a correct checksum, since anyone can compute one; otherwise only the checksum would be tested.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+import tracemalloc
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from fedcomp.rng import Key
+from fedcomp.wire.backends import available_backends
+from fedcomp.wire.decode import decode
+from fedcomp.wire.errors import WireError
+from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
+from fedcomp.wire.index import Indices
+from fedcomp.wire.limits import Expected, Limits, Schema
+from fedcomp.wire.quantised import QsgdLevels, SignScale, Ternary, Uniform
+from fedcomp.wire.support import seeded_support
+from fedcomp.wire.tensor import SHARED, SPARSE, Tensor, dense, seeded
+from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
+
+SHARED_ID: Final = 7
+_BATCH = 4096
+_BYTES = (0x00, 0x01, 0x7F, 0x80, 0xFE, 0xFF)
+_SLOWEST = 8
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """Honest frames of one pair of codecs, and what their receiver expects."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    schema: Schema
+    supports: dict[int, Indices]
+
+    @property
+    def limits(self) -> Limits:
+        """The limits the receiver derives from its schema."""
+        return Limits.for_schema(self.schema)
+
+
+@dataclass
+class FuzzResult:
+    """What one run of :func:`fuzz` saw.
+
+    Attributes
+    ----------
+    mutants, accepted : int
+        Frames decoded, and how many of them were still valid.
+    errors : Counter of str
+        Rejections by error type.
+    peak_bytes, limit_bytes : int
+        Largest extra memory of one call, and the sum of the receiver's limits on bytes in and out.
+    slowdown : float
+        Slowest call (its best of three repetitions) over the honest decode of the same specimen.
+    """
+
+    mutants: int = 0
+    accepted: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    peak_bytes: int = 0
+    limit_bytes: int = 0
+    slowdown: float = 0.0
+
+
+def specimens(size: int = 300) -> list[Specimen]:
+    """Return honest frames that cover every index codec, value codec and installed back-end.
+
+    Parameters
+    ----------
+    size : int
+        Elements of the sparse tensor; a twelfth of them is sent, nine tenths in the complement's specimen.
+    """
+    key = Key(2024, "fuzz specimens")
+    zstd = available_backends()[-1]
+    out = []
+    for name, k, backend in (
+        ("raw+raw", size // 12, "none"),
+        ("fixed+fp16", size // 12, "none"),
+        ("bitmap+bf16", size // 12, "none"),
+        ("rice+uniform", size // 12, "none"),
+        ("block-rice+sign", size // 12, "none"),
+        ("elias-fano+ternary", size // 12, "none"),
+        ("gap-bytes+qsgd", size // 12, zstd),
+        ("seeded+natural", size // 12, "none"),
+        ("shared+qsgd", size // 12, "none"),
+        ("complement:rice+ternary", size * 9 // 10, "zlib"),
+    ):
+        index, _, value = name.partition("+")
+        support = seeded_support(key.u64(), size, k)
+        x = (key.at(purpose=name).uniform(k) - 0.5).astype(np.float32)
+        values = _values(value, x, key)
+        main = _tensor(index, size, support, values, backend)
+        rest = dense(np.arange(5, dtype=np.int64))
+        frames = (
+            encode([main]),
+            encode([main, rest], flags=1, tlvs=[(USER_TAG, b"specimen")]),
+        )
+        schema = (Expected("w", (size,)), Expected("steps", (5,), "int64"))
+        supports = {SHARED_ID: seeded_support(key.u64(), size, size // 12)}
+        out.append(Specimen(name, frames, schema, supports))
+    return out
+
+
+def _values(name: str, x: np.ndarray, key: Key) -> Values:
+    uniforms = key.uniform(x.size)
+    made: dict[str, Values] = {
+        "raw": Raw(x),
+        "fp16": Fp16(x),
+        "bf16": Bf16(x),
+        "uniform": Uniform.quantise(x, 5, 16),
+        "sign": SignScale.quantise(x, 16),
+        "ternary": Ternary(np.where(np.abs(x) > 0.45, np.sign(x), 0), 0.5),
+        "qsgd": QsgdLevels.quantise(x, 8, 16, uniforms),
+        "natural": Natural.quantise(x, uniforms),
+    }
+    return made[name]
+
+
+def _tensor(index: str, size: int, support: Indices, values: Values, backend: str) -> Tensor:
+    if index == "seeded":
+        return seeded((size,), 99, values.k, values, backend=backend)
+    if index == "shared":
+        from fedcomp.wire.choose import SharedSupport
+
+        return Tensor(values, (size,), kind=SHARED, index=SharedSupport(SHARED_ID), backend=backend)
+    return Tensor(values, (size,), kind=SPARSE, indices=support, index=index, backend=backend)
+
+
+def seal(body: bytes) -> Frame:
+    """Return ``body`` with a correct checksum after it."""
+    return body + zlib.crc32(body).to_bytes(4, "little")
+
+
+def mutants(specimen: Specimen, others: list[Specimen], count: int, seed: int) -> Iterator[Frame]:
+    """Yield ``count`` mutated frames: bit flips, edited bytes and lengths, truncations, insertions, splices.
+
+    Seven of eight are sealed with a correct checksum.
+    """
+    made = 0
+    batch = 0
+    foreign = [frame for other in others for frame in other.frames]
+    while made < count:
+        words = Key(seed, f"mutants of {specimen.name}", batch).bits(_BATCH * 6).tolist()
+        for i in range(0, len(words), 6):
+            body = _mutate(specimen.frames, foreign, words[i : i + 6])
+            yield body + words[i].to_bytes(8, "little")[:4] if words[i] % 8 == 0 else seal(body)
+            made += 1
+            if made == count:
+                return
+        batch += 1
+
+
+def _mutate(frames: tuple[Frame, ...], foreign: list[Frame], words: list[int]) -> bytes:
+    pick, a, b, c, d, e = words
+    frame = frames[(pick >> 8) % len(frames)]
+    body = bytearray(frame[:-4])
+    size = len(body)
+    head = int.from_bytes(frame[12:16], "little")
+    action = (pick >> 16) % 8
+    if action == 0:
+        for word in (a, b, c)[: 1 + d % 3]:
+            body[(word >> 8) % size] ^= 1 << word % 8
+    elif action == 1:
+        # One byte of the table: lengths, counts, ids and parameters are all there.
+        body[HEADER.size + a % (head - HEADER.size)] = _BYTES[b % 6] if c & 1 else b & 0xFF
+    elif action == 2:
+        place = HEADER.size + a % (head - HEADER.size)
+        body[place] = (body[place] + (1 if b & 1 else -1)) & 0xFF
+    elif action == 3:
+        del body[a % size :]
+    elif action == 4:
+        # A section of another length: bytes go or come inside the payload, and the table is told half of the time.
+        place = head + a % max(1, size - head)
+        if b & 1:
+            del body[place : place + 1 + c % 4]
+        else:
+            body[place:place] = d.to_bytes(8, "little")[: 1 + c % 4]
+        if e & 1:
+            spot = head - 1 - e % 4
+            body[spot] = (body[spot] + (len(body) - size)) & 0x7F
+    elif action == 5:
+        other = foreign[a % len(foreign)]
+        cut = b % size
+        body = body[:cut] + other[(c % len(other) if d & 1 else min(cut, len(other))) : -4]
+    elif action == 6:
+        # A huge variable-length integer in place of whatever stood there.
+        place = HEADER.size + a % (head - HEADER.size)
+        run = 1 + b % 10
+        body[place : place + 1] = b"\xff" * (run - 1) + bytes((c & 0x7F,))
+        body[12:16] = (head + run - 1).to_bytes(4, "little")
+    else:
+        place = head + a % max(1, size - head)
+        body[place : place + 8] = b.to_bytes(8, "little")[: len(body[place : place + 8])]
+    return bytes(body)
+
+
+def fuzz(specimen: Specimen, others: list[Specimen], count: int, seed: int = 0) -> FuzzResult:
+    """Decode ``count`` mutants of ``specimen``, half of them without a schema; measure time and memory of every call.
+
+    Raises
+    ------
+    AssertionError
+        Naming the mutant that raised anything but a :class:`~fedcomp.wire.WireError`.
+    """
+    limits = specimen.limits
+    result = FuzzResult(limit_bytes=limits.max_bytes_in + limits.max_bytes_out)
+    two = specimen.schema
+    slow: list[tuple[float, int, Frame, Schema | None]] = []
+    honest = max(_best_time(f, None, limits, specimen) for f in specimen.frames)
+    was_tracing = tracemalloc.is_tracing()
+    if not was_tracing:
+        tracemalloc.start()
+    try:
+        for i, mutant in enumerate(mutants(specimen, others, count, seed)):
+            schema = None if i & 1 else two if len(mutant) > 8 and mutant[8] == 2 else two[:1]
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            start = time.perf_counter()
+            try:
+                decode(mutant, schema, limits, specimen.supports)
+                result.accepted += 1
+            except WireError as error:
+                result.errors[type(error).__name__] += 1
+            except Exception as error:
+                raise AssertionError(f"{type(error).__name__} from {specimen.name} mutant {mutant.hex()}") from error
+            spent = time.perf_counter() - start
+            peak = tracemalloc.get_traced_memory()[1] - before
+            result.peak_bytes = max(result.peak_bytes, peak)
+            if len(slow) < _SLOWEST:
+                heapq.heappush(slow, (spent, i, mutant, schema))
+            elif spent > slow[0][0]:
+                heapq.heapreplace(slow, (spent, i, mutant, schema))
+    finally:
+        if not was_tracing:
+            tracemalloc.stop()
+    result.mutants = count
+    result.slowdown = max((_best_time(f, s, limits, specimen) / honest for _, _, f, s in slow), default=0.0)
+    return result
+
+
+def _best_time(frame: Frame, schema: Schema | None, limits: Limits, specimen: Specimen) -> float:
+    """Return the least time of several decodes of ``frame``, accepted or not, in seconds."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        try:
+            decode(frame, schema, limits, specimen.supports)
+        except WireError:
+            pass
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,58 @@
+"""The codecs, layouts and updates the shared protocol tests iterate over."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedcomp.codecs import QSGD, Clip, Codec, Identity, RandomK, TopK, chain
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.layout import Layout, SmallDense, Update
+
+# Every registered codec stands here at least once; test_codec_protocol.py checks that.
+EXAMPLES: tuple[Codec, ...] = (
+    Identity(),
+    TopK(0.05),
+    TopK(0.2, scope="layer", values="bf16"),
+    TopK(0.1, values="fp16", index="bitmap"),
+    TopK(1.0),
+    RandomK(0.1),
+    RandomK(0.1, unbiased=True, scope="layer"),
+    RandomK(0.3, unbiased=True, shared=False),
+    QSGD(7, bucket=64),
+    QSGD(1, bucket=512),
+    chain(Identity()),
+    chain(Clip(0.5), TopK(0.1)),
+    chain(Clip(2.0), ErrorFeedback(TopK(0.1))),
+    ErrorFeedback(TopK(0.05)),
+    ErrorFeedback(TopK(0.1, scope="layer", values="fp16"), decay=0.9, beta=0.5, norm_guard=10.0, max_age=3),
+    ErrorFeedback(TopK(0.05), momentum=0.9, nesterov=True),
+    ErrorFeedback(RandomK(0.1), momentum=0.5, masking=False),
+    ErrorFeedback(QSGD(3, bucket=32), beta=0.3),
+)
+
+
+def model(seed: int = 0) -> dict[str, np.ndarray]:
+    """A small model: matrices of different scale, biases and statistics that travel dense, an integer buffer."""
+    rng = np.random.default_rng(seed)
+    return {
+        "embed.weight": rng.standard_t(3, (40, 30)).astype(np.float32),
+        "embed.bias": rng.normal(size=30).astype(np.float32),
+        "norm.running_mean": rng.normal(size=30).astype(np.float32),
+        "norm.num_batches_tracked": np.array(7),
+        "head.weight": (0.01 * rng.normal(size=(50, 30))).astype(np.float32),
+        "head.bias": np.zeros(50, np.float32),
+    }
+
+
+LAYOUTS: dict[str, Layout] = {
+    "model": Layout.of(model()),
+    "flat": Layout.flat(1500),
+    "one element": Layout.flat(1),
+    "all dense": Layout.of(model(), SmallDense(min_size=10**6)),
+}
+
+
+def update(layout: Layout, seed: int = 0, scale: float = 1.0) -> Update:
+    """A heavy-tailed update for ``layout``."""
+    vector = np.random.default_rng([seed, layout.size]).standard_t(3, layout.size) * scale
+    return Update(vector.astype(np.float32), layout)

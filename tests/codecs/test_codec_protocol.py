@@ -1,0 +1,254 @@
+"""What every registered codec promises, checked for each of them; a codec without an example here does not pass."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from codec_examples import EXAMPLES, LAYOUTS, update
+
+import fedcomp.codecs
+from fedcomp import wire
+from fedcomp.codecs import Codec, PositionalCodec, config_of, get_codec, known
+from fedcomp.errors import LayoutError, NonFiniteUpdate
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+KEY = Key(11, "codec", round=2, partition=3)
+NAMES = {name: getattr(fedcomp.codecs, name) for name in fedcomp.codecs.__all__} | {"ErrorFeedback": ErrorFeedback}
+
+
+def _snapshot(state: dict) -> dict:
+    return {name: array.copy() for name, array in state.items()}
+
+
+def _assert_same_state(left: dict, right: dict) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+
+
+def test_every_known_codec_has_an_example() -> None:
+    inner = {c.codec.codec_id for c in EXAMPLES if hasattr(c, "codec")}
+    assert {c.codec_id for c in EXAMPLES} | inner >= set(known())
+
+
+def test_configuration_is_faithful(codec: Codec) -> None:
+    """from_config(get_config()), a JSON round trip and eval(repr) all give an equal codec; hashes agree."""
+    assert type(codec).from_config(codec.get_config()) == codec
+    again = get_codec(json.loads(json.dumps(config_of(codec))))
+    assert again == codec
+    assert hash(again) == hash(codec)
+    assert eval(repr(codec), NAMES) == codec
+    assert sum(codec == other for other in EXAMPLES) == 1
+
+
+def test_decoding_is_deterministic_and_complete(codec: Codec, layout: Layout) -> None:
+    """Spec 7.1.3: same input, state and key give the same bytes; the dense rest arrives bit for bit."""
+    given = update(layout)
+    before = given.vector.copy()
+    state = codec.init(layout)
+    kept = _snapshot(state)
+    frame, after = codec.encode(given, state, KEY)
+    assert isinstance(frame, bytes)
+    np.testing.assert_array_equal(given.vector, before)
+    _assert_same_state(state, kept)
+    assert codec.encode(given, state, KEY)[0] == frame
+    decoded = codec.decode(frame, layout)
+    assert decoded.dtype == np.float32
+    assert decoded.shape == (layout.size,)
+    assert decoded.flags.writeable
+    np.testing.assert_array_equal(decoded, codec.decode(codec.open(frame, layout), layout))
+    if "chain(Clip" not in repr(codec) and "momentum" not in repr(codec):
+        rest = slice(layout.compressed_size, None)
+        np.testing.assert_array_equal(decoded[rest], given.vector[rest])
+    for array in after.values():
+        assert isinstance(array, np.ndarray)
+        assert array.dtype != object
+
+
+def test_accumulate_is_weight_times_decode(codec: Codec, layout: Layout) -> None:
+    """Spec 7.1.3: bit equal to float32(weight) * decode, added in place to what is there."""
+    frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+    decoded = codec.decode(frame, layout)
+    for weight in (1.0, -1.0, 0.1, 1 / 3):
+        out = Update(update(layout, seed=5).vector, layout)
+        expected = out.vector + np.float32(weight) * decoded
+        codec.accumulate(frame, weight, out)
+        np.testing.assert_array_equal(out.vector, expected)
+
+
+def test_bad_frames_leave_the_buffer_untouched(codec: Codec) -> None:
+    """Every truncation, flipped byte and foreign frame raises WireError before the first element is added."""
+    layout = LAYOUTS["model"]
+    frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+    rng = np.random.default_rng(0)
+    bad = [frame[:end] for end in rng.integers(0, len(frame), 20)] + [frame + b"\0", b""]
+    for at in rng.integers(0, len(frame), 40):
+        flipped = bytearray(frame)
+        flipped[at] ^= 1 << int(rng.integers(8))
+        bad.append(bytes(flipped))
+    small = Layout.flat(layout.size - 1)
+    bad.append(codec.encode(update(small), codec.init(small), KEY)[0])
+    out = update(layout, seed=9)
+    before = out.vector.copy()
+    for damaged in bad:
+        with pytest.raises(wire.WireError):
+            codec.accumulate(damaged, 1.0, out)
+        np.testing.assert_array_equal(out.vector, before)
+
+
+def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
+    """A codec takes the form it makes and no other, even when shapes agree."""
+    layout = LAYOUTS["flat"]
+    nan = wire.dense(np.full(layout.size, np.nan, np.float32))
+    sparse = wire.Tensor(wire.Natural(np.zeros(1, np.uint16)), (layout.size,), "", "float32", wire.SPARSE, np.array([5]))
+    for tensor in (nan, sparse):
+        with pytest.raises(wire.WireError):
+            codec.decode(wire.encode([tensor]), layout)
+    with pytest.raises(wire.WireError):
+        codec.decode(wire.encode([]), layout)
+
+
+def test_zero_update_is_a_valid_frame(codec: Codec, layout: Layout) -> None:
+    """Spec 7.1.9: a zero vector encodes, decodes to zero and leaves finite state."""
+    zero = Update(np.zeros(layout.size, np.float32), layout)
+    frame, state = codec.encode(zero, codec.init(layout), KEY)
+    assert not codec.decode(frame, layout).any()
+    for array in state.values():
+        assert np.isfinite(array).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_update_is_refused_and_state_untouched(codec: Codec, bad: float) -> None:
+    """Spec 7.1.9, in a compressed and in a dense tensor; the message names the tensor."""
+    layout = LAYOUTS["model"]
+    _, state = codec.encode(update(layout), codec.init(layout), KEY)
+    kept = _snapshot(state)
+    for name in ("head.weight", "embed.bias"):
+        given = update(layout)
+        layout.view(given.vector, name).flat[3] = bad
+        with pytest.raises(NonFiniteUpdate, match=name):
+            codec.encode(given, state, KEY)
+        _assert_same_state(state, kept)
+
+
+def test_wrong_shape_is_refused(layout: Layout) -> None:
+    with pytest.raises(LayoutError):
+        Update(np.zeros(layout.size + 1, np.float32), layout)
+    with pytest.raises(LayoutError):
+        Update(np.zeros(layout.size), layout)  # type: ignore[arg-type]
+
+
+def test_lossless_means_bit_equal(codec: Codec, layout: Layout) -> None:
+    given = update(layout)
+    given.vector[::7] = -0.0
+    frame, _ = codec.encode(given, codec.init(layout), KEY)
+    same = codec.decode(frame, layout).tobytes() == given.vector.tobytes()
+    if codec.lossless:
+        assert same
+    elif layout is LAYOUTS["flat"] and "TopK(density=1.0" not in repr(codec):
+        assert not same, f"{codec!r} lost nothing of a generic vector; does it not declare lossless?"
+
+
+def test_linear_means_frames_commute_with_addition(codec: Codec) -> None:
+    """Spec 7.1.5 for one key: decode(x) + decode(y) == decode(x + y); up to rounding of sums."""
+    layout = LAYOUTS["model"]
+    rng = np.random.default_rng(3)
+    x, y = (rng.integers(-(2**10), 2**10, layout.size).astype(np.float32) for _ in range(2))
+
+    def through(vector: np.ndarray) -> np.ndarray:
+        return codec.decode(codec.encode(Update(vector, layout), codec.init(layout), KEY)[0], layout)
+
+    holds = np.allclose(through(x) + through(y), through(x + y), rtol=1e-6, atol=0.01)
+    if codec.linear:
+        assert holds
+    elif not codec.lossless and "density=1.0" not in repr(codec) and "RandomK" not in repr(codec):
+        assert not holds, f"{codec!r} acts linearly on random vectors; it should say so"
+
+
+def _relative_error(codec: Codec, given: Update, key: Key) -> float:
+    frame, _ = codec.encode(given, codec.init(given.layout), key)
+    difference = codec.decode(frame, given.layout).astype(np.float64) - given.vector
+    return float(difference @ difference) / float(given.vector.astype(np.float64) @ given.vector)
+
+
+def _inputs(layout: Layout) -> list[Update]:
+    """A heavy-tailed vector, equal magnitudes (the worst case of top-k) and a single spike."""
+    equal = np.where(np.arange(layout.size) % 3 == 0, -1.0, 1.0).astype(np.float32)
+    spike = np.full(layout.size, 1e-3, np.float32)
+    spike[layout.size // 2] = 10.0
+    return [update(layout), *(Update(v, layout) for v in (equal, spike))]
+
+
+def test_declared_contraction_holds(codec: Codec, layout: Layout) -> None:
+    """E‖C(x) - x‖² <= (1 - δ)‖x‖²: for every draw of a deterministic codec, on average for a random one."""
+    bound = codec.contraction(layout)
+    if bound is None:
+        pytest.skip("declares no contraction")
+    assert 0.0 < bound <= 1.0
+    random = codec.codec_id == "randomk"
+    for given in _inputs(layout):
+        errors = [_relative_error(codec, given, KEY.at(round=r)) for r in range(300 if random else 1)]
+        slack = 5.0 * np.std(errors) / math.sqrt(len(errors)) if random else 0.0
+        assert np.mean(errors) <= 1.0 - bound + slack + 1e-6
+
+
+def test_declared_variance_holds(codec: Codec, layout: Layout) -> None:
+    """Spec 7.2: E‖C(x) - x‖² <= ω‖x‖², and only unbiased codecs declare it."""
+    bound = codec.variance(layout)
+    assert (bound is None) == (not codec.unbiased)
+    if bound is None:
+        pytest.skip("declares no variance")
+    for given in _inputs(layout):
+        errors = [_relative_error(codec, given, KEY.at(round=r)) for r in range(200)]
+        assert np.mean(errors) <= bound + 5.0 * np.std(errors) / math.sqrt(len(errors)) + 1e-12
+
+
+def test_declared_unbiasedness_holds(codec: Codec) -> None:
+    """Spec 7.2: the mean of R = 4000 draws lies within five standard errors of x at every coordinate."""
+    if not codec.unbiased:
+        pytest.skip("does not claim to be unbiased")
+    layout = Layout.flat(60)
+    given = update(layout, scale=0.1)
+    draws = 1 if codec.lossless else 4000
+    total, squares = np.zeros(60), np.zeros(60)
+    for r in range(draws):
+        frame, _ = codec.encode(given, {}, KEY.at(round=r))
+        decoded = codec.decode(frame, layout).astype(np.float64)
+        total += decoded
+        squares += decoded**2
+    mean = total / draws
+    deviation = np.sqrt(np.maximum(squares / draws - mean**2, 0.0) / draws)
+    assert (np.abs(mean - given.vector) <= 5.0 * deviation + 1e-6 * np.abs(given.vector)).all()
+
+
+def test_schema_is_the_receivers_own(codec: Codec, layout: Layout) -> None:
+    """Shapes come from the layout, never from the frame; their sizes add up to the vector."""
+    assert sum(e.size for e in codec.schema(layout)) == layout.size
+    assert all(e.name == "" for e in codec.schema(layout))
+
+
+def test_support_is_what_travelled(codec: Codec) -> None:
+    layout = LAYOUTS["model"]
+    frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+    support = codec.support(frame, layout)
+    assert (np.diff(support) > 0).all()
+    sparse = "TopK" in repr(codec) or "RandomK" in repr(codec)
+    if sparse:
+        unsent = np.delete(codec.decode(frame, layout)[: layout.compressed_size], support)
+        assert not unsent.any()
+        assert support.size > 0
+    else:
+        assert support.size == 0
+
+
+def test_rollback_of_a_codec_without_memory_changes_nothing() -> None:
+    layout = LAYOUTS["model"]
+    for codec in EXAMPLES:
+        if isinstance(codec, PositionalCodec):
+            frame, state = codec.encode(update(layout), codec.init(layout), KEY)
+            _assert_same_state(codec.rollback(state, frame, layout), state)
