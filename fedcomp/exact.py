@@ -1,4 +1,4 @@
-"""Integer, boolean and other non-float32 tensors as one frame: carried beside the vector, bit for bit."""
+"""Integers, booleans and running statistics as one frame: carried beside the vector as values, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout
 from fedcomp.wire import Expected, Frame, Limits, Schema, decode, dense, encode
 
@@ -18,9 +19,18 @@ def exact_schema(layout: Layout) -> Schema:
 
 
 def encode_exact(arrays: Mapping[str, NDArray[Any]], layout: Layout) -> Frame | None:
-    """Return the frame of the layout's exact buffers, or None when it has none."""
+    """Return the frame of the layout's exact buffers, or None when it has none.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        When one of them holds NaN or infinity.
+    """
     if not layout.exact:
         return None
+    for t in layout.exact:
+        if not np.isfinite(arrays[t.name]).all():
+            raise NonFiniteUpdate(f"buffer {t.name!r} holds non-finite values; nothing was sent")
     return encode([dense(np.asarray(arrays[t.name], t.dtype)) for t in layout.exact])
 
 

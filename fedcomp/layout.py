@@ -2,8 +2,8 @@
 
 The vector holds the tensors a codec may compress first and the tensors that travel dense after them, so that a
 codec that ranks the whole model sees one contiguous stretch and the dense rest is one slice. Per-tensor views are
-slices, never copies. Integer, boolean and other non-float buffers are not in the vector at all: they travel beside
-it, exactly (``Layout.exact``).
+slices, never copies. Integer and boolean buffers and normalisation statistics are not in the vector at all: they
+travel beside it, as values, exactly (``Layout.exact``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,35 +26,41 @@ Vector = NDArray[np.float32]
 DENSE: Final = 1.0
 """The density that means "send every element, uncompressed"."""
 
-DensityPolicy = Callable[[str, tuple[int, ...], str], float | None]
+EXACT: Final = "exact"
+"""The answer of a policy that keeps a float tensor out of the vector: it travels beside it, as a value of its own."""
+
+Density = float | Literal["exact"] | None
+DensityPolicy = Callable[[str, tuple[int, ...], str], Density]
 """``policy(name, shape, dtype) -> density``: ``None`` leaves the choice to the codec, ``1.0`` sends the tensor dense,
-a number between asks a per-tensor codec for that density."""
+a number between asks a per-tensor codec for that density, ``"exact"`` sends the value itself instead of a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallDense:
-    """The default density policy: small tensors and normalisation statistics travel dense.
+    """The default density policy: small tensors travel dense, normalisation statistics as values.
 
-    A tensor with fewer than ``min_size`` elements costs little and hurts much when sparsified (biases, scales); running
-    statistics are not gradients and error feedback on them is meaningless.
+    A tensor with fewer than ``min_size`` elements costs little and hurts much when sparsified (biases, scales). Tensors
+    whose name fits one of ``patterns`` are running statistics, not gradients: a change of them that was lost and comes
+    back a round later would be applied twice, and a variance can turn negative that way.
     """
 
     min_size: int = 1024
     patterns: tuple[str, ...] = ("*running_mean", "*running_var", "*num_batches_tracked")
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> float | None:
-        """Return 1.0 for tensors that travel dense, else None."""
-        small = math.prod(shape) < self.min_size
-        return DENSE if small or any(fnmatch.fnmatch(name, p) for p in self.patterns) else None
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
+        """Return "exact" for statistics, 1.0 for small tensors, else None."""
+        if any(fnmatch.fnmatchcase(name, p) for p in self.patterns):
+            return EXACT
+        return DENSE if math.prod(shape) < self.min_size else None
 
 
 @dataclass(frozen=True, slots=True)
 class TablePolicy:
     """A density policy spelled out by name: what a custom policy of the server becomes when it travels to clients."""
 
-    table: Mapping[str, float]
+    table: Mapping[str, Density]
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> float | None:
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
         """Return the tensor's density, None for tensors the table leaves to the codec."""
         return self.table.get(name)
 
@@ -65,7 +71,8 @@ def policy_config(policy: DensityPolicy | None, layout: Layout) -> dict[str, Any
         return {}
     if isinstance(policy, SmallDense):
         return {"min_size": policy.min_size, "patterns": list(policy.patterns)}
-    return {"table": {t.name: t.density for t in layout.tensors if t.density is not None}}
+    table: dict[str, Density] = {t.name: EXACT for t in layout.exact if np.dtype(t.dtype).kind == "f"}
+    return {"table": table | {t.name: t.density for t in layout.tensors if t.density is not None}}
 
 
 def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
@@ -80,7 +87,7 @@ def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
         if not config:
             return SmallDense()
         if "table" in config:
-            return TablePolicy({str(name): float(density) for name, density in config["table"].items()})
+            return TablePolicy({str(n): EXACT if d == EXACT else float(d) for n, d in config["table"].items()})
         return SmallDense(int(config["min_size"]), tuple(str(p) for p in config["patterns"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -119,7 +126,8 @@ class Layout:
     tensors : tuple of TensorSpec
         Compressible tensors first, dense ones after, each group in the model's own order, offsets contiguous.
     exact : tuple of TensorSpec
-        Non-float buffers, carried beside the vector with their own dtype; their offsets are meaningless (0).
+        Integer and boolean buffers and statistics, carried beside the vector as they are, in their own dtype; their
+        offsets are meaningless (0).
     order : tuple of str
         All names in the model's own order.
     """
@@ -160,13 +168,14 @@ class Layout:
         for name, array in arrays.items():
             dtype = array.dtype.name
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")
-            if not in_vector:
+            density = policy(name, tuple(array.shape), dtype) if in_vector else EXACT
+            if density == EXACT:
                 exact.append(TensorSpec(name, tuple(array.shape), dtype, 0, int(array.size), DENSE))
                 continue
-            density = policy(name, tuple(array.shape), dtype)
             if density is not None and not 0.0 < density <= 1.0:
                 raise ConfigError(
-                    f"density policy returned {density!r} for tensor {name!r}; expected None or a number in (0, 1]"
+                    f"density policy returned {density!r} for tensor {name!r}; "
+                    "expected None, 'exact' or a number in (0, 1]"
                 )
             (dense if density == DENSE else compressed).append((name, array, density))
         tensors: list[TensorSpec] = []

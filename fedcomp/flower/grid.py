@@ -74,6 +74,14 @@ class _Reply:
     arrival: float
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A message that was pushed and the replies to it that were not pulled yet; none if it was lost."""
+
+    pushed: int
+    replies: list[_Reply]
+
+
 class InProcessGrid(Grid):
     """Runs clients in this process behind Flower's Grid interface.
 
@@ -100,6 +108,8 @@ class InProcessGrid(Grid):
         Simulated seconds a client computes per message.
     node_config : mapping or callable of a partition id, optional
         Added to each node's ``partition-id`` and ``num-partitions``.
+    expiry : int
+        Pushes after which a reply nobody pulled is dropped, as a SuperLink drops it when its time to live is over.
 
     Attributes
     ----------
@@ -131,6 +141,7 @@ class InProcessGrid(Grid):
         links: Links = None,
         compute_seconds: Compute = 0.0,
         node_config: NodeConfig = None,
+        expiry: int = 64,
     ) -> None:
         if num_nodes < 0:
             raise ConfigError(f"num_nodes is {num_nodes}, expected 0 or more")
@@ -150,11 +161,12 @@ class InProcessGrid(Grid):
         self._run_config = dict(run_config or {})
         self._node_config = node_config
         self._links = links
+        self._expiry = expiry
         self._pulls = 0
         self._run_id = self._key.at(purpose="run-id").u64() >> 2
         self._nodes: dict[int, _Node] = {}
         self._incarnations: Counter[int] = Counter()
-        self._flight: dict[str, list[_Reply]] = {}
+        self._flight: dict[str, _Flight] = {}
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
         self._former_identity = current_identity()
         self._adopt()
@@ -217,6 +229,7 @@ class InProcessGrid(Grid):
         if not messages:
             return []
         exchange, self.exchange = self.exchange, self.exchange + 1
+        self._expire()
         packer = Packer()
         slots: Counter[int] = Counter()
         ids: list[str] = []
@@ -239,7 +252,7 @@ class InProcessGrid(Grid):
                 exchange, server_round or 0, node.partition, slots[node_id], message.metadata.message_type
             )
             slots[node_id] += 1
-            self._flight[packed.root] = self._deliver(packed, node_id, node, delivery)
+            self._flight[packed.root] = _Flight(exchange, self._deliver(packed, node_id, node, delivery))
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -346,8 +359,15 @@ class InProcessGrid(Grid):
                 "incarnations": dict(self._incarnations),
                 "nodes": [[node_id, n.partition, n.free_at, n.context] for node_id, n in self._nodes.items()],
                 "flight": [
-                    [key, [[r.packed.root, r.packed.contents, r.packed.wire, r.available, r.arrival] for r in replies]]
-                    for key, replies in self._flight.items()
+                    [
+                        key,
+                        flight.pushed,
+                        [
+                            [r.packed.root, r.packed.contents, r.packed.wire, r.available, r.arrival]
+                            for r in flight.replies
+                        ],
+                    ]
+                    for key, flight in self._flight.items()
                 ],
             },
             _SNAPSHOT,
@@ -374,11 +394,14 @@ class InProcessGrid(Grid):
             node_id: _Node(partition, context, free_at) for node_id, partition, free_at, context in state["nodes"]
         }
         self._flight = {
-            key: [
-                _Reply(Packed(root, contents, wire), available, arrival)
-                for root, contents, wire, available, arrival in replies
-            ]
-            for key, replies in state["flight"]
+            key: _Flight(
+                pushed,
+                [
+                    _Reply(Packed(root, contents, wire), available, arrival)
+                    for root, contents, wire, available, arrival in replies
+                ],
+            )
+            for key, pushed, replies in state["flight"]
         }
         self._adopt()
 
@@ -463,13 +486,13 @@ class InProcessGrid(Grid):
         for message_id in dict.fromkeys(message_ids):
             if not message_id:
                 continue
-            waiting = self._flight.get(message_id)
-            if waiting is None:
+            flight = self._flight.get(message_id)
+            if flight is None:
                 reason = "The message is unknown or its reply was already pulled."
                 replies.append(error_from_superlink(self._run_id, message_id, ErrorCode.MESSAGE_UNAVAILABLE, reason))
                 continue
             left = []
-            for reply in waiting:
+            for reply in flight.replies:
                 if reply.available > self.exchange or reply.arrival > deadline:
                     left.append(reply)
                     continue
@@ -477,8 +500,8 @@ class InProcessGrid(Grid):
                 self._sizes[message] = reply.packed.wire
                 replies.append(message)
                 self.clock = max(self.clock, reply.arrival)
-            if left or not waiting:
-                self._flight[message_id] = left
+            if left or not flight.replies:
+                flight.replies = left
             else:
                 del self._flight[message_id]
         self._pulls += 1
@@ -486,6 +509,13 @@ class InProcessGrid(Grid):
             words = self._key.at(purpose="reply-order", round=self._pulls).bits(len(replies))
             replies = [replies[i] for i in np.argsort(words, kind="stable")]
         return replies
+
+    def _expire(self) -> None:
+        """Forget messages whose replies have been there, unpulled, for too long; the oldest come first."""
+        for message_id, flight in list(self._flight.items()):
+            if max([flight.pushed, *(reply.available for reply in flight.replies)]) + self._expiry >= self.exchange:
+                break
+            del self._flight[message_id]
 
     def _resolve(self, node: int) -> int:
         """Return the node id for a node id or a partition id; node ids have 62 bits, so the two cannot clash."""

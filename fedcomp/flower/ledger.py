@@ -122,8 +122,10 @@ class Ledger:
 
     def identify(self, node_id: int, partition: int) -> None:
         """Let all rows of ``node_id``, past and future, count for ``partition``."""
-        index = self._index_of(node_id)
-        self._nodes[index] = partition
+        if node_id in self._node_index:
+            self._nodes[self._node_index[node_id]] = partition
+        else:
+            self._node_index[node_id] = self._index_of(partition)
 
     def total(self, value: Value = "wire", **where: Any) -> int:
         """Return the sum of ``value`` over the rows that match.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -61,6 +61,10 @@ def partition_lookup(grid: Grid) -> PartitionOf:
     """Return the function by which ``grid`` knows a node's partition; one that knows none when it does not."""
     known = getattr(grid, "partition_of", None)
     return cast(PartitionOf, known) if callable(known) else lambda _node_id: None
+
+
+_REMEMBERED: Final = 10_000
+"""How many unanswered messages are remembered for replies that come late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +278,8 @@ class MeteredGrid(Grid):
             self._sent[meta.message_id] = sent
             wire = cast(Any, self.inner).wire_bytes(message) if sizes is None else sizes[index]
             self._record(sent, "down", message, wire)
+        for message_id in list(self._sent)[: max(0, len(self._sent) - len(batch) - _REMEMBERED)]:
+            del self._sent[message_id]
 
     def _count_up(self, replies: Sequence[Message]) -> None:
         packer = Packer()
@@ -285,8 +291,9 @@ class MeteredGrid(Grid):
                 continue
             arrived.setdefault(meta.message_id, (sent, reply))
             partition = take_node(reply)
-            if partition is not None:
+            if partition is not None and self._partitions.get(sent.node_id) != partition:
                 self._partitions[sent.node_id] = partition
+                self.ledger.identify(sent.node_id, partition)
         measured = getattr(self.inner, "wire_bytes", None)
         # In partition order, so that the ledger does not depend on the order of arrival either.
         for sent, reply in sorted(arrived.values(), key=lambda item: self._place(item[0].node_id)):
@@ -300,11 +307,9 @@ class MeteredGrid(Grid):
         return partition is None, partition or 0
 
     def _record(self, sent: _Sent, direction: Direction, message: Message, wire: int) -> None:
-        payload = payload_bytes(message)
-        self.ledger.record(sent.round, sent.node_id, direction, sent.message_type, "hub", payload, wire)
         partition = self.partition_of(sent.node_id)
-        if partition is not None:
-            self.ledger.identify(sent.node_id, partition)
+        node = sent.node_id if partition is None else partition
+        self.ledger.record(sent.round, node, direction, sent.message_type, "hub", payload_bytes(message), wire)
 
 
 def _as_batch(messages: Iterable[Message]) -> list[Message]:

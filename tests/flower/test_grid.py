@@ -177,6 +177,19 @@ def test_late_replies_come_exactly_that_many_pushes_later() -> None:
         assert reply.metadata.reply_to_message_id == ids[1]
 
 
+def test_replies_nobody_pulls_are_dropped_in_the_end() -> None:
+    plan = ScriptedFaults({(1, 0): late(1), (1, 1): "silent"})
+    with InProcessGrid(counting_app(), 2, fault=plan, expiry=3) as grid:
+        ids = grid.push_messages(messages(grid, 1))
+        kept = len(grid.snapshot())
+        for round_ in range(2, 6):
+            grid.send_and_receive(messages(grid, round_))
+        assert grid.pull_messages([]) == []
+        grid.send_and_receive(messages(grid, 6))
+        assert [r.error.code for r in grid.pull_messages(ids)] == [3, 3]
+        assert len(grid.snapshot()) < kept
+
+
 def test_duplicate_runs_twice_and_duplicate_reply_once_and_both_arrive_twice() -> None:
     for fault, counts in (("duplicate", [1, 2]), ("duplicate_reply", [1, 1])):
         with InProcessGrid(counting_app(), 2, fault=always(fault)) as grid:
@@ -349,7 +362,9 @@ def test_impossible_faults_and_grids_are_refused() -> None:
 
 
 def plan_of_everything(delivery: Delivery) -> Fault:
-    return RandomFaults(Key(1, "x"), {k: 0.1 for k in ("late", "duplicate", "lost_reply", "corrupt")}, pushes=2)(delivery)
+    return RandomFaults(Key(1, "x"), {k: 0.1 for k in ("late", "duplicate", "lost_reply", "corrupt")}, pushes=2)(
+        delivery
+    )
 
 
 def trace(grid: InProcessGrid, rounds: range) -> list:

@@ -6,7 +6,8 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fingerprint, model, stack
 
@@ -254,3 +255,29 @@ def test_each_fault_alone_conserves(kind: str) -> None:
     made = context.state.array_records["toy.sum"]["sum"].numpy()
     np.testing.assert_array_equal(inner.delivered[0] + residual(context, strategy, node), made)
     assert made.any()
+
+
+def test_statistics_that_were_lost_are_not_applied_twice() -> None:
+    """A running variance moves from 1 to 0.25 locally; after three lost replies it must arrive as 0.25.
+
+    Treated as a change with memory it would arrive as 1 - 4 * 0.75 = -2, and the next square root is NaN.
+    """
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        arrays = {k: v.numpy() for k, v in msg.content["arrays"].items()}
+        arrays["weight"] = arrays["weight"] + 1
+        arrays["bn.running_var"] = np.full(2048, 0.25, np.float32)
+        content = RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()})})
+        content["m"] = MetricRecord({"num-examples": 1})
+        return Message(content, reply_to=msg)
+
+    initial = ArrayRecord(
+        {"weight": Array(np.zeros(4096, np.float32)), "bn.running_var": Array(np.ones(2048, np.float32))}
+    )
+    grid = InProcessGrid(app, 1, seed=1, fault=lambda d: "lost_reply" if d.round < 4 else None)
+    strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=1.0))
+    result = strategy.start(MeteredGrid(grid, Ledger()), initial, num_rounds=4, timeout=9)
+    np.testing.assert_array_equal(result.arrays["bn.running_var"].numpy(), np.full(2048, 0.25, np.float32))
+    np.testing.assert_array_equal(result.arrays["weight"].numpy(), np.full(4096, 4.0, np.float32))

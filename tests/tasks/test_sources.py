@@ -6,6 +6,7 @@ import sys
 import types
 import warnings
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_synthetic_speakers_differ_from_one_another() -> None:
     assert [len(t) for t in texts.values()] == [6000, 4800, 4000, 3428]
 
     def pairs(text: str) -> Counter[str]:
-        return Counter(a + b for a, b in zip(text, text[1:], strict=False))
+        return Counter(a + b for a, b in pairwise(text))
 
     one, two = texts["SPEAKER 00"], texts["SPEAKER 01"]
     half = len(one) // 2

@@ -1,0 +1,142 @@
+"""Every row of the table runs end to end; every wrong name or value is found before anything starts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from experiments import engines
+from experiments.spec import RunSpec
+from experiments.systems import COMMON, INNER, SYSTEMS, System, check, get_system
+from fedcomp.errors import ConfigError
+
+SMALL = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "momentum": 0.9, "lr": 0.05}
+INNER_OPTIONS = {
+    "fedtrimmedavg": {"inner.beta": 0.2},
+    "krum": {"inner.num_malicious_nodes": 1},
+    "multikrum": {"inner.num_malicious_nodes": 1, "inner.num_nodes_to_select": 3},
+    "bulyan": {"inner.num_malicious_nodes": 1},
+    "fedprox": {"inner.proximal_mu": 0.01},
+    "qfedavg": {"inner.client_learning_rate": 0.05, "inner.q": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return engines.run(RunSpec("fedavg", rounds=2, clients=4, settings=SMALL))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_runs_end_to_end(name, plain):
+    # Density 0.3 lets two rounds of a sparse codec show that they learn.
+    sparse = {"codec.density": 0.3} if "codec.density" in SYSTEMS[name].defaults else {}
+    result = engines.run(RunSpec(name, rounds=2, clients=4, settings=SMALL | sparse))
+    assert [record.round for record in result] == [0, 1, 2]
+    assert [record.replies for record in result] == [0, 4, 4]
+    assert all(record.failures == 0 for record in result)
+    assert result.final.loss < result.rounds[0].loss
+    assert result.uplink_wire_bytes == result.ledger.total("wire", direction="up")
+    assert result.downlink_wire_bytes == result.ledger.total("wire", direction="down")
+    assert all(np.isfinite(array).all() for array in result.arrays.values())
+    if SYSTEMS[name].prefixes != get_system("fedavg").prefixes:
+        assert result.uplink_payload_bytes < plain.uplink_payload_bytes
+        assert result.final.metrics["report.compressed"] == 4
+
+
+def test_the_identity_codec_changes_no_bit(plain):
+    result = engines.run(RunSpec("identity", rounds=2, clients=4, settings=SMALL))
+    assert {k: v.tobytes() for k, v in result.arrays.items()} == {k: v.tobytes() for k, v in plain.arrays.items()}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_every_inner_strategy_runs_plain_and_compressed(name):
+    settings = SMALL | {"inner": name} | INNER_OPTIONS.get(name, {})
+    for system in ("fedavg", "topk"):
+        # Krum and Bulyan need more clients than they may lose.
+        result = engines.run(RunSpec(system, rounds=2, clients=7, settings=settings))
+        assert result.final.replies == 7
+        assert not math.isnan(result.accuracy)
+        changed = [not np.array_equal(a, b) for a, b in zip(result.arrays.values(), initial(7).values(), strict=True)]
+        assert any(changed), f"{name} in {system} never moved the model"
+
+
+def initial(clients: int):
+    return engines.run(RunSpec("fedavg", rounds=0, clients=clients, settings=SMALL)).arrays
+
+
+def test_the_proximal_term_reaches_the_clients():
+    def final(mu: float) -> np.ndarray:
+        settings = SMALL | {"inner": "fedprox", "inner.proximal_mu": mu}
+        result = engines.run(RunSpec("fedavg", rounds=1, clients=2, settings=settings))
+        return np.concatenate([array.ravel() for array in result.arrays.values()])
+
+    start = np.concatenate([array.ravel() for array in initial(2).values()])
+    assert np.linalg.norm(final(10.0) - start) < 0.8 * np.linalg.norm(final(0.0) - start)
+
+
+def test_downlink_and_memory_settings_reach_their_codecs():
+    spec = RunSpec(
+        "topk",
+        rounds=3,
+        clients=3,
+        settings=SMALL | {"downlink": "topk", "downlink.density": 0.05, "feedback.momentum": 0.5},
+    )
+    strategy = get_system("topk").make_strategy(get_system("topk").resolve(spec.settings), 0)
+    assert strategy.downlink.density == 0.05
+    assert strategy.codec.momentum == 0.5
+    result = engines.run(spec)
+    # The first round has to send the model; later ones send steps.
+    assert result.rounds[3].downlink_payload_bytes < 0.5 * result.rounds[1].downlink_payload_bytes
+
+
+def test_rows_describe_themselves():
+    for name, system in SYSTEMS.items():
+        assert isinstance(system, System)
+        assert system.name == name
+        assert system.title
+        assert system.paper
+        assert system.summary
+        assert not set(system.defaults) & set(COMMON)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (RunSpec("topkk"), "unknown system 'topkk'; did you mean 'topk'"),
+        (RunSpec("fedavg", task="digit"), "unknown task 'digit'; did you mean 'digits'"),
+        (RunSpec("fedavg", engine="rai"), "unknown engine 'rai'; did you mean 'ray'"),
+        (RunSpec("topk", settings={"density": 0.1}), "did you mean 'codec.density'"),
+        (RunSpec("topk", settings={"codec.densty": 0.1}), "densty"),
+        (RunSpec("topk", settings={"codec.density": 0.0}), "density=0.0 is not valid"),
+        (RunSpec("topk", settings={"codec.density": -1.0}), "density=-1.0 is not valid"),
+        (RunSpec("topk", settings={"codec.density": 2}), "density=2.0 is not valid"),
+        (RunSpec("topk", settings={"codec.density": math.nan}), "density=nan is not valid"),
+        (RunSpec("topk", settings={"codec.density": "1%"}), "expected a number"),
+        (RunSpec("topk", settings={"feedback": 1}), "expected true or false"),
+        (RunSpec("topk", settings={"feedback": False, "feedback.beta": 0.5}), "need feedback=true"),
+        (RunSpec("topk", settings={"downlink.density": 0.5}), "need a codec"),
+        (RunSpec("fedavg", settings={"codec.density": 0.5}), "has no setting 'codec.density'"),
+        (RunSpec("fedavg", settings={"inner": "fedavgn"}), "did you mean 'fedavgm'"),
+        (RunSpec("fedavg", settings={"inner.server_lr": 1.0}), "has no parameter 'server_lr'"),
+        (RunSpec("fedavg", settings={"inner.fraction_train": 0.5}), "use 'fraction'"),
+        (RunSpec("fedavg", settings={"lr": 0.0}), "'lr' is 0.0; expected a positive number"),
+        (RunSpec("fedavg", settings={"lr": math.nan}), "'lr' is nan"),
+        (RunSpec("fedavg", settings={"epochs": 1.5}), "expected a whole number"),
+        (RunSpec("fedavg", settings={"fraction": 0.0}), "above 0 and at most 1"),
+        (RunSpec("fedavg", settings={"task.partition": "dirichle:1"}), "did you mean 'dirichlet'"),
+        (RunSpec("fedavg", clients=5000), "5000 partitions"),
+        (RunSpec("fedavg", settings={"link": "10 furlongs"}), "is not a bandwidth"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_reason(spec, said):
+    with pytest.raises(ConfigError) as refused:
+        engines.run(spec)
+    assert said in str(refused.value)
+
+
+def test_check_finds_the_same_without_running():
+    check(RunSpec("topk"))
+    with pytest.raises(ConfigError):
+        check(RunSpec("topk", settings={"codec.density": 2.0}))
