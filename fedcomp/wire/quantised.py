@@ -43,6 +43,12 @@ def _block_reduce(function: np.ufunc, array: NDArray[Any], block: int) -> NDArra
     return function.reduceat(array, starts)
 
 
+def _round_up(exact: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return the nearest float32 that is not smaller."""
+    near = exact.astype(np.float32)
+    return np.where(near < exact, np.nextafter(near, np.float32(np.inf)), near)
+
+
 def _scales(section: Buffer, count: int, what: str) -> NDArray[np.float32]:
     """Read ``count`` scales; raise NonFinite or Corrupt unless all are finite and >= 0."""
     scales = np.frombuffer(section[: 4 * count], _F4).astype(np.float32)
@@ -127,19 +133,22 @@ class Uniform(Values):
     ) -> Self:
         """Quantise between each block's minimum and maximum (0 included, so that 0.0 is exact).
 
-        ``uniforms`` (float64 in [0, 1), shape (k,)) makes the rounding stochastic: unbiased except where a value rounds
-        beyond the range by the placement of the zero point, less than one step.
+        ``uniforms`` (float64 in [0, 1), shape (k,)) makes the rounding stochastic: unbiased from two bits on, as the
+        scale is chosen so that both ends of the range are inside the codes. One bit holds one sign only; values of the
+        other are cut to 0.
         """
         x = np.asarray(array, np.float64).reshape(-1)
-        low = np.minimum(_block_reduce(np.minimum, x, block), 0.0)
+        low = -np.minimum(_block_reduce(np.minimum, x, block), 0.0)
         high = np.maximum(_block_reduce(np.maximum, x, block), 0.0)
         top = (1 << bits) - 1
-        scales = ((high - low) / top).astype(np.float32)
+        extent = np.maximum(low + high, np.finfo(np.float64).tiny)
+        zeros = np.clip(np.rint(low / extent * top), (low > 0) & (bits > 1), top - ((high > 0) & (bits > 1)))
+        exact = np.maximum(low / np.maximum(zeros, 1), high / np.maximum(top - zeros, 1))
+        scales = _round_up(exact)
         step = np.where(scales > 0, scales, 1).astype(np.float64)
-        zeros = np.where(scales > 0, np.clip(np.rint(-low / step), 0, top), 0)
-        y = x / _spread(step, block, x.size) + _spread(zeros, block, x.size)
+        y = x / _spread(step, block, x.size)
         y = np.rint(y) if uniforms is None else np.floor(y + uniforms)
-        y = np.where(_spread(scales, block, x.size) > 0, y, 0)
+        y += _spread(zeros, block, x.size)
         codes = np.clip(y, 0, top).astype(np.int64)
         return cls(
             codes,
@@ -415,8 +424,7 @@ class QsgdLevels(Values):
         """
         x = np.asarray(array, np.float64).reshape(-1)
         exact = np.sqrt(_block_reduce(np.add, x * x, bucket))
-        norms = exact.astype(np.float32)
-        norms = np.where(norms < exact, np.nextafter(norms, np.float32(np.inf)), norms)
+        norms = _round_up(exact)
         unit = _spread(np.where(norms > 0, norms, 1).astype(np.float64), bucket, x.size)
         levels = np.minimum(np.floor(np.abs(x) / unit * s + uniforms), s).astype(np.int32)
         return cls(np.where(x < 0, -levels, levels), s, bucket, norms)

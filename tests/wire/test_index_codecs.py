@@ -1,0 +1,200 @@
+"""Index codecs: exact round trips, bytes by hand, sizes against the entropy bound, the choice, canonical decoding."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcomp import wire
+from fedcomp.errors import ConfigError
+from fedcomp.wire import choose
+from fedcomp.wire.backends import available_backends, compress
+from fedcomp.wire.choose import encode_support
+from fedcomp.wire.index import Support
+from fedcomp.wire.rice import BlockRice, EliasFano, Rice, best_block_rice, best_rice, elias_fano_size, rice_size
+
+WRITERS = (*wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
+
+
+def entropy_bits(n: int, k: int) -> float:
+    """log2 of the number of k-subsets of n."""
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
+
+
+def clustered(n: int, k: int, seed: int) -> np.ndarray:
+    """A support whose density varies by a factor of a hundred between stretches."""
+    rng = np.random.default_rng(seed)
+    weight = np.repeat(10.0 ** rng.uniform(-2, 0, 64), -(-n // 64))[:n]
+    return np.sort(rng.choice(n, k, replace=False, p=weight / weight.sum()))
+
+
+@st.composite
+def supports(draw: st.DrawFn) -> tuple[int, list[int]]:
+    n = draw(st.integers(1, 500))
+    return n, sorted(draw(st.sets(st.integers(0, n - 1))))
+
+
+@given(supports(), st.sampled_from(("auto", *WRITERS)))
+def test_round_trip(case: tuple[int, list[int]], codec: str) -> None:
+    n, indices = case
+    sent = wire.sparse((n,), np.array(indices, np.int64), np.zeros(len(indices), np.float32), index=codec)
+    got = wire.decode(wire.encode([sent]), (wire.Expected("x", (n,)),)).tensors[0]
+    assert got.indices is not None
+    assert got.indices.dtype == np.int64
+    assert got.indices.tolist() == indices
+
+
+@given(st.sets(st.integers(0, 2**62 - 1), max_size=40), st.sampled_from(["auto", "raw", "fixed", "rice", "elias-fano"]))
+def test_round_trip_at_the_largest_size(chosen: set[int], codec: str) -> None:
+    n, indices = 1 << 62, sorted(chosen)
+    sent = wire.sparse((n,), np.array(indices, np.int64), np.zeros(len(indices), np.int8), index=codec)
+    got = wire.decode(wire.encode([sent]), limits=wire.Limits(max_elements=n)).tensors[0]
+    assert got.indices is not None
+    assert got.indices.tolist() == indices
+
+
+@pytest.mark.parametrize("codec", WRITERS)
+@pytest.mark.parametrize(("n", "k"), [(20_000, 8191), (20_000, 8192), (20_000, 11_809), (100_000, 20_001)])
+def test_round_trip_around_the_packing_threshold(codec: str, n: int, k: int) -> None:
+    support = clustered(n, k, k)
+    values = wire.SignScale(support % 2 == 0, np.ones(1, np.float32))
+    got = wire.decode(wire.encode([wire.sparse((n,), support, values, index=codec)])).tensors[0]
+    assert np.array_equal(got.indices, support)
+    assert np.array_equal(got.values.decode(), values.decode())
+
+
+def test_bytes_by_hand() -> None:
+    support = Support(np.array([0, 3, 7]), 16)
+    # Gaps 0 2 3. Rice, b = 1: quotients 0 1 1 as 1 01 01, low bits 0 0 1.
+    assert Rice().encode_with(support, 1) == (b"\x01", b"\x15\x04")
+    # Elias-Fano, l = 2: high parts 0 0 1 as 1 1 01, low bits 00 11 11.
+    assert EliasFano().encode(support) == (b"\x02", b"\x0b\x3c")
+    assert choose.INDEX_BY_NAME["fixed"].encode(support) == (b"", b"\x30\x07")
+    assert choose.INDEX_BY_NAME["bitmap"].encode(support) == (b"", b"\x89\x00")
+    assert choose.INDEX_BY_NAME["raw"].encode(support) == (b"", b"\x00\0\0\0\x03\0\0\0\x07\0\0\0")
+    assert choose.INDEX_BY_NAME["gap-bytes"].encode(support) == (b"\x01\x01", b"\x00\x02\x03")
+
+
+def test_rice_with_parameter_zero_is_the_bitmap() -> None:
+    support = np.array([1, 2, 5, 6, 7])
+    _, section = Rice().encode_with(Support(support, 8), 0)
+    assert section == choose.INDEX_BY_NAME["bitmap"].encode(Support(support, 8))[1]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "factor"),
+    [
+        (10**6, 100, 1.03),
+        (10**6, 1000, 1.015),
+        (10**6, 10_000, 1.015),
+        (25 * 10**6, 2500, 1.01),
+        (25 * 10**6, 25_000, 1.01),
+    ],
+)
+def test_rice_is_near_the_bound_of_uniform_supports(n: int, k: int, factor: float) -> None:
+    params, section = Rice().encode(Support(wire.seeded_support(17, n, k), n))
+    assert 8 * (len(params) + len(section)) <= factor * entropy_bits(n, k)
+
+
+@pytest.mark.parametrize("density", [1e-4, 1e-3, 0.03, 0.2, 0.38, 0.5, 0.62, 0.8, 0.97, 0.999])
+def test_auto_is_near_the_bound_at_any_density(density: float) -> None:
+    n = 50_000
+    k = round(n * density)
+    support = Support(wire.seeded_support(23, n, k), n)
+    codec, params, section, _, stored = encode_support(support, "auto", "none")
+    size = len(params) + len(section if stored is None else stored)
+    assert size <= 1.045 * entropy_bits(n, k) / 8 + 16
+    assert (codec.name == "complement") == (density > 0.5)
+
+
+@given(supports(), st.sampled_from(["none", "zlib"]))
+def test_auto_is_never_worse_than_rice_plus_one_byte(case: tuple[int, list[int]], backend: str) -> None:
+    support = Support(np.array(case[1], np.int64), case[0])
+    _, rice_params, rice = Rice(), *Rice().encode(support)
+    _, params, section, _, stored = encode_support(support, "auto", backend)
+    assert len(params) + len(section if stored is None else stored) <= len(rice_params) + len(rice) + 1
+
+
+def test_auto_finds_the_best_codec_of_a_clustered_support() -> None:
+    support = Support(clustered(400_000, 6000, 3), 400_000)
+    sizes = [
+        len(choose.INDEX_BY_NAME[name].encode(support)[1]) for name in ("rice", "block-rice", "elias-fano", "fixed")
+    ]
+    if "zstd" in available_backends():
+        sizes.append(len(compress("zstd", choose.INDEX_BY_NAME["gap-bytes"].encode(support)[1])) + 8)
+    codec, _, section, _, stored = encode_support(support, "auto", "none")
+    assert len(section if stored is None else stored) <= min(sizes)
+    assert codec.name != "rice"
+
+
+@pytest.mark.parametrize(("n", "k", "seed"), [(1000, 10, 0), (60_000, 700, 1), (60_000, 9000, 2), (10**6, 20_000, 3)])
+def test_predicted_sizes_are_exact(n: int, k: int, seed: int) -> None:
+    for indices in (wire.seeded_support(seed, n, k), clustered(n, k, seed)):
+        support = Support(indices, n)
+        b, size = best_rice(support)
+        assert size == len(Rice().encode_with(support, b)[1])
+        assert size == min(rice_size(support, other) for other in range(20))
+        table, size = best_block_rice(support)
+        assert size == len(BlockRice().encode_with(support, table)[1])
+        assert elias_fano_size(support) == len(EliasFano().encode(support)[1])
+
+
+@given(supports(), st.sampled_from([n for n in wire.INDEX_BY_NAME if n in wire.PLAIN]))
+def test_declared_size_is_an_upper_bound(case: tuple[int, list[int]], name: str) -> None:
+    n, indices = case
+    codec = wire.INDEX_BY_NAME[name]
+    params, section = codec.encode(Support(np.array(indices, np.int64), n))
+    assert 8 * len(section) <= codec.size_bits(n, len(indices))
+    low, high = codec.bounds(params, n, len(indices))
+    assert low <= len(section) <= high
+
+
+@settings(max_examples=300)
+@given(supports(), st.sampled_from(wire.PLAIN), st.integers(0, 2**30), st.integers(0, 255))
+def test_what_decodes_is_valid_and_encodes_back(case: tuple[int, list[int]], name: str, where: int, byte: int) -> None:
+    # Any section that is accepted holds a strictly ascending support below n, and only one section encodes it.
+    n, indices = case
+    codec = wire.INDEX_BY_NAME[name]
+    params, section = codec.encode(Support(np.array(indices, np.int64), n))
+    if not section:
+        return
+    damaged = bytearray(section)
+    damaged[where % len(damaged)] = byte
+    try:
+        got = codec.decode(params, bytes(damaged), n, len(indices))
+    except wire.WireError:
+        return
+    assert got.size == len(indices)
+    assert bool(np.all(np.diff(got) > 0))
+    assert all(0 <= i < n for i in got.tolist())
+    if bytes(damaged) != section:
+        assert got.tolist() != indices
+
+
+@pytest.mark.parametrize(
+    ("n", "indices"), [(5, [0, 5]), (5, [-1, 2]), (5, [3, 2]), (5, [2, 2]), (2**40, [0, 2**33, 5]), (9, [0, 2**32, 8])]
+)
+def test_the_encoder_refuses_indices_that_are_not_ascending_below_n(n: int, indices: list[int]) -> None:
+    with pytest.raises(ConfigError):
+        wire.encode([wire.sparse((n,), np.array(indices), np.zeros(len(indices), np.float32))])
+
+
+def test_a_receiver_with_another_n_reads_raw_indices_beyond_it_as_corrupt() -> None:
+    support = Support(np.array([2, 900]), 1000)
+    for name in ("raw", "rice", "elias-fano", "gap-bytes"):
+        params, section = wire.INDEX_BY_NAME[name].encode(support)
+        with pytest.raises(wire.Corrupt):
+            wire.INDEX_BY_NAME[name].decode(params, section, 500, 2)
+
+
+def test_declarations() -> None:
+    for codec in wire.INDEX_CODECS.values():
+        assert not codec.lossy
+        assert codec.unbiased
+    assert wire.INDEX_BY_NAME["seeded"].commutes_with_sum
+    assert wire.INDEX_BY_NAME["shared"].needs == ("support",)
+    assert not wire.INDEX_BY_NAME["rice"].commutes_with_sum

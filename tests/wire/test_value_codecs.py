@@ -1,0 +1,234 @@
+"""Value codecs: round trips, layouts by hand, quantisers against their definitions, refused parameters."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fedcomp import wire
+from fedcomp.errors import ConfigError
+
+vectors = hnp.arrays(np.float32, st.integers(0, 90), elements=st.floats(-1e6, 1e6, width=32))
+
+
+def through(values: wire.Values, dtype: str = "float32", backend: str = "none") -> wire.Values:
+    """Send the values through a frame."""
+    frame = wire.encode([wire.Tensor(values, (values.k,), dtype=dtype, backend=backend)])
+    return wire.decode(frame, (wire.Expected("x", (values.k,), dtype),), wire.Limits(non_finite="allow"))[0].values
+
+
+def uniforms(k: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).random(k)
+
+
+@given(vectors, st.integers(1, 16), st.integers(0, 40), st.sampled_from(["none", "zlib", "auto"]), st.integers(0, 99))
+def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: int) -> None:
+    u = uniforms(x.size, seed)
+    for values in (
+        wire.Raw(x),
+        wire.Fp16(x),
+        wire.Bf16(x),
+        wire.Uniform.quantise(x, bits, block),
+        wire.Uniform.quantise(x, bits, block, u),
+        wire.SignScale.quantise(x, block),
+        wire.Ternary.quantise(x),
+        wire.Ternary(np.where(u > 0.8, np.sign(x), 0), 3.0),
+        wire.QsgdLevels.quantise(x, bits, block, u),
+        wire.QsgdLevels.quantise(x, 1 << bits, block, u),
+        wire.Natural.quantise(x),
+        wire.Natural.quantise(x, u),
+    ):
+        got = through(values, backend=backend)
+        assert type(got) is type(values)
+        assert got.decode().tobytes() == values.decode().tobytes()
+        assert got.decode().dtype == np.float32
+        assert got.pack() == values.pack()
+
+
+@pytest.mark.parametrize("dtype", list(wire.DTYPES.values()))
+@pytest.mark.parametrize("backend", ["none", "zlib", "auto"])
+def test_raw_carries_every_dtype_exactly(dtype: str, backend: str) -> None:
+    raw = np.random.default_rng(1).integers(0, 256, 40 * np.dtype(dtype).itemsize, dtype=np.uint8)
+    array = raw.astype(bool) if dtype == "bool" else raw.view(dtype)
+    got = through(wire.Raw(array), dtype, backend).decode()
+    assert got.dtype == np.dtype(dtype)
+    assert got.tobytes() == array.tobytes()
+
+
+def test_special_values_survive_raw() -> None:
+    bits = np.array([0x7FC00001, 0xFFC00000, 0x7F800000, 0x80000000, 0x00000001], np.uint32)
+    got = through(wire.Raw(bits.view(np.float32))).decode()
+    assert got.view(np.uint32).tolist() == bits.tolist()
+
+
+def test_fp16_rounds_and_saturates_but_keeps_infinity() -> None:
+    got = through(wire.Fp16(np.array([1.0 + 2**-12, 1e6, -7e4, np.inf, np.nan, -0.0], np.float32))).decode()
+    assert got[:4].tolist() == [1.0, 65504.0, -65504.0, np.inf]
+    assert np.isnan(got[4])
+    assert np.signbit(got[5])
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    words = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000, 0x7F800001], np.uint32)
+    got = wire.Bf16(words.view(np.float32)).patterns
+    # Ties go to the even neighbour; the largest float does not become infinity; a signalling NaN stays a NaN.
+    assert [hex(v) for v in got.tolist()] == ["0x3f80", "0x3f82", "0x3f81", "0x7f7f", "0x7f80", "0x7fc0"]
+
+
+@given(vectors)
+def test_bf16_is_as_near_as_eight_bits_allow(x: np.ndarray) -> None:
+    got = wire.Bf16(x).decode()
+    assert bool(np.all(np.abs(got - x) <= np.abs(x) * 2.0**-8 + 1e-37))
+
+
+@given(vectors, st.integers(2, 16), st.integers(0, 20))
+def test_uniform_is_within_a_step_and_keeps_zero(x: np.ndarray, bits: int, block: int) -> None:
+    values = wire.Uniform.quantise(x, bits, block)
+    step = np.repeat(values.scales, block)[: x.size] if block else values.scales
+    # Half a step for rounding, half for the zero point falling on a code.
+    assert bool(np.all(np.abs(values.decode() - x) <= 0.5001 * step + 1e-37))
+    assert bool(np.all(values.decode()[x == 0] == 0))
+
+
+def test_uniform_of_one_bit_holds_the_larger_side() -> None:
+    assert wire.Uniform.quantise(np.float32([3.0, 0.0, 1.0, -1.0]), 1).decode().tolist() == [3.0, 0.0, 0.0, 0.0]
+    assert wire.Uniform.quantise(np.float32([-3.0, 0.0, -2.0, 1.0]), 1).decode().tolist() == [-3.0, 0.0, -3.0, 0.0]
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    x = np.tile(np.float32([0.3, -1.0, 0.77, 0.0, 1.0]), 4000)
+    for values in (
+        wire.Uniform.quantise(x, 3, 0, uniforms(x.size, 0)),
+        wire.QsgdLevels.quantise(x, 200, 0, uniforms(x.size, 1)),
+        wire.Natural.quantise(x, uniforms(x.size, 2)),
+    ):
+        mean = values.decode().reshape(-1, 5).mean(axis=0)
+        spread = values.decode().reshape(-1, 5).std(axis=0)
+        assert np.all(np.abs(mean - x[:5]) <= 5 * spread / np.sqrt(4000) + 1e-6), type(values).__name__
+
+
+def test_natural_rounds_to_powers_of_two() -> None:
+    got = wire.Natural.quantise(np.float32([1.4, 1.5, -3.1, 0.0, 1e-40, 0.25])).decode()
+    assert got.tolist() == [1.0, 2.0, -4.0, 0.0, 0.0, 0.25]
+    assert len(wire.Natural.quantise(np.ones(80, np.float32)).pack()[1]) == 90
+
+
+def test_sign_scale_is_the_mean_magnitude() -> None:
+    values = wire.SignScale.quantise(np.float32([1, -2, 3, -6, 0]), 2)
+    assert values.scales.tolist() == [1.5, 4.5, 0.0]
+    assert values.decode().tolist() == [1.5, -1.5, 4.5, -4.5, 0.0]
+    assert values.pack() == (b"\x02", np.float32([1.5, 4.5, 0.0]).tobytes() + b"\x0a")
+
+
+def test_ternary_layouts() -> None:
+    dense = wire.Ternary(np.array([1, -1, 0, 0, 1, -1]), 2.0)
+    # 1 + 2*3 + 0*9 + 0*27 + 1*81 = 88, then a lone -1 as 2.
+    assert dense.pack() == (b"\x00", struct.pack("<f", 2.0) + bytes((88, 2)))
+    k = 10_000
+    trits = np.where(np.arange(k) % 100 == 7, 1 - 2 * (np.arange(k) % 200 == 7), 0)
+    params, section = wire.Ternary(trits, 1.0).pack()
+    assert params[0] == 1
+    # A hundred positions at about log2(100) + 1.5 bits and a sign each, instead of 2000 bytes.
+    assert len(section) < 130
+    assert through(wire.Ternary(trits, 1.0)).decode().tolist() == trits.tolist()
+
+
+def test_qsgd_takes_the_shorter_packing() -> None:
+    many, few = np.arange(-50, 51), np.zeros(101, np.int64)
+    assert wire.QsgdLevels(many, 50, 0, np.ones(1)).pack()[0][0] == 0
+    params, section = wire.QsgdLevels(few, 50, 0, np.ones(1)).pack()
+    assert params == b"\x01" + bytes((50, 0))
+    assert len(section) == 4 + 13
+
+
+@given(vectors, st.integers(1, 1000), st.integers(0, 20))
+def test_qsgd_levels_lie_beside_the_value(x: np.ndarray, s: int, bucket: int) -> None:
+    values = wire.QsgdLevels.quantise(x, s, bucket, uniforms(x.size, 7))
+    norm = np.repeat(values.norms, bucket)[: x.size] if bucket else values.norms
+    assert bool(np.all(np.abs(values.decode() - x) <= norm / s * 1.001 + 1e-30))
+
+
+BAD = [
+    ("uniform scale", wire.Uniform(np.zeros(3), 2, 0, np.float32([1]), [0]), 0),
+    ("sign scale", wire.SignScale(np.zeros(3, bool), np.float32([1])), 0),
+    ("ternary scale", wire.Ternary(np.zeros(3), 1.0), 0),
+    ("qsgd norm", wire.QsgdLevels(np.zeros(3), 4, 0, np.float32([1])), 0),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "at"), BAD, ids=[b[0] for b in BAD])
+@pytest.mark.parametrize("policy", ["reject", "zero", "allow"])
+def test_parameters_must_be_finite_whatever_the_policy(name: str, values: wire.Values, at: int, policy: str) -> None:
+    params, section = values.pack()
+    for bad, error in ((np.nan, wire.NonFinite), (np.inf, wire.NonFinite), (-1.0, wire.Corrupt)):
+        damaged = struct.pack("<f", bad) + bytes(section)[4:]
+        with pytest.raises(error):
+            type(values).unpack(params, damaged, 3, "float32")
+
+
+def test_a_scale_that_overflows_is_not_finite() -> None:
+    values = wire.Uniform(np.zeros(3), 8, 0, np.float32([3e37]), [0])
+    with pytest.raises(wire.NonFinite, match="overflow"):
+        through(values)
+
+
+def test_impossible_contents_are_corrupt() -> None:
+    cases = [
+        (wire.Raw, b"\x02", "float32", "parameters"),
+        (wire.Uniform, b"\x11\x00\x00", "float32", "bits"),
+        (wire.Uniform, b"\x02\x00\x80", "float32", "cut short"),
+        (wire.SignScale, b"", "float32", "cut short"),
+        (wire.Ternary, b"\x02", "float32", "parameters"),
+        (wire.QsgdLevels, b"\x00\x00\x00", "float32", "parameters"),
+        (wire.QsgdLevels, b"\x02\x01\x00", "float32", "packing"),
+        (wire.Natural, b"\x01", "float32", "no parameters"),
+    ]
+    for codec, params, dtype, words in cases:
+        with pytest.raises(wire.Corrupt, match=words):
+            codec.bounds(params, 3, dtype)
+    with pytest.raises(wire.Corrupt, match="neither 0 nor 1"):
+        wire.Raw.unpack(b"", b"\x00\x02\x01", 3, "bool")
+    with pytest.raises(wire.Corrupt, match="above 242"):
+        wire.Ternary.unpack(b"\x00", b"\0\0\0\0\xf3", 3, "float32")
+    with pytest.raises(wire.Corrupt, match="padding trits"):
+        wire.Ternary.unpack(b"\x00", b"\0\0\0\0\x51", 3, "float32")
+    with pytest.raises(wire.Corrupt, match="outside"):
+        wire.QsgdLevels.unpack(b"\x00\x01\x00", b"\0\0\0\0\x0f", 2, "float32")
+
+
+def test_non_finite_values_are_counted_and_zeroed() -> None:
+    x = np.float32([1, np.nan, np.inf, -np.inf, 2])
+    for values in (wire.Raw(x), wire.Fp16(x), wire.Bf16(x), wire.Natural(np.array([127, 255, 511, 255, 128]))):
+        assert values.count_non_finite() == 3
+        assert values.zero_non_finite().decode().tolist() == [1, 0, 0, 0, 2]
+
+
+def test_constructors_check_their_arguments() -> None:
+    for build in (
+        lambda: wire.Uniform(np.array([4]), 2, 0, np.ones(1), [0]),
+        lambda: wire.Uniform(np.array([1]), 17, 0, np.ones(1), [0]),
+        lambda: wire.Uniform(np.array([1, 2]), 4, 1, np.ones(1), [0]),
+        lambda: wire.SignScale(np.zeros(5, bool), np.ones(2), 4 * 5),
+        lambda: wire.Ternary(np.array([2]), 1.0),
+        lambda: wire.QsgdLevels(np.array([5]), 4, 0, np.ones(1)),
+        lambda: wire.QsgdLevels(np.array([1]), 0, 0, np.ones(1)),
+        lambda: wire.Natural(np.array([512])),
+        lambda: wire.Raw(np.array(["x"])),
+        lambda: wire.Raw(np.array([1j])),
+    ):
+        with pytest.raises(ConfigError):
+            build()
+
+
+@pytest.mark.parametrize("codec", list(wire.VALUE_CODECS.values()), ids=list(wire.VALUE_BY_NAME))
+def test_declarations(codec: type[wire.Values]) -> None:
+    assert codec.lossy == (codec is not wire.Raw)
+    assert codec.commutes_with_sum == (codec is wire.Raw)
+    assert codec.needs == ()
+    assert codec.accepts("float32")
+    assert codec.accepts("int32") == (codec is wire.Raw)

@@ -1,0 +1,63 @@
+"""Mutated frames of every codec: only WireError comes out, with bounded memory and time."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedcomp import wire
+from fedcomp.wire.fuzz import FuzzResult, Specimen, fuzz, mutants, specimens
+
+SMALL = specimens()
+NAMES = [s.name for s in SMALL]
+
+
+def check(result: FuzzResult, specimen: Specimen) -> None:
+    assert result.accepted + sum(result.errors.values()) == result.mutants
+    # Past the checksum: most mutants are refused for what they say, and some are valid.
+    assert result.errors["ChecksumMismatch"] < 0.2 * result.mutants
+    assert result.errors["Corrupt"] > 0.1 * result.mutants
+    assert result.accepted > 0
+    assert result.traced > 0.2 * result.mutants
+    assert result.peak_bytes <= 2 * result.limit_bytes
+    assert result.slowdown <= 10
+
+
+def test_specimens_cover_every_codec() -> None:
+    indices: set[str] = set()
+    values: set[str] = set()
+    used: set[str] = set()
+    for specimen in SMALL:
+        for frame in specimen.frames:
+            schema = specimen.schema[: frame[8]]
+            bundle = wire.decode(frame, schema, specimen.limits, specimen.supports)
+            tensor = bundle[0]
+            indices.add(str(tensor.index).partition("(")[0].partition(":")[0])
+            values.add(tensor.values.name)
+            used.add(tensor.backend)
+    assert indices >= {*wire.PLAIN, "complement", "Seeded", "SharedSupport"}
+    assert values == set(wire.VALUE_BY_NAME)
+    assert "zlib" in used
+
+
+def test_mutants_are_reproducible_and_differ_from_the_specimen() -> None:
+    first = list(mutants(SMALL[3], SMALL, 500, 7))
+    assert first == list(mutants(SMALL[3], SMALL, 500, 7))
+    assert first != list(mutants(SMALL[3], SMALL, 500, 8))
+    assert len(set(first) - set(SMALL[3].frames)) > 450
+
+
+@pytest.mark.parametrize("specimen", SMALL, ids=NAMES)
+def test_small_frames(specimen: Specimen) -> None:
+    check(fuzz(specimen, SMALL, 8_192, seed=1), specimen)
+
+
+@pytest.mark.parametrize("which", range(len(SMALL)), ids=NAMES)
+def test_large_tensors(which: int) -> None:
+    large = specimens(120_000)
+    check(fuzz(large[which], large, 512, seed=2), large[which])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("specimen", SMALL, ids=NAMES)
+def test_at_length(specimen: Specimen) -> None:
+    check(fuzz(specimen, SMALL, 100_000, seed=3), specimen)
