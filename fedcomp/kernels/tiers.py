@@ -68,7 +68,7 @@ def ops(tier: Tier, size: int) -> Ops:
     Raises
     ------
     ConfigError
-        When the tier is unknown, or numba is asked for by name and missing.
+        When the tier is unknown, or numba is asked for by name and is missing or cannot index the vector.
     """
     from fedcomp.kernels import portable
 
@@ -79,6 +79,8 @@ def ops(tier: Tier, size: int) -> Ops:
         return portable
     if not has_numba():
         raise ConfigError("kernel tier 'numba' was asked for but numba is not installed; use 'auto' or 'numpy'")
+    if size >= 2**32:
+        raise ConfigError(f"kernel tier 'numba' reaches to 2**32 elements, not {size}; use 'auto' or 'numpy'")
     from fedcomp.kernels import compiled
 
     return compiled

@@ -50,7 +50,9 @@ def test_histogram_counts_every_magnitude() -> None:
         np.testing.assert_array_equal(counts, np.bincount(magnitudes, minlength=2048))
 
 
-def _run(code: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def _run(
+    code: list[str], env: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     base = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA")}
     root = str(Path(fedcomp.__file__).parents[1])
     return subprocess.run(
@@ -82,7 +84,7 @@ def test_warm_is_idempotent_and_reports_one_line() -> None:
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """"auto" falls back to numpy; asking for numba by name says what to do."""
+    """ "auto" falls back to numpy; asking for numba by name says what to do."""
     monkeypatch.setattr(tiers, "has_numba", lambda: False)
     x = np.arange(50_000, dtype=np.float32)
     np.testing.assert_array_equal(select_topk(x, 2), [49_998, 49_999])
@@ -93,7 +95,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("user_cache", [True, False])
 def test_read_only_package_compiles_without_warning(tmp_path: Path, user_cache: bool) -> None:
-    """No cache beside the package: numba's user cache is taken; without that one, nothing is cached. Never a warning."""
+    """No cache beside the package: the user's cache is taken; without that one, none. Never a warning."""
     package = Path(fedcomp.__file__).parent
     shutil.copytree(package, tmp_path / "fedcomp", ignore=shutil.ignore_patterns("__pycache__"))
     # A plain file in the place of the cache directory: refuses writing also to a super-user.
