@@ -163,7 +163,7 @@ def test_density_one_is_the_uncompressed_run(options: dict) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_density_one_without_masking_is_momentum_sgd(nesterov: bool) -> None:
-    """Spec 5.1: with d = 1 and no masking deep gradient compression equals momentum SGD, and with masking it does not."""
+    """Spec 5.1: deep gradient compression at d = 1 equals momentum SGD without masking, and not with it."""
     updates = gradients(20)
     sent, _, _ = run(ErrorFeedback(TopK(1.0), momentum=0.9, nesterov=nesterov, masking=False), updates)
     masked, _, _ = run(ErrorFeedback(TopK(1.0), momentum=0.9, nesterov=nesterov, masking=True), updates)
@@ -348,7 +348,7 @@ def _quadratics(codec: Codec, rate: float, steps: int) -> float:
 
 
 def test_heterogeneous_quadratics() -> None:
-    """Spec 7.3: with memory the error is proportional to the rate (ratio 4 within [3, 5]); without it is a bias floor."""
+    """Spec 7.3: with memory the error is proportional to the rate (ratio within [3, 5]); without, a bias floor."""
     coarse = _quadratics(ErrorFeedback(TopK(0.1)), 0.02, 1000)
     fine = _quadratics(ErrorFeedback(TopK(0.1)), 0.005, 4000)
     assert coarse < 0.05
@@ -357,7 +357,7 @@ def test_heterogeneous_quadratics() -> None:
 
 
 def test_memory_of_local_topk_stays_bounded() -> None:
-    """Spec 7.3: four clients with constant Gaussian gradients, n = 300, k = 15, 2000 rounds: below 15 ‖g‖ (8.8 measured)."""
+    """Spec 7.3: four constant Gaussian gradients, n = 300, k = 15, 2000 rounds: below 15 ‖g‖ (8.8 measured)."""
     layout = Layout.flat(300)
     codec = ErrorFeedback(TopK(0.05))
     for seed in range(4):

@@ -53,7 +53,8 @@ class QSGD(PositionalCodec):
         norms = []
         for start in range(0, values.size, step):
             part = slice(start, start + step)
-            block = wire.QsgdLevels.quantise(values[part], self.levels, self.bucket, draws[part])
+            with np.errstate(over="ignore"):  # refused below
+                block = wire.QsgdLevels.quantise(values[part], self.levels, self.bucket, draws[part])
             levels[part] = block.levels
             norms.append(block.norms)
         every = np.concatenate(norms)

@@ -105,7 +105,9 @@ def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
     """A codec takes the form it makes and no other, even when shapes agree."""
     layout = LAYOUTS["flat"]
     nan = wire.dense(np.full(layout.size, np.nan, np.float32))
-    sparse = wire.Tensor(wire.Natural(np.zeros(1, np.uint16)), (layout.size,), "", "float32", wire.SPARSE, np.array([5]))
+    sparse = wire.Tensor(
+        wire.Natural(np.zeros(1, np.uint16)), (layout.size,), "", "float32", wire.SPARSE, np.array([5])
+    )
     for tensor in (nan, sparse):
         with pytest.raises(wire.WireError):
             codec.decode(wire.encode([tensor]), layout)

@@ -1,0 +1,183 @@
+"""TopK and RandomK: counts, densities, bytes, and the equalities the literature states for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from codec_examples import model, update
+
+from fedcomp import wire
+from fedcomp.codecs import Codec, RandomK, TopK
+from fedcomp.codecs.params import count
+from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+KEY = Key(3, "codec", round=1, partition=2)
+
+
+def policy(name: str, shape: tuple[int, ...], dtype: str) -> float | None:
+    """Dense biases and statistics, a density of its own for the head, the codec's for the rest."""
+    if len(shape) < 2:
+        return 1.0
+    return 0.5 if name == "head.weight" else None
+
+
+def _sent(codec: Codec, given: Update, key: Key = KEY) -> tuple[bytes, np.ndarray]:
+    frame, _ = codec.encode(given, codec.init(given.layout), key)
+    return frame, codec.decode(frame, given.layout)
+
+
+def test_count_is_the_ceiling() -> None:
+    """k = max(1, ceil(d n)), without being fooled by 0.07 * 100 = 7.000000000000001."""
+    assert [count(0.07, 100), count(0.01, 1), count(0.01, 101), count(1.0, 7), count(1e-9, 50)] == [7, 1, 2, 7, 1]
+    assert count(0.1, 25_000_000) == 2_500_000
+
+
+@pytest.mark.parametrize("codec", [TopK(0.05), TopK(0.05, values="bf16"), TopK(0.05, values="fp16")], ids=repr)
+def test_topk_keeps_the_largest(codec: TopK) -> None:
+    """Spec 7.1.3: the kept coordinates, in the declared value format, everything else zero."""
+    given = update(Layout.flat(1000))
+    _, decoded = _sent(codec, given)
+    chosen = np.sort(np.argsort(-np.abs(given.vector), kind="stable")[:50])
+    np.testing.assert_array_equal(np.flatnonzero(decoded), chosen)
+    kept = given.vector[chosen]
+    as_sent = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}[codec.values](kept).decode()
+    np.testing.assert_array_equal(decoded[chosen], as_sent)
+
+
+def test_topk_error_bound_is_reached_by_equal_magnitudes() -> None:
+    """Spec 5: err = (1 - k/n)‖x‖² exactly when all magnitudes agree."""
+    layout = Layout.flat(1000)
+    x = np.where(np.arange(1000) % 2, 1.0, -1.0).astype(np.float32)
+    _, decoded = _sent(TopK(0.05), Update(x, layout))
+    assert ((x - decoded) ** 2).sum() == 950
+    assert TopK(0.05).contraction(layout) == 0.05
+
+
+def test_topk_sends_no_zeros_but_never_nothing() -> None:
+    """Spec 7.1.9: zeros are free, and a single non-zero coordinate always travels."""
+    layout = Layout.flat(5000)
+    x = np.zeros(5000, np.float32)
+    empty, _ = _sent(TopK(0.1), Update(x, layout))
+    x[4321] = 1e-42
+    frame, decoded = _sent(TopK(1e-6), Update(x, layout))
+    np.testing.assert_array_equal(decoded, x)
+    _, decoded = _sent(TopK(0.1), Update(x, layout))
+    np.testing.assert_array_equal(decoded, x)
+    assert len(empty) < len(frame) < 100
+
+
+def test_density_one_keeps_every_bit() -> None:
+    layout = Layout.flat(777)
+    x = update(layout).vector
+    x[::5] = -0.0
+    _, decoded = _sent(TopK(1.0), Update(x, layout))
+    assert decoded.tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1, scope="layer"), RandomK(0.1, scope="layer")], ids=repr)
+def test_layer_scope_honours_densities_of_tensors(codec: Codec) -> None:
+    """Every tensor gets ceil(d n) of its own, whatever the scale of the others."""
+    layout = Layout.of(model(), policy)
+    frame, decoded = _sent(codec, update(layout))
+    assert np.count_nonzero(layout.view(decoded, "embed.weight")) == 120
+    assert np.count_nonzero(layout.view(decoded, "head.weight")) == 750
+    tensors = wire.decode(frame).tensors
+    assert [t.values.k for t in tensors] == [120, 750, layout.dense_size]
+
+
+@pytest.mark.parametrize("codec", [TopK(0.1), RandomK(0.1)], ids=repr)
+def test_global_scope_refuses_densities_of_tensors(codec: Codec) -> None:
+    layout = Layout.of(model(), policy)
+    with pytest.raises(ConfigError, match=r"head\.weight.*scope='layer'"):
+        codec.init(layout)
+    with pytest.raises(ConfigError, match="scope='layer'"):
+        codec.encode(update(layout), {}, KEY)
+
+
+def test_global_scope_ranks_the_whole_model() -> None:
+    layout = Layout.of(model())
+    given = update(layout)
+    layout.view(given.vector, "head.weight")[:] *= 1e-6
+    _, decoded = _sent(TopK(0.05), given)
+    assert not layout.view(decoded, "head.weight").any()
+    _, decoded = _sent(TopK(0.05, scope="layer"), given)
+    assert layout.view(decoded, "head.weight").any()
+
+
+def test_a_frame_with_more_than_k_values_is_refused() -> None:
+    layout = Layout.flat(1000)
+    more, _ = TopK(0.1).encode(update(layout), {}, KEY)
+    with pytest.raises(wire.WireError):
+        TopK(0.05).decode(more, layout)
+    for other in (RandomK(0.1), RandomK(0.02)):
+        with pytest.raises(wire.WireError):
+            RandomK(0.05).decode(other.encode(update(layout), {}, KEY)[0], layout)
+
+
+def test_randomk_sends_values_and_a_seed() -> None:
+    """Spec 5: 4 k bytes of values, eight of seed, and a header that does not grow with n or k."""
+    overhead = []
+    for n, k in ((1000, 100), (100_000, 10_000)):
+        layout = Layout.flat(n)
+        frame, _ = RandomK(k / n).encode(update(layout), {}, KEY)
+        overhead.append(len(frame) - 4 * k)
+    assert max(overhead) <= 64
+    assert abs(overhead[0] - overhead[1]) <= 8
+
+
+def test_shared_support_is_one_for_all_clients() -> None:
+    """Shared: same support for every partition, another one each round and layer. Individual: per partition."""
+    layout = Layout.of(model(), policy)
+    given = update(layout)
+
+    def support(codec: RandomK, **at: int) -> tuple[int, ...]:
+        frame, _ = codec.encode(given, {}, KEY.at(**at))
+        return tuple(codec.support(frame, layout))
+
+    shared = RandomK(0.1, scope="layer")
+    assert support(shared, partition=1) == support(shared, partition=7)
+    assert support(shared, round=1) != support(shared, round=2)
+    alone = RandomK(0.1, scope="layer", shared=False)
+    assert support(alone, partition=1) != support(alone, partition=7)
+    assert support(alone, partition=1) == support(alone, partition=1)
+    square = Layout.of({"a": np.zeros((50, 50), np.float32), "b": np.zeros((50, 50), np.float32)})
+    frame, _ = shared.encode(update(square), {}, KEY)
+    drawn = shared.support(frame, square)
+    assert set(drawn[:250]) != {i - 2500 for i in drawn[250:]}
+
+
+def test_every_coordinate_has_the_same_chance() -> None:
+    """Inclusion probability k/n: chi-square over 3000 draws of 10 of 50 stays below its 1 - 1e-6 quantile (118)."""
+    layout = Layout.flat(50)
+    given = Update(np.ones(50, np.float32), layout)
+    codec = RandomK(0.2)
+    hits = np.zeros(50)
+    for r in range(3000):
+        frame, _ = codec.encode(given, {}, KEY.at(round=r))
+        hits[codec.support(frame, layout)] += 1
+    expected = 3000 * 0.2
+    assert ((hits - expected) ** 2 / expected).sum() < 118
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_randomk_error_is_exactly_the_formula(unbiased: bool) -> None:
+    """Spec 5 and 7.2: E err = (1 - k/n)‖x‖² unscaled and (n/k - 1)‖x‖² scaled: equalities, so both sides are tested."""
+    layout = Layout.flat(60)
+    given = update(layout)
+    codec = RandomK(0.2, unbiased=unbiased)
+    bound = codec.variance(layout) if unbiased else 1.0 - codec.contraction(layout)
+    assert bound == pytest.approx(4.0 if unbiased else 0.8)
+    x = given.vector.astype(np.float64)
+    errors = []
+    for r in range(4000):
+        frame, _ = codec.encode(given, {}, KEY.at(round=r))
+        errors.append(((codec.decode(frame, layout) - x) ** 2).sum() / (x @ x))
+    assert abs(np.mean(errors) - bound) <= 5 * np.std(errors) / np.sqrt(4000)
+
+
+def test_scaling_that_overflows_is_refused() -> None:
+    layout = Layout.flat(100)
+    with pytest.raises(NonFiniteUpdate, match="overflows"):
+        RandomK(0.01, unbiased=True).encode(Update(np.full(100, 3e38, np.float32), layout), {}, KEY)
