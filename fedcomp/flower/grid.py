@@ -12,14 +12,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import ConfigError
 from fedcomp.flower import ledger, store
 from fedcomp.flower._private import (
     SUPERLINK_NODE_ID,
@@ -29,14 +29,13 @@ from fedcomp.flower._private import (
     Run,
     acting_as,
     adopt_identity,
-    context_from_bytes,
-    context_to_bytes,
     current_identity,
     error_from_superlink,
     set_message_id,
     unpack,
 )
 from fedcomp.flower.faults import NO_FAULT, Delivery, Fault, FaultPlan, corrupt, resolve
+from fedcomp.flower.nodes import GridError, Node, NodeConfig, Nodes
 from fedcomp.flower.payload import round_of
 from fedcomp.rng import Key
 from fedcomp.timing.links import Link
@@ -46,23 +45,9 @@ ClientCall = Callable[[Message, Context], Message]
 
 Links = Link | Sequence[Link] | Mapping[int, Link] | None
 Compute = float | Callable[[Delivery], float]
-NodeConfig = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
 
 _LOG: Final = logging.getLogger(__name__)
 _SNAPSHOT: Final = "grid snapshot"
-
-
-class GridError(FedcompError, ValueError):
-    """The grid was asked for something no engine could do."""
-
-
-@dataclass(slots=True)
-class _Node:
-    """One simulated SuperNode; its client's context is kept serialised between messages."""
-
-    partition: int
-    context: bytes
-    free_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +128,6 @@ class InProcessGrid(Grid):
         node_config: NodeConfig = None,
         expiry: int = 64,
     ) -> None:
-        if num_nodes < 0:
-            raise ConfigError(f"num_nodes is {num_nodes}, expected 0 or more")
         if error_state not in ("discard", "keep"):
             raise ConfigError(f"error_state is {error_state!r}, expected 'discard' or 'keep'")
         self.client_app = client_app
@@ -157,21 +140,15 @@ class InProcessGrid(Grid):
         self.round: int | None = None
         self._seed = seed
         self._key = Key(seed, "grid")
-        self._num_partitions = num_nodes
-        self._run_config = dict(run_config or {})
-        self._node_config = node_config
         self._links = links
         self._expiry = expiry
         self._pulls = 0
         self._run_id = self._key.at(purpose="run-id").u64() >> 2
-        self._nodes: dict[int, _Node] = {}
-        self._incarnations: Counter[int] = Counter()
+        self._nodes = Nodes(num_nodes, self._run_id, self._key, run_config or {}, node_config)
         self._flight: dict[str, _Flight] = {}
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
         self._former_identity = current_identity()
         self._adopt()
-        for partition in range(num_nodes):
-            self.add_node(partition)
 
     def __enter__(self) -> InProcessGrid:
         return self
@@ -211,7 +188,7 @@ class InProcessGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         """Return the ids of all nodes, in partition order."""
-        return sorted(self._nodes, key=lambda node_id: self._nodes[node_id].partition)
+        return self._nodes.ids
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send ``messages`` and run their clients; return one message id per message, ``""`` for unknown nodes.
@@ -252,7 +229,7 @@ class InProcessGrid(Grid):
                 exchange, server_round or 0, node.partition, slots[node_id], message.metadata.message_type
             )
             slots[node_id] += 1
-            self._flight[packed.root] = _Flight(exchange, self._deliver(packed, node_id, node, delivery))
+            self._flight[packed.root] = _Flight(exchange, self._deliver(packed, node, delivery))
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -296,26 +273,20 @@ class InProcessGrid(Grid):
         GridError
             When there is none.
         """
-        for node_id, node in self._nodes.items():
-            if node.partition == partition:
-                return node_id
-        raise GridError(f"no node holds partition {partition}; there are {sorted(self.partitions)}")
+        return self._nodes.find(partition).id
 
     @property
     def partitions(self) -> list[int]:
         """Partition ids of all nodes, ascending."""
-        return sorted(node.partition for node in self._nodes.values())
+        return self._nodes.partitions
 
     def context(self, node: int) -> Context:
         """Return a copy of a client's context; ``node`` is a node id or a partition id."""
-        return context_from_bytes(self._nodes[self._resolve(node)].context)
+        return self._nodes.find(node).context()
 
     def wipe(self, node: int) -> None:
         """Empty a client's state, as a restart of its SuperNode does; ``node`` is a node id or a partition id."""
-        held = self._nodes[self._resolve(node)]
-        context = context_from_bytes(held.context)
-        context.state = RecordDict()
-        held.context = context_to_bytes(context)
+        self._nodes.wipe(node)
 
     def add_node(self, partition: int | None = None) -> int:
         """Let a node join with empty state and return its id.
@@ -328,23 +299,11 @@ class InProcessGrid(Grid):
         GridError
             When the partition is taken.
         """
-        taken = set(self.partitions)
-        if partition is None:
-            partition = next(p for p in range(len(taken) + 1) if p not in taken)
-        if partition in taken:
-            raise GridError(f"partition {partition} already has a node; remove it first")
-        key = self._key.at(purpose="node-id", partition=partition, layer=self._incarnations[partition])
-        node_id = (key.u64() >> 2) | (1 << 61)
-        self._incarnations[partition] += 1
-        extra = self._node_config(partition) if callable(self._node_config) else self._node_config
-        config = {"partition-id": partition, "num-partitions": self._num_partitions, **(extra or {})}
-        context = Context(self._run_id, node_id, config, RecordDict(), dict(self._run_config))
-        self._nodes[node_id] = _Node(partition, context_to_bytes(context), self.clock)
-        return node_id
+        return self._nodes.add(partition, self.clock)
 
     def remove_node(self, node: int) -> None:
         """Let a node leave for good, its state with it; ``node`` is a node id or a partition id."""
-        del self._nodes[self._resolve(node)]
+        self._nodes.remove(node)
 
     def snapshot(self) -> bytes:
         """Return everything that changes during a run: contexts, replies on their way, clock and counters."""
@@ -355,9 +314,7 @@ class InProcessGrid(Grid):
                 "exchange": self.exchange,
                 "pulls": self._pulls,
                 "clock": self.clock,
-                "num_partitions": self._num_partitions,
-                "incarnations": dict(self._incarnations),
-                "nodes": [[node_id, n.partition, n.free_at, n.context] for node_id, n in self._nodes.items()],
+                "nodes": self._nodes.dump(),
                 "flight": [
                     [
                         key,
@@ -388,11 +345,7 @@ class InProcessGrid(Grid):
             raise GridError(f"snapshot was taken with seed {state['seed']}, this grid has seed {self._seed}")
         self._run_id = state["run_id"]
         self.exchange, self._pulls, self.clock = state["exchange"], state["pulls"], state["clock"]
-        self._num_partitions = state["num_partitions"]
-        self._incarnations = Counter(state["incarnations"])
-        self._nodes = {
-            node_id: _Node(partition, context, free_at) for node_id, partition, free_at, context in state["nodes"]
-        }
+        self._nodes.load(state["nodes"])
         self._flight = {
             key: _Flight(
                 pushed,
@@ -407,7 +360,7 @@ class InProcessGrid(Grid):
 
     # The way of one message.
 
-    def _deliver(self, packed: Packed, node_id: int, node: _Node, delivery: Delivery) -> list[_Reply]:
+    def _deliver(self, packed: Packed, node: Node, delivery: Delivery) -> list[_Reply]:
         """Run the client and return the replies on their way, subject to the fault plan."""
         fault = resolve(self.fault(delivery)) if self.fault is not None else NO_FAULT
         if fault.kind == "silent":
@@ -420,19 +373,18 @@ class InProcessGrid(Grid):
             )
             return [_Reply(Packer().pack(refusal), available, self.clock)]
         runs = 2 if fault.kind == "duplicate" else 1
-        replies = [self._run_client(packed, node_id, node, delivery, fault, available) for _ in range(runs)]
+        replies = [self._run_client(packed, node, delivery, fault, available) for _ in range(runs)]
         if fault.kind == "lost_reply":
             return []
         return replies * 2 if fault.kind == "duplicate_reply" else replies
 
-    def _run_client(
-        self, packed: Packed, node_id: int, node: _Node, delivery: Delivery, fault: Fault, available: int
-    ) -> _Reply:
+    def _run_client(self, packed: Packed, node: Node, delivery: Delivery, fault: Fault, available: int) -> _Reply:
         """Execute one message on a copy of the node's context and commit or discard that copy."""
-        work = context_from_bytes(node.context)
+        work = node.context()
+        run_config = dict(work.run_config)
         message = unpack(packed)
         failure: tuple[int, str] | None = None
-        with acting_as(self._run_id, node_id):
+        with acting_as(self._run_id, node.id):
             try:
                 out = self.client_app(message, work)
                 self._check_reply(out, packed)
@@ -443,10 +395,10 @@ class InProcessGrid(Grid):
                 # Engines turn whatever an app raises into an error reply; the traceback would be lost without the log.
                 _LOG.warning("client of partition %d raised", node.partition, exc_info=True)
                 failure = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>"
-        if failure is None and work.run_config != self._run_config:
+        if failure is None and work.run_config != run_config:
             failure = ErrorCode.UNKNOWN, "The app changed context.run_config; the simulation engine refuses that."
         if failure is None or (self.error_state == "keep" and failure[0] != ErrorCode.UNKNOWN):
-            node.context = context_to_bytes(work)
+            node.commit(work)
         if failure is not None:
             # unpack() again: the app may have changed its own copy of the message.
             reply = Packer().pack(Message(Error(*failure), reply_to=unpack(packed)))
@@ -466,7 +418,7 @@ class InProcessGrid(Grid):
         if out.metadata.reply_to_message_id != packed.root:
             raise GridError("the reply does not answer the message; create it with Message(..., reply_to=message)")
 
-    def _arrival(self, down: int, up: int, node: _Node, delivery: Delivery) -> float:
+    def _arrival(self, down: int, up: int, node: Node, delivery: Delivery) -> float:
         """Return the simulated second at which the reply is back."""
         seconds = self.compute_seconds(delivery) if callable(self.compute_seconds) else self.compute_seconds
         link = self._link_of(node.partition)
@@ -516,10 +468,6 @@ class InProcessGrid(Grid):
             if max([flight.pushed, *(reply.available for reply in flight.replies)]) + self._expiry >= self.exchange:
                 break
             del self._flight[message_id]
-
-    def _resolve(self, node: int) -> int:
-        """Return the node id for a node id or a partition id; node ids have 62 bits, so the two cannot clash."""
-        return node if node in self._nodes else self.node_id_of(node)
 
 
 def in_process(grid: Grid) -> InProcessGrid | None:

@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 def make_grid() -> MeteredGrid:
     plan = RandomFaults(
-        Key(5, "faults"), {k: 0.12 for k in ("lost_reply", "late", "offline", "duplicate")}, message_types=("train",)
+        Key(5, "faults"), dict.fromkeys(("lost_reply", "late", "offline", "duplicate"), 0.12), message_types=("train",)
     )
     return MeteredGrid(InProcessGrid(client_app(), NODES, seed=4, fault=plan, compute_seconds=0.5))
 

@@ -362,7 +362,7 @@ def test_impossible_faults_and_grids_are_refused() -> None:
 
 
 def plan_of_everything(delivery: Delivery) -> Fault:
-    return RandomFaults(Key(1, "x"), {k: 0.1 for k in ("late", "duplicate", "lost_reply", "corrupt")}, pushes=2)(
+    return RandomFaults(Key(1, "x"), dict.fromkeys(("late", "duplicate", "lost_reply", "corrupt"), 0.1), pushes=2)(
         delivery
     )
 

@@ -154,8 +154,8 @@ def test_the_overhead_on_the_wire_does_not_depend_on_the_size(low: int, high: in
 
 
 def test_wire_bytes_agree_with_flowers_own_walk_over_the_objects() -> None:
-    from flwr.common.serde import message_to_proto
     from flwr.app.message import remove_content_from_message
+    from flwr.common.serde import message_to_proto
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
     shared = Array(np.arange(300_000, dtype=np.float64))

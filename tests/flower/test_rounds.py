@@ -211,7 +211,7 @@ def test_when_every_node_fails_the_run_ends_and_the_model_stays(fault, strategy)
 
 def test_random_faults_end_normally_and_repeat_exactly() -> None:
     kinds = ("offline", "raise", "silent", "lost_reply", "late", "duplicate", "duplicate_reply")
-    plan = RandomFaults(Key(3, "faults"), {k: 0.1 for k in kinds}, pushes=2)
+    plan = RandomFaults(Key(3, "faults"), dict.fromkeys(kinds, 0.1), pushes=2)
     for strategy in (fedavg, MeanOfMeans):
         first, grid = run(strategy(), rounds=6, engine={"fault": plan}, timeout=1.0)
         again, _ = run(strategy(), rounds=6, engine={"fault": plan, "shuffle_replies": False}, timeout=1.0)
@@ -235,11 +235,11 @@ def test_a_node_addressed_twice_does_not_end_the_run() -> None:
 def test_zero_rounds_return_the_initial_arrays() -> None:
     initial = model(3.0)
     with InProcessGrid(client_app(), 2) as grid:
+        called: list[tuple] = []
         for strategy in (fedavg(), MeanOfMeans()):
-            called = []
-            result = fit(strategy, grid, initial, 0, on_round=lambda *a: called.append(a))
+            result = fit(strategy, grid, initial, 0, on_round=lambda *report: called.append(report))
             assert result.arrays is initial
-            assert called == []
+        assert called == []
         assert grid.exchange == 0
         with pytest.raises(ConfigError, match="start_round"):
             fit(fedavg(), grid, initial, 3, start_round=0)

@@ -1,0 +1,151 @@
+"""The simulated SuperNodes of the in-process engine: who is there, under which id, with which client state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Context, RecordDict
+
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower._private import context_from_bytes, context_to_bytes
+from fedcomp.rng import Key
+
+NodeConfig = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
+
+
+class GridError(FedcompError, ValueError):
+    """The grid was asked for something no engine could do."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One simulated SuperNode.
+
+    Attributes
+    ----------
+    id, partition : int
+        Node id (62 bits) and partition id.
+    state : bytes
+        The client's context, kept serialised between messages.
+    free_at : float
+        Simulated second at which the node has done all it was given.
+    """
+
+    id: int
+    partition: int
+    state: bytes
+    free_at: float = 0.0
+
+    def context(self) -> Context:
+        """Return a new context from the stored bytes."""
+        return context_from_bytes(self.state)
+
+    def commit(self, context: Context) -> None:
+        """Keep ``context`` for the next message."""
+        self.state = context_to_bytes(context)
+
+
+class Nodes:
+    """All nodes of a grid, by id; they join and leave.
+
+    Parameters
+    ----------
+    count : int
+        Nodes at the start, with partition ids 0 to ``count - 1``.
+    run_id : int
+        Goes into every context.
+    key : Key
+        Node ids are drawn from it: large on purpose, a float cast would damage them.
+    run_config : mapping
+        Goes into every context.
+    node_config : mapping or callable of a partition id, optional
+        Added to ``partition-id`` and ``num-partitions``.
+    """
+
+    def __init__(
+        self, count: int, run_id: int, key: Key, run_config: Mapping[str, Any], node_config: NodeConfig
+    ) -> None:
+        if count < 0:
+            raise ConfigError(f"num_nodes is {count}, expected 0 or more")
+        self._key = key
+        self._run_id = run_id
+        self._run_config = dict(run_config)
+        self._node_config = node_config
+        self._num_partitions = count
+        self._incarnations: Counter[int] = Counter()
+        self._nodes: dict[int, Node] = {}
+        for partition in range(count):
+            self.add(partition, 0.0)
+
+    def get(self, node_id: int) -> Node | None:
+        """Return the node with this id, None if there is none."""
+        return self._nodes.get(node_id)
+
+    def find(self, node: int) -> Node:
+        """Return the node with this node id or partition id; ids have 62 bits, so the two cannot clash.
+
+        Raises
+        ------
+        GridError
+            When there is none.
+        """
+        if node in self._nodes:
+            return self._nodes[node]
+        for candidate in self._nodes.values():
+            if candidate.partition == node:
+                return candidate
+        raise GridError(f"no node has the id or holds partition {node}; partitions are {self.partitions}")
+
+    @property
+    def ids(self) -> list[int]:
+        """All node ids, in partition order."""
+        return [node.id for node in sorted(self._nodes.values(), key=lambda node: node.partition)]
+
+    @property
+    def partitions(self) -> list[int]:
+        """All partition ids, ascending."""
+        return sorted(node.partition for node in self._nodes.values())
+
+    def add(self, partition: int | None, now: float) -> int:
+        """Let a node join with empty state; see :meth:`fedcomp.flower.grid.InProcessGrid.add_node`."""
+        taken = set(self.partitions)
+        if partition is None:
+            partition = next(p for p in range(len(taken) + 1) if p not in taken)
+        if partition in taken:
+            raise GridError(f"partition {partition} already has a node; remove it first")
+        key = self._key.at(purpose="node-id", partition=partition, layer=self._incarnations[partition])
+        node_id = (key.u64() >> 2) | (1 << 61)
+        self._incarnations[partition] += 1
+        extra = self._node_config(partition) if callable(self._node_config) else self._node_config
+        config = {"partition-id": partition, "num-partitions": self._num_partitions, **(extra or {})}
+        context = Context(self._run_id, node_id, config, RecordDict(), dict(self._run_config))
+        self._nodes[node_id] = Node(node_id, partition, context_to_bytes(context), now)
+        return node_id
+
+    def remove(self, node: int) -> None:
+        """Let a node leave, its state with it."""
+        del self._nodes[self.find(node).id]
+
+    def wipe(self, node: int) -> None:
+        """Empty a client's state."""
+        held = self.find(node)
+        context = held.context()
+        context.state = RecordDict()
+        held.commit(context)
+
+    def dump(self) -> dict[str, Any]:
+        """Return everything that changes, as plain data."""
+        return {
+            "num_partitions": self._num_partitions,
+            "incarnations": dict(self._incarnations),
+            "nodes": [[n.id, n.partition, n.state, n.free_at] for n in self._nodes.values()],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`dump`'s data."""
+        self._num_partitions = state["num_partitions"]
+        self._incarnations = Counter(state["incarnations"])
+        self._nodes = {fields[0]: Node(*fields) for fields in state["nodes"]}
