@@ -20,8 +20,11 @@ def to_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
     return {name: tensor.detach().cpu().numpy().copy() for name, tensor in model.state_dict().items()}
 
 
-def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]]) -> None:
+def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]], *, cast: bool = False) -> None:
     """Copy ``arrays`` into the model's parameters and buffers.
+
+    With ``cast``, numbers of another type are converted as torch would, integers rounded: Flower's averages turn integer
+    buffers into float64, and its FedAdam, FedYogi and QFedAvg turn everything into float64.
 
     Raises
     ------
@@ -45,6 +48,9 @@ def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]]) -> N
                 "both sides must build the same model with the same options"
             )
         wanted = str(tensor.dtype).removeprefix("torch.")
+        if cast and array.dtype.name != wanted and array.dtype.kind in "fiu":
+            whole = not tensor.dtype.is_floating_point and array.dtype.kind == "f"
+            array = (np.rint(array) if whole else array).astype(wanted)
         if array.dtype.name != wanted:
             raise LayoutError(f"array {name!r} has dtype {array.dtype}, the model needs {wanted}; cast it first")
         # A private writable copy: arrays decoded from a frame are read-only views of its bytes.

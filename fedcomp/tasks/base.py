@@ -7,6 +7,7 @@ order and two processes on one machine give the same bits.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -202,8 +203,7 @@ class Task(ABC):
         return self._clients[place]
 
     def client_test(self, partition: int, num_partitions: int) -> Split:
-        """Return every ``num_partitions``-th held-out example from ``partition`` on, for evaluation on
-        clients.
+        """Return the held-out examples a client evaluates on: every ``num_partitions``-th one from ``partition`` on.
 
         The weighted mean of the clients' metrics is then the metric on :attr:`test`.
         """
@@ -249,6 +249,8 @@ class Task(ABC):
             )
         x, y = data.tensors
         steps, epoch = 0, 0
+        if not len(data):
+            return
         while epochs is None or epoch < epochs:
             order = torch.from_numpy(permutation(len(data), key.at(purpose=f"{key.purpose}/{epoch}")))
             for start in range(0, len(data), batch_size):
@@ -301,7 +303,12 @@ class Task(ABC):
         ------
         EmptyPartition
             When ``data`` has no example.
+        ConfigError
+            When a hyperparameter is negative or not finite.
         """
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r}; expected a finite number, at least 0")
         if len(data) == 0:
             raise EmptyPartition(
                 f"task {self.name!r}: this partition holds no example to train on; use fewer partitions, "
@@ -394,7 +401,7 @@ class Task(ABC):
         }
 
     def record(self) -> dict[str, Any]:
-        """Return what a result record says about the task: name, options, and which data was used."""
+        """Return what a result record says about the task: its name, its options, and which data was used."""
         options = {k: list(v) if isinstance(v, tuple) else v for k, v in self.options.items() if k != "root"}
         return {"task": self.name, "options": options, "data": self.data.record()}
 

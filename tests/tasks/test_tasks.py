@@ -133,6 +133,15 @@ def test_batches_cover_each_epoch_and_stop_at_max_steps() -> None:
     assert len(list(task.batches(data, epochs=1, max_steps=2, batch_size=4, key=KEY))) == 2
     with pytest.raises(ConfigError, match="limit"):
         next(task.batches(data, epochs=None, batch_size=4, key=KEY))
+    nothing = Split(np.empty((0, 1), np.float32), np.empty(0, np.int64))
+    assert list(task.batches(nothing, epochs=None, max_steps=3, batch_size=4, key=KEY)) == []
+
+
+@pytest.mark.parametrize("bad", [{"lr": float("nan")}, {"lr": -1.0}, {"lr": 0.1, "momentum": -0.5}])
+def test_impossible_hyperparameters_are_refused(bad: dict[str, float]) -> None:
+    task = _task("digits")
+    with pytest.raises(ConfigError, match="finite"):
+        task.train(task.model(0), task.test, key=KEY, **bad)
 
 
 SCRIPT = """
