@@ -145,7 +145,7 @@ class Job:
             )
         name, record = next(iter(records.items()))
         model = task.model(self.seed)
-        load_arrays(model, {key: array.numpy() for key, array in record.items()})
+        load_arrays(model, {key: array.numpy() for key, array in record.items()}, cast=True)
         return name, model
 
     def training(self) -> dict[str, Any]:

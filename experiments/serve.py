@@ -165,7 +165,7 @@ class _Run:
             from fedcomp.tasks.arrays import load_arrays
 
             model = self.task.model(self.spec.seed)
-            load_arrays(model, {name: array.numpy() for name, array in arrays.items()})
+            load_arrays(model, {name: array.numpy() for name, array in arrays.items()}, cast=True)
             found = self.task.evaluate(model, self.task.test)
             metrics = MetricRecord({key: float(value) for key, value in found.items()})
         if server_round == 0:

@@ -202,7 +202,10 @@ def test_training_and_evaluation_draw_cohorts_of_their_own():
 
 
 def test_missing_nodes_are_an_error_after_the_limit():
-    with InProcessGrid(client_app, 2) as grid, pytest.raises(NodesMissing, match="2 of 3 nodes are online after 0.1 s"):
+    with (
+        InProcessGrid(client_app, 2) as grid,
+        pytest.raises(NodesMissing, match=r"2 of 3 nodes are online after 0\.1 s"),
+    ):
         wait_for_nodes(grid, 3, 0.1)
 
 

@@ -66,7 +66,7 @@ def test_stop_reaches_orphans_of_a_leader_that_already_ended(tmp_path):
 def test_a_dead_child_is_reported_with_its_last_words(tmp_path):
     child = start(tmp_path, "print('line one'); raise SystemExit('no such option')")
     wait_until(lambda: child.returncode is not None)
-    with pytest.raises(DeploymentError, match="(?s)the child ended with status 1.*no such option"):
+    with pytest.raises(DeploymentError, match=r"(?s)the child ended with status 1.*no such option"):
         child.require_running()
     child.stop()
 
@@ -76,7 +76,7 @@ def test_a_port_that_never_opens_is_an_error(tmp_path):
     child = start(tmp_path, "import time; print('starting', flush=True); time.sleep(60)")
     try:
         wait_until(lambda: "starting" in child.tail())
-        with pytest.raises(DeploymentError, match="(?s)did not open port.*starting"):
+        with pytest.raises(DeploymentError, match=r"(?s)did not open port.*starting"):
             wait_for_port(port, child, 0.3)
     finally:
         child.stop()
@@ -97,13 +97,13 @@ def test_tail_says_when_there_is_nothing(tmp_path):
 
 def test_sigterm_unwinds_the_stack_and_the_former_handler_returns():
     before = signal.getsignal(signal.SIGTERM)
-    unwound = False
-    with pytest.raises(SystemExit) as leaving, sigterm_raises():
-        try:
+
+    def interrupted():
+        with sigterm_raises():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
-        finally:
-            unwound = True
-    assert unwound
+
+    with pytest.raises(SystemExit) as leaving:
+        interrupted()
     assert leaving.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before

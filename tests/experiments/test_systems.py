@@ -118,7 +118,7 @@ def test_rows_describe_themselves():
         (RunSpec("topk", settings={"feedback": False, "feedback.beta": 0.5}), "need feedback=true"),
         (RunSpec("topk", settings={"downlink.density": 0.5}), "need a codec"),
         (RunSpec("fedavg", settings={"codec.density": 0.5}), "has no setting 'codec.density'"),
-        (RunSpec("fedavg", settings={"inner": "fedavgn"}), "did you mean 'fedavgm'"),
+        (RunSpec("fedavg", settings={"inner": "fedavgmm"}), "did you mean 'fedavgm'"),
         (RunSpec("fedavg", settings={"inner.server_lr": 1.0}), "has no parameter 'server_lr'"),
         (RunSpec("fedavg", settings={"inner.fraction_train": 0.5}), "use 'fraction'"),
         (RunSpec("fedavg", settings={"lr": 0.0}), "'lr' is 0.0; expected a positive number"),
@@ -126,7 +126,7 @@ def test_rows_describe_themselves():
         (RunSpec("fedavg", settings={"epochs": 1.5}), "expected a whole number"),
         (RunSpec("fedavg", settings={"fraction": 0.0}), "above 0 and at most 1"),
         (RunSpec("fedavg", settings={"task.partition": "dirichle:1"}), "did you mean 'dirichlet'"),
-        (RunSpec("fedavg", clients=5000), "5000 partitions"),
+        (RunSpec("fedavg", clients=2000, settings={"task.partition": "dirichlet:1"}), "cannot give 2000 partitions"),
         (RunSpec("fedavg", settings={"link": "10 furlongs"}), "is not a bandwidth"),
     ],
 )

@@ -1,0 +1,227 @@
+"""Selection, error feedback and scatter-add against the cost of merely reading the vector, and against the usual ways.
+
+Absolute times of a shared machine say little, so every time is divided by the time of one read pass (the vectorised
+sum of |x| in the same thread) taken immediately before it, and the median of those ratios over interleaved
+repetitions is reported. Everything runs in one thread: that is what a simulated client gets.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.claims import Claim
+from fedcomp.codecs import TopK
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.kernels import feedback_step, scatter_add, select_topk, warm
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+FULL: Final = 25_000_000
+QUICK: Final = 4_000_000
+LAYERS: Final = 60
+DENSITIES: Final = (0.001, 0.01, 0.1)
+SELECT_GOALS: Final = {0.001: 4.0, 0.01: 8.0, 0.1: 16.0}
+FEEDBACK_GOALS: Final = {0.001: 8.0, 0.01: 15.0, 0.1: 30.0}
+ENCODE_SHARE: Final = 1.5
+"""Selecting and packing together may take this much of the selection's goal."""
+GOAL: Final = "our goal, set from measurements of these kernels on a quiet machine"
+_WARM_ROUNDS: Final = 6
+
+Vector = NDArray[np.float32]
+
+
+def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measure every method at every density.
+
+    Returns
+    -------
+    dict
+        ``rows``: one per density and method with the median milliseconds and the multiple of a read pass.
+        ``claims``: the goals in multiples of a read pass (only at full size: the quick vector fits in the last-level
+        cache, where reading costs next to nothing), and the comparisons with numpy and torch.
+    """
+    import torch
+
+    say = progress or (lambda _line: None)
+    size, repetitions = (QUICK, 5) if quick else (FULL, 9)
+    warm()
+    say(f"drawing {size:,} values in {LAYERS} layers")
+    vector = layered(size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows: list[dict[str, Any]] = []
+        claims: list[Claim] = []
+        for density in DENSITIES:
+            say(f"density {density}: {repetitions} interleaved repetitions")
+            found = measure(vector, density, repetitions)
+            rows += found.rows()
+            claims += found.claims(against_limit=not quick)
+    finally:
+        torch.set_num_threads(threads)
+    return {"rows": rows, "claims": claims}
+
+
+def layered(size: int, seed: int = 0) -> Vector:
+    """Return Student t(4) values in equal layers of log-normal scale, float32 of shape (size,)."""
+    rng = np.random.default_rng(seed)
+    vector = rng.standard_t(4, size).astype(np.float32)
+    for layer in np.array_split(vector, LAYERS):
+        layer *= np.float32(np.exp(rng.normal()))
+    return vector
+
+
+class Measured:
+    """Times of the methods at one density, repetition by repetition.
+
+    Parameters
+    ----------
+    size : int
+    density : float
+    """
+
+    def __init__(self, size: int, density: float) -> None:
+        self.size = size
+        self.density = density
+        self.seconds: dict[str, list[float]] = {}
+        self.multiples: dict[str, list[float]] = {}
+
+    def add(self, method: str, seconds: float, limit: float) -> None:
+        """Record one call and the read pass before it."""
+        self.seconds.setdefault(method, []).append(seconds)
+        self.multiples.setdefault(method, []).append(seconds / limit)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row per method."""
+        return [
+            {
+                "n": self.size,
+                "density": self.density,
+                "method": method,
+                "milliseconds": round(1e3 * median(times), 3),
+                "read passes": round(median(self.multiples[method]), 2),
+            }
+            for method, times in self.seconds.items()
+        ]
+
+    def ratio(self, method: str, to: str) -> float:
+        """Return the median over repetitions of one method's time over another's."""
+        return median(a / b for a, b in zip(self.seconds[method], self.seconds[to], strict=True))
+
+    def claims(self, *, against_limit: bool) -> list[Claim]:
+        """Return the checks at this density."""
+        at = f"at density {self.density:g}"
+        select = median(self.multiples["top-k"])
+        found = [
+            Claim(
+                f"top-k {at}: time relative to np.partition",
+                self.ratio("top-k", "np.partition + flatnonzero"),
+                "<=",
+                1.0,
+                GOAL,
+            )
+        ]
+        if self.density <= 0.01:
+            torch_ratio = self.ratio("torch.topk", "top-k")
+            found.append(Claim(f"top-k {at}: times faster than torch.topk", torch_ratio, ">=", 20.0, GOAL))
+        if against_limit:
+            goal = SELECT_GOALS[self.density]
+            step = median(self.multiples["error feedback"])
+            encode = median(self.multiples["top-k to bytes"])
+            found += [
+                Claim(f"top-k {at}: read passes", select, "<=", goal, GOAL),
+                Claim(f"error feedback {at}: read passes", step, "<=", FEEDBACK_GOALS[self.density], GOAL),
+                Claim(f"top-k to bytes {at}: read passes", encode, "<=", ENCODE_SHARE * goal, GOAL),
+            ]
+        return found
+
+
+def measure(vector: Vector, density: float, repetitions: int) -> Measured:
+    """Time every method ``repetitions`` times, interleaved, each after a read pass of its own."""
+    methods = _methods(vector, density)
+    limit = _limit(vector)
+    found = Measured(vector.size, density)
+    for repetition in range(-1, repetitions):
+        for name, call in methods.items():
+            pass_seconds = _seconds(limit)
+            seconds = _seconds(call)
+            if repetition >= 0:  # the first repetition warms caches and allocators
+                found.add(name, seconds, pass_seconds)
+    return found
+
+
+def _methods(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
+    """Return the calls to be timed; each does its whole work anew."""
+    import torch
+
+    size = vector.size
+    k = math.ceil(density * size)
+    layout = Layout.flat(size)
+    codec = TopK(density)
+    feedback = ErrorFeedback(codec)
+    tensor = torch.from_numpy(vector)
+    out = np.zeros(size, np.float32)
+    memory = np.zeros(size, np.float32)
+    # A stream of different updates of one distribution, so that warm thresholds are worth what they are in training.
+    updates = [np.roll(vector, shift) for shift in (0, size // 3, size // 2)]
+    held: dict[str, Any] = {"round": 0, "threshold": None, "state": feedback.init(layout)}
+
+    def step() -> None:
+        held["round"] += 1
+        done = feedback_step(memory, updates[held["round"] % 3], k, threshold=held["threshold"], out=memory)
+        held["threshold"] = done.threshold
+
+    def feedback_bytes() -> None:
+        held["round"] += 1
+        update = Update(updates[held["round"] % 3], layout)
+        _, held["state"] = feedback.encode(update, held["state"], Key(0, round=held["round"]))
+
+    def by_partition() -> object:
+        magnitude = np.abs(vector)
+        threshold = np.partition(magnitude, size - k)[size - k]
+        return np.flatnonzero(magnitude >= threshold)
+
+    indices = select_topk(vector, k)
+    values = vector[indices]
+    for _ in range(_WARM_ROUNDS):
+        step()
+        feedback_bytes()
+    return {
+        "read pass": _limit(vector),
+        "top-k": lambda: select_topk(vector, k),
+        "top-k, numpy tier": lambda: select_topk(vector, k, tier="numpy"),
+        "top-k to bytes": lambda: codec.encode(Update(vector, layout), {}, Key(0)),
+        "error feedback": step,
+        "error feedback to bytes, state kept": feedback_bytes,
+        "scatter-add": lambda: scatter_add(out, indices, values, 0.1),
+        "np.partition + flatnonzero": by_partition,
+        "torch.topk": lambda: torch.topk(tensor.abs(), k, sorted=False),
+    }
+
+
+def _limit(vector: Vector) -> Callable[[], object]:
+    """Return one vectorised read pass: the sum of |x| in one thread."""
+    import numba
+
+    @numba.njit(nogil=True, fastmath=True)
+    def total(x: Vector) -> Any:
+        s = np.float32(0.0)
+        for i in range(x.size):
+            s += abs(x[i])
+        return s
+
+    total(vector[:1])
+    return lambda: total(vector)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
