@@ -32,6 +32,8 @@ from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.protocol import UPDATE
 from strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -350,3 +352,71 @@ def test_memory_of_a_weighted_mean_does_not_grow_with_clients() -> None:
     assert many < few + 4 * 200_000, "less than one more model for 36 more clients"
     dense = peak_of_aggregation(Compressed(FedMedian(**ONE), TopK(density=0.001)), 40)
     assert dense > 36 * 4 * 200_000, "the measurement sees a strategy that needs every model"
+
+
+def altered(change, app=None):
+    """Return an app whose incoming announcement is changed on the way, as another release's server would."""
+    inner = app or client_app([compression()])
+
+    def call(msg: Message, context: Context) -> Message:
+        for config in msg.content.config_records.values():
+            change(config)
+        return inner(msg, context)
+
+    return call
+
+
+def test_a_server_of_another_protocol_version_is_answered_densely_and_reported() -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    run(strategy, altered(lambda config: config.__setitem__("fedcomp.protocol", 2)), rounds=1)
+    assert strategy.reports[1].plain == 4
+    assert all("protocol 2" in reason for reason in strategy.reports[1].unsupported.values())
+
+
+def test_an_unknown_codec_is_answered_densely_and_reported_with_the_nearest_name() -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    run(strategy, altered(lambda config: config.__setitem__("fedcomp.codec", '{"id":"topq"}')), rounds=1)
+    assert strategy.reports[1].plain == 4
+    assert all("topk" in reason for reason in strategy.reports[1].unsupported.values())
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda frame: frame[:4] + b"\x02" + frame[5:], "UnsupportedVersion"),
+        (lambda frame: b"GCW1" + frame[4:], "BadMagic"),
+        (lambda frame: frame[:-9], "ChecksumMismatch"),
+        (lambda frame: frame[:7], "Truncated"),
+        (lambda frame: frame[:20] + bytes([frame[20] ^ 1]) + frame[21:], "ChecksumMismatch"),
+    ],
+)
+def test_a_damaged_frame_costs_its_own_update_only(damage, error: str) -> None:
+    """The others are averaged as if the damaged one had not been there, and the reason names what was wrong."""
+    good = client_app([compression()])
+
+    def call(msg: Message, context: Context) -> Message:
+        reply = good(msg, context)
+        if context.node_config["partition-id"] == 2:
+            put_frame(reply.content, UPDATE, damage(take_frame(reply.content, UPDATE)))
+        return reply
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
+    result, _ = run(strategy, call, rounds=1)
+    report = strategy.reports[1]
+    assert report.compressed == 3
+    assert [reason.split(":")[0] for reason in report.rejected.values()] == [error]
+    weights = {0: 1, 1: 2, 3: 4}
+    expected = sum(update(1, p, (40, 30)).astype(np.float64) * w for p, w in weights.items()) / 7
+    np.testing.assert_allclose(result.arrays["weight"].numpy(), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_a_policy_of_ones_own_travels_to_the_clients() -> None:
+    """A density per tensor and an exact tensor, decided on the server, used by clients that know nothing of it."""
+
+    def policy(name: str, shape: tuple[int, ...], dtype: str):
+        return {"weight": 0.25, "bias": "exact"}[name]
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.01, scope="layer"), policy=policy)
+    result, _ = run(strategy, rounds=1, nodes=1)
+    assert np.count_nonzero(result.arrays["weight"].numpy()) == 300
+    np.testing.assert_array_equal(result.arrays["bias"].numpy(), update(1, 0, (30,), 1))
