@@ -21,6 +21,7 @@ from fedcomp.codecs import Codec, get_codec
 from fedcomp.codecs.base import config_of
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import RESYNC, STEP, Announcement
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
@@ -381,18 +382,20 @@ class Compressed(Strategy):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as arrays and JSON-able values, without the inner strategy's."""
+        """Return what changes from round to round, as plain data, the inner strategy's included."""
         peers = {str(node): [p.acknowledged, p.generation, p.version] for node, p in self._peers.items()}
         broadcast: Mapping[str, Any] = {} if self._broadcast is None else self._broadcast.state_dict()
         return {
             "sequence": self._sequence,
             "peers": peers,
             "reports": {str(r): report.to_json() for r, report in self.reports.items()},
+            "inner": capture_strategy(self.inner),
             **{f"broadcast/{k}": v for k, v in broadcast.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
+        restore_strategy(self.inner, state["inner"])
         self._sequence = int(state["sequence"])
         self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
         self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
