@@ -95,7 +95,7 @@ class Watch:
         if not self._console.is_terminal:
             took = "kept from before" if kept else duration(time.perf_counter() - self._began)
             self._console.print(
-                f"  {spec.label}: {spec.rounds} rounds, accuracy {percent(accuracy)}, {took}",
+                f"  {spec.label}: {spec.rounds} round{'s' * (spec.rounds != 1)}, accuracy {percent(accuracy)}, {took}",
                 soft_wrap=True,
             )
 

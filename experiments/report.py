@@ -19,8 +19,8 @@ COUNTED = {
     "bytes of the tensors where no codec is used.",
     "wire": "Wire is every byte of the serialised Flower messages that carried it: payload, metrics, configuration "
     "and Flower's own envelope, training and evaluation together.",
-    "simulated": "Simulated time is computed from the wire bytes and the link's bandwidth and latency; "
-    "it contains no computing time.",
+    "simulated": "Simulated time is computed from the wire bytes and each client's own link (bandwidth and latency; "
+    "all clients at once, a round as long as its slowest); it contains no computing time.",
 }
 """What the columns mean, in the words every report uses."""
 
@@ -81,7 +81,7 @@ def summarise(
         "rows": rows,
         "claims": [claim.to_json() for claim in claims],
         "environment": environment(),
-        "data": _data(results.values()),
+        "data": data_sentence(results.values()),
         "notes": experiment.notes,
         "run": run,
     }
@@ -184,6 +184,15 @@ def verdict_of(claims: Sequence[Mapping[str, Any]]) -> str:
     return f"{held} of {len(claims)} claims hold."
 
 
-def _data(results: Iterable[RunResult]) -> str:
-    sentences = dict.fromkeys(str(result.notes["data"]) for result in results if result.notes.get("data"))
+def data_sentence(results: Iterable[RunResult]) -> str:
+    """Return which data the results rest on, one sentence per data set; empty when no result says."""
+    sentences: dict[str, None] = {}
+    for result in results:
+        source = result.notes.get("task", {}).get("data")
+        if not source:
+            continue
+        how = {"local": "read from local files", "library": "fetched by a library", "offline": "nothing downloaded"}
+        checked = ", checksums verified" if source["verified"] else ""
+        instead = " This is a substitute for the data that was asked for." if source["substitute"] else ""
+        sentences[f"{source['note'].rstrip('.')} ({how[source['used']]}{checked}).{instead}"] = None
     return " ".join(sentences)

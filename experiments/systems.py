@@ -1,8 +1,8 @@
 """The table of systems: everything that can be run, one row each.
 
-The command line, ``flwr run``, the generic apps, the documentation's index and the tests iterate over :data:`SYSTEMS`. A
-row is a server strategy and the settings it understands; the client half is always the generic app, which learns from
-the server's messages what to do.
+The command line, ``flwr run``, the generic apps, the documentation's index and the tests iterate over
+:data:`SYSTEMS`. A row is a server strategy and the settings it understands; the client half is always the generic app,
+which learns from the server's messages what to do.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ COMMON: Final[Settings] = MappingProxyType(
 )
 """Settings of every system.
 
-``fraction`` and ``fraction_evaluate`` are the shares of clients that train and evaluate in a round; ``evaluate_every`` is
-the number of rounds between evaluations on the server's test split (the last round always is one); ``timeout`` is
-what a round's exchange may take and ``start_timeout`` how long the server waits for its nodes, in seconds; ``link`` is
-what :func:`fedcomp.timing.parse_link` reads, empty for no simulated time; ``inner`` is one of :data:`INNER`.
+``fraction`` and ``fraction_evaluate`` are the shares of clients that train and evaluate in a round;
+``evaluate_every`` is the number of rounds between evaluations on the server's test split (the last round always is
+one); ``timeout`` is what a round's exchange may take and ``start_timeout`` how long the server waits for its nodes, in
+seconds; ``link`` is what :func:`fedcomp.timing.parse_link` reads, empty for no simulated time; ``inner`` is one of
+:data:`INNER`.
 """
 
 INNER: Final[Mapping[str, str]] = MappingProxyType(

@@ -44,8 +44,8 @@ class ErrorFeedback(Wrapper):
         m = (1 - beta) * m + beta * (p - q)        # beta == 1: m = p - q
         u[support of the frame] = 0                # with masking
 
-    The memory stays bounded when the codec contracts. An unbiased codec with ω >= 1, such as a scaled random-k, does not:
-    use its unscaled form here.
+    The memory stays bounded when the codec contracts. An unbiased codec with ω >= 1, such as a scaled random-k, does
+    not: use its unscaled form here.
 
     With ``decay=1`` and no guard nothing is lost: Σ sent + m / beta = Σ u, elementwise. Tensors that travel dense leave
     no memory; they share the momentum, which masking does not touch (as in deep gradient compression's public code).

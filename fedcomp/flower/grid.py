@@ -27,6 +27,7 @@ from fedcomp.flower._private import (
     Packed,
     Packer,
     Run,
+    Unpacker,
     acting_as,
     adopt_identity,
     current_identity,
@@ -172,7 +173,7 @@ class InProcessGrid(Grid):
 
     def set_run(self, run: Run) -> None:
         """Take over the run id of ``run``; contexts made before keep theirs."""
-        self._run_id = run.run_id
+        self._run_id = self._nodes.run_id = run.run_id
         self._adopt()
 
     @property
@@ -207,7 +208,7 @@ class InProcessGrid(Grid):
             return []
         exchange, self.exchange = self.exchange, self.exchange + 1
         self._expire()
-        packer = Packer()
+        packer, unpacker = Packer(), Unpacker()
         slots: Counter[int] = Counter()
         ids: list[str] = []
         for message in messages:
@@ -229,7 +230,7 @@ class InProcessGrid(Grid):
                 exchange, server_round or 0, node.partition, slots[node_id], message.metadata.message_type
             )
             slots[node_id] += 1
-            self._flight[packed.root] = _Flight(exchange, self._deliver(packed, node, delivery))
+            self._flight[packed.root] = _Flight(exchange, self._deliver(packed, unpacker, node, delivery))
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -343,7 +344,7 @@ class InProcessGrid(Grid):
         state = store.loads(data, _SNAPSHOT)
         if state["seed"] != self._seed:
             raise GridError(f"snapshot was taken with seed {state['seed']}, this grid has seed {self._seed}")
-        self._run_id = state["run_id"]
+        self._run_id = self._nodes.run_id = state["run_id"]
         self.exchange, self._pulls, self.clock = state["exchange"], state["pulls"], state["clock"]
         self._nodes.load(state["nodes"])
         self._flight = {
@@ -360,7 +361,7 @@ class InProcessGrid(Grid):
 
     # The way of one message.
 
-    def _deliver(self, packed: Packed, node: Node, delivery: Delivery) -> list[_Reply]:
+    def _deliver(self, packed: Packed, unpacker: Unpacker, node: Node, delivery: Delivery) -> list[_Reply]:
         """Run the client and return the replies on their way, subject to the fault plan."""
         fault = resolve(self.fault(delivery)) if self.fault is not None else NO_FAULT
         if fault.kind == "silent":
@@ -373,16 +374,18 @@ class InProcessGrid(Grid):
             )
             return [_Reply(Packer().pack(refusal), available, self.clock)]
         runs = 2 if fault.kind == "duplicate" else 1
-        replies = [self._run_client(packed, node, delivery, fault, available) for _ in range(runs)]
+        replies = [self._run_client(packed, unpacker, node, delivery, fault, available) for _ in range(runs)]
         if fault.kind == "lost_reply":
             return []
         return replies * 2 if fault.kind == "duplicate_reply" else replies
 
-    def _run_client(self, packed: Packed, node: Node, delivery: Delivery, fault: Fault, available: int) -> _Reply:
+    def _run_client(
+        self, packed: Packed, unpacker: Unpacker, node: Node, delivery: Delivery, fault: Fault, available: int
+    ) -> _Reply:
         """Execute one message on a copy of the node's context and commit or discard that copy."""
         work = node.context()
         run_config = dict(work.run_config)
-        message = unpack(packed)
+        message = unpacker.unpack(packed)
         failure: tuple[int, str] | None = None
         with acting_as(self._run_id, node.id):
             try:
@@ -431,6 +434,8 @@ class InProcessGrid(Grid):
             return self._links
         if isinstance(self._links, Mapping):
             return self._links.get(partition)
+        if partition >= len(self._links):
+            raise GridError(f"links has {len(self._links)} entries, none for partition {partition}")
         return self._links[partition]
 
     def _collect(self, message_ids: Iterable[str], deadline: float) -> list[Message]:

@@ -63,6 +63,11 @@ class Nodes:
         Goes into every context.
     node_config : mapping or callable of a partition id, optional
         Added to ``partition-id`` and ``num-partitions``.
+
+    Attributes
+    ----------
+    run_id : int
+        Run id of the contexts of nodes that join from now on.
     """
 
     def __init__(
@@ -71,7 +76,7 @@ class Nodes:
         if count < 0:
             raise ConfigError(f"num_nodes is {count}, expected 0 or more")
         self._key = key
-        self._run_id = run_id
+        self.run_id = run_id
         self._run_config = dict(run_config)
         self._node_config = node_config
         self._num_partitions = count
@@ -121,7 +126,7 @@ class Nodes:
         self._incarnations[partition] += 1
         extra = self._node_config(partition) if callable(self._node_config) else self._node_config
         config = {"partition-id": partition, "num-partitions": self._num_partitions, **(extra or {})}
-        context = Context(self._run_id, node_id, config, RecordDict(), dict(self._run_config))
+        context = Context(self.run_id, node_id, config, RecordDict(), dict(self._run_config))
         self._nodes[node_id] = Node(node_id, partition, context_to_bytes(context), now)
         return node_id
 

@@ -23,7 +23,7 @@ def to_arrays(model: torch.nn.Module) -> dict[str, NDArray[Any]]:
 def load_arrays(model: torch.nn.Module, arrays: Mapping[str, NDArray[Any]], *, cast: bool = False) -> None:
     """Copy ``arrays`` into the model's parameters and buffers.
 
-    With ``cast``, numbers of another type are converted as torch would, integers rounded: Flower's averages turn integer
+    With ``cast``, numbers of another type are converted, to integers by rounding: Flower's averages turn integer
     buffers into float64, and its FedAdam, FedYogi and QFedAvg turn everything into float64.
 
     Raises

@@ -36,8 +36,9 @@ from fedcomp.wire.frame import (
     encode,
 )
 from fedcomp.wire.index import IndexCodec, Indices, Support
+from fedcomp.wire.levels import VALUE_BY_NAME, VALUE_CODECS, QsgdLevels, Ternary
 from fedcomp.wire.limits import DTYPES, Expected, Limits, Schema
-from fedcomp.wire.quantised import VALUE_BY_NAME, VALUE_CODECS, QsgdLevels, SignScale, Ternary, Uniform
+from fedcomp.wire.quantised import SignScale, Uniform
 from fedcomp.wire.support import seeded_support
 from fedcomp.wire.tensor import (
     COEFFICIENTS,

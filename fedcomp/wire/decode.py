@@ -32,8 +32,8 @@ from fedcomp.wire.errors import (
 )
 from fedcomp.wire.frame import HEADER, MAGIC, MAJOR, MAX_TLVS, MUST_UNDERSTAND, PADDING, TLV_END
 from fedcomp.wire.index import IndexCodec, Indices, NoIndex
+from fedcomp.wire.levels import VALUE_BY_NAME, VALUE_CODECS
 from fedcomp.wire.limits import DTYPES, FLOATS, MAX_NDIM, MAX_SIZE, NUMPY_DTYPES, Expected, Limits, Schema
-from fedcomp.wire.quantised import VALUE_BY_NAME, VALUE_CODECS
 from fedcomp.wire.tensor import COEFFICIENTS, DENSE, SHARED, SPARSE, Bundle, Kind, Tensor
 from fedcomp.wire.values import RESERVED_VALUES, Values, chunks
 
@@ -151,8 +151,6 @@ def _check_header(buf: memoryview, limits: Limits) -> tuple[int, int, int]:
     found = int.from_bytes(buf[size - _TRAILER :], "little")
     if crc != found:
         raise ChecksumMismatch(f"CRC-32 is {crc:#010x}, the frame says {found:#010x}; it was damaged or cut on its way")
-    if count > limits.max_tensors:
-        raise LimitExceeded(f"frame of {count} tensors; this receiver takes at most {limits.max_tensors}")
     return flags, count, head
 
 
@@ -183,12 +181,14 @@ def _take_fields(buf: memoryview, pos: int, end: int) -> tuple[tuple[tuple[int, 
 def _take_table(buf: memoryview, pos: int, end: int, count: int, expect: Schema | None, limits: Limits) -> list[_Entry]:
     if expect is not None and count != len(expect):
         raise SchemaMismatch(f"frame of {count} tensors, expected {len(expect)}")
+    if count > limits.max_tensors:
+        raise LimitExceeded(f"frame of {count} tensors; this receiver takes at most {limits.max_tensors}")
     entries: list[_Entry] = []
     names: set[str] = set()
     elements = 0
     for i in range(count):
         entry, pos = _take_entry(buf, pos, end, None if expect is None else expect[i], limits)
-        if entry.name:
+        if expect is None and entry.name:
             if entry.name in names:
                 raise Corrupt(f"two tensors are named {entry.name!r}")
             names.add(entry.name)

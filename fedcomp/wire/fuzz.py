@@ -25,8 +25,9 @@ from fedcomp.wire.decode import decode
 from fedcomp.wire.errors import WireError
 from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
 from fedcomp.wire.index import Indices
+from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import Expected, Limits, Schema
-from fedcomp.wire.quantised import QsgdLevels, SignScale, Ternary, Uniform
+from fedcomp.wire.quantised import SignScale, Uniform
 from fedcomp.wire.support import seeded_support
 from fedcomp.wire.tensor import SHARED, SPARSE, Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
@@ -108,12 +109,12 @@ def specimens(size: int = 300) -> list[Specimen]:
         x = (key.at(purpose=name).uniform(k) - 0.5).astype(np.float32)
         values = _values(value, x, key)
         main = _tensor(index, size, support, values, backend)
-        rest = dense(np.arange(5, dtype=np.int64))
+        rest = dense(np.arange(24, dtype=np.int64), backend=backend)
         frames = (
             encode([main]),
             encode([main, rest], flags=1, tlvs=[(USER_TAG, b"specimen")]),
         )
-        schema = (Expected("w", (size,)), Expected("steps", (5,), "int64"))
+        schema = (Expected("w", (size,)), Expected("steps", (24,), "int64"))
         supports = {SHARED_ID: seeded_support(key.u64(), size, size // 12)}
         out.append(Specimen(name, frames, schema, supports))
     return out

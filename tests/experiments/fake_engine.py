@@ -12,6 +12,8 @@ from experiments.claims import Claim
 from experiments.experiment import Config, Experiment, Option
 from experiments.spec import RoundRecord, RunResult, RunSpec
 
+DATA = {"note": "numbers made by formula", "used": "offline", "verified": False, "substitute": False}
+
 
 class FakeEngine:
     """Runs a spec by formula: bytes from the settings, accuracy from round and seed.
@@ -49,7 +51,7 @@ class FakeEngine:
             ledger=Ledger(),
             seconds=0.25 * len(records),
             simulated_seconds=sum(record.simulated_seconds for record in records),
-            notes={"data": "Numbers made by formula; no data was read."},
+            notes={"task": {"data": DATA}},
         )
 
     def record(self, spec: RunSpec, index: int) -> RoundRecord:

@@ -9,12 +9,13 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from fake_engine import TINY, FakeEngine
+from fake_engine import DATA, TINY, FakeEngine
 
 from experiments.claims import Claim
 from experiments.page import render_html
 from experiments.plots import Series, line_plot
 from experiments.report import (
+    data_sentence,
     duration,
     failed_claims,
     link_name,
@@ -95,7 +96,7 @@ def test_the_page_holds_question_figures_claims_and_plots() -> None:
         "fewer bytes",
         "derived: 1 / density",
         "1 of 2 claims hold.",
-        "Numbers made by formula",
+        "numbers made by formula",
         "First.",
         "codec.density",
         "flwr",
@@ -132,6 +133,15 @@ def test_a_claim_without_a_value_and_one_without_a_bound_are_shown() -> None:
 def test_a_goal_that_does_not_gate_is_no_failed_claim() -> None:
     claims = [Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")]
     assert failed_claims(make(claims=claims)[0]) == ["rule"]
+
+
+def test_substituted_data_are_called_so() -> None:
+    result = FakeEngine()(TINY.specs(TINY.configure())[0], on_round=None, checkpoint=None)
+    result.notes = {"task": {"data": DATA | {"used": "local", "verified": True, "substitute": True}}}
+    text = data_sentence([result, result])
+    assert text.count("numbers made by formula (read from local files, checksums verified).") == 1
+    assert "substitute" in text
+    assert data_sentence([]) == ""
 
 
 def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() -> None:

@@ -143,7 +143,7 @@ def test_json_is_the_whole_of_standard_output(call: Caller) -> None:
         "gate": True,
         "source": "derived: 1 / density",
     }
-    assert document["data"] == "Numbers made by formula; no data was read."
+    assert document["data"] == "numbers made by formula (nothing downloaded)."
     assert document["environment"]["flwr"].startswith("1.41")
     (folder,) = call.folders
     assert document["run"] == str(folder)
@@ -319,3 +319,50 @@ def test_settings_of_an_experiment_are_listed(call: Caller) -> None:
     assert call("--list", "--json") == 0
     listed = json.loads(call.stdout)["list"]
     assert {entry["experiment"] for entry in listed} == set(CATALOG)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_of_a_real_run_then_resume(tmp_path: Path) -> None:
+    arguments = ["-m", "experiments.run", "quickstart", "--json", "--rounds", "3", "--clients", "3"]
+    small = ["--set", "task.hidden=16", "--set", "link="]
+    whole = python(*arguments, *small, "--out", str(tmp_path / "whole"), cwd=ROOT)
+    assert whole.returncode in {0, 1}, whole.stderr
+    expected = json.loads(whole.stdout)
+
+    out = tmp_path / "broken"
+    process = subprocess.Popen(
+        [sys.executable, *arguments, *small, "--out", str(out)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_rounds(process, out, 7)  # a round or so into the second of five rows
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    assert "--resume" in stderr
+
+    resumed = python("-m", "experiments.run", "--resume", "last", "--json", "--out", str(out), cwd=ROOT)
+    assert resumed.returncode == whole.returncode, resumed.stderr
+    document = json.loads(resumed.stdout)
+    assert document["claims"] == expected["claims"]
+    for row, other in zip(document["rows"], expected["rows"], strict=True):
+        assert row.pop("seconds") > 0
+        assert other.pop("seconds") > 0
+        assert row == other
+
+
+def wait_for_rounds(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        files = list(out.glob("*/rounds.jsonl"))
+        if files and files[0].read_text().count("\n") >= count:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the run did not reach {count} recorded rounds; exit code {process.poll()}")

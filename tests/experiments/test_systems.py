@@ -140,3 +140,14 @@ def test_check_finds_the_same_without_running():
     check(RunSpec("topk"))
     with pytest.raises(ConfigError):
         check(RunSpec("topk", settings={"codec.density": 2.0}))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "identity", "topk"])
+def test_a_model_with_integer_buffers_keeps_them(name):
+    settings = {"task.model": "cnn", "task.batch_norm": True, "max_steps": 2}
+    result = engines.run(RunSpec(name, rounds=2, clients=3, settings=settings))
+    counters = {k: v for k, v in result.arrays.items() if k.endswith("num_batches_tracked")}
+    # Two steps a round on every client: after two rounds the averaged counter has seen four batches.
+    assert counters
+    assert all(value == 4 for value in counters.values())
+    assert result.final.replies == 3

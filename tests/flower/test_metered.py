@@ -17,6 +17,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import wire_bytes
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import payload_bytes
+from fedcomp.flower.rounds import fit
 
 
 class SimulationLikeGrid(Grid):
@@ -217,3 +218,42 @@ def test_the_engine_stays_reachable_and_only_it_can_be_stored() -> None:
             _ = grid.no_such_thing
         with pytest.raises(StateError, match="in-process"):
             MeteredGrid(SimulationLikeGrid(engine)).snapshot()
+
+
+@pytest.mark.slow
+def test_ray_and_the_in_process_engine_agree_on_results_and_on_bytes() -> None:
+    from flwr.app import Context
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    nodes, rounds = 4, 3
+    # Flower's simulation registers its nodes one by one; a round must not start before all are there.
+    options = {"min_train_nodes": nodes, "min_evaluate_nodes": nodes, "min_available_nodes": nodes}
+    runs = []
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        metered = MeteredGrid(grid)
+        runs.append((fit(fedavg(**options), metered, model(), rounds), metered.ledger))
+
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    try:
+        run_simulation(server, client_app(), num_supernodes=nodes, backend_config=resources)
+    finally:
+        import ray
+
+        ray.shutdown()
+    with InProcessGrid(client_app(), nodes) as engine:
+        metered = MeteredGrid(engine)
+        runs.append((fit(fedavg(**options), metered, model(), rounds), metered.ledger))
+
+    (simulated, theirs), (in_process, ours) = runs
+    assert simulated.arrays == in_process.arrays
+    assert simulated.train_metrics_clientapp == in_process.train_metrics_clientapp
+    for column in ("round", "node", "direction", "message_type"):
+        for value in ("messages", "payload"):
+            assert ours.by(column, value) == theirs.by(column, value)
+        # Node ids are random numbers of variable length on the wire; nothing else differs.
+        wire, messages = ours.by(column, "wire"), ours.by(column, "messages")
+        assert all(abs(theirs.by(column, "wire")[k] - wire[k]) <= 2 * messages[k] for k in wire)

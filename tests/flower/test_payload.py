@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedcomp.flower import _private
 from fedcomp.flower._private import Packer, acting_as, unpack
 from fedcomp.flower.ledger import wire_bytes
 from fedcomp.flower.payload import (
@@ -175,6 +178,37 @@ def test_wire_bytes_agree_with_flowers_own_walk_over_the_objects() -> None:
     theirs += get_object_tree(sent).ByteSize() + message_to_proto(remove_content_from_message(sent)).ByteSize()
     assert ours == theirs
     assert ours < 2.4e6 + 5.3e6 + 1.1e6
+
+
+def test_messages_are_rebuilt_exactly_as_flower_would() -> None:
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    data = Key(0, "big").bits(1_500_000).tobytes()
+    record = RecordDict(
+        {
+            "big": ArrayRecord({"three chunks": Array("uint8", (len(data),), STYPE, data)}),
+            "small": ArrayRecord({"w": Array(np.eye(3)), "empty": Array("uint8", (0,), STYPE, b"")}),
+            "zeros": ArrayRecord({"equal chunks": Array("uint8", (11 * 2**20,), STYPE, bytes(11 * 2**20))}),
+        }
+    )
+    packed = Packer().pack(message(record))
+    unpacker = _private.Unpacker()
+    first, second = unpacker.unpack(packed), unpacker.unpack(packed)
+    theirs = inflate_object_from_contents(packed.root, dict(packed.contents))
+    for mine in (first, second):
+        assert mine.content == theirs.content == record
+        assert mine.object_id == theirs.object_id == packed.root
+    for name in record:
+        for key in record[name]:
+            assert first.content[name][key] is not second.content[name][key]
+
+
+def test_weighing_leaves_nothing_behind_that_would_travel() -> None:
+    record = RecordDict({"a": ArrayRecord({"w": Array(np.zeros(100_000))})})
+    sent = message(record)
+    before = len(pickle.dumps(sent))
+    wire_bytes(sent)
+    assert len(pickle.dumps(sent)) - before < 500
 
 
 def test_a_changed_record_is_weighed_anew() -> None:

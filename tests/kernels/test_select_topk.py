@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import feedback_step, select, select_topk
@@ -60,6 +62,20 @@ def test_equals_the_full_sort(kind: str, tier: str) -> None:
                 got = select_topk(x, k, tier=tier, seed=seed)
                 assert got.dtype == np.int64
                 np.testing.assert_array_equal(got, expected, err_msg=f"{kind} n={n} k={k} seed={seed}")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=200),
+    st.integers(0, 200),
+    st.integers(0, 2**64 - 1),
+)
+def test_any_finite_vector(values: list[float], k: int, seed: int) -> None:
+    """Spec 7.1.2 for whatever hypothesis finds: mixed zeros, denormals, largest floats, repeats."""
+    x = np.array(values, np.float32)
+    k = min(k, x.size)
+    for tier in ("numba", "numpy"):
+        np.testing.assert_array_equal(select_topk(x, k, tier=tier, seed=seed), _by_full_sort(x, k))
 
 
 @pytest.mark.parametrize("tier", ["numba", "numpy"])

@@ -30,7 +30,7 @@ def spliced(frame: bytes, at: int, cut: int, new: bytes) -> bytes:
 
 def test_layout_of_the_specimen() -> None:
     # name, dtype, ndim, dim, kind, k, index codec + 1 parameter, value codec, back-end, two lengths.
-    assert ONE[TABLE : TABLE + 14] == b"\x00\x00\x01\x64\x01\x02\x04\x01\x04\x00\x00\x00\x02\x08"[:14]
+    assert ONE[TABLE : TABLE + 14] == b"\x00\x00\x01\x64\x01\x02\x04\x01\x03\x00\x00\x00\x02\x08"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_layout_of_the_specimen() -> None:
         (spliced(ONE, TABLE, 1, b"\x80\x02"), wire.Corrupt),
         (edited(ONE, TABLE + 1, b"\x63"), wire.UnsupportedCodec),
         (edited(ONE, TABLE + 2, b"\x09"), wire.Corrupt),
-        (spliced(ONE, TABLE + 3, 1, b"\x80" * 9 + b"\x40"), wire.LimitExceeded),
+        (spliced(ONE, TABLE + 3, 1, b"\x80" * 8 + b"\x40"), wire.LimitExceeded),
         (spliced(ONE, TABLE + 2, 2, b"\x08" + (b"\xff" * 8 + b"\x7f") * 8), wire.LimitExceeded),
         (edited(ONE, TABLE + 4, b"\x04"), wire.Corrupt),
         (edited(ONE, TABLE + 4, b"\x00"), wire.Corrupt),
@@ -175,7 +175,7 @@ def test_a_receiver_without_zstd_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
     frame = wire.encode([wire.dense(np.zeros(500, np.float32), backend="zstd")])
     monkeypatch.setattr(backends, "available_backends", lambda: ("none", "zlib"))
-    with pytest.raises(wire.UnsupportedCodec, match="not installed here.*none, zlib") as error:
+    with pytest.raises(wire.UnsupportedCodec, match=r"not installed here.*none, zlib") as error:
         wire.decode(frame)
     assert error.value.available == ("none", "zlib")
 
@@ -212,10 +212,10 @@ def test_nothing_is_allocated_for_what_a_field_merely_claims() -> None:
             wire.decode(frame)
         tracemalloc.start()
         with pytest.raises(wire.WireError):
-            wire.decode(frame, limits=wire.Limits(max_tensors=1 << 20, max_elements=1 << 62))
+            wire.decode(frame, limits=wire.Limits(max_tensors=1 << 20, max_elements=1 << 40))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 60_000
+        assert peak < 60_000, frame.hex()
 
 
 def test_many_empty_optional_fields_are_refused() -> None:

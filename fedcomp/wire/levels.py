@@ -1,0 +1,239 @@
+"""Value codecs of a few integer levels: ternary and QSGD; and the table of all value codecs."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, unpack
+from fedcomp.wire.errors import Corrupt
+from fedcomp.wire.gamma import gamma_size, pack_gamma, unpack_gamma
+from fedcomp.wire.index import Support
+from fedcomp.wire.quantised import (
+    SignScale,
+    Uniform,
+    block_count,
+    block_reduce,
+    require,
+    round_up,
+    spread,
+    take_param,
+    take_scales,
+)
+from fedcomp.wire.rice import Rice
+from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values, flat
+
+MAX_LEVELS: Final = 1 << 24
+
+
+class Ternary(Values):
+    """-1, 0 or +1 times one scale (TernGrad, STC), in whichever of two layouts is shorter.
+
+    Parameters
+    ----------
+    trits : ndarray of int8, shape (k,)
+        -1, 0 or +1.
+    scale : float
+
+    Parameters on the wire: layout u8. Layout 0: five trits per byte. Layout 1, for many zeros: b u8 and the number of
+    non-zero trits, varint; the section then is their positions in Rice code and one sign bit each. Both sections start
+    with the scale, f32.
+    """
+
+    codec_id = 5
+    name = "ternary"
+    unbiased = True
+
+    def __init__(self, trits: NDArray[Any], scale: float) -> None:
+        trits = np.asarray(trits).reshape(-1)
+        require(not trits.size or (trits.min() >= -1 and trits.max() <= 1), "trits are -1, 0 or +1")
+        self.trits = trits.astype(np.int8)
+        self.scale = float(np.float32(scale))
+
+    @classmethod
+    def quantise(cls, array: NDArray[Any]) -> Self:
+        """Keep the signs and the mean magnitude of the non-zero values (STC: Sattler et al. 2019)."""
+        x = np.asarray(array, np.float64).reshape(-1)
+        trits = np.sign(x).astype(np.int8)
+        kept = int(np.count_nonzero(trits))
+        return cls(trits, float(np.abs(x).sum()) / kept if kept else 0.0)
+
+    @property
+    def k(self) -> int:
+        return int(self.trits.size)
+
+    def decode(self) -> NDArray[Any]:
+        return self.trits.astype(np.float32) * np.float32(self.scale)
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        if self.k == 0:
+            return b"\x00", b""
+        scale = np.array([self.scale], "<f4").tobytes()
+        dense = (self.k + 4) // 5
+        positions = np.flatnonzero(self.trits)
+        support = Support(positions, self.k)
+        coded, stream = Rice().encode(support) if 2 * positions.size <= self.k else (b"", b"")
+        signs = np.packbits(self.trits[positions] < 0, bitorder="little").tobytes()
+        if coded and len(stream) + len(signs) + 1 < dense:
+            return b"\x01" + coded + put_varint(support.k), scale + stream + signs
+        digits = np.zeros((dense, 5), np.uint8)
+        digits.reshape(-1)[: self.k] = self.trits % 3
+        powers = np.array([1, 3, 9, 27, 81], np.uint8)
+        return b"\x00", scale + (digits * powers).sum(axis=1, dtype=np.uint8).tobytes()
+
+    @staticmethod
+    def _params(params: bytes, k: int) -> tuple[int, bytes, int]:
+        if params == b"\x00":
+            return 0, b"", 0
+        if len(params) < 3 or params[0] != 1:
+            raise Corrupt(f"ternary has impossible parameters {params.hex()!r}")
+        kept, end = take_param(params, 2, "ternary")
+        if end != len(params) or kept > k or k == 0:
+            raise Corrupt(f"ternary has impossible parameters {params.hex()!r} for {k} values")
+        return 1, params[1:2], kept
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        layout, rice, kept = cls._params(params, k)
+        if layout == 0:
+            size = 4 + (k + 4) // 5 if k else 0
+            return size, size
+        low, high = Rice().bounds(rice, k, kept)
+        return 4 + low + (kept + 7) // 8, 4 + high + (kept + 7) // 8
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        layout, rice, kept = cls._params(params, k)
+        if k == 0:
+            return cls(np.zeros(0, np.int8), 0.0)
+        scale = float(take_scales(section, 1, "scale")[0])
+        if layout == 0:
+            packed = np.frombuffer(section[4:], np.uint8)
+            if int(packed.max()) > 242:
+                raise Corrupt("a byte of five trits is above 242")
+            digits = _TRITS[packed].reshape(-1)
+            if np.any(digits[k:]):
+                raise Corrupt("padding trits are not zero")
+            return cls(digits[:k], scale)
+        split = len(section) - (kept + 7) // 8
+        positions = Rice().decode(rice, section[4:split], k, kept)
+        if kept & 7 and section[len(section) - 1] >> (kept & 7):
+            raise Corrupt("padding bits after the signs are not zero")
+        negative = np.unpackbits(np.frombuffer(section[split:], np.uint8), count=kept, bitorder="little")
+        trits = np.zeros(k, np.int8)
+        trits[positions] = 1 - 2 * negative.view(np.int8)
+        return cls(trits, scale)
+
+
+def _trit_table() -> NDArray[np.int8]:
+    digits = np.arange(243)[:, None] // np.array([1, 3, 9, 27, 81]) % 3
+    return np.where(digits == 2, -1, digits).astype(np.int8)
+
+
+_TRITS = _trit_table()
+
+
+class QsgdLevels(Values):
+    """``norm * level / s`` per bucket (QSGD: Alistarh et al., NIPS 2017), the shorter of b bits and Elias-gamma.
+
+    Parameters
+    ----------
+    levels : ndarray of int, shape (k,)
+        Signed, ``|level| <= s``.
+    s : int
+        Number of levels, 1 .. 2**24.
+    bucket : int
+        Values per norm; 0 for one norm.
+    norms : ndarray of float32, shape (ceil(k / bucket),)
+
+    Parameters on the wire: packing u8 (0 fixed width, 1 Elias-gamma), s varint, bucket varint. Section: norms f32, then
+    ``level + s`` in ``bit_length(2 s)`` bits each, or the zigzag level plus one in split Elias-gamma code.
+    """
+
+    codec_id = 6
+    name = "qsgd"
+    unbiased = True
+
+    def __init__(self, levels: NDArray[Any], s: int, bucket: int, norms: NDArray[np.float32]) -> None:
+        require(
+            1 <= s <= MAX_LEVELS and 0 <= bucket < 1 << 32,
+            f"QSGD needs s in 1..2**24 and a bucket, got {s}, {bucket}",
+        )
+        levels = np.asarray(levels).reshape(-1)
+        require(not levels.size or (levels.min() >= -s and levels.max() <= s), f"levels are -{s}..{s}")
+        self.levels = levels.astype(np.int32, copy=False)
+        self.s, self.bucket = s, bucket
+        self.norms = flat(np.atleast_1d(norms), "float32")
+        count = block_count(self.k, bucket)
+        require(self.norms.size == count, f"{self.k} levels in buckets of {bucket} need {count} norms")
+
+    @classmethod
+    def quantise(cls, array: NDArray[Any], s: int, bucket: int, uniforms: NDArray[np.float64]) -> Self:
+        """Round ``s |x| / ||x||_2`` per bucket up or down at random, unbiased.
+
+        ``uniforms`` are float64 in [0, 1), shape (k,). The norm is rounded up to float32, so that no level exceeds s.
+        """
+        x = np.asarray(array, np.float64).reshape(-1)
+        exact = np.sqrt(block_reduce(np.add, x * x, bucket))
+        norms = round_up(exact)
+        unit = spread(np.where(norms > 0, norms, 1).astype(np.float64), bucket, x.size)
+        levels = np.minimum(np.floor(np.abs(x) / unit * s + uniforms), s).astype(np.int32)
+        return cls(np.where(x < 0, -levels, levels), s, bucket, norms)
+
+    @property
+    def k(self) -> int:
+        return int(self.levels.size)
+
+    def decode(self) -> NDArray[Any]:
+        # One exact product in float64 and one division, each correctly rounded: the same float32 everywhere.
+        product = self.levels * spread(self.norms.astype(np.float64), self.bucket, self.k)
+        return (product / self.s).astype(np.float32)
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        width = (2 * self.s).bit_length()
+        zigzag = ((self.levels << 1) ^ (self.levels >> 31)).astype(np.uint32)
+        gamma = gamma_size(zigzag) < packed_size(self.k, width)
+        params = bytes((gamma,)) + put_varint(self.s) + put_varint(self.bucket)
+        packed = pack_gamma(zigzag) if gamma else pack(self.levels + np.int32(self.s), width)
+        return params, self.norms.tobytes() + packed
+
+    @staticmethod
+    def _params(params: bytes) -> tuple[int, int, int]:
+        if len(params) < 3 or params[0] > 1:
+            raise Corrupt(f"QSGD needs a packing 0 or 1, s and a bucket; found {params.hex()!r}")
+        s, pos = take_param(params, 1, "QSGD")
+        bucket, end = take_param(params, pos, "QSGD")
+        if end != len(params) or not 1 <= s <= MAX_LEVELS or bucket >= 1 << 32:
+            raise Corrupt(f"QSGD has impossible parameters {params.hex()!r}")
+        return params[0], s, bucket
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        gamma, s, bucket = cls._params(params)
+        norms = 4 * block_count(k, bucket)
+        fixed = packed_size(k, (2 * s).bit_length())
+        # The encoder takes Elias-gamma only where it is shorter; one bit per value is its minimum.
+        return (norms + (k + 7) // 8, norms + max(0, fixed - 1)) if gamma else (norms + fixed, norms + fixed)
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        gamma, s, bucket = cls._params(params)
+        count = block_count(k, bucket)
+        norms = take_scales(section, count, "norm")
+        packed = section[4 * count :]
+        if gamma:
+            zigzag = unpack_gamma(packed, k, (2 * s + 1).bit_length() - 1).astype(np.int64)
+            levels = (zigzag >> 1) ^ -(zigzag & 1)
+        else:
+            levels = unpack(packed, k, (2 * s).bit_length(), np.int32) - np.int32(s)
+        if k and (int(levels.max()) > s or int(levels.min()) < -s):
+            raise Corrupt(f"a QSGD level is outside -{s}..{s}")
+        return cls(levels, s, bucket, norms)
+
+
+VALUE_CODECS: Final[dict[int, type[Values]]] = {
+    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Natural)
+}
+VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

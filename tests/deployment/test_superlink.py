@@ -1,0 +1,122 @@
+"""A real SuperLink with two SuperNodes on loopback: same result, kept client state, honest bytes, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments import engines
+from experiments.engines import superlink
+from experiments.engines.processes import DeploymentError, members
+from experiments.engines.superlink import Deployment, project_root
+from experiments.spec import RunSpec
+from fedcomp.errors import ConfigError
+
+SPEC = RunSpec(
+    "topk",
+    task="digits",
+    engine="superlink",
+    rounds=3,
+    clients=2,
+    seed=4,
+    settings={"codec.density": 0.05, "momentum": 0.9, "lr": 0.05},
+)
+
+
+def processes_below(folder: Path) -> list[int]:
+    """Return the living processes whose Flower home lies in ``folder``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if str(folder).encode() in environment:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch):
+    here = engines.run(replace(SPEC, engine="inprocess"))
+    used: list[Deployment] = []
+
+    class Watched(Deployment):
+        def __enter__(self) -> Deployment:
+            used.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(superlink, "Deployment", Watched)
+    seen = []
+    there = engines.run(SPEC, on_round=seen.append)
+
+    assert there.spec == SPEC
+    assert [record.round for record in seen] == [0, 1, 2, 3]
+    assert there.accuracy == here.accuracy > 0.6
+    assert {k: v.tobytes() for k, v in there.arrays.items()} == {k: v.tobytes() for k, v in here.arrays.items()}
+
+    # Every message ran in a process of its own; the memory of what was not sent came through SuperNode's state.
+    fresh = [record.metrics["report.fresh"] for record in there.rounds[1:]]
+    assert fresh == [2, 0, 0]
+    assert all(record.metrics["report.rolled_back"] == 0 for record in there.rounds[1:])
+
+    traffic = there.notes["flower_run"]["network-traffic"]
+    assert there.notes["flower_run"]["status"] == "finished:completed"
+    assert there.uplink_wire_bytes == pytest.approx(traffic["inbound-bytes"], rel=0.01)
+    # Flower's downlink counter includes acknowledgements that our ledger leaves out.
+    assert traffic["outbound-bytes"] >= there.downlink_wire_bytes > 0.95 * traffic["outbound-bytes"]
+
+    (deployment,) = used
+    assert not deployment.folder.exists()
+    assert all(members(child.pid) == [] for child in deployment.children)
+    assert processes_below(deployment.folder) == []
+
+
+@pytest.mark.slow
+def test_an_app_that_fails_is_an_error_with_its_log_and_leaves_nothing():
+    with Deployment(1) as deployment:
+        folder, config = deployment.folder, {**SPEC.to_run_config(), "clients": 1, "system": "topkk"}
+        deployment.run_app(config, limit=120)
+        assert "did you mean 'topk'" in (folder / "run.log").read_text()
+        assert deployment.runs()[0]["status"] == "finished:failed"
+    assert not folder.exists()
+    assert processes_below(folder) == []
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_at_once_stops_the_deployment(monkeypatch):
+    def broken(arguments):
+        return ["/bin/sh", "-c", "echo no such partition >&2; exit 3"], {}
+
+    monkeypatch.setattr(superlink.edge, "prepare", broken)
+    deployment = Deployment(1)
+    with pytest.raises(DeploymentError, match="(?s)SuperNode 0 ended with status 3.*no such partition"):
+        deployment.__enter__()
+    assert not deployment.folder.exists()
+    assert all(members(child.pid) == [] for child in deployment.children)
+
+
+def test_the_project_root_is_the_checkout():
+    assert (project_root() / "experiments" / "engines" / "superlink.py").exists()
+
+
+def test_an_installed_package_without_source_is_told_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(superlink, "__file__", str(tmp_path / "a" / "b" / "c" / "superlink.py"))
+    with pytest.raises(ConfigError, match="is not a source checkout"):
+        project_root()
+
+
+def test_every_process_is_offline_and_has_a_home_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    deployment = Deployment(2)
+    deployment.folder = tmp_path
+    homes = {deployment.env(name)["FLWR_HOME"] for name in ("superlink", "node-0", "node-1", "cli")}
+    assert len(homes) == 4
+    env = deployment.env("superlink")
+    assert env["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert env["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
