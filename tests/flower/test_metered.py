@@ -254,6 +254,6 @@ def test_ray_and_the_in_process_engine_agree_on_results_and_on_bytes() -> None:
     for column in ("round", "node", "direction", "message_type"):
         for value in ("messages", "payload"):
             assert ours.by(column, value) == theirs.by(column, value)
-        # Node ids are random numbers of variable length on the wire; nothing else differs.
+        # Run, node and task ids are random numbers of variable length, twice per message; nothing else differs.
         wire, messages = ours.by(column, "wire"), ours.by(column, "messages")
-        assert all(abs(theirs.by(column, "wire")[k] - wire[k]) <= 2 * messages[k] for k in wire)
+        assert all(abs(theirs.by(column, "wire")[k] - wire[k]) <= 16 * messages[k] for k in wire)
