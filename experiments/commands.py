@@ -33,6 +33,7 @@ def invoke(app: typer.Typer, program: str, arguments: Sequence[str] | None, setu
     except FedcompError as error:
         return complain(str(error), BROKEN)
     except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has seen enough. Python would complain once more when it flushes at exit.
@@ -53,12 +54,13 @@ def clean_stdout(wanted: bool) -> Iterator[TextIO]:
 
     That includes what other processes and native threads below this one write to the descriptor (Ray does).
     """
-    stdout = sys.stdout
+    stdout: TextIO = sys.stdout
+    ours = stdout is sys.__stdout__
     if not wanted:
         yield stdout
         return
     with contextlib.redirect_stdout(sys.stderr):
-        if stdout is not sys.__stdout__:
+        if not ours:
             # Somebody has already put another object in place: there is no descriptor of ours to keep clean.
             yield stdout
             return

@@ -28,8 +28,9 @@ _SERIES = tuple(f"#f0f0{i:02x}" for i in range(SERIES_COLOURS))
 _VARIABLES = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {
     colour: f"var(--series-{i})" for i, colour in enumerate(_SERIES)
 }
-# Lines that lie on each other stay visible: every second one is dashed and drawn over a solid one.
-_DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("-", (0, (4, 1.6)))
+# Lines that lie on each other stay visible: broken ones are drawn over whole ones.
+_WHOLE, _DASHED, _DOTTED = (0.0, ()), (0.0, (4.0, 1.6)), (0.0, (1.3, 1.5))
+_DASHES: tuple[tuple[float, tuple[float, ...]], ...] = (_WHOLE, _DASHED, _WHOLE, _DASHED, _DOTTED)
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ def line_plot(
 
 def swatch(index: int) -> str:
     """Return a small ``<svg>`` that shows the line of series ``index``, for a legend."""
-    dash = _dash(index)
-    pattern = "none" if isinstance(dash, str) else " ".join(f"{2 * length:g}" for length in dash[1])
+    pattern = " ".join(f"{2 * length:g}" for length in _dash(index)[1]) or "none"
     return (
         '<svg class="swatch" width="30" height="8" aria-hidden="true"><line x1="0" y1="4" x2="30" y2="4" '
         f'style="stroke: var(--series-{index % SERIES_COLOURS}); stroke-width: {_width(index) + 0.6:g}; '
@@ -92,7 +92,7 @@ def swatch(index: int) -> str:
     )
 
 
-def _dash(index: int) -> str | tuple[float, tuple[float, ...]]:
+def _dash(index: int) -> tuple[float, tuple[float, ...]]:
     return _DASHES[index % len(_DASHES)]
 
 
@@ -106,7 +106,7 @@ def _draw(axes: Axes, index: int, points: list[tuple[float, float]]) -> None:
         x,
         y,
         color=_SERIES[index % SERIES_COLOURS],
-        linestyle=_dash(index),
+        linestyle=_dash(index) if _dash(index)[1] else "-",
         linewidth=_width(index),
         marker="o" if len(points) < 12 else "",
         markersize=4,

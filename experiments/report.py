@@ -15,8 +15,8 @@ from experiments.experiment import Config, Experiment
 from experiments.spec import RoundRecord, RunResult, RunSpec
 
 COUNTED = {
-    "payload": "Payload is what the system itself wrote: the length of the frames its codec produced, or the raw "
-    "bytes of the tensors where no codec is used.",
+    "payload": "Payload is what the system itself wrote: the frames its codec produced, or the tensors as Flower packs "
+    "them (one .npy each) where no codec is used.",
     "wire": "Wire is every byte of the serialised Flower messages that carried it: payload, metrics, configuration "
     "and Flower's own envelope, training and evaluation together.",
     "simulated": "Simulated time is computed from the wire bytes and each client's own link (bandwidth and latency; "

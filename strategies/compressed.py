@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.codecs.base import config_of
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
@@ -155,7 +154,7 @@ class Compressed(Strategy):
             if train:
                 self._sequence += 1
                 fields |= {
-                    "codec": config_of(self.codec),
+                    "codec": self.codec.to_config(),
                     "sequence": self._sequence,
                     "acknowledged": peer.acknowledged,
                     "generation": peer.generation,
@@ -210,7 +209,7 @@ class Compressed(Strategy):
                 if step.exact is not None:
                     put_frame(content, f"{STEP}.{step.version}.exact", step.exact)
         return {
-            "downlink": config_of(broadcast.codec),
+            "downlink": broadcast.codec.to_config(),
             "version": broadcast.version,
             "base": 0 if steps is None else peer.version,
             "digest": broadcast.digest,
@@ -304,8 +303,8 @@ class Compressed(Strategy):
         exact: Named = {}
         for arrival in arrivals:
             factor = arrival.weight / total
-            if arrival.bundle is not None:
-                self.codec.accumulate(arrival.bundle, factor, out)
+            if arrival.frame is not None:
+                self.codec.accumulate(arrival.frame, factor, out)
             else:
                 vector = layout.flatten(arrival.plain)
                 if not self.codec.lossless:
@@ -348,11 +347,11 @@ class Compressed(Strategy):
         messages = []
         for arrival in arrivals:
             base = shared if arrival.sent.base is None else layout.flatten(arrival.sent.base)
-            if arrival.bundle is None:
+            if arrival.frame is None:
                 vector = layout.flatten(arrival.plain)
             else:
-                vector = self.codec.decode(arrival.bundle, layout)
-            if arrival.bundle is not None and not self.codec.lossless:
+                vector = self.codec.decode(arrival.frame, layout)
+            if arrival.frame is not None and not self.codec.lossless:
                 vector += base
             elif start is not shared and arrival.sent.base is None:
                 vector += shared - start

@@ -21,7 +21,7 @@ from fedcomp.exact import decode_exact
 from fedcomp.flower.payload import NODE_RECORD, frames, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, UPDATE
 from fedcomp.layout import Layout
-from fedcomp.wire import Bundle
+from fedcomp.wire import Frame
 
 
 class Rejected(FedcompError):
@@ -59,7 +59,11 @@ class Sent:
 
 @dataclass
 class Arrival:
-    """A checked reply: either a parsed frame (``bundle``) or, from a client without the mod, plain arrays."""
+    """A checked reply: either a frame or, from a client without the mod, plain arrays.
+
+    The frame is kept as bytes, which are in the message anyway, and parsed again when it is added: parsed frames of all
+    clients side by side would make memory grow with their number.
+    """
 
     sent: Sent
     message: Message
@@ -68,7 +72,7 @@ class Arrival:
     metrics_name: str
     weight: float
     exact: Mapping[str, NDArray[Any]]
-    bundle: Bundle | None = None
+    frame: Frame | None = None
     plain: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     sequence: int = 0
     generation: int = 0
@@ -178,6 +182,7 @@ def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, weight_key: 
             sequence = _integer(header, "sequence")
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
+            codec.open(frame, layout)
             name = header.get("record")
             if not isinstance(name, str) or not name:
                 raise Rejected("update does not name its ArrayRecord")
@@ -189,7 +194,7 @@ def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, weight_key: 
                 metrics_name,
                 weight,
                 decode_exact(take_frame(content, EXACT), layout),
-                codec.open(frame, layout),
+                frame,
                 sequence=sequence,
                 generation=_integer(header, "generation") if "generation" in header else 0,
             )

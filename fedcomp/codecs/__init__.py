@@ -1,6 +1,6 @@
 """What of an update is sent: one file per compressor, found by name or made from a configuration that travels."""
 
-from fedcomp.codecs.base import Codec, State, config_of, require_finite
+from fedcomp.codecs.base import Codec, State, require_finite
 from fedcomp.codecs.chain import Chain, Transform, chain, get_transform
 from fedcomp.codecs.chain import registry as _transforms
 from fedcomp.codecs.clip import Clip
@@ -36,7 +36,6 @@ __all__ = [
     "Transform",
     "UnknownCodec",
     "chain",
-    "config_of",
     "get_codec",
     "get_transform",
     "known",

@@ -169,8 +169,3 @@ def require_finite(update: Update) -> None:
                 "state was changed. Lower the learning rate or clip gradients before communicating"
             )
     raise LayoutError("the update's sum is not finite although every tensor is")
-
-
-def config_of(codec: Codec) -> dict[str, Any]:
-    """Return ``{"id": codec_id, **get_config()}``, the form that travels and is stored."""
-    return codec.to_config()

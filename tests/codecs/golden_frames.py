@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from codec_examples import EXAMPLES
 
-from fedcomp.codecs import Codec, config_of, get_codec
+from fedcomp.codecs import Codec, get_codec
 from fedcomp.layout import Layout, TensorSpec, Update
 from fedcomp.rng import Key
 
@@ -40,7 +40,7 @@ def entry(codec: Codec) -> dict[str, Any]:
     frame, _ = codec.encode(given(), codec.init(LAYOUT), KEY)
     decoded = codec.decode(frame, LAYOUT).astype("<f4").tobytes()
     return {
-        "config": config_of(codec),
+        "config": codec.to_config(),
         "frame": base64.b64encode(frame).decode(),
         "decoded": base64.b64encode(decoded).decode(),
     }

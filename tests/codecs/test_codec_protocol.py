@@ -11,7 +11,7 @@ from codec_examples import EXAMPLES, LAYOUTS, update
 
 import fedcomp.codecs
 from fedcomp import wire
-from fedcomp.codecs import Codec, PositionalCodec, config_of, get_codec, known
+from fedcomp.codecs import Codec, PositionalCodec, get_codec, known
 from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
@@ -39,7 +39,7 @@ def test_every_known_codec_has_an_example() -> None:
 def test_configuration_is_faithful(codec: Codec) -> None:
     """from_config(get_config()), a JSON round trip and eval(repr) all give an equal codec; hashes agree."""
     assert type(codec).from_config(codec.get_config()) == codec
-    again = get_codec(json.loads(json.dumps(config_of(codec))))
+    again = get_codec(json.loads(json.dumps(codec.to_config())))
     assert again == codec
     assert hash(again) == hash(codec)
     assert eval(repr(codec), NAMES) == codec

@@ -1,4 +1,4 @@
-"""A real SuperLink with two SuperNodes on loopback: same result, kept client state, honest bytes, nothing left behind."""
+"""A real SuperLink with two SuperNodes on loopback: same result, kept state, honest bytes, nothing left behind."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_node_that_dies_at_once_stops_the_deployment(monkeypatch):
 
     monkeypatch.setattr(superlink.edge, "prepare", broken)
     deployment = Deployment(1)
-    with pytest.raises(DeploymentError, match="(?s)SuperNode 0 ended with status 3.*no such partition"):
+    with pytest.raises(DeploymentError, match=r"(?s)SuperNode 0 ended with status 3.*no such partition"):
         deployment.__enter__()
     assert not deployment.folder.exists()
     assert all(members(child.pid) == [] for child in deployment.children)

@@ -321,6 +321,28 @@ def test_settings_of_an_experiment_are_listed(call: Caller) -> None:
     assert {entry["experiment"] for entry in listed} == set(CATALOG)
 
 
+def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
+    small = ["--rounds", "1", "--clients", "2", "--set", "task.hidden=16"]
+    done = python("-m", "experiments.run", *small, "--json", "--out", str(tmp_path / "runs"), cwd=ROOT)
+    assert done.returncode == 1, done.stderr  # one round of a tiny model cannot reach the bounds of the full one
+    document = json.loads(done.stdout)
+    dense, identity, kept, lost, quantised = document["rows"]
+    assert dense["accuracy"] == identity["accuracy"]
+    (same,) = [claim for claim in document["claims"] if claim["name"].startswith("identity")]
+    assert same["ok"]
+    # 8x8 pixels, one hidden layer of 16, ten classes; float32; two clients, one round.
+    parameters = 64 * 16 + 16 + 16 * 10 + 10
+    # Flower packs each of the four tensors as a .npy file, which begins with 128 bytes of header.
+    assert dense["uplink_payload_bytes"] == 2 * (4 * parameters + 4 * 128)
+    assert 0 < identity["uplink_payload_bytes"] - 2 * 4 * parameters < 2 * 4 * 128
+    assert kept["uplink_payload_bytes"] < quantised["uplink_payload_bytes"] < dense["uplink_payload_bytes"]
+    for row in document["rows"]:
+        assert row["uplink_wire_bytes"] > row["uplink_payload_bytes"]
+        assert row["failures"] == 0
+    assert lost["label"] == "top-k 1 % without feedback"
+    assert "digits" in document["data"]
+
+
 @pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_a_real_run_then_resume(tmp_path: Path) -> None:
     arguments = ["-m", "experiments.run", "quickstart", "--json", "--rounds", "3", "--clients", "3"]

@@ -1,0 +1,66 @@
+"""The server app as Flower calls it: a flat run configuration in, a stored result or a table out."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from flwr.app import Context, RecordDict
+
+from clients.app import app as client_app
+from experiments.server_app import app, build
+from experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
+from fedcomp.errors import ConfigError
+from fedcomp.flower.grid import InProcessGrid
+
+SPEC = RunSpec("topk", rounds=2, clients=3, settings={"task.hidden": "16", "codec.density": 0.1})
+
+
+def call(server, **config) -> None:
+    with InProcessGrid(client_app, SPEC.clients) as grid:
+        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {**SPEC.to_run_config(), **config}))
+
+
+def test_the_result_and_its_rounds_are_stored_in_the_folder(tmp_path):
+    out = tmp_path / "new" / "folder"
+    call(app, out=str(out))
+    result = RunResult.load(out)
+    assert result.spec == SPEC
+    lines = [json.loads(line) for line in (out / ROUNDS_FILE).read_text().splitlines()]
+    assert [RoundRecord.from_json(line).to_json() for line in lines] == [r.to_json() for r in result.rounds]
+
+
+def test_without_a_folder_a_table_is_logged(caplog):
+    caplog.set_level(logging.INFO, logger="flwr")
+    call(app, out="")
+    rows = [r.getMessage().split() for r in caplog.records if r.getMessage()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert any(r.getMessage().startswith("topk: accuracy") for r in caplog.records)
+
+
+@pytest.mark.parametrize("out", ["relative/folder", 3])
+def test_only_absolute_folders_are_taken(out):
+    with pytest.raises(ConfigError, match="expected an absolute path"):
+        call(app, out=out)
+
+
+def test_a_given_spec_wins_over_an_empty_run_configuration():
+    results: list[RunResult] = []
+    with InProcessGrid(client_app, SPEC.clients) as grid:
+        build(SPEC, deliver=results.append)(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
+    assert results[0].spec == SPEC
+
+
+def test_the_projects_own_run_configuration_is_complete():
+    import tomllib
+
+    from experiments.engines.superlink import project_root
+    from experiments.systems import check
+
+    project = tomllib.loads((project_root() / "pyproject.toml").read_text())
+    config = project["tool"]["flwr"]["app"]["config"]
+    # Flower refuses overrides of keys that are missing here, and the superlink engine overrides all of them.
+    assert set(config) == {*RunSpec().to_run_config(), "out"}
+    config.pop("out")
+    check(RunSpec.from_run_config(config))
