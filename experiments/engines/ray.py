@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from clients.app import app as client_app
@@ -36,10 +40,17 @@ def run(
             "the ray engine cannot be resumed: the simulation keeps the clients' state to itself; use engine=inprocess"
         )
     results: list[RunResult] = []
-    server = server_app.build(spec, on_round=on_round, deliver=results.append)
-    with _environment(), _without_deprecation():
+    stop = threading.Event()
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        server = server_app.build(spec, on_round=on_round, deliver=results.append)
+        server(_StoppableGrid(grid, stop), context)
+
+    with _environment(), _without_deprecation(), _set_at_exit(stop):
         run_simulation(
-            server_app=server,
+            server_app=app,
             client_app=client_app,
             num_supernodes=spec.clients,
             backend_config={
@@ -55,6 +66,70 @@ def run(
     if not results:
         raise SimulationError("Flower's simulation ended without a result; its log says why")
     return results[0]
+
+
+class _StoppableGrid(Grid):
+    """The simulation's grid, which refuses to go on once ``stop`` is set.
+
+    Flower runs the server app in a thread. When the main thread is interrupted, the clients are gone but that thread
+    would poll for their replies until the round's timeout, and for nodes without any limit, and keep the process alive.
+    """
+
+    def __init__(self, inner: Grid, stop: threading.Event) -> None:
+        self._grid = inner
+        self._stop = stop
+
+    @property
+    def inner(self) -> Grid:
+        """The simulation's grid, unless the simulation is over.
+
+        Raises
+        ------
+        SimulationError
+            When it is.
+        """
+        if self._stop.is_set():
+            raise SimulationError("the simulation was stopped while a round was under way")
+        return self._grid
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send to the simulation and wait there."""
+        return self.inner.send_and_receive(messages, timeout=timeout)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push to the simulation."""
+        return self.inner.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pull from the simulation."""
+        return self.inner.pull_messages(message_ids)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the simulated nodes."""
+        return self.inner.get_node_ids()
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message the simulation's way."""
+        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def set_run(self, run: Any) -> None:
+        """Set the simulation's run."""
+        self.inner.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """The simulation's run."""
+        return self.inner.run
+
+
+@contextlib.contextmanager
+def _set_at_exit(event: threading.Event) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        event.set()
 
 
 @contextlib.contextmanager
