@@ -239,3 +239,29 @@ def test_ray_gives_the_same_bits_as_this_process(system):
     assert [r.uplink_payload_bytes for r in here] == [r.uplink_payload_bytes for r in ray]
     assert ray.uplink_wire_bytes == pytest.approx(here.uplink_wire_bytes, rel=0.01)
     assert ray.downlink_wire_bytes == pytest.approx(here.downlink_wire_bytes, rel=0.01)
+
+
+INTERRUPTED = """
+import os, signal
+from experiments import engines
+from experiments.spec import RunSpec
+
+def interrupt(record):
+    if record.round == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":
+    try:
+        engines.run(RunSpec("topk", engine="ray", clients=2, rounds=100000), on_round=interrupt)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_simulation_lets_its_process_end():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "interrupted"
