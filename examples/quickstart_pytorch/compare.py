@@ -3,7 +3,7 @@
 Both apps run in this process, on a grid that really serialises every message and counts its bytes; neither app knows.
 Each one gets a Python process of its own, because both call their package ``quickstart``.
 
-    python examples/quickstart_pytorch/compare.py --rounds 10 --clients 10
+    python examples/quickstart_pytorch/compare.py --rounds 30 --clients 10
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(name: str, rounds: int, clients: int) -> dict[str, Any]:
 def main() -> None:
     """Run both apps and print the comparison."""
     parser = argparse.ArgumentParser(description="Bytes sent by the plain and the compressed quickstart app.")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--app", choices=APPS, help="run one app and print its figures as JSON")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -68,7 +68,7 @@ def main() -> None:
 def _in_own_process(name: str, rounds: int, clients: int) -> dict[str, Any]:
     root = HERE.parents[1]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    # A model this small only loses time to torch's thread pool, and with one thread the figures repeat exactly.
+    # A model this small only loses time to torch's thread pool.
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--app", name, "--rounds", str(rounds), "--clients", str(clients)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)

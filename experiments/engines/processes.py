@@ -2,6 +2,7 @@
 
 Every child leads a process group of its own, so that what it starts in turn (Flower's SuperExec, one process per
 message) is reached through it, and so that Ctrl-C in a terminal reaches only us, who then stop the children in order.
+Linux only: the family of a process is read from ``/proc``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Child:
                 cwd=cwd,
                 start_new_session=True,
             )
+        self._groups = {self._process.pid}
 
     @property
     def pid(self) -> int:
@@ -76,21 +78,23 @@ class Child:
 
     def terminate(self) -> None:
         """Ask the leader to end; return at once."""
-        with contextlib.suppress(ProcessLookupError):
+        # Noted now: once the leader is gone its descendants have another parent and cannot be told from strangers.
+        self._groups |= groups_below(self.pid)
+        if self.returncode is None:
             os.kill(self.pid, signal.SIGTERM)
 
     def stop(self, grace: float = 10.0) -> None:
-        """End the whole group: ask the leader, then everybody, then insist. Returns when nobody is left."""
+        """End the process and all below it: ask the leader, then everybody, then insist."""
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if not members(self.pid):
-                break
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+            for group in self._groups:
+                if members(group):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(group, number)
             deadline = time.monotonic() + grace
-            while members(self.pid) and time.monotonic() < deadline:
+            while any(members(group) for group in self._groups) and time.monotonic() < deadline:
                 self._process.poll()
                 time.sleep(0.05)
         self._process.poll()
@@ -98,17 +102,37 @@ class Child:
 
 def members(group: int) -> list[int]:
     """Return the ids of the living processes in process group ``group`` (zombies are dead)."""
-    found = []
+    return [pid for pid, (_, pgrp) in _living().items() if pgrp == group]
+
+
+def groups_below(pid: int) -> set[int]:
+    """Return the process groups led by ``pid`` or by any of its living descendants.
+
+    Some of Flower's helpers are started in sessions of their own; a group whose leader is no descendant is never ours.
+    """
+    living = _living()
+    family = {pid}
+    while True:
+        more = {child for child, (parent, _) in living.items() if parent in family} - family
+        if not more:
+            break
+        family |= more
+    return {pid} | {living[p][1] for p in family if p in living and living[p][1] in family}
+
+
+def _living() -> dict[int, tuple[int, int]]:
+    """Return parent and process group of every living process by its id."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             # The command name, in parentheses, may hold anything: fields count from the last one.
-            state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            state, parent, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
         except (OSError, ValueError):
             continue
-        if int(pgrp) == group and state not in "ZX":
-            found.append(int(entry.name))
+        if state not in "ZX":
+            found[int(entry.name)] = (int(parent), int(group))
     return found
 
 

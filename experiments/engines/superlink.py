@@ -88,6 +88,10 @@ class Deployment:
                 f"a loopback deployment starts one operating-system process per client: clients={nodes} is outside "
                 f"1 to {MAX_NODES}; use engine=inprocess for more"
             )
+        if not Path("/proc/self/stat").exists():
+            raise ConfigError(
+                "the superlink engine finds its processes in /proc and runs on Linux only; use engine=ray"
+            )
         self.nodes = nodes
         self.children: list[Child] = []
         self._keep = keep

@@ -39,7 +39,8 @@ class Support:
         first, self.last = int(self.indices[0]), int(self.indices[-1])
         if first < 0 or self.last >= n or self.k > n:
             raise ConfigError(f"indices run from {first} to {self.last}; expected 0 <= index < {n}")
-        if np.any(self.indices[1:] <= self.indices[:-1]):
+        # A step of zero or backwards wraps to a huge unsigned gap, so that the largest gap tells.
+        if int(self.gaps.max()) >= n:
             raise ConfigError("indices must be strictly ascending; sort them and reorder the values with them")
 
     @cached_property

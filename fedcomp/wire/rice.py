@@ -23,26 +23,34 @@ DEFAULT_BLOCK_LOG2 = 8
 
 def rice_size(support: Support, b: int) -> int:
     """Return the exact bytes of the Rice section of ``support`` with parameter ``b``."""
-    return unary_size(_quotient_sum(support.gaps, b), support.k) + packed_size(support.k, b)
+    return _size(_quotient_sum(support.gaps, b), support.k, b)
 
 
 def best_rice(support: Support) -> tuple[int, int]:
-    """Return the Rice parameter with the smallest section, and that section's bytes (ties: the smaller parameter)."""
+    """Return a Rice parameter, and the bytes of its section: the smallest, up to one byte of rounding."""
     if support.k == 0:
         return 0, 0
     # Near the optimum for geometric gaps, b = log2(mean ln 2); the walk from there compares exact sizes.
     b = max(0, (support.gap_sum * 45426 // 65536 // support.k).bit_length() - 1)
-    size = rice_size(support, b)
-    for step in (1, -1):
-        moved = False
-        while 0 <= b + step <= support.n.bit_length():
-            other = rice_size(support, b + step)
-            if other > size or (other == size and step > 0):
-                break
-            b, size, moved = b + step, other, True
-        if moved:
+    quotients = _quotient_sum(support.gaps, b)
+    size = _size(quotients, support.k, b)
+    # With one bit more every quotient halves, rounded down; with one bit less it at least doubles. So one bit more
+    # cannot save anything while the quotients sum to at most k, and one bit less costs at least a byte when they sum to
+    # k + 8: most supports need one direction only.
+    start = b
+    while quotients > support.k and b < support.n.bit_length():
+        other = rice_size(support, b + 1)
+        if other >= size:
             break
+        b, size = b + 1, other
+    if b == start and quotients < support.k + 8:
+        while b and (other := rice_size(support, b - 1)) <= size:
+            b, size = b - 1, other
     return b, size
+
+
+def _size(quotient_sum: int, k: int, b: int) -> int:
+    return unary_size(quotient_sum, k) + packed_size(k, b)
 
 
 def _quotient_sum(gaps: NDArray[Any], b: int) -> int:

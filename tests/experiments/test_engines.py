@@ -142,7 +142,7 @@ def test_too_many_supernodes_are_refused():
 
 
 def cohorts(grid, **shares) -> Cohorts:
-    query = ConfigRecord({"clients": grid.inner._num_partitions})
+    query = ConfigRecord({"clients": 10})
     made = Cohorts(grid, clients=10, seed=3, query=query, **{"train": 1.0, "evaluate": 0.0, **shares})
     made.prepare()
     return made

@@ -63,6 +63,16 @@ def test_stop_reaches_orphans_of_a_leader_that_already_ended(tmp_path):
     assert members(child.pid) == []
 
 
+def test_stop_reaches_a_descendant_that_moved_into_a_session_of_its_own(tmp_path):
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    print(os.getpid(), flush=True)\ntime.sleep(60)"
+    child = start(tmp_path, code)
+    wait_until(lambda: child.tail().strip().isdigit())
+    moved = int(child.tail())
+    assert moved not in members(child.pid)
+    child.stop(grace=2.0)
+    assert members(moved) == []
+
+
 def test_a_dead_child_is_reported_with_its_last_words(tmp_path):
     child = start(tmp_path, "print('line one'); raise SystemExit('no such option')")
     wait_until(lambda: child.returncode is not None)
