@@ -289,12 +289,13 @@ def _resume_command(folder: RunFolder, request: Request) -> str:
 @contextlib.contextmanager
 def _logged(handler: logging.Handler) -> Iterator[None]:
     """Give ``handler`` what Flower logs and what Python warns about, which would tear the progress display."""
-    from flwr.common.logger import FLOWER_LOGGER
+    import flwr.app  # noqa: F401  # gives Flower's logger its own handlers, which are set aside below
 
+    flower = logging.getLogger("flwr")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     warnings = logging.getLogger("py.warnings")
-    before, propagate = list(FLOWER_LOGGER.handlers), FLOWER_LOGGER.propagate
-    FLOWER_LOGGER.handlers, FLOWER_LOGGER.propagate = [handler], False
+    before, propagate = list(flower.handlers), flower.propagate
+    flower.handlers, flower.propagate = [handler], False
     warnings.addHandler(handler)
     logging.captureWarnings(True)
     try:
@@ -302,7 +303,7 @@ def _logged(handler: logging.Handler) -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         warnings.removeHandler(handler)
-        FLOWER_LOGGER.handlers, FLOWER_LOGGER.propagate = before, propagate
+        flower.handlers, flower.propagate = before, propagate
         handler.close()
 
 

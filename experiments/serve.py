@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -243,9 +243,6 @@ class _Run:
             "seconds": self.seconds_before + time.perf_counter() - self._started,
             "nodes": self._cohorts.known,
         }
-        inner = getattr(self.strategy, "inner", None)
-        if inner is not None:
-            extra["inner"] = checkpoints.capture_strategy(inner)
         checkpoints.save(
             path,
             server_round=server_round,
@@ -264,8 +261,6 @@ class _Run:
                 "resume with the same specification, or remove the file to start anew"
             )
         found.apply(self.strategy, self.grid)
-        if "inner" in found.extra:
-            checkpoints.restore_strategy(self.strategy.inner, found.extra["inner"])  # type: ignore[attr-defined]
         self.records = [RoundRecord.from_json(record) for record in found.extra["records"]]
         self._cohorts.recall(found.extra["nodes"])
         self.seconds_before = float(found.extra["seconds"])
@@ -313,6 +308,3 @@ def _rows(ledger: Ledger, server_round: int) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-__all__: Final = ["client_config", "serve"]
