@@ -8,6 +8,6 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 
 from fedcomp.kernels.select import SMALL, Step, Tier, feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
-from fedcomp.kernels.tiers import warm
+from fedcomp.kernels.warming import warm
 
 __all__ = ["SMALL", "Step", "Tier", "feedback_step", "scatter_add", "select_topk", "warm"]

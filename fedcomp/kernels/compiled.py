@@ -1,4 +1,4 @@
-"""The numba tier of :class:`fedcomp.kernels.tiers.Ops`. Imported only when a compiled kernel is first needed.
+"""The numba tier of :class:`fedcomp.kernels.interface.Ops`. Imported only when a compiled kernel is first needed.
 
 One pass looks at blocks of 64 elements. A 64-lane vector comparison, written in LLVM's own vector types, leaves the
 block's hits as one 64-bit word on every instruction set; a block without a hit costs one load and one compare, and a
@@ -18,7 +18,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import extending, njit, types
 from numpy.typing import NDArray
 
-from fedcomp.kernels.tiers import BIN_SHIFT, BINS, MAGNITUDE, Bits, Floats, Found
+from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Floats, Found
 
 # An intrinsic is called without the typing context it is defined with; no checker can know that.
 intrinsic: Any = extending.intrinsic
@@ -227,7 +227,7 @@ def _room(size: int, capacity: int) -> tuple[int, NDArray[np.uint32], Bits]:
 
 
 def collect(bits: Bits, threshold: int, capacity: int) -> Found | None:
-    """See :meth:`fedcomp.kernels.tiers.Ops.collect`."""
+    """See :meth:`fedcomp.kernels.interface.Ops.collect`."""
     capacity, indices, magnitudes = _room(bits.size, capacity)
     count = _collect(_fixed(bits), np.int32(threshold), capacity, indices, magnitudes)
     return None if count < 0 else (indices[:count], magnitudes[:count])
@@ -236,7 +236,7 @@ def collect(bits: Bits, threshold: int, capacity: int) -> Found | None:
 def add_collect(
     memory: Floats, update: Floats, decay: float, out: Floats, threshold: int, capacity: int
 ) -> Found | None:
-    """See :meth:`fedcomp.kernels.tiers.Ops.add_collect`."""
+    """See :meth:`fedcomp.kernels.interface.Ops.add_collect`."""
     capacity, indices, magnitudes = _room(out.size, capacity)
     count = _add_collect(
         _fixed(memory),
@@ -253,26 +253,26 @@ def add_collect(
 
 
 def histogram(bits: Bits) -> NDArray[np.int64]:
-    """See :meth:`fedcomp.kernels.tiers.Ops.histogram`."""
+    """See :meth:`fedcomp.kernels.interface.Ops.histogram`."""
     counts = np.zeros((4, BINS), np.int64)
     _histogram(_fixed(bits), counts)
     return np.asarray(counts.sum(axis=0))
 
 
 def finish(found: Found, threshold: int, k: int) -> NDArray[np.int64]:
-    """See :meth:`fedcomp.kernels.tiers.Ops.finish`."""
+    """See :meth:`fedcomp.kernels.interface.Ops.finish`."""
     out = np.empty(k + 1, np.int64)
     _finish(*found, np.int32(threshold), k, out)
     return out[:k]
 
 
 def take_clear(values: Floats, indices: NDArray[np.int64]) -> Floats:
-    """See :meth:`fedcomp.kernels.tiers.Ops.take_clear`."""
+    """See :meth:`fedcomp.kernels.interface.Ops.take_clear`."""
     taken = np.empty(indices.size, np.float32)
     _take_clear(values, _fixed(indices), taken)
     return taken
 
 
 def scatter_add(out: Floats, indices: NDArray[np.int64], values: Floats, weight: np.float32) -> None:
-    """See :meth:`fedcomp.kernels.tiers.Ops.scatter_add`."""
+    """See :meth:`fedcomp.kernels.interface.Ops.scatter_add`."""
     _scatter_add(out, _fixed(indices), _fixed(values), weight)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import tiers
-from fedcomp.kernels.tiers import SMALL, Bits, Floats, Found, Ops, Tier
+from fedcomp.kernels.interface import BIN_SHIFT, BINS, INFINITY, MAGNITUDE, Bits, Floats, Found, Ops
+from fedcomp.kernels.tiers import SMALL, Tier
 
 __all__ = ["SMALL", "Step", "Tier", "feedback_step", "select_topk"]
 
@@ -127,7 +128,7 @@ def feedback_step(
     kernels = tiers.ops(tier, out.size)
     bits = out.view(np.int32)
     if k in (0, out.size):
-        kernels.add_collect(memory, update, decay, out, tiers.INFINITY, 0)
+        kernels.add_collect(memory, update, decay, out, INFINITY, 0)
         _require_finite(bits)
         indices = np.arange(k)
         return Step(indices, kernels.take_clear(out, indices), out, 0.0)
@@ -146,11 +147,11 @@ def _select(kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int) ->
         # The guess failed: the lower edge of the bin that holds the k-th magnitude gives a superset for certain.
         reach = np.cumsum(kernels.histogram(bits)[::-1])
         top = int(np.searchsorted(reach, k))
-        found = kernels.collect(bits, (tiers.BINS - 1 - top) << tiers.BIN_SHIFT, int(reach[top]))
+        found = kernels.collect(bits, (BINS - 1 - top) << BIN_SHIFT, int(reach[top]))
         assert found is not None
     magnitudes = found[1]
     # NaN and infinity have the largest magnitudes of all, so they are always among the candidates.
-    if magnitudes.max() >= tiers.INFINITY:
+    if magnitudes.max() >= INFINITY:
         _require_finite(bits)
     smallest = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
     return kernels.finish(found, int(smallest), k), float(smallest.view(np.float32))
@@ -180,7 +181,7 @@ def _lines(vector: NDArray[Any], seed: int) -> NDArray[Any]:
 
 
 def _magnitudes(sample: NDArray[Any]) -> Bits:
-    return sample.reshape(-1).view(np.int32) & np.int32(tiers.MAGNITUDE)
+    return sample.reshape(-1).view(np.int32) & np.int32(MAGNITUDE)
 
 
 def _guess_of_sum(memory: Floats, update: Floats, decay: float, k: int, seed: int) -> int:
@@ -209,7 +210,7 @@ def _to_bits(magnitude: float) -> int:
 
 
 def _require_finite(bits: Bits) -> None:
-    bad = np.flatnonzero((bits & np.int32(tiers.MAGNITUDE)) >= tiers.INFINITY)
+    bad = np.flatnonzero((bits & np.int32(MAGNITUDE)) >= INFINITY)
     if bad.size:
         raise NonFiniteUpdate(
             f"{bad.size} of {bits.size} values are not finite, the first at index {int(bad[0])}; "

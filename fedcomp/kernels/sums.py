@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import LayoutError
 from fedcomp.kernels import tiers
-from fedcomp.kernels.tiers import Floats, Tier
+from fedcomp.kernels.interface import Floats
+from fedcomp.kernels.tiers import Tier
 
 
 def scatter_add(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import feedback_step, select, select_topk
-from fedcomp.kernels.tiers import MAGNITUDE
+from fedcomp.kernels.interface import MAGNITUDE
 
 TIERS = ("numba", "numpy", "auto")
 SIZES = (1, 2, 63, 64, 65, 1000, 30_011)

@@ -1,0 +1,27 @@
+"""Compiling ahead of time, where a user would not wait for it: at installation, before many processes start."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from fedcomp.kernels import tiers
+from fedcomp.kernels.select import feedback_step, select_topk
+from fedcomp.kernels.sums import scatter_add
+
+
+def warm() -> float | None:
+    """Compile every kernel, or load it from the disk cache; return the seconds it took, None without numba.
+
+    Doing it again costs microseconds. Call it before timing anything, and before many processes start at once.
+    """
+    if not tiers.has_numba():
+        return None
+    start = time.perf_counter()
+    vector = np.arange(256, dtype=np.float32)
+    indices = select_topk(vector, 3, tier="numba")
+    tiers.ops("numba", 256).histogram(vector.view(np.int32))
+    step = feedback_step(vector, vector, 3, tier="numba")
+    scatter_add(step.memory, indices, step.values, 1.0, tier="numba")
+    return time.perf_counter() - start
