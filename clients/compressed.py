@@ -15,11 +15,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
-from fedcomp.exact import encode_exact
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.exact import check_exact, encode_exact
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, put_frame, take_frame
-from fedcomp.flower.protocol import EXACT, PROTOCOL, RESYNC, STEP, UPDATE, Announcement
-from fedcomp.flower.state import Replica, Uplink
+from fedcomp.flower.protocol import EXACT, OWN_CONFIG, PROTOCOL, RESYNC, STALE, STEP, UPDATE, Announcement
+from fedcomp.flower.state import Replica, StaleMessage, Uplink
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.rng import Key
 from fedcomp.versions import Step, advance, digest
@@ -56,9 +56,11 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     if announcement is None:
         return call_next(msg, context)
 
-    codec, unsupported = _choose(announcement, accept)
+    codec, unsupported = _choose(announcement, announcement.codec, accept)
+    downlink, no_downlink = _choose(announcement, announcement.downlink, accept)
+    unsupported = unsupported or no_downlink
     try:
-        record, replica = _receive(msg.content, announcement, context)
+        record, replica = _receive(msg.content, announcement, downlink, context)
     except FedcompError as error:
         return Message(Error(_MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=msg)
 
@@ -69,7 +71,10 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
         before = {name: array.numpy() for name, array in record.items()}
         layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=not codec.lossless)
         if codec.remembers:
-            uplink = Uplink.begin(context, announcement, codec, layout)
+            try:
+                uplink = Uplink.begin(context, announcement, codec, layout)
+            except StaleMessage as error:
+                return Message(Error(_MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
             if uplink.redelivery is not None:
                 # Already trained for this message: the frame that may have been consumed is the one to send again.
                 return Message(uplink.redelivery, reply_to=msg)
@@ -82,8 +87,8 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     header = ConfigRecord(dict(reply.content.config_records.get(NODE_RECORD, {})))
     partition = _partition(context)
     header[PARTITION_KEY] = partition
-    if announcement.version:
-        header["version"] = announcement.version
+    if replica is not None:
+        header["version"] = replica.version
     if unsupported:
         header["unsupported"] = unsupported
     content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
@@ -92,6 +97,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     if codec is not None and layout is not None:
         name, after = _reply_arrays(content)
         layout.check(after)
+        exact_arrays = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
         vector = layout.flatten(after)
         if not codec.lossless:
             vector -= layout.flatten(before)
@@ -105,7 +111,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
             header["rolled-back"] = uplink.rolled_back
         del content[name]
         put_frame(content, UPDATE, frame)
-        exact = encode_exact(_exact_arrays(after, layout), layout)
+        exact = encode_exact(exact_arrays, layout)
         if exact is not None:
             put_frame(content, EXACT, exact)
         if uplink is not None:
@@ -124,19 +130,21 @@ def _announcement(content: RecordDict) -> Announcement | None:
     return None
 
 
-def _choose(announcement: Announcement, accept: Collection[str] | None) -> tuple[Codec | None, str]:
-    """Return the codec to reply with, or None and the reason why the reply goes out as it is."""
+def _choose(
+    announcement: Announcement, config: dict[str, Any], accept: Collection[str] | None
+) -> tuple[Codec | None, str]:
+    """Return the codec of ``config``, or None and the reason why it cannot be used (none if none is announced)."""
     if announcement.protocol != PROTOCOL:
         return None, f"server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
-    if not announcement.codec:
+    if not config:
         return None, ""
     try:
-        codec = get_codec(announcement.codec)
+        codec = get_codec(config)
     except ConfigError as error:
         return None, str(error)
     if codec.phases != 1:
         return None, f"{codec!r} needs {codec.phases} exchanges; the drop-in pair has one"
-    refused = [] if accept is None else [i for i in _ids(announcement.codec) if i not in accept]
+    refused = [] if accept is None else [i for i in _ids(config) if i not in accept]
     if refused:
         return None, f"this client accepts the codecs {sorted(accept or ())}, not {refused}"
     return codec, ""
@@ -149,36 +157,38 @@ def _ids(config: Any) -> list[str]:
     return [i for v in config for i in _ids(v)] if isinstance(config, list) else []
 
 
-def _receive(content: RecordDict, announcement: Announcement, context: Context) -> tuple[ArrayRecord, Replica | None]:
-    """Return the model of the message as an ordinary ArrayRecord, and the replica to keep when it advanced.
+def _receive(
+    content: RecordDict, announcement: Announcement, codec: Codec | None, context: Context
+) -> tuple[ArrayRecord, Replica | None]:
+    """Return the model of the message as an ordinary ArrayRecord, and the replica to keep, if any.
+
+    Without a usable downlink codec the node keeps no replica, and is sent the full model each time.
 
     Raises
     ------
     FedcompError
         When the replica cannot be brought to the announced version, or is not the announced model.
     """
-    plain = content.array_records.get(announcement.record)
-    if not announcement.downlink:
+    models = content.array_records
+    # A server of another protocol version does not name its record; there is only one model anyway.
+    plain = models.get(announcement.record) or (next(iter(models.values())) if len(models) == 1 else None)
+    if codec is None or announcement.base == 0:
         if plain is None:
-            raise StateError(f"the message holds no ArrayRecord {announcement.record!r}")
-        return plain, None
-    codec = get_codec(announcement.downlink)
-    if announcement.base == 0:
-        if plain is None:
-            raise StateError(f"the message announces a full model but holds no ArrayRecord {announcement.record!r}")
+            raise StateError(f"the message holds no ArrayRecord {announcement.record!r} and no steps this node can use")
+        if codec is None:
+            return plain, None
         replica = Replica(announcement.version, {k: v.numpy() for k, v in plain.items()})
         layout = _downlink_layout(replica, announcement, codec)
         vector = layout.flatten(replica.arrays)
-        exact = _exact_arrays(replica.arrays, layout)
+        exact = {t.name: replica.arrays[t.name] for t in layout.exact}
     else:
         held = Replica.load(context)
         if held is None:
             raise StateError(f"this node holds no model, but the message starts from version {announcement.base}")
         layout = _downlink_layout(held, announcement, codec)
         steps = [_step(content, v) for v in range(announcement.base + 1, announcement.version + 1)]
-        vector, exact, version = advance(
-            layout.flatten(held.arrays), _exact_arrays(held.arrays, layout), held.version, steps, codec, layout
-        )
+        exact = {t.name: held.arrays[t.name] for t in layout.exact}
+        vector, exact, version = advance(layout.flatten(held.arrays), exact, held.version, steps, codec, layout)
         replica = Replica(version, layout.unflatten(vector, exact))
     if replica.version != announcement.version or digest(vector, exact) != announcement.digest:
         raise StateError(
@@ -202,13 +212,17 @@ def _step(content: RecordDict, version: int) -> Step:
 
 def _plain_content(content: RecordDict, announcement: Announcement, record: ArrayRecord) -> RecordDict:
     """Return the message content as the app would have seen it without compression."""
-    out = RecordDict({announcement.record: record})
+    out = RecordDict()
+    if announcement.record and announcement.record not in content:
+        out[announcement.record] = record
     for name, value in content.items():
-        if name == announcement.record or name.startswith(STEP):
+        if name.startswith(STEP):
             continue
         if isinstance(value, ConfigRecord):
             value = ConfigRecord(dict(value))
             Announcement.erase(value)
+            if name == OWN_CONFIG and not value:
+                continue
         out[name] = value
     return out
 
@@ -222,19 +236,6 @@ def _reply_arrays(content: RecordDict) -> tuple[str, dict[str, NDArray[Any]]]:
         )
     name, record = next(iter(records.items()))
     return name, {k: v.numpy() for k, v in record.items()}
-
-
-def _exact_arrays(arrays: Any, layout: Layout) -> dict[str, NDArray[Any]]:
-    out: dict[str, NDArray[Any]] = {}
-    for t in layout.exact:
-        array = np.asarray(arrays[t.name])
-        if not np.can_cast(array.dtype, t.dtype, "same_kind"):
-            raise LayoutError(
-                f"buffer {t.name!r} came back as {array.dtype}, the model holds {t.dtype}; it travels exactly "
-                "and is not converted"
-            )
-        out[t.name] = array.astype(t.dtype, copy=False)
-    return out
 
 
 def _partition(context: Context) -> int:

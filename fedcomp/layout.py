@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, LayoutError, nearest
+from fedcomp.wire import DTYPES
 
 Vector = NDArray[np.float32]
 
@@ -67,12 +69,15 @@ class TablePolicy:
 
 def policy_config(policy: DensityPolicy | None, layout: Layout) -> dict[str, Any]:
     """Return the JSON-able form of ``policy`` for the model of ``layout``; empty for the default policy."""
-    if policy is None or policy == SmallDense():
+    if policy is None:
         return {}
-    if isinstance(policy, SmallDense):
-        return {"min_size": policy.min_size, "patterns": list(policy.patterns)}
-    table: dict[str, Density] = {t.name: EXACT for t in layout.exact if np.dtype(t.dtype).kind == "f"}
-    return {"table": table | {t.name: t.density for t in layout.tensors if t.density is not None}}
+    if type(policy) is SmallDense:  # a subclass may decide otherwise, and travels as its decisions
+        default = policy == SmallDense()
+        return {} if default else {"min_size": policy.min_size, "patterns": list(policy.patterns)}
+    # Asked anew instead of read from the layout, which also knows reasons of its own to keep a tensor exact.
+    floats = [t for t in (*layout.tensors, *layout.exact) if np.dtype(t.dtype).kind == "f"]
+    decided = {t.name: policy(t.name, t.shape, t.dtype) for t in floats}
+    return {"table": {name: density for name, density in decided.items() if density is not None}}
 
 
 def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
@@ -154,12 +159,12 @@ class Layout:
             Decides per tensor; default :class:`SmallDense`.
         cast_floats : bool
             Whether float16 and float64 tensors are carried in the float32 vector (True) or exactly, beside it (False,
-            for lossless codecs).
+            for lossless codecs). A tensor with non-finite values is always carried exactly.
 
         Raises
         ------
         ConfigError
-            When the policy returns a density outside (0, 1].
+            When a dtype cannot travel, or the policy returns a density outside (0, 1].
         """
         policy = SmallDense() if policy is None else policy
         compressed: list[tuple[str, NDArray[Any], float | None]] = []
@@ -167,7 +172,14 @@ class Layout:
         exact: list[TensorSpec] = []
         for name, array in arrays.items():
             dtype = array.dtype.name
+            if dtype not in DTYPES.values():
+                raise ConfigError(
+                    f"tensor {name!r} is {dtype}, which cannot travel; supported: {', '.join(DTYPES.values())}. Send "
+                    "a view of it in one of these (complex numbers as pairs of floats, bfloat16 as uint16)"
+                )
+            # Infinities in a model are constants (attention masks), not something to take differences of.
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")
+            in_vector = in_vector and bool(np.isfinite(array).all())
             density = policy(name, tuple(array.shape), dtype) if in_vector else EXACT
             if density == EXACT:
                 exact.append(TensorSpec(name, tuple(array.shape), dtype, 0, int(array.size), DENSE))
@@ -217,9 +229,9 @@ class Layout:
 
     @cached_property
     def digest(self) -> bytes:
-        """Eight bytes that both ends can compare: SHA-256 over names, shapes, dtypes, order and densities."""
-        text = "\n".join(f"{t.name}\x1f{t.shape}\x1f{t.dtype}\x1f{t.density}" for t in (*self.tensors, *self.exact))
-        return hashlib.sha256(text.encode()).digest()[:8]
+        """Eight bytes that both ends can compare: SHA-256 over names, shapes, dtypes, densities, groups and order."""
+        groups = [[[t.name, t.shape, t.dtype, t.density] for t in group] for group in (self.tensors, self.exact)]
+        return hashlib.sha256(json.dumps([*groups, self.order]).encode()).digest()[:8]
 
     def flatten(self, arrays: Mapping[str, NDArray[Any]], out: Vector | None = None) -> Vector:
         """Copy the float tensors of ``arrays`` into one float32 vector of shape ``(size,)``.
@@ -252,6 +264,12 @@ class Layout:
                 view = vector[t.slice].reshape(t.shape)
                 out[name] = view if t.dtype == "float32" else view.astype(t.dtype)
         return out
+
+    def round_to_dtypes(self, vector: Vector) -> None:
+        """Round the elements of ``vector`` in place to what the tensors' own dtypes can hold (float16)."""
+        for t in self.tensors:
+            if t.dtype == "float16":
+                vector[t.slice] = vector[t.slice].astype(np.float16)
 
     def view(self, vector: Vector, name: str) -> Vector:
         """Return the named tensor as a view of ``vector`` in its own shape."""

@@ -8,6 +8,7 @@ that aggregation memory is one model whatever the number of clients; any other s
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -18,15 +19,26 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.payload import NODE_RECORD, put_frame
-from fedcomp.flower.protocol import RESYNC, STEP, Announcement
+from fedcomp.flower.protocol import OWN_CONFIG, RESYNC, STEP, Announcement
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
-from strategies.replies import Arrival, Peer, Rejected, RoundReport, Sent, admit, consistent, match_replies
+from strategies.replies import (
+    Arrival,
+    Peer,
+    Rejected,
+    RoundReport,
+    Sent,
+    admit,
+    admit_metrics,
+    agreeing,
+    consistent,
+    match_replies,
+)
 
 log = logging.getLogger("fedcomp")
 
@@ -61,6 +73,8 @@ class Compressed(Strategy):
     ----------
     reports : dict of int to RoundReport
         Per training round: who was asked, what arrived in which form, what was refused and why.
+    evaluations : dict of int to RoundReport
+        The same for client evaluation.
 
     Raises
     ------
@@ -99,6 +113,8 @@ class Compressed(Strategy):
         self.policy = policy
         self.seed = seed
         self.reports: dict[int, RoundReport] = {}
+        self.evaluations: dict[int, RoundReport] = {}
+        self._session = secrets.token_bytes(8)
         self._broadcast = None if self.downlink is None else Broadcast(self.downlink)
         self._peers: dict[int, Peer] = {}
         self._sequence = 0
@@ -127,7 +143,7 @@ class Compressed(Strategy):
         """Let the inner strategy configure evaluation; nodes that hold the model already get no model bytes."""
         messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
         if self._broadcast is None or not messages:
-            self._sent = []
+            self._sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
             return messages
         self._adopt(arrays)
         return self._address(messages, arrays, server_round, train=False)
@@ -140,8 +156,16 @@ class Compressed(Strategy):
         self, messages: list[Message], arrays: ArrayRecord, server_round: int, *, train: bool
     ) -> list[Message]:
         """Return the messages with an announcement each, and the model in the form each node can use."""
-        shared = all(self._record(m)[1] is arrays for m in messages)
-        downlink = self._publish() if shared and messages else None
+        # A strategy may put copies into its messages; one comparison per distinct record.
+        distinct = {id(record): record for _, record in map(self._record, messages)}
+        own = {key for key, record in distinct.items() if not _same_model(record, arrays)}
+        downlink = self._publish() if messages and not own else None
+        # One full model for all nodes that need it: copies would cost the server a model for each.
+        whole = (
+            None
+            if downlink is None or self._broadcast is None
+            else _to_record(downlink.unflatten(self._broadcast.reference, self._broadcast.exact))
+        )
         self._sent = []
         out = []
         for message in messages:
@@ -155,12 +179,13 @@ class Compressed(Strategy):
                 self._sequence += 1
                 fields |= {
                     "codec": self.codec.to_config(),
+                    "session": self._session,
                     "sequence": self._sequence,
                     "acknowledged": peer.acknowledged,
                     "generation": peer.generation,
                 }
-            if downlink is not None:
-                fields |= self._fill_model(content, name, peer, downlink)
+            if whole is not None:
+                fields |= self._fill_model(content, name, peer, whole)
             if train or downlink is not None:
                 fields["policy"] = policy_config(self.policy, self._layout)
             _announce(content, Announcement(**{**_fields(announcement), **fields}))
@@ -168,7 +193,7 @@ class Compressed(Strategy):
             addressed = Message(
                 content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
             )
-            base = None if record is arrays else {k: v.numpy() for k, v in record.items()}
+            base = {k: v.numpy() for k, v in record.items()} if id(record) in own else None
             self._sent.append(Sent(addressed, node, fields.get("sequence", 0), base))
             out.append(addressed)
         return out
@@ -194,14 +219,13 @@ class Compressed(Strategy):
         self._broadcast.publish(layout.flatten(self._model), exact, layout, key)
         return layout
 
-    def _fill_model(self, content: RecordDict, name: str, peer: Peer, layout: Layout) -> dict[str, Any]:
+    def _fill_model(self, content: RecordDict, name: str, peer: Peer, whole: ArrayRecord) -> dict[str, Any]:
         """Put the model into ``content`` as steps or whole; return the announcement's fields for it."""
         broadcast = self._broadcast
         assert broadcast is not None
         steps = broadcast.steps_from(peer.version)
         if steps is None:
-            model = layout.unflatten(broadcast.reference, broadcast.exact)
-            content[name] = _to_record(model)
+            content[name] = whole
         else:
             del content[name]
             for step in steps:
@@ -227,6 +251,7 @@ class Compressed(Strategy):
         """
         report = RoundReport(server_round, sent=len(self._sent))
         self.reports[server_round] = report
+        weight_key = self._weight_key()
         arrivals: list[Arrival] = []
         errors: list[Message] = []
         for sent, reply in match_replies(self._sent, replies, report):
@@ -235,7 +260,7 @@ class Compressed(Strategy):
                 errors.append(reply)
                 continue
             try:
-                arrivals.append(admit(sent, reply, self.codec, self._layout, self._weight_key(), report))
+                arrivals.append(admit(sent, reply, self.codec, self._layout, self._model, weight_key))
                 self._note_version(sent, reply)
             except Rejected as reason:
                 report.reject(sent.node, str(reason))
@@ -243,37 +268,50 @@ class Compressed(Strategy):
         arrivals = consistent(arrivals, report)
         if not arrivals:
             return None, None
-        mean = type(self.inner).aggregate_train in _WEIGHTED_MEANS
+        # Models of their own for some nodes cannot be summed as changes of one model.
+        mean = type(self.inner).aggregate_train in _WEIGHTED_MEANS and all(a.sent.base is None for a in arrivals)
         aggregate = self._aggregate_mean if mean else self._aggregate_dense
         arrays, metrics = aggregate(server_round, arrivals, errors, report)
         if arrays is None:
             return None, metrics
         for arrival in arrivals:
-            peer = self._peers[arrival.sent.node]
-            if arrival.sequence:
+            # A reply without memory acknowledges nothing: the last frame of the memory stays the one consumed.
+            if arrival.generation:
+                peer = self._peers[arrival.sent.node]
                 peer.acknowledged, peer.generation = arrival.sequence, arrival.generation
-        return self._restore(arrays), metrics
+        return self._restore(arrays, arrivals), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Note which versions the nodes hold, strip the headers, and let the inner strategy aggregate."""
-        if self._broadcast is None:
-            return self.inner.aggregate_evaluate(server_round, replies)
+        """Note which versions the nodes hold, leave out replies that cannot be averaged, and let inner aggregate."""
         report = RoundReport(server_round, sent=len(self._sent))
-        kept = []
+        self.evaluations[server_round] = report
+        weight_key = self._weight_key()
+        usable: list[tuple[tuple[Sent, Message], str, RecordDict]] = []
+        errors: list[Message] = []
         for sent, reply in match_replies(self._sent, replies, report):
             if reply.has_error():
                 self._note_error(sent, reply, report)
-            else:
-                self._note_version(sent, reply)
-                if NODE_RECORD in reply.content:
-                    del reply.content[NODE_RECORD]
-            kept.append(reply)
-        return self.inner.aggregate_evaluate(server_round, kept)
+                errors.append(reply)
+                continue
+            try:
+                admit_metrics(reply, weight_key)
+            except Rejected as reason:
+                report.reject(sent.node, str(reason))
+                continue
+            self._note_version(sent, reply)
+            if NODE_RECORD in reply.content:
+                del reply.content[NODE_RECORD]
+            usable.append(((sent, reply), "", reply.content))
+        kept = agreeing(usable, report, lambda pair: pair[0].node)
+        return self.inner.aggregate_evaluate(server_round, [*(reply for _, reply in kept), *errors])
 
-    def _weight_key(self) -> str:
-        key = getattr(self.inner, "weighted_by_key", None)
-        inner = getattr(self.inner, "strategy", None)
-        return key if isinstance(key, str) else getattr(inner, "weighted_by_key", "num-examples")
+    def _weight_key(self) -> str | None:
+        """Return the name of the metric the inner strategy weighs by, None when it has no such notion."""
+        for strategy in (self.inner, getattr(self.inner, "strategy", None)):
+            key = getattr(strategy, "weighted_by_key", None)
+            if isinstance(key, str):
+                return key
+        return None
 
     def _note_error(self, sent: Sent, reply: Message, report: RoundReport) -> None:
         reason = f"error {reply.error.code}: {reply.error.reason}"
@@ -320,12 +358,13 @@ class Compressed(Strategy):
             # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
             np.add(out.vector, model - start, out=out.vector)
         first = arrivals[0]
+        key = str(self._weight_key())
         metrics_of: Callable[[list[RecordDict], str], MetricRecord] = self.inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
-        metrics = metrics_of([a.content for a in arrivals], self._weight_key())
+        metrics = metrics_of([a.content for a in arrivals], key)
         mean = RecordDict(
             {
                 first.record: _to_record(layout.unflatten(out.vector, exact)),
-                first.metrics_name: MetricRecord({**metrics, self._weight_key(): total}),
+                first.metrics_name: MetricRecord({key: 1.0}),
             }
         )
         synthetic = Message(mean, reply_to=first.sent.message)
@@ -367,40 +406,91 @@ class Compressed(Strategy):
         layout = Layout.of(self._model, self.policy, cast_floats=True)
         return self._layout.flatten(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
 
-    def _restore(self, arrays: ArrayRecord) -> ArrayRecord:
+    def _restore(self, arrays: ArrayRecord, arrivals: list[Arrival]) -> ArrayRecord:
         """Return the aggregate with the model's own dtypes: averaging turns integer buffers into float64."""
         out: Named = {}
         for name, array in arrays.items():
             value = array.numpy()
             before = self._model.get(name)
             if before is not None and value.dtype != before.dtype:
-                value = (np.rint(value) if before.dtype.kind in "iub" else value).astype(before.dtype)
+                sent = arrivals[0].exact.get(name)
+                if before.dtype.kind not in "iub":
+                    value = value.astype(before.dtype)
+                elif (
+                    sent is not None
+                    and all(np.array_equal(a.exact[name], sent) for a in arrivals)
+                    and np.allclose(value, sent.astype(np.float64), rtol=1e-9, atol=0.5)
+                ):
+                    # All agree: float64 could not have carried an integer above 2**53.
+                    value = sent.astype(before.dtype)
+                else:
+                    value = _to_integers(value, before.dtype)
             out[name] = value
         return _to_record(out)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _codecs(self) -> dict[str, Any]:
+        return {"uplink": repr(self.codec), "downlink": repr(self.downlink)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes from round to round, as plain data, the inner strategy's included."""
         peers = {str(node): [p.acknowledged, p.generation, p.version] for node, p in self._peers.items()}
         broadcast: Mapping[str, Any] = {} if self._broadcast is None else self._broadcast.state_dict()
         return {
+            "codecs": self._codecs(),
+            "session": self._session,
             "sequence": self._sequence,
             "peers": peers,
             "reports": {str(r): report.to_json() for r, report in self.reports.items()},
+            "evaluations": {str(r): report.to_json() for r, report in self.evaluations.items()},
             "inner": capture_strategy(self.inner),
             **{f"broadcast/{k}": v for k, v in broadcast.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        StateError
+            When it was saved with other codecs.
+        """
+        if state["codecs"] != self._codecs():
+            raise StateError(
+                f"the state was saved with {state['codecs']}, this strategy has {self._codecs()}; resume with the same "
+                "codecs"
+            )
+        self._session = bytes(state["session"])
         restore_strategy(self.inner, state["inner"])
         self._sequence = int(state["sequence"])
         self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
         self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
+        self.evaluations = {int(r): RoundReport.from_json(v) for r, v in state["evaluations"].items()}
         if self._broadcast is not None:
             prefix = "broadcast/"
             self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+
+
+def _to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return ``values`` rounded to an integer or boolean dtype, clipped to its range."""
+    if dtype.kind == "b":
+        return np.rint(values).astype(dtype)
+    info = np.iinfo(dtype)
+    rounded = np.rint(values)
+    # The largest int64 is no float64: choosing the limits by comparison avoids the wrap of a cast.
+    with np.errstate(invalid="ignore"):
+        whole = rounded.astype(dtype)
+    whole = np.where(rounded >= float(info.max), np.array(info.max, dtype), whole)
+    return np.where(rounded <= float(info.min), np.array(info.min, dtype), whole)
+
+
+def _same_model(a: ArrayRecord, b: ArrayRecord) -> bool:
+    """Whether two records hold the same model; strategies may copy what they are given."""
+    return a is b or (
+        list(a) == list(b)
+        and all(a[k] is b[k] or (a[k].dtype, a[k].shape, a[k].data) == (b[k].dtype, b[k].shape, b[k].data) for k in a)
+    )
 
 
 def _fields(announcement: Announcement) -> dict[str, Any]:
@@ -410,7 +500,7 @@ def _fields(announcement: Announcement) -> dict[str, Any]:
 def _announce(content: RecordDict, announcement: Announcement) -> None:
     """Merge the announcement into the message's only ConfigRecord, or into one of its own."""
     configs = {k: v for k, v in content.items() if isinstance(v, ConfigRecord)}
-    name = next(iter(configs)) if configs else "fedcomp"
+    name = next(iter(configs)) if configs else OWN_CONFIG
     config = ConfigRecord(dict(configs.get(name, {})))
     announcement.write(config)
     content[name] = config

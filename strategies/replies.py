@@ -6,22 +6,34 @@ the round's report; only then does an aggregation begin.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
 from fedcomp.errors import FedcompError
-from fedcomp.exact import decode_exact
-from fedcomp.flower.payload import NODE_RECORD, frames, take_frame, take_node
-from fedcomp.flower.protocol import EXACT, UPDATE
-from fedcomp.layout import Layout
+from fedcomp.exact import check_exact, decode_exact
+from fedcomp.flower.payload import NODE_RECORD, take_frame, take_node
+from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
+from fedcomp.layout import Layout, TensorSpec
 from fedcomp.wire import Frame
+
+T = TypeVar("T")
+Arrays = Mapping[str, NDArray[Any]]
+
+MAX_WEIGHT: Final = 2**63
+"""Weights at or above it are refused: their sum could overflow, and no client has that many examples."""
+
+MAX_REASON: Final = 300
+"""Characters of a reason that a report keeps."""
+
+_NUMPY: Final = "numpy.ndarray"
 
 
 class Rejected(FedcompError):
@@ -54,7 +66,7 @@ class Sent:
     message: Message
     node: int
     sequence: int
-    base: Mapping[str, NDArray[Any]] | None = None
+    base: Arrays | None = None
 
 
 @dataclass
@@ -69,13 +81,15 @@ class Arrival:
     message: Message
     content: RecordDict
     record: str
-    metrics_name: str
-    weight: float
-    exact: Mapping[str, NDArray[Any]]
+    exact: Arrays
     frame: Frame | None = None
-    plain: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    plain: Arrays = field(default_factory=dict)
+    metrics_name: str = ""
+    weight: float = 1.0
     sequence: int = 0
     generation: int = 0
+    rolled_back: bool = False
+    unsupported: str = ""
 
 
 @dataclass
@@ -115,7 +129,7 @@ class RoundReport:
 
     def reject(self, node: int, reason: str) -> None:
         """Record that the reply of ``node`` was not used."""
-        self.rejected[node] = reason
+        self.rejected[node] = shorten(reason)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-able dictionary; node ids become strings, as JSON keys are."""
@@ -162,8 +176,15 @@ def match_replies(sent: list[Sent], replies: Iterable[Message], report: RoundRep
     yield from sorted(first.values(), key=place)
 
 
-def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, weight_key: str, report: RoundReport) -> Arrival:
-    """Check ``reply`` completely and return it parsed.
+def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, model: Arrays, weight_key: str | None) -> Arrival:
+    """Check ``reply`` completely and return it.
+
+    Parameters
+    ----------
+    model : mapping of name to ndarray
+        The server's model, against which buffers and plain arrays are checked.
+    weight_key : str or None
+        The metric that weighs the update; None when the inner strategy has no such notion.
 
     Raises
     ------
@@ -171,97 +192,150 @@ def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, weight_key: 
         When anything about it is wrong.
     """
     content = reply.content
-    header = content.config_records.get(NODE_RECORD, ConfigRecord())
-    metrics_name, weight = _weight(content, weight_key)
     try:
+        header = content.config_records.get(NODE_RECORD, ConfigRecord())
+        metrics_name, weight = _weight(content, weight_key)
         frame = take_frame(content, UPDATE)
+        rest = _strip(content)
         if frame is None:
-            arrival = _admit_plain(sent, reply, layout, metrics_name, weight)
-            report.plain += 1
+            arrival = _admit_plain(sent, reply, rest, layout, model)
         else:
             sequence = _integer(header, "sequence")
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
             codec.open(frame, layout)
-            name = header.get("record")
-            if not isinstance(name, str) or not name:
-                raise Rejected("update does not name its ArrayRecord")
-            arrival = Arrival(
-                sent,
-                reply,
-                _strip(content),
-                name,
-                metrics_name,
-                weight,
-                decode_exact(take_frame(content, EXACT), layout),
-                frame,
-                sequence=sequence,
-                generation=_integer(header, "generation") if "generation" in header else 0,
-            )
-            report.compressed += 1
+            received = decode_exact(take_frame(content, EXACT), layout)
+            exact = {t.name: check_exact(received[t.name], t, model[t.name]) for t in layout.exact}
+            arrival = Arrival(sent, reply, rest, _text(header, "record"), exact, frame)
+            arrival.sequence = sequence
+            arrival.generation = _integer(header, "generation") if "generation" in header else 0
+        if arrival.record in rest or arrival.record.startswith(PREFIX):
+            raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")
     except Rejected:
         raise
     except FedcompError as error:
         raise Rejected(f"{type(error).__name__}: {error}") from error
-    if header.get("rolled-back") is True:
-        report.rolled_back.append(sent.node)
-    if arrival.generation and arrival.generation == arrival.sequence:
-        report.fresh.append(sent.node)
-    if isinstance(header.get("unsupported"), str):
-        report.unsupported[sent.node] = str(header["unsupported"])
+    arrival.metrics_name, arrival.weight = metrics_name, weight
+    arrival.rolled_back = header.get("rolled-back") is True
+    unsupported = header.get("unsupported")
+    arrival.unsupported = unsupported if isinstance(unsupported, str) else ""
     return arrival
 
 
 def consistent(arrivals: list[Arrival], report: RoundReport) -> list[Arrival]:
-    """Return the arrivals whose records and metrics are named like the first one's; report the others.
+    """Return the arrivals that name records and metrics as most do, and note in ``report`` what arrived.
 
-    Flower ends the whole run when replies disagree; here one odd client costs its own update only.
+    Flower ends the whole run when replies disagree; here an odd client costs its own update only. Of equally frequent
+    forms the one that comes first in partition order counts.
     """
-    kept: list[Arrival] = []
-    for arrival in arrivals:
-        names = (arrival.record, arrival.metrics_name, set(arrival.content[arrival.metrics_name]))
-        if kept:
-            first = kept[0]
-            wanted = (first.record, first.metrics_name, set(first.content[first.metrics_name]))
-            if names != wanted:
-                report.reject(arrival.sent.node, f"records {names} differ from the first reply's {wanted}")
-                continue
-        kept.append(arrival)
+    kept = agreeing([(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node)
+    for arrival in kept:
+        node = arrival.sent.node
+        report.plain += arrival.frame is None
+        report.compressed += arrival.frame is not None
+        if arrival.rolled_back:
+            report.rolled_back.append(node)
+        if arrival.generation and arrival.generation == arrival.sequence:
+            report.fresh.append(node)
+        if arrival.unsupported:
+            report.unsupported[node] = shorten(arrival.unsupported)
     return kept
 
 
-def _admit_plain(sent: Sent, reply: Message, layout: Layout, metrics_name: str, weight: float) -> Arrival:
+def agreeing(items: list[tuple[T, str, RecordDict]], report: RoundReport, node_of: Callable[[T], int]) -> list[T]:
+    """Return the items whose metrics have the most frequent form; reject the others in ``report``.
+
+    Parameters
+    ----------
+    items : list of (item, record name, content)
+        In partition order.
+    """
+    forms = [(name, _form(content)) for _, name, content in items]
+    if not forms:
+        return []
+    # Counter keeps first appearance first among equals.
+    usual = Counter(forms).most_common(1)[0][0]
+    kept = []
+    for (item, _, _), form in zip(items, forms, strict=True):
+        if form == usual:
+            kept.append(item)
+        else:
+            report.reject(node_of(item), f"records and metrics {form} are not the others' {usual}")
+    return kept
+
+
+def _form(content: RecordDict) -> tuple[Any, ...]:
+    """Return the names and kinds of all metrics: what has to agree for them to be averaged."""
+    return tuple(
+        (name, tuple((key, len(v) if isinstance(v, list) else None) for key, v in sorted(record.items())))
+        for name, record in sorted(content.metric_records.items())
+    )
+
+
+def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, model: Arrays) -> Arrival:
     records = reply.content.array_records
     if len(records) != 1:
         raise Rejected(f"reply holds {len(records)} ArrayRecords, expected exactly one")
     name, record = next(iter(records.items()))
+    if set(record) != set(layout.order):
+        raise Rejected(f"reply holds the tensors {sorted(record)[:5]}..., expected {sorted(layout.order)[:5]}...")
+    plain = {t.name: _read_array(record[t.name], t) for t in (*layout.tensors, *layout.exact)}
+    exact = {t.name: check_exact(plain[t.name], t, model[t.name]) for t in layout.exact}
+    for t in layout.tensors:
+        if not np.isfinite(plain[t.name]).all():
+            raise Rejected(f"tensor {t.name!r} holds non-finite values")
+    return Arrival(sent, reply, rest, name, exact, plain=plain)
+
+
+def _read_array(array: Array, spec: TensorSpec) -> NDArray[Any]:
+    """Return a plain array in the tensor's own dtype, allocating nothing its header only claims."""
+    if array.stype != _NUMPY:
+        raise Rejected(f"tensor {spec.name!r} is serialised as {array.stype!r}, expected {_NUMPY!r}")
+    data = io.BytesIO(array.data)
     try:
-        arrays = {k: v.numpy() for k, v in record.items()}
-    except (TypeError, ValueError) as error:
-        raise Rejected(f"arrays cannot be read: {error}") from error
-    layout.check(arrays)
-    for k, array in arrays.items():
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise Rejected(f"tensor {k!r} holds non-finite values")
-    exact = {t.name: arrays[t.name] for t in layout.exact}
-    return Arrival(sent, reply, _strip(reply.content), name, metrics_name, weight, exact, plain=arrays)
+        version = np.lib.format.read_magic(data)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read_header(data)
+        kind_fits = np.can_cast(dtype, spec.dtype, "same_kind")
+        if shape != spec.shape or not kind_fits or len(array.data) - data.tell() != spec.size * dtype.itemsize:
+            raise Rejected(
+                f"tensor {spec.name!r} is {dtype}{shape} in {len(array.data)} bytes, expected {spec.dtype}{spec.shape}"
+            )
+        with np.errstate(over="ignore"):
+            return array.numpy().astype(spec.dtype, copy=False)
+    except (ValueError, TypeError, EOFError, SyntaxError) as error:
+        raise Rejected(f"tensor {spec.name!r} cannot be read: {error}") from error
 
 
 def _strip(content: RecordDict) -> RecordDict:
     """Return the content without arrays, frames and our header: metrics and whatever else the app sent."""
-    ours = {NODE_RECORD, *frames(content)}
-    return RecordDict({k: v for k, v in content.items() if k not in ours and not isinstance(v, ArrayRecord)})
+    return RecordDict({k: v for k, v in content.items() if not k.startswith(PREFIX) and not isinstance(v, ArrayRecord)})
 
 
-def _weight(content: RecordDict, key: str) -> tuple[str, float]:
+def _weight(content: RecordDict, key: str | None) -> tuple[str, float]:
     metrics = [(k, v) for k, v in content.items() if isinstance(v, MetricRecord)]
+    if any(name.startswith(PREFIX) for name, _ in metrics):
+        raise Rejected(f"reply holds a MetricRecord under a reserved name ({PREFIX}...)")
+    if key is None:
+        return (metrics[0][0] if metrics else ""), 1.0
     if len(metrics) != 1:
         raise Rejected(f"reply holds {len(metrics)} MetricRecords, expected exactly one")
     name, record = metrics[0]
     weight = record.get(key)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise Rejected(f"metric {key!r} is {weight!r}, expected a finite number >= 0: it is the update's weight")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < MAX_WEIGHT:
+        raise Rejected(f"metric {key!r} is {weight!r}, expected a number >= 0 and < 2**63: it is the update's weight")
     return name, weight
+
+
+def admit_metrics(reply: Message, weight_key: str | None) -> None:
+    """Check the metrics of an evaluation reply; they are all that is used of it.
+
+    Raises
+    ------
+    Rejected
+        When they cannot be averaged.
+    """
+    _weight(reply.content, weight_key)
 
 
 def _integer(header: ConfigRecord, name: str) -> int:
@@ -269,3 +343,15 @@ def _integer(header: ConfigRecord, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise Rejected(f"header field {name!r} is {value!r}, expected an integer")
     return value
+
+
+def _text(header: ConfigRecord, name: str) -> str:
+    value = header.get(name)
+    if not isinstance(value, str) or not value:
+        raise Rejected(f"header field {name!r} is {value!r}, expected a name")
+    return value
+
+
+def shorten(text: str) -> str:
+    """Return ``text`` cut to what a report keeps: reasons come from clients, and reports are kept for the whole run."""
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

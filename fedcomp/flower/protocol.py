@@ -24,6 +24,12 @@ EXACT: Final = "fedcomp.exact"
 STEP: Final = "fedcomp.step"
 """Keys of frames: a client's update, its exact buffers, and the downlink's steps (``fedcomp.step.<version>``)."""
 
+OWN_CONFIG: Final = "fedcomp"
+"""Name of the ConfigRecord that carries the announcement when the strategy sends none of its own."""
+
+STALE: Final = "fedcomp.stale"
+"""First word of the error reason of a client that was given an older message after a newer one."""
+
 RESYNC: Final = "fedcomp.resync"
 """First word of the error reason of a client whose replica cannot be brought up to date."""
 
@@ -40,8 +46,11 @@ class Announcement:
         Coordinates of the random streams.
     codec, policy : dict
         The uplink codec and the density policy; an empty codec means "reply as you are" (evaluation).
+    session : bytes
+        Identifies the server's strategy object, also when it is resumed. Memory of another session is not continued:
+        what became of its last frame is unknown.
     sequence : int
-        Identifies this message; unique and increasing within a server. 0: nothing to acknowledge (evaluation).
+        Identifies this message; unique and increasing within a session. 0: nothing to acknowledge (evaluation).
     acknowledged, generation : int
         The last sequence number consumed from this node, and the generation of its memory as the server knows it.
     downlink : dict
@@ -57,6 +66,7 @@ class Announcement:
     seed: int
     codec: dict[str, Any] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
+    session: bytes = b""
     sequence: int = 0
     acknowledged: int = 0
     generation: int = 0
@@ -75,6 +85,7 @@ class Announcement:
             "seed": self.seed,
             "codec": _to_json(self.codec),
             "policy": _to_json(self.policy),
+            "session": self.session,
             "sequence": self.sequence,
             "acknowledged": self.acknowledged,
             "generation": self.generation,
@@ -90,6 +101,8 @@ class Announcement:
     @classmethod
     def read(cls, config: ConfigRecord) -> Announcement | None:
         """Return the announcement in ``config``, or None when there is none.
+
+        Of another protocol version only the version itself is read: its fields may mean something else.
 
         Raises
         ------
@@ -107,12 +120,16 @@ class Announcement:
                 )
             return value
 
+        protocol = config[PREFIX + "protocol"]
+        if protocol != PROTOCOL:
+            return cls("", 0, 0, protocol=protocol if isinstance(protocol, int) else -1)
         return cls(
             record=get("record", ""),
             round=get("round", 0),
             seed=get("seed", 0),
             codec=_from_json(get("codec", "")),
             policy=_from_json(get("policy", "")),
+            session=get("session", b""),
             sequence=get("sequence", 0),
             acknowledged=get("acknowledged", 0),
             generation=get("generation", 0),
@@ -120,7 +137,6 @@ class Announcement:
             version=get("version", 0),
             base=get("base", 0),
             digest=get("digest", b""),
-            protocol=get("protocol", 0),
         )
 
     @staticmethod

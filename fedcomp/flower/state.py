@@ -20,8 +20,8 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.codecs.base import Codec, State
-from fedcomp.errors import StateError
+from fedcomp.codecs import Codec, State, get_codec
+from fedcomp.errors import FedcompError, StateError
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.layout import Layout
@@ -31,6 +31,10 @@ _MEMORY: Final = "fedcomp.uplink.memory"
 _PENDING: Final = "fedcomp.uplink.reply/"
 _REPLICA: Final = "fedcomp.replica"
 _MODEL: Final = "fedcomp.replica.model"
+
+
+class StaleMessage(StateError):
+    """An older message arrived after a newer one was answered; answering it would count an update twice."""
 
 
 @dataclass
@@ -57,26 +61,40 @@ class Uplink:
 
     @classmethod
     def begin(cls, context: Context, announcement: Announcement, codec: Codec, layout: Layout) -> Uplink:
-        """Read the memory from ``context`` and settle its pending reply. Modifies nothing."""
+        """Read the memory from ``context`` and settle its pending reply. Modifies nothing.
+
+        Raises
+        ------
+        StaleMessage
+            When a newer message of the same session was already answered.
+        """
         meta = context.state.config_records.get(_UPLINK)
         fresh = cls(codec.init(layout), announcement.sequence, fresh=True)
-        if meta is None or meta["layout"] != layout.digest or meta["codec"] != lineage(codec):
+        # What became of the last frame of another session is unknown: its memory cannot be continued honestly.
+        if meta is None or meta["session"] != announcement.session:
             return fresh
-        memory = context.state.array_records.get(_MEMORY)
-        state: State = {} if memory is None else {k: v.numpy() for k, v in memory.items()}
-        generation = _integer(meta, "generation")
-        pending = _integer(meta, "pending")
-        if pending == 0:
-            return cls(state, generation)
+        generation, pending = _integer(meta, "generation"), _integer(meta, "pending")
+        if announcement.sequence < pending:
+            raise StaleMessage(
+                f"this node already answered message {pending}; message {announcement.sequence} came too late"
+            )
+        if meta["layout"] != layout.digest or meta["lineage"] != lineage(codec):
+            return fresh
         reply = _stored_reply(context)
         if pending == announcement.sequence:
-            return cls(state, generation, redelivery=reply)
-        if pending == announcement.acknowledged and generation == announcement.generation:
-            return cls(state, generation)
-        frame = take_frame(reply, UPDATE)
-        if frame is None:
-            raise StateError("the pending reply in the client's state holds no frame; the node must be restarted")
-        return cls(codec.rollback(state, frame, layout), generation, rolled_back=True)
+            return cls({}, generation, redelivery=reply)
+        memory = context.state.array_records.get(_MEMORY)
+        state: State = {} if memory is None else {k: v.numpy() for k, v in memory.items()}
+        lost = not (pending == announcement.acknowledged and generation == announcement.generation)
+        try:
+            if lost:
+                # With the codec that made the frame: the server may announce other parameters by now.
+                state = _rolled_back(state, reply, str(meta["codec"]), layout)
+            state = _fitted(state, fresh.state)
+        except FedcompError:
+            # Reported to the server as a memory that begins with this message.
+            return fresh
+        return cls(state, generation, rolled_back=lost)
 
     def commit(
         self,
@@ -98,10 +116,33 @@ class Uplink:
             {
                 "generation": self.generation,
                 "pending": announcement.sequence,
-                "codec": lineage(codec),
+                "session": announcement.session,
+                "codec": json.dumps(codec.to_config()),
+                "lineage": lineage(codec),
                 "layout": layout.digest,
             }
         )
+
+
+def _rolled_back(state: State, reply: RecordDict, config: str, layout: Layout) -> State:
+    frame = take_frame(reply, UPDATE)
+    if frame is None:
+        raise StateError("the pending reply in the client's state holds no frame")
+    return get_codec(json.loads(config)).rollback(state, frame, layout)
+
+
+def _fitted(state: State, initial: State) -> State:
+    """Return ``state`` with what a codec of other parameters needs in addition, as it begins.
+
+    Raises
+    ------
+    StateError
+        When an array has another shape than the codec's own.
+    """
+    for name, array in initial.items():
+        if name in state and state[name].shape != array.shape:
+            raise StateError(f"memory {name!r} has shape {state[name].shape}, the codec needs {array.shape}")
+    return {**initial, **state}
 
 
 def lineage(codec: Codec) -> str:

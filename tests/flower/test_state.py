@@ -10,7 +10,7 @@ from fedcomp.codecs import QSGD, TopK
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import PROTOCOL, UPDATE, Announcement
-from fedcomp.flower.state import Replica, Uplink, lineage
+from fedcomp.flower.state import Replica, StaleMessage, Uplink, lineage
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
@@ -115,6 +115,30 @@ def test_generation_is_the_message_that_created_the_memory() -> None:
     assert Uplink.begin(context(), say(12, 9, 9), CODEC, LAYOUT).generation == 12
 
 
+def test_memory_of_another_session_is_not_continued() -> None:
+    """What became of its last frame is unknown: replaying it could count an update twice."""
+    ctx = context()
+    answer(ctx, say(5), 1)
+    other = Announcement("arrays", 1, 0, session=b"other", sequence=5, acknowledged=5, generation=5)
+    again = Uplink.begin(ctx, other, CODEC, LAYOUT)
+    assert again.fresh
+    assert again.redelivery is None
+
+
+def test_an_older_message_of_the_session_is_refused() -> None:
+    ctx = context()
+    answer(ctx, say(5), 1)
+    with pytest.raises(StaleMessage, match="message 4 came too late"):
+        Uplink.begin(ctx, say(4), CODEC, LAYOUT)
+
+
+def test_another_protocol_version_is_not_read_any_further() -> None:
+    config = ConfigRecord({"fedcomp.protocol": 2, "fedcomp.codec": 17, "fedcomp.round": "x"})
+    found = Announcement.read(config)
+    assert found is not None
+    assert found.protocol == 2
+
+
 def test_replica_round_trip() -> None:
     ctx = context()
     assert Replica.load(ctx) is None
@@ -130,17 +154,18 @@ def test_announcement_round_trip_and_erase() -> None:
     config = ConfigRecord({"server-round": 3, "lr": 0.1})
     full = Announcement(
         "arrays",
-        3,
-        1,
-        {"id": "topk", "density": 0.1},
-        {"min_size": 3, "patterns": []},
-        9,
-        8,
-        7,
-        {"id": "topk"},
-        4,
-        3,
-        b"d",
+        round=3,
+        seed=1,
+        codec={"id": "topk", "density": 0.1},
+        policy={"min_size": 3, "patterns": []},
+        session=b"session!",
+        sequence=9,
+        acknowledged=8,
+        generation=7,
+        downlink={"id": "topk"},
+        version=4,
+        base=3,
+        digest=b"d",
     )
     full.write(config)
     assert Announcement.read(config) == full

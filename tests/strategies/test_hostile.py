@@ -1,0 +1,204 @@
+"""One bad client costs its own update only; nothing it sends ends a run, evicts others or poisons the model."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedMedian
+from toy import client_app, fedavg, model, stack, update
+
+from clients.compressed import compression
+from fedcomp import wire
+from fedcomp.codecs import Identity, TopK
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.protocol import UPDATE
+from strategies.compressed import Compressed
+
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+def run(strategy, evil, *, nodes=4, rounds=2, culprit=1, mods=True, kind="train", initial=None):
+    """Run with one client whose reply content ``evil`` changes; return the result."""
+    honest = client_app([compression()] if mods else [])
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] == culprit and msg.metadata.message_type == kind:
+            changed = evil(reply.content)
+            if changed is not None:
+                reply.content = changed
+        return reply
+
+    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4), Ledger())
+    return strategy.start(grid, initial or model(), num_rounds=rounds, timeout=9)
+
+
+def header(**fields):
+    def evil(content: RecordDict) -> None:
+        for name, value in fields.items():
+            content["fedcomp.node"][name.replace("_", "-")] = value
+
+    return evil
+
+
+def metric(name, value):
+    def evil(content: RecordDict) -> None:
+        content["metrics"][name] = value
+
+    return evil
+
+
+def plain(array):
+    """Reply with a plain model whose bias is ``array``, as a client without the mod would."""
+
+    def evil(content: RecordDict) -> RecordDict:
+        arrays = {"weight": Array(np.zeros((40, 30), np.float32)), "bias": array}
+        return RecordDict({"arrays": ArrayRecord(arrays), "metrics": content["metrics"]})
+
+    return evil
+
+
+def raw(data: bytes) -> Array:
+    return Array("float32", (30,), "numpy.ndarray", data)
+
+
+def npy(dtype: str, shape: tuple[int, ...]) -> bytes:
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return out.getvalue()
+
+
+def npz() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, a=np.zeros(3))
+    return out.getvalue()
+
+
+def frame(*tensors: wire.Tensor):
+    def evil(content: RecordDict) -> None:
+        put_frame(content, UPDATE, wire.encode(list(tensors)))
+
+    return evil
+
+
+BAD = {
+    "node record is a metric record": lambda c: RecordDict(
+        {"arrays": model(), "fedcomp.node": MetricRecord({"num-examples": 1})}
+    ),
+    "record named like the metrics": header(record="metrics", partition_id=-1),
+    "record named like no other, from the first partition": header(record="evil", partition_id=-1),
+    "reserved record name": header(record="fedcomp.node"),
+    "record is a number": header(record=3),
+    "stale sequence": header(sequence=10**18),
+    "sequence is text": header(sequence="1"),
+    "generation is a list": header(generation=[1, 2]),
+    "one more metric": metric("extra", 1.0),
+    "metric is a list": metric("seen", [1.0, 2.0]),
+    "weight NaN": metric("num-examples", float("nan")),
+    "weight huge": metric("num-examples", 1.7e308),
+    "weight negative": metric("num-examples", -1),
+    "weight missing": lambda c: RecordDict({**c, "metrics": MetricRecord({"partition": 1, "seen": 0.0})}),
+    "no metrics": lambda c: RecordDict({k: v for k, v in c.items() if k != "metrics"}),
+    "empty reply": lambda c: RecordDict(),
+    "frame is a metric record": lambda c: RecordDict({**c, UPDATE: MetricRecord({"x": 1})}),
+    "frame is text": lambda c: RecordDict({**c, UPDATE: ConfigRecord({"fedcomp.fcw1": "text"})}),
+    "array data empty": plain(raw(b"")),
+    "array data is a zip": plain(raw(b"PK\x03\x04" + bytes(40))),
+    "array data is an npz": plain(raw(npz())),
+    "array header claims 2**50 elements": plain(raw(npy("<f4", (2**50,)))),
+    "array header claims another shape": plain(raw(npy("<f4", (30, 1)) + bytes(120))),
+    "array is truncated": plain(raw(npy("<f4", (30,)) + bytes(40))),
+    "array of objects": plain(raw(npy("|O", (30,)) + bytes(240))),
+    "array of text": plain(Array(np.array(["abc"] * 30))),
+    "array of dates": plain(Array(np.zeros(30, "datetime64[s]"))),
+    "array complex": plain(Array(np.full(30, np.nan, np.complex64))),
+    "array overflows float32": plain(Array(np.full(30, 1e300))),
+    "array NaN": plain(Array(np.full(30, np.nan, np.float32))),
+    "array of another serialisation": plain(Array("float32", (30,), "pickle", b"x")),
+    "tensors of other names": lambda c: RecordDict(
+        {"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))}), "metrics": c["metrics"]}
+    ),
+    "coefficients posing as dense": frame(
+        wire.sparse((1200,), np.array([0]), np.float32([1])),
+        wire.Tensor(wire.Raw(np.float32([1e6])), (30,), kind=wire.COEFFICIENTS),
+    ),
+    "two coefficients posing as dense": frame(
+        wire.sparse((1200,), np.array([0]), np.float32([1])),
+        wire.Tensor(wire.Raw(np.float32([1e6, 1e6])), (30,), kind=wire.COEFFICIENTS),
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", [fedavg, lambda **o: FedMedian(**ONE, **o)], ids=["mean", "dense"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_client_costs_its_own_update_only(name: str, inner) -> None:
+    strategy = Compressed(inner(fraction_evaluate=0.0), TopK(density=1.0))
+    result = run(strategy, BAD[name])
+    reports = list(strategy.reports.values())
+    assert [r.compressed for r in reports] == [3, 3], reports
+    assert [len(r.rejected) for r in reports] == [1, 1]
+    assert np.isfinite(stack(result.arrays)).all()
+    if inner is fedavg:
+        weights = {0: 1, 2: 3, 3: 4}
+        expected = sum(update(1, p, (30,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
+        expected += sum(update(2, p, (30,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
+        np.testing.assert_allclose(result.arrays["bias"].numpy(), expected, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("downlink", [None, TopK(density=0.1)], ids=["plain", "downlink"])
+@pytest.mark.parametrize(
+    "evil",
+    [
+        lambda c: RecordDict({"metrics": MetricRecord({"other": 1})}),
+        metric("num-examples", float("nan")),
+        metric("more", 1.0),
+        header(version="x"),
+        header(version=10**12),
+        lambda c: RecordDict(),
+    ],
+)
+def test_a_bad_evaluation_reply_costs_itself_only(evil, downlink) -> None:
+    def guarded(content: RecordDict):
+        if "fedcomp.node" not in content:
+            content["fedcomp.node"] = ConfigRecord({"partition-id": 1})
+        return evil(content)
+
+    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=downlink)
+    result = run(strategy, guarded, kind="evaluate")
+    assert set(result.evaluate_metrics_clientapp) == {1, 2}
+    assert all(np.isfinite(list(m.values())).all() for m in result.evaluate_metrics_clientapp.values())
+
+
+def test_the_odd_one_is_left_out_even_when_it_comes_first() -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    run(strategy, metric("extra", 1.0), nodes=5, culprit=0)
+    assert [r.compressed for r in strategy.reports.values()] == [4, 4]
+
+
+def test_reasons_are_cut_before_they_are_kept() -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    run(strategy, header(unsupported="x" * 5_000_000))
+    assert all(len(reason) <= 300 for r in strategy.reports.values() for reason in r.unsupported.values())
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    run(strategy, header(record="x" * 5_000_000))
+    assert all(len(reason) <= 300 for r in strategy.reports.values() for reason in r.rejected.values())
+
+
+def test_exact_buffers_are_checked() -> None:
+    """A client cannot slip NaN into a statistic, nor another shape or dtype into a counter."""
+    for bad in (np.full(30, np.nan, np.float32), np.zeros(31, np.float32), np.zeros(30)):
+
+        def evil(content: RecordDict, bad=bad) -> None:
+            put_frame(content, "fedcomp.exact", wire.encode([wire.dense(bad)]))
+
+        initial = ArrayRecord({**model(), "bn.running_var": Array(np.ones(30, np.float32))})
+        strategy = Compressed(fedavg(fraction_evaluate=0.0), Identity())
+        result = run(strategy, evil, initial=initial, rounds=1)
+        assert strategy.reports[1].compressed == 3
+        assert np.isfinite(result.arrays["bn.running_var"].numpy()).all()

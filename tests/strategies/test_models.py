@@ -1,0 +1,277 @@
+"""Models beyond float32: half precision, masks, wide integers, buffers only; and strategies that bend the rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, Strategy
+from toy import client_app, fedavg, model, stack
+
+from clients.compressed import compression
+from fedcomp.codecs import QSGD, Identity, TopK
+from fedcomp.errors import ConfigError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import fit
+from fedcomp.layout import DENSE, SmallDense
+from strategies.compressed import Compressed
+
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+def adding(step: float = 0.5, *, mods=True) -> ClientApp:
+    """Return an app that adds ``step`` to finite float tensors and leaves everything else as it is."""
+    app = ClientApp(mods=[compression()] if mods else [])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        out = {}
+        for name, array in next(iter(msg.content.array_records.values())).items():
+            value = array.numpy()
+            moves = value.dtype.kind == "f" and np.isfinite(value).all()
+            out[name] = Array(np.asarray((value + step).astype(value.dtype) if moves else value))
+        content = RecordDict({"arrays": ArrayRecord(out), "m": MetricRecord({"num-examples": 2})})
+        return Message(content, reply_to=msg)
+
+    return app
+
+
+def go(strategy, initial, app=None, *, rounds=6, nodes=3, seed=3, grid=None):
+    grid = grid or MeteredGrid(InProcessGrid(app or adding(), nodes, seed=seed), Ledger())
+    return strategy.start(grid, initial, num_rounds=rounds, timeout=9)
+
+
+def record(**arrays) -> ArrayRecord:
+    return ArrayRecord({k: Array(np.asarray(v)) for k, v in arrays.items()})
+
+
+@pytest.mark.parametrize("downlink", [None, QSGD(levels=64, bucket=64), TopK(density=0.2, values="bf16"), Identity()])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_every_float_type_works_over_every_downlink(dtype, downlink) -> None:
+    rng = np.random.default_rng(1)
+    initial = record(w=rng.normal(size=2000).astype(dtype), b=rng.normal(size=7).astype(dtype))
+    strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=0.5), downlink=downlink)
+    result = go(strategy, initial)
+    assert all(r.compressed == 3 for r in strategy.reports.values()), strategy.reports
+    assert result.arrays["w"].numpy().dtype == dtype
+
+
+def test_a_mask_of_infinities_travels_unchanged() -> None:
+    mask = np.triu(np.full((8, 8), -np.inf, np.float32), 1)
+    for downlink in (None, TopK(density=0.2)):
+        strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=0.5), downlink=downlink)
+        result = go(strategy, record(w=np.zeros(2000, np.float32), mask=mask))
+        assert all(r.compressed == 3 for r in strategy.reports.values()), strategy.reports
+        np.testing.assert_array_equal(result.arrays["mask"].numpy(), mask)
+
+
+def test_wide_integers_that_nobody_changes_stay_what_they_are() -> None:
+    initial = record(
+        w=np.zeros(2000, np.float32),
+        a=np.int64(2**63 - 1),
+        b=np.array([2**53 + 1, -(2**63)]),
+        c=np.uint64(2**64 - 1),
+        d=np.array([True, False]),
+    )
+    result = go(Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=0.5)), initial)
+    for name in "abcd":
+        np.testing.assert_array_equal(result.arrays[name].numpy(), initial[name].numpy())
+        assert result.arrays[name].numpy().dtype == initial[name].numpy().dtype
+
+
+def test_a_dtype_that_cannot_travel_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="complex64"):
+        go(Compressed(FedAvg(**ONE), TopK(density=0.5)), record(w=np.zeros(3, np.complex64)))
+
+
+def test_models_of_buffers_only_and_of_nothing_large() -> None:
+    for initial in (record(n=np.int64(3)), record(b=np.zeros(3, np.float32)), record(z=np.zeros((0, 4), np.float32))):
+        strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=0.5), downlink=TopK(density=0.5))
+        go(strategy, initial)
+        assert all(r.compressed == 3 for r in strategy.reports.values())
+
+
+def test_a_strategy_that_sends_each_node_a_model_of_its_own() -> None:
+    class Shifted(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            messages = list(super().configure_train(server_round, arrays, config, grid))
+            messages.sort(key=lambda m: m.metadata.dst_node_id)
+            for i, message in enumerate(messages):
+                own = ArrayRecord({k: Array(v.numpy() + 100 * (i + 1)) for k, v in arrays.items()})
+                message.content = RecordDict({"arrays": own, "config": message.content["config"]})
+            return messages
+
+    initial = record(w=np.zeros(2000, np.float32))
+    expected = go(Shifted(**ONE, fraction_evaluate=0.0), initial, adding(mods=False), rounds=2)
+    for codec in (TopK(density=1.0), Identity()):
+        result = go(Compressed(Shifted(**ONE, fraction_evaluate=0.0), codec), initial, rounds=2)
+        np.testing.assert_allclose(result.arrays["w"].numpy(), expected.arrays["w"].numpy(), rtol=1e-6)
+
+
+def test_a_strategy_that_copies_the_model_still_gets_the_downlink() -> None:
+    class Copying(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            copy = ArrayRecord({k: Array(v.numpy()) for k, v in arrays.items()})
+            return super().configure_train(server_round, copy, config, grid)
+
+    ledgers = []
+    for inner in (FedAvg, Copying):
+        ledger = Ledger()
+        grid = MeteredGrid(InProcessGrid(adding(), 3, seed=3), ledger)
+        strategy = Compressed(inner(**ONE, fraction_evaluate=0.0), TopK(density=0.1), downlink=TopK(density=0.1))
+        go(strategy, record(w=np.zeros(2000, np.float32)), grid=grid)
+        ledgers.append(ledger.total("payload", direction="down"))
+    assert ledgers[0] == ledgers[1]
+
+
+def test_a_strategy_without_weights() -> None:
+    """A strategy of one's own that never asks for num-examples gets replies without it."""
+
+    class Plain(Strategy):
+        def configure_train(self, server_round, arrays, config, grid):
+            content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": server_round})})
+            return [Message(content, n, "train") for n in grid.get_node_ids()]
+
+        def aggregate_train(self, server_round, replies):
+            models = [r.content["arrays"] for r in replies if not r.has_error()]
+            return ArrayRecord({k: Array(sum(m[k].numpy() for m in models) / len(models)) for k in models[0]}), None
+
+        def configure_evaluate(self, server_round, arrays, config, grid):
+            return []
+
+        def aggregate_evaluate(self, server_round, replies):
+            return None
+
+        def summary(self):
+            pass
+
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        arrays = {k: Array(v.numpy() + 1) for k, v in msg.content["arrays"].items()}
+        return Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=msg)
+
+    strategy = Compressed(Plain(), TopK(density=1.0))
+    result = go(strategy, record(w=np.zeros(2000, np.float32)), app, rounds=3)
+    assert all(r.compressed == 3 for r in strategy.reports.values())
+    np.testing.assert_array_equal(result.arrays["w"].numpy(), np.full(2000, 3, np.float32))
+
+
+def test_a_subclass_of_the_default_policy_travels_as_its_decisions() -> None:
+    class Careful(SmallDense):
+        def __call__(self, name, shape, dtype):
+            return DENSE if name == "weight" else super().__call__(name, shape, dtype)
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.01), policy=Careful())
+    result = go(strategy, model(), client_app([compression()]), rounds=1)
+    assert strategy.reports[1].compressed == 3
+    assert np.count_nonzero(result.arrays["weight"].numpy()) > 1000
+
+
+def test_a_custom_policy_with_different_codecs_up_and_down() -> None:
+    initial = record(w=np.zeros(2000), b=np.zeros(5, np.float32))
+    strategy = Compressed(
+        FedAvg(**ONE, fraction_evaluate=0.0),
+        Identity(),
+        downlink=TopK(density=0.5),
+        policy=lambda name, shape, dtype: DENSE if name == "b" else None,
+    )
+    go(strategy, initial)
+    assert all(r.compressed == 3 for r in strategy.reports.values()), strategy.reports
+
+
+def test_a_node_that_does_not_know_the_downlink_codec_takes_part_with_full_models() -> None:
+    picky, open_minded = client_app([compression(accept=["topk", "feedback"])]), client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        return (picky if context.node_config["partition-id"] == 0 else open_minded)(msg, context)
+
+    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=QSGD(levels=64, bucket=64))
+    go(strategy, model(), app, rounds=3)
+    assert [r.compressed for r in strategy.reports.values()] == [3, 3, 3]
+    assert all(len(r.unsupported) == 1 for r in strategy.reports.values())
+
+
+def test_a_second_run_on_the_same_nodes_does_not_replay_the_first() -> None:
+    """Sequence numbers begin anew in a new strategy object; the session tells the clients."""
+    grid = MeteredGrid(InProcessGrid(client_app([compression()]), 3, seed=3), Ledger())
+    first = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
+    one = fit(first, grid, model(), 1, timeout=9)
+    second = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
+    fit(second, grid, one.arrays, 1, timeout=9)
+    assert len(second.reports[1].fresh) == 3
+    # The toy app's own sum shows that it trained twice.
+    sums = grid.context(next(iter(grid.get_node_ids()))).state.array_records["toy.sum"]["sum"].numpy()
+    assert not np.array_equal(sums, np.zeros_like(sums))
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        ErrorFeedback(TopK(density=0.01)),
+        ErrorFeedback(TopK(density=0.1, values="fp16")),
+        ErrorFeedback(TopK(density=0.1), beta=0.5),
+        ErrorFeedback(TopK(density=0.1), momentum=0.9),
+    ],
+    ids=repr,
+)
+def test_parameters_may_change_even_after_a_lost_reply(then) -> None:
+    """The lost frame is rolled back with the codec that made it; no node is locked out."""
+    grid = InProcessGrid(client_app([compression()]), 3, seed=3, fault=lambda d: "lost_reply" if d.round == 1 else None)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), ErrorFeedback(TopK(density=0.1)))
+    metered = MeteredGrid(grid, Ledger())
+    fit(strategy, metered, model(), 1, timeout=9)
+    strategy.codec = then
+    fit(strategy, metered, model(), 4, start_round=2, timeout=9)
+    assert [r.compressed for r in strategy.reports.values()] == [0, 3, 3, 3]
+    assert len(strategy.reports[2].rolled_back) == 3
+
+
+def test_a_round_without_memory_in_between_does_not_count_an_update_twice() -> None:
+    grid = InProcessGrid(client_app([compression()]), 1, seed=3)
+    metered = MeteredGrid(grid, Ledger())
+    feedback = ErrorFeedback(TopK(density=0.1))
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), feedback)
+    arrays = model()
+    for round_, codec in enumerate((feedback, Identity(), feedback, feedback), 1):
+        strategy.codec = codec
+        arrays = fit(strategy, metered, arrays, round_, start_round=round_, timeout=9).arrays
+    assert not any(r.rolled_back for r in strategy.reports.values())
+
+
+def test_an_older_message_after_a_newer_one_is_refused() -> None:
+    """Message 1 times out and is delivered after message 2 was consumed."""
+    app = client_app([compression()])
+    grid = InProcessGrid(app, 1, seed=3)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
+    first = strategy.configure_train(1, model(), ConfigRecord(), grid)
+    second = strategy.configure_train(2, model(), ConfigRecord(), grid)
+    strategy.aggregate_train(2, grid.send_and_receive(second, timeout=9))
+    late = grid.send_and_receive(first, timeout=9)
+    assert late[0].has_error()
+    assert "stale" in late[0].error.reason
+    replies = grid.send_and_receive(strategy.configure_train(3, model(), ConfigRecord(), grid), timeout=9)
+    strategy.aggregate_train(3, replies)
+    assert strategy.reports[3].compressed == 1
+    assert not strategy.reports[3].rolled_back
+
+
+def test_full_models_of_one_exchange_share_their_data() -> None:
+    grid = InProcessGrid(client_app([compression()]), 5, seed=3)
+    strategy = Compressed(fedavg(), TopK(density=0.1), downlink=TopK(density=0.1))
+    messages = list(strategy.configure_train(1, model(), ConfigRecord(), grid))
+    assert len({id(m.content["arrays"]["weight"].data) for m in messages}) == 1
+
+
+def test_the_toy_reference_run_is_what_it_was() -> None:
+    """Compressing with density 1 gives the plain average; guards the helpers of this file."""
+    dense = go(fedavg(fraction_evaluate=0.0), model(), client_app(), rounds=3)
+    full = go(
+        Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0)), model(), client_app([compression()]), rounds=3
+    )
+    np.testing.assert_allclose(stack(full.arrays), stack(dense.arrays), rtol=1e-5, atol=1e-2)
