@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.metered import MeteredGrid, addressed
 from fedcomp.flower.payload import take_node
 from fedcomp.rng import Key
 
@@ -64,13 +64,16 @@ class Cohorts(Grid):
     replies, failures : int
         Of the current round's training messages: replies with content; errors and messages without a reply.
     reasons : list of str
-        What the error replies of the current round said.
+        Of the current round: what the error replies said, and why newcomers were not taken in.
 
     Notes
     -----
     The client of partition p takes part in round t when the 64-bit word of the key (seed, purpose, t, p) is among the
     smallest, so a cohort depends on nothing but these numbers and on who is online. Partition ids are learnt by a roll
     call of ``query`` messages, which the ledger counts like any other; with everybody taking part none is needed.
+
+    Once a run has begun no newcomer can end it: one that claims a partition which a node online holds, or none of the
+    run's, is not shown.
     """
 
     def __init__(
@@ -97,9 +100,21 @@ class Cohorts(Grid):
         self._phase = "train"
 
     def prepare(self) -> None:
-        """Call the roll if cohorts will be drawn, or more nodes are online than there are partitions."""
-        if self._draws() or len(list(self.grid.get_node_ids())) > self._clients:
-            self._call_roll(list(self.grid.get_node_ids()))
+        """Call the roll if cohorts will be drawn, or more nodes are online than there are partitions.
+
+        Raises
+        ------
+        ConfigError
+            When two nodes hold the same partition.
+        """
+        online = list(self.grid.get_node_ids())
+        if self._draws() or len(online) > self._clients:
+            taken = self._call_roll(online)
+            if taken:
+                raise ConfigError(
+                    f"two nodes hold partition {taken[0]}; start each node with a partition-id of its own"
+                )
+            self.reasons = []
 
     @property
     def known(self) -> list[tuple[int, int]]:
@@ -130,7 +145,8 @@ class Cohorts(Grid):
             return online
         # A node that joined, came back or could not answer is asked once a round who it is.
         strangers = [n for n in online if n not in self._partitions and self._asked.get(n) != self._round]
-        self._call_roll(strangers)
+        taken = self._call_roll(strangers)
+        self.reasons += [f"a node claims partition {partition}, which another node holds" for partition in taken]
         present = {self._partitions[n]: n for n in online if n in self._partitions}
         size = max(1, int(self._clients * self._shares[self._phase]))
         key = Key(self._seed, f"cohort/{self._phase}", self._round)
@@ -175,31 +191,40 @@ class Cohorts(Grid):
 
     def partition_of(self, node_id: int) -> int | None:
         """Return the partition of a node as far as it is known."""
-        return self._partitions.get(node_id, self.grid.partition_of(node_id))
+        known = self.grid.partition_of(node_id)
+        return self._partitions.get(node_id) if known is None else known
 
     def _draws(self) -> bool:
         return any(0.0 < share < 1.0 for share in self._shares.values())
 
-    def _call_roll(self, nodes: list[int]) -> None:
-        """Ask ``nodes`` for their partitions and remember the answers.
+    def _call_roll(self, nodes: list[int]) -> list[int]:
+        """Ask ``nodes`` for their partitions, remember the answers, and return the partitions that were taken already.
 
-        Raises
-        ------
-        ConfigError
-            When two nodes hold the same partition.
+        Who is believed is the meter's decision: an engine that knows its nodes' partitions is asked, not they.
         """
+        taken: list[int] = []
         if not nodes:
-            return
+            return taken
         content = RecordDict({"config": self._query})
         messages = [Message(content, node, "query") for node in nodes]
         self._asked |= dict.fromkeys(nodes, self._round)
-        for reply in self.grid.send_and_receive(messages, timeout=ROLL_CALL_SECONDS):
-            partition, node = take_node(reply), reply.metadata.src_node_id
-            if partition is None or not 0 <= partition < self._clients:
-                continue
-            holder = next((n for n, p in self._partitions.items() if p == partition and n != node), None)
-            if holder is not None and holder in set(self.grid.get_node_ids()):
-                raise ConfigError(
-                    f"two nodes hold partition {partition}; start each node with a partition-id of its own"
-                )
-            self._partitions = {n: p for n, p in self._partitions.items() if n != holder} | {node: partition}
+        replies = list(self.grid.send_and_receive(messages, timeout=ROLL_CALL_SECONDS))
+        asked, online = dict(addressed(messages)), set(self.grid.get_node_ids())
+        for reply in replies:
+            node = asked[reply.metadata.reply_to_message_id]
+            known = self.grid.partition_of(node)
+            partition = take_node(reply) if known is None else known
+            # Node ids are drawn anew in every run, so the reasons do not name them.
+            if reply.has_error():
+                self.reasons.append(f"a node could not answer the roll call: {reply.error.reason}")
+            elif partition is None:
+                self.reasons.append("a node does not say which partition it holds")
+            elif partition >= self._clients:
+                self.reasons.append(f"a node holds partition {partition} of a run with {self._clients} clients")
+            else:
+                holder = next((n for n, p in self._partitions.items() if p == partition and n != node), None)
+                if known is None or holder in online:
+                    taken.append(partition)
+                else:
+                    self._partitions = {n: p for n, p in self._partitions.items() if n != holder} | {node: partition}
+        return taken

@@ -22,7 +22,7 @@ from fedcomp.codecs.positional import frame_of
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.wrapper import Wrapper
-from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate, StateError
 from fedcomp.kernels import feedback_step
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
@@ -47,8 +47,10 @@ class ErrorFeedback(Wrapper):
     The memory stays bounded when the codec contracts. An unbiased codec with ω >= 1, such as a scaled random-k, does
     not: use its unscaled form here.
 
-    With ``decay=1`` and no guard nothing is lost: Σ sent + m / beta = Σ u, elementwise. Tensors that travel dense leave
-    no memory; they share the momentum, which masking does not touch (as in deep gradient compression's public code).
+    With ``decay=1``, ``beta > 0``, no guard and no ``max_age`` nothing is lost: Σ sent + m / beta equals, elementwise,
+    the sum of all that was added to the memory: Σ g without momentum, Σ u with it (Σ (u + g) for Nesterov). Tensors
+    that travel dense leave no memory; they share the momentum, which masking does not touch (as in deep gradient
+    compression's public code).
 
     Parameters
     ----------
@@ -64,12 +66,14 @@ class ErrorFeedback(Wrapper):
     nesterov : bool
         Nesterov's form of the momentum.
     masking : bool
-        Clear the momentum of coordinates that were sent. With density 1 this makes it plain SGD.
+        Clear the momentum of the coordinates to which a sparse frame delivered a value other than zero. At density 1
+        this makes it plain SGD, with Nesterov (1 + momentum) times as fast. Dense codecs (Identity, QSGD) choose no
+        coordinates: there it has no effect.
     max_age : int, optional
         Drop memory and momentum after this many missed rounds (by the key's round), at least 1.
     norm_guard : float, optional
-        Scale the memory down to this many times ‖g‖ when it is longer; a zero update sets no bound. What is cut away
-        is lost on purpose.
+        Scale the memory down to this many times ‖g‖ when it is longer; a zero update sets no bound. A frame that is
+        rolled back returns to a memory under the same bound. What is cut away is lost on purpose.
 
     Notes
     -----
@@ -80,8 +84,9 @@ class ErrorFeedback(Wrapper):
     Momentum that was held over missed rounds is scaled by ``momentum ** missed``.
 
     State: ``memory`` (float32, the vector's size), ``momentum`` (the same, if used), ``masked`` (the momentum cleared
-    by the last frame, O(k)), ``round`` (of the last frame), ``threshold`` (a warm start that never changes a result),
-    and the codec's own state under ``codec.``.
+    by the last frame, O(k)), ``round`` (of the last frame), ``bound`` (what the guard allowed then), ``threshold`` (a
+    warm start that never changes a result), and the codec's own state under ``codec.``. A state of another size, dtype
+    or codec raises :class:`~fedcomp.errors.StateError`.
     """
 
     codec_id: ClassVar[str] = "feedback"
@@ -133,21 +138,27 @@ class ErrorFeedback(Wrapper):
 
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode update plus memory; see :meth:`fedcomp.codecs.base.Codec.encode`."""
-        memory, velocity = self._recall(update.layout, state, key)
-        gradient, velocity = self._accelerate(update, velocity)
         inner = _inner(state)
         after: State = {"round": np.asarray(key.round, np.int64)}
-        if self._fusible:
-            frame, left, threshold = self._fused(gradient, memory, state, update)
-            content: Frame | Bundle = frame
-            if threshold is not None:
-                after["threshold"] = np.asarray(threshold, np.float32)
-        else:
-            frame, content, left, inner = self._general(gradient, memory, inner, key, update)
+        # Sums that overflow are reported as what they are; before that they must not warn.
+        with np.errstate(over="ignore", invalid="ignore"):
+            memory, velocity = self._recall(update.layout, state, key)
+            held = {"memory": memory} | ({} if velocity is None else {"momentum": velocity})
+            gradient, velocity = self._accelerate(update, velocity)
+            if self._fusible:
+                frame, left, threshold = self._fused(gradient, held, _scalar(state, "threshold", "f"), update)
+                content: Frame | Bundle = frame
+                if threshold is not None:
+                    after["threshold"] = np.asarray(threshold, np.float32)
+            else:
+                frame, content, left, inner = self._general(gradient, held, inner, key, update)
         if self.beta != 1.0:
             left *= np.float32(self.beta)
             left += np.float32(1.0 - self.beta) * memory
-        self._guard(left, update.vector)
+        if self.norm_guard is not None:
+            bound = self.norm_guard * norm(update.vector)
+            _shorten(left, bound)
+            after["bound"] = np.asarray(bound)
         after["memory"] = left
         if velocity is not None:
             after["momentum"] = velocity
@@ -160,15 +171,32 @@ class ErrorFeedback(Wrapper):
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
         """Return ``state`` with the frame's mass back in the memory and its masked momentum back in place.
 
-        Exact for values that travel as float32, otherwise to one rounding. Copies the memory, and the momentum if any.
+        Exact for values that travel as float32, otherwise to one rounding; a guard that was at its bound cuts again.
+        Memory that had expired does not come back. Copies the memory, and the momentum if any.
+
+        Raises
+        ------
+        StateError
+            When ``state`` is not what :meth:`encode` returned with a frame like this.
         """
         back = {name: array for name, array in state.items() if not name.startswith(_INNER)}
-        memory = state["memory"].copy()
-        self.codec.accumulate(frame, self.beta, Update(memory, layout))
+        content = self.codec.open(frame, layout)
+        memory = _vector(state, "memory", layout).copy()
+        self.codec.accumulate(content, self.beta, Update(memory, layout))
+        bound = _scalar(state, "bound", "f")
+        if self.norm_guard is not None and bound is not None:
+            _shorten(memory, bound)
         back["memory"] = memory
         if "masked" in state:
-            velocity = state["momentum"].copy()
-            velocity[self.codec.support(frame, layout)] = back.pop("masked")
+            velocity = _vector(state, "momentum", layout).copy()
+            support = self.codec.support(content, layout)
+            masked = back.pop("masked")
+            if not isinstance(masked, np.ndarray) or masked.dtype != np.float32 or masked.shape != support.shape:
+                raise StateError(
+                    f"the state's masked momentum is {_described(masked)}, but the frame delivers {support.size} "
+                    "values; roll back the frame that came with this state"
+                )
+            velocity[support] = masked
             back["momentum"] = velocity
         return back | _prefixed(self.codec.rollback(_inner(state), frame, layout))
 
@@ -179,15 +207,10 @@ class ErrorFeedback(Wrapper):
 
     def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
         """Return memory and momentum as they are to be used this round."""
-        memory = state.get("memory")
-        velocity = state.get("momentum")
-        if memory is None or (self.momentum and velocity is None):
-            raise StateError("the state holds no memory of this codec; start from init(layout)")
-        if memory.shape != (layout.size,):
-            raise StateError(
-                f"the memory holds {memory.size} elements, the layout {layout.size}: another model's state"
-            )
-        missed = key.round - int(state["round"]) - 1 if "round" in state else 0
+        memory = _vector(state, "memory", layout)
+        velocity = _vector(state, "momentum", layout) if self.momentum else None
+        last = _scalar(state, "round", "iu")
+        missed = 0 if last is None else key.round - int(last) - 1
         if self.max_age is not None and missed >= self.max_age:
             return np.zeros_like(memory), None if velocity is None else np.zeros_like(velocity)
         if velocity is not None and missed > 0:
@@ -199,29 +222,27 @@ class ErrorFeedback(Wrapper):
         if velocity is None:
             return update.vector, None
         mu = np.float32(self.momentum)
-        # Wrong numbers are reported by the codec; here they only must not warn.
-        with np.errstate(over="ignore", invalid="ignore"):
-            if not self.nesterov:
-                velocity = velocity * mu
-                velocity += update.vector
-                return velocity, velocity
-            velocity = velocity + update.vector
-            velocity *= mu
-            return velocity + update.vector, velocity
+        if not self.nesterov:
+            velocity = velocity * mu
+            velocity += update.vector
+            return velocity, velocity
+        velocity = velocity + update.vector
+        velocity *= mu
+        return velocity + update.vector, velocity
 
     def _fused(
-        self, gradient: Vector, memory: Vector, state: State, update: Update
+        self, gradient: Vector, held: State, warm: float | None, update: Update
     ) -> tuple[Frame, Vector, float | None]:
         """Return frame, p - q and the new threshold; addition, selection and clearing in one pass."""
         codec = self.codec
         assert isinstance(codec, TopK)
+        memory = held["memory"]
         left = np.empty_like(memory)
         tensors = []
         threshold = None
         end = 0
         for stretch in codec.stretches(update.layout):
             end = stretch.stop
-            warm = float(state["threshold"]) if "threshold" in state else None
             try:
                 step = feedback_step(
                     memory[:end],
@@ -232,42 +253,68 @@ class ErrorFeedback(Wrapper):
                     out=left[:end],
                 )
             except NonFiniteUpdate:
-                raise _non_finite(update, memory) from None
+                raise _non_finite(update, held) from None
             threshold = step.threshold
             tensors.append(codec.pack_selected(step.indices, step.values, stretch))
         rest = np.add(memory[end:] * np.float32(self.decay), gradient[end:], out=left[end:])
         if not all_finite(rest):
-            raise _non_finite(update, memory)
+            raise _non_finite(update, held)
         frame = frame_of(tensors, rest)
         rest.fill(0.0)
         return frame, left, threshold
 
     def _general(
-        self, gradient: Vector, memory: Vector, inner: State, key: Key, update: Update
+        self, gradient: Vector, held: State, inner: State, key: Key, update: Update
     ) -> tuple[Frame, Bundle, Vector, State]:
         """Return frame, its content, p - q and the codec's state, for any codec."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            if self.decay == 1.0:
-                total = memory + gradient
-            else:
-                total = memory * np.float32(self.decay)
-                total += gradient
-        held = Update(total, update.layout)
+        memory = held["memory"]
+        if self.decay == 1.0:
+            total = memory + gradient
+        else:
+            total = memory * np.float32(self.decay)
+            total += gradient
+        sum_of_both = Update(total, update.layout)
         try:
-            frame, inner = self.codec.encode(held, inner, key)
+            frame, inner = self.codec.encode(sum_of_both, inner, key)
         except NonFiniteUpdate as error:
-            raise error if all_finite(total) else _non_finite(update, memory) from None
+            raise error if all_finite(total) else _non_finite(update, held) from None
         content = self.codec.open(frame, update.layout)
-        self.codec.accumulate(content, -1.0, held)
+        self.codec.accumulate(content, -1.0, sum_of_both)
         return frame, content, total, inner
 
-    def _guard(self, memory: Vector, gradient: Vector) -> None:
-        """Scale ``memory`` down in place when it is too long for ``gradient``."""
-        if self.norm_guard is None:
-            return
-        bound, length = self.norm_guard * norm(gradient), norm(memory)
-        if 0.0 < bound < length:
-            memory *= np.float32(bound / length)
+
+def _shorten(memory: Vector, bound: float) -> None:
+    """Scale ``memory`` down in place to the norm ``bound`` when it is longer; 0 sets no bound."""
+    length = norm(memory)
+    if 0.0 < bound < length:
+        memory *= np.float32(bound / length)
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+def _vector(state: State, name: str, layout: Layout) -> Vector:
+    """Return a float32 array of the layout's size out of ``state``; raise StateError when there is none."""
+    array = state.get(name)
+    if array is None:
+        raise StateError(f"the state holds no {name} of this codec; start from init(layout)")
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (layout.size,):
+        raise StateError(
+            f"the state's {name} is {_described(array)}, the layout needs float32({layout.size},): another model's "
+            "state; start from init(layout)"
+        )
+    return array
+
+
+def _scalar(state: State, name: str, kinds: str) -> float | None:
+    """Return a number out of ``state``, None when there is none; raise StateError for anything else."""
+    array = state.get(name)
+    if array is None:
+        return None
+    if not isinstance(array, np.ndarray | np.generic) or array.size != 1 or array.dtype.kind not in kinds:
+        raise StateError(f"the state's {name} is {_described(array)}, expected one number; start from init(layout)")
+    return array.item()
 
 
 def _prefixed(inner: Mapping[str, NDArray[Any]]) -> State:
@@ -278,13 +325,19 @@ def _inner(state: State) -> State:
     return {name.removeprefix(_INNER): array for name, array in state.items() if name.startswith(_INNER)}
 
 
-def _non_finite(update: Update, memory: Vector) -> NonFiniteUpdate:
-    """Return the error that names the update's tensor, or says that only the sum with the memory overflowed."""
+def _non_finite(update: Update, held: State) -> FedcompError:
+    """Return the error that names the update's tensor, damaged memory or momentum, or an overflow of the sum."""
     try:
         require_finite(update)
     except NonFiniteUpdate as error:
         return error
+    for name, array in held.items():
+        if not all_finite(array):
+            return StateError(
+                f"the state's {name} holds NaN or infinity, which no update leaves there: it was damaged where it was "
+                "kept. Nothing was sent; start from init(layout)"
+            )
     return NonFiniteUpdate(
-        f"update plus memory (largest magnitude {float(np.abs(memory).max()):g}) overflows float32; "
+        f"update plus memory (largest magnitude {float(np.abs(held['memory']).max()):g}) overflows float32; "
         "nothing was sent and no state was changed"
     )

@@ -132,7 +132,7 @@ EXPERIMENT = Experiment(
     clients=10,
     notes=(
         "Each client holds its own mixture of the ten digits (Dirichlet, alpha 0.5) and makes one pass over about 144 "
-        "images a round. The model has 85 002 parameters. The test split has 360 images, so that one image makes 0.28 "
+        "images a round. The model has 85 002 parameters. The test split has 355 images, so that one image makes 0.28 "
         f"points; the claims about accuracy take the mean of the last {LAST} rounds.\n\n"
         "Top-k sends the largest hundredth of the weights' changes and all biases. With feedback a client remembers "
         "what it did not send and adds it to the next change; without feedback it forgets, so that small but steady "

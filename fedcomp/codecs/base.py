@@ -112,7 +112,10 @@ class Codec(ABC):
         return state
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
-        """Return the coordinates whose values ``frame`` carries in sparse form, ascending; none for a dense one."""
+        """Return the coordinates to which ``frame`` delivers something other than zero in sparse form, ascending.
+
+        None for a dense frame, whose coordinates are not chosen.
+        """
         return np.zeros(0, np.int64)
 
     # -- server half ------------------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ class Codec(ABC):
         return Limits.for_schema(self.schema(layout))
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Parse and check ``frame`` completely, adding nothing anywhere; an opened bundle is returned as it is.
+        """Parse and check ``frame`` completely, adding nothing anywhere; a bundle comes back as the object it is.
 
         Raises
         ------
@@ -134,6 +137,18 @@ class Codec(ABC):
             For anything that is not exactly a frame of this codec and layout.
         """
         return frame if isinstance(frame, Bundle) else decode(frame, self.schema(layout), self.limits(layout))
+
+    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
+        """Open ``frame`` and check also what stands in it as drawn at random, such as the seed of a support.
+
+        For a receiver who knows the ``key`` the sender encodes with. Most codecs have no such draws.
+
+        Raises
+        ------
+        fedcomp.wire.WireError
+            As :meth:`open`, and when the draw is not that of ``key``.
+        """
+        return self.open(frame, layout)
 
     @abstractmethod
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:

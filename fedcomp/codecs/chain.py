@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fedcomp.codecs.base import Codec, State
-from fedcomp.codecs.params import dataclass_config, dataclass_repr
+from fedcomp.codecs.params import dataclass_config, dataclass_repr, shown
 from fedcomp.codecs.registry import Registry, codecs
 from fedcomp.codecs.wrapper import Wrapper
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.wire import Frame
@@ -67,12 +67,23 @@ def nest(states: Sequence[State]) -> State:
 
 
 def unnest(state: State, stages: int) -> list[State]:
-    """Return the stages' states out of :func:`nest`'s."""
-    parts: list[State] = [{} for _ in range(stages)]
+    """Return the stages' states out of :func:`nest`'s.
+
+    Raises
+    ------
+    StateError
+        When an array belongs to no stage.
+    """
+    parts: dict[str, State] = {str(i): {} for i in range(stages)}
     for name, array in state.items():
         stage, _, inner = name.partition(".")
-        parts[int(stage)][inner] = array
-    return parts
+        if stage not in parts or not inner:
+            raise StateError(
+                f"the state holds {shown(name)}, which none of the chain's {stages} stages wrote; it is another "
+                "codec's state: start from init(layout)"
+            )
+        parts[stage][inner] = array
+    return list(parts.values())
 
 
 class Chain(Wrapper):
@@ -87,6 +98,8 @@ class Chain(Wrapper):
     codec_id: ClassVar[str] = "chain"
 
     def __init__(self, transforms: Sequence[Transform | Mapping[str, Any]], codec: Codec | Mapping[str, Any]) -> None:
+        if not isinstance(transforms, Sequence) or isinstance(transforms, str | bytes | bytearray):
+            raise ConfigError(f"transforms={shown(transforms)} is not valid: transforms must be a list of transforms")
         self.transforms = tuple(map(get_transform, transforms))
         self.codec = codecs.get(codec)
         if self.codec.phases != 1:

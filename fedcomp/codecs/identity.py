@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedcomp import wire
-from fedcomp.codecs.positional import PositionalCodec, Stretch, require_values
+from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Tensor
+from fedcomp.wire import Expected, Tensor
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -28,6 +28,10 @@ class Identity(PositionalCodec):
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense raw tensor."""
         return wire.dense(values)
+
+    def expect(self, stretch: Stretch) -> Expected:
+        """Return the stretch's shape, dense and raw."""
+        return expected_dense(stretch.size, wire.Raw)
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require dense raw values."""

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import math
+import numbers
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
+import numpy as np
+
 from fedcomp.errors import ConfigError, nearest
+
+_LONGEST_NAME = 64
+
+
+def shown(value: Any) -> str:
+    """Return a short ``repr`` of ``value`` for messages: bounded in length and depth, whatever a peer sent."""
+    try:
+        return reprlib.repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints
+        return f"<{type(value).__name__}>"
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return :func:`fedcomp.errors.nearest`'s advice for a name of sensible length, else nothing."""
+    return nearest(name, known) if len(name) <= _LONGEST_NAME else ""
 
 
 def number(name: str, value: Any, *, rule: str, ok: Callable[[float], bool]) -> float:
@@ -16,15 +35,28 @@ def number(name: str, value: Any, *, rule: str, ok: Callable[[float], bool]) -> 
     Raises
     ------
     ConfigError
-        Naming the parameter, the value and ``rule``. NaN, strings and booleans are never numbers.
+        Naming the parameter, the value and ``rule``. Numbers are :class:`numbers.Real`; NaN, integers beyond float64,
+        strings, bytes, booleans and arrays never are.
     """
     try:
-        as_float = float(value) if not isinstance(value, str | bytes | bool) else math.nan
-    except (TypeError, ValueError):
+        as_float = to_float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
         as_float = math.nan
     if math.isnan(as_float) or not ok(as_float):
-        raise ConfigError(f"{name}={value!r} is not valid: {name} must be {rule}")
+        raise ConfigError(f"{name}={shown(value)} is not valid: {name} must be {rule}")
     return as_float
+
+
+def to_float(value: Any) -> float:
+    """Return the float that ``value`` was written as: ``np.float32(0.1)`` is 0.1, not 0.10000000149.
+
+    Raises
+    ------
+    OverflowError
+        When an integer or a fraction lies beyond float64.
+    """
+    narrow = isinstance(value, np.floating) and not isinstance(value, float)
+    return float(str(value)) if narrow else float(value)
 
 
 def integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
@@ -36,7 +68,7 @@ def integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
     """
     rule = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
     checked = number(name, value, rule=rule, ok=lambda v: v % 1 == 0 and low <= v and (high is None or v <= high))
-    return int(checked)
+    return int(value) if isinstance(value, numbers.Integral) else int(checked)
 
 
 def density(value: Any) -> float:
@@ -58,7 +90,7 @@ def boolean(name: str, value: Any) -> bool:
     """Return ``value`` when it is a bool."""
     if isinstance(value, bool):
         return value
-    raise ConfigError(f"{name}={value!r} is not valid: {name} must be True or False")
+    raise ConfigError(f"{name}={shown(value)} is not valid: {name} must be True or False")
 
 
 def choice(name: str, value: Any, known: Iterable[str]) -> str:
@@ -67,15 +99,23 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
     if isinstance(value, str) and value in known:
         return value
     listed = ", ".join(map(repr, known))
-    raise ConfigError(f"{name}={value!r} is not valid: {name} must be one of {listed}{nearest(str(value), known)}")
+    advice = similar(value, known) if isinstance(value, str) else ""
+    raise ConfigError(f"{name}={shown(value)} is not valid: {name} must be one of {listed}{advice}")
 
 
 def count(fraction: float, size: int) -> int:
     """Return k, the number of kept coordinates of ``size`` at density ``fraction``: ``max(1, ceil(density * n))``.
 
-    The product is taken a hair low, so that 0.07 of 100 is 7 although the floating-point product lies above it.
+    The ceiling is that of the number the density was meant as: k is the least integer whose quotient ``k / n``, rounded
+    to float64, reaches the density. So 0.07 of 100 is 7 although the binary 0.07 lies above it, k/n of n is k, and a
+    density of 1 keeps everything at every size.
     """
-    return min(size, max(1, math.ceil(fraction * size * (1.0 - 1e-12))))
+    fraction = to_float(fraction)
+    if fraction >= 1.0:
+        return size
+    numerator, denominator = fraction.as_integer_ratio()
+    k = -(-numerator * size // denominator)
+    return min(size, max(1, k - 1 if (k - 1) / max(1, size) >= fraction else k))
 
 
 def assign(target: Any, **values: Any) -> None:

@@ -9,6 +9,7 @@ checks, accumulation, decoding and the dense rest are here, once.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import scatter_add
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor
+from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor, Values
 
 Scope = Literal["global", "layer"]
 SCOPES: tuple[str, ...] = get_args(Scope)
@@ -117,7 +118,7 @@ class PositionalCodec(Codec):
         """Return the tensor that stands for ``values``, float32 of shape ``(stretch.size,)``, in the frame."""
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return what the receiver expects for ``stretch``."""
+        """Return what the receiver expects for ``stretch``; what it rules out is refused before it is decoded."""
         return Expected("", (stretch.size,), "float32")
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
@@ -156,13 +157,13 @@ class PositionalCodec(Codec):
         """Return one expectation per stretch, and one for the dense rest when there is any."""
         parts = self.stretches(layout)
         rest = layout.size - _covered(parts)
-        return (*map(self.expect, parts), *((Expected("", (rest,), "float32"),) if rest else ()))
+        return (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
-        """Parse ``frame`` and check every tensor with :meth:`check`."""
-        if isinstance(frame, Bundle):
-            return frame
+        """Parse ``frame`` and check every tensor with :meth:`check`. A bundle is checked, too, and returned."""
         bundle = super().open(frame, layout)
+        if isinstance(frame, Bundle):
+            _require_schema(bundle, self.schema(layout))
         parts = self.stretches(layout)
         for tensor, stretch in zip(bundle.tensors, parts, strict=False):
             self.check(tensor, stretch)
@@ -189,9 +190,9 @@ class PositionalCodec(Codec):
         return out
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
-        """Return the coordinates whose values travelled in sparse tensors, ascending."""
+        """Return the coordinates to which sparse tensors deliver something other than zero, ascending."""
         found = [
-            tensor.indices + where.start
+            tensor.indices[tensor.values.decode() != 0.0] + where.start
             for tensor, where in self._placed(self.open(frame, layout), layout)
             if tensor.indices is not None
         ]
@@ -211,12 +212,42 @@ def frame_of(tensors: list[Tensor], rest: Vector) -> Frame:
     return wire.encode([*tensors, wire.dense(rest)] if rest.size else tensors)
 
 
-def require_values(tensor: Tensor, values: type, *, sparse: bool) -> None:
-    """Raise :class:`SchemaMismatch` unless ``tensor`` is sparse as told and its values are of class ``values``."""
-    if (tensor.indices is not None) != sparse or not isinstance(tensor.values, values):
-        expected = f"a {'sparse' if sparse else 'dense'} tensor of {values.__name__} values"
-        got = f"a {'dense' if tensor.indices is None else 'sparse'} one of {type(tensor.values).__name__}"
-        raise SchemaMismatch(f"the codec expects {expected}, the frame holds {got}")
+def expected_dense(size: int, values: type[Values]) -> Expected:
+    """Return the expectation of a dense tensor of ``size`` values of class ``values``."""
+    return Expected("", (size,), "float32", kinds=frozenset({DENSE}), value_codecs=frozenset({values.name}))
+
+
+def expected_sparse(size: int, values: type[Values], max_k: int, index_codecs: Iterable[str]) -> Expected:
+    """Return the expectation of a sparse tensor of at most ``max_k`` values whose support is written in one of a few
+    index codecs."""
+    return Expected(
+        "", (size,), "float32", max_k, frozenset({SPARSE}), frozenset(index_codecs), frozenset({values.name})
+    )
+
+
+def require_values(tensor: Tensor, values: type[Values], *, sparse: bool) -> None:
+    """Raise :class:`SchemaMismatch` unless ``tensor`` is sparse or dense as told and holds values of class ``values``.
+
+    Coefficients and values on a shared support are neither, although they, too, come without indices.
+    """
+    kind = SPARSE if sparse else DENSE
+    complete = tensor.indices is not None if sparse else tensor.values.k == tensor.size
+    if tensor.kind is not kind or not complete or not isinstance(tensor.values, values):
+        raise SchemaMismatch(
+            f"the codec expects a {kind.name.lower()} tensor of {values.__name__} values, the frame holds "
+            f"{tensor.kind.name.lower()} {type(tensor.values).__name__} ({tensor.values.k} of {tensor.size})"
+        )
+
+
+def _require_schema(bundle: Bundle, schema: Schema) -> None:
+    """Raise :class:`SchemaMismatch` unless an opened frame has the tensors of ``schema``, by shape and dtype."""
+    found = [(t.shape, t.dtype) for t in bundle.tensors]
+    expected = [(e.shape, e.dtype) for e in schema]
+    if found != expected:
+        raise SchemaMismatch(
+            f"the codec expects {len(expected)} tensor(s), first {expected[:1]}, the bundle holds {len(found)}, first "
+            f"{found[:1]}; it was opened for another codec or layout"
+        )
 
 
 def _covered(parts: tuple[Stretch, ...]) -> int:

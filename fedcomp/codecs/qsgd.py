@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import params
-from fedcomp.codecs.positional import PositionalCodec, Stretch, require_values
+from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import SchemaMismatch, Tensor
+from fedcomp.wire import Expected, SchemaMismatch, Tensor
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -46,21 +47,27 @@ class QSGD(PositionalCodec):
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of signed levels and one float32 norm per bucket."""
-        draws = key.uniform(values.size)
-        # Bucket-aligned blocks: the quantiser works in float64, which is not to be held for the whole vector.
+        # Bucket-aligned blocks: draws and quantiser are float64, which is not to be held for the whole vector. One
+        # stream serves all blocks, so that their size does not show: together the draws are key.uniform(n).
+        stream = key.generator().bit_generator
         step = max(1, _BLOCK // self.bucket) * self.bucket
         levels = np.empty(values.size, np.int32)
         norms = []
         for start in range(0, values.size, step):
             part = slice(start, start + step)
             with np.errstate(over="ignore"):  # refused below
-                block = wire.QsgdLevels.quantise(values[part], self.levels, self.bucket, draws[part])
+                draws = _uniform(stream, values[part].size)
+                block = wire.QsgdLevels.quantise(values[part], self.levels, self.bucket, draws)
             levels[part] = block.levels
             norms.append(block.norms)
         every = np.concatenate(norms)
         if not np.isfinite(every).all():
             raise NonFiniteUpdate(f"the norm of a bucket of {self.bucket} values of {stretch.name} overflows float32")
         return wire.Tensor(wire.QsgdLevels(levels, self.levels, self.bucket, every), (stretch.size,))
+
+    def expect(self, stretch: Stretch) -> Expected:
+        """Return the stretch's shape, dense and in levels."""
+        return expected_dense(stretch.size, wire.QsgdLevels)
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require dense levels of the agreed number and bucket."""
@@ -80,3 +87,8 @@ class QSGD(PositionalCodec):
         """
         b = min(self.bucket, max((s.size for s in self.stretches(layout)), default=0))
         return min(b / (4.0 * self.levels**2), math.sqrt(b) / self.levels)
+
+
+def _uniform(stream: np.random.BitGenerator, count: int) -> NDArray[np.float64]:
+    """Return the next ``count`` doubles of :meth:`fedcomp.rng.Key.uniform`'s sequence."""
+    return (np.asarray(stream.random_raw(count), np.uint64) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -13,11 +13,11 @@ import numpy as np
 
 from fedcomp import wire
 from fedcomp.codecs import params
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, require_values
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Expected, SchemaMismatch, Tensor
+from fedcomp.wire import Bundle, Expected, Frame, SchemaMismatch, Seeded, Tensor
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -62,7 +62,7 @@ class RandomK(PositionalCodec):
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the tensor whose indices are a seed."""
         k = self.count(stretch)
-        seed = (key.at(partition=0) if self.shared else key).u64()
+        seed = self._seed(stretch, key)
         kept = values[wire.seeded_support(seed, stretch.size, k)]
         if self.unbiased:
             with np.errstate(over="ignore"):
@@ -72,16 +72,30 @@ class RandomK(PositionalCodec):
         return wire.seeded((stretch.size,), seed, k, wire.Raw(kept))
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape and how many values it may carry."""
-        return Expected("", (stretch.size,), "float32", max_k=self.count(stretch))
+        """Return the stretch's shape, how many values it may carry, and that a seed stands for their support."""
+        return expected_sparse(stretch.size, wire.Raw, self.count(stretch), ("seeded",))
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require exactly k sparse float32 values."""
+        """Require exactly k sparse float32 values on a support that was drawn, not chosen."""
         require_values(tensor, wire.Raw, sparse=True)
+        if not isinstance(tensor.index, Seeded):
+            raise SchemaMismatch(f"{stretch.name}: expected the support of a seed, the frame lists it ({tensor.index})")
         if tensor.values.k != self.count(stretch):
             raise SchemaMismatch(
                 f"{stretch.name}: expected {self.count(stretch)} random coordinates, the frame holds {tensor.values.k}"
             )
+
+    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
+        """Open, and require the seeds that ``key`` gives: a sender who picks its seed picks its support.
+
+        With ``shared=True`` the key's partition does not matter, and frames of one round that all pass lie on one
+        support.
+        """
+        bundle = self.open(frame, layout)
+        for tensor, stretch in zip(bundle.tensors, self.stretches(layout), strict=False):
+            if tensor.index != Seeded(self._seed(stretch, key.at(layer=stretch.index))):
+                raise SchemaMismatch(f"{stretch.name}: the support's seed is not that of this round and sender")
+        return bundle
 
     def contraction(self, layout: Layout) -> float | None:
         """Return the smallest k/n, reached in expectation by every vector; None when scaled."""
@@ -90,6 +104,10 @@ class RandomK(PositionalCodec):
     def variance(self, layout: Layout) -> float | None:
         """Return the largest n/k - 1, reached by every vector; None when not scaled."""
         return 1.0 / min(self._kept(layout), default=1.0) - 1.0 if self.unbiased else None
+
+    def _seed(self, stretch: Stretch, key: Key) -> int:
+        """Return the seed of ``stretch`` for the key of its layer."""
+        return (key.at(partition=0) if self.shared else key).u64()
 
     def _kept(self, layout: Layout) -> list[float]:
         return [self.count(s) / s.size for s in self.stretches(layout)]

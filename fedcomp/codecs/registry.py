@@ -10,14 +10,21 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar, cast, overload
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, Generic, TypeVar, cast, overload
 
 from fedcomp.codecs.base import Codec
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.codecs.params import shown, similar
+from fedcomp.errors import ConfigError
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
+
+
+MAX_NESTING: Final = 16
+"""Lists and dictionaries inside one another in a configuration; far more than composition needs."""
+
+_LONGEST_REASON = 200
 
 
 class UnknownCodec(ConfigError):
@@ -56,17 +63,21 @@ class Registry(Generic[T]):
         Raises
         ------
         ConfigError
-            When the id is missing, or taken by another class and ``replace`` is not given.
+            When the id is missing, or taken by another class and ``replace`` is not given. The ids of modules that
+            have not been imported yet are taken, too.
         """
         if cls is None:
             return functools.partial(self.register, replace=replace)
         name = getattr(cls, self.id_attribute, None)
         if not (isinstance(cls, type) and issubclass(cls, self.base)) or not isinstance(name, str) or not name:
             raise ConfigError(
-                f"cannot register {cls!r}: expected a {self.base.__name__} subclass with a non-empty "
+                f"cannot register {shown(cls)}: expected a {self.base.__name__} subclass with a non-empty "
                 f"{self.id_attribute}"
             )
         held = self._classes.get(name)
+        if held is None and self._lazy.get(name, cls.__module__) != cls.__module__:
+            importlib.import_module(self._lazy[name])
+            held = self._classes.get(name)
         same = held is not None and (held.__module__, held.__qualname__) == (cls.__module__, cls.__qualname__)
         if held is not None and not same and not replace:
             raise ConfigError(
@@ -93,10 +104,23 @@ class Registry(Generic[T]):
             importlib.import_module(self._lazy[name])
         if name not in self._classes:
             for point in entry_points(group=self.group, name=name):
-                self.register(point.load())
+                self.register(self._load(point))
         if name not in self._classes:
-            raise UnknownCodec(f"no {self.base.__name__.lower()} {name!r}{nearest(name, self.known())}")
+            raise UnknownCodec(f"no {self.base.__name__.lower()} {shown(name)}{similar(name, self.known())}")
         return self._classes[name]
+
+    def _load(self, point: EntryPoint) -> Any:
+        """Return what an entry point names; raise ConfigError when it cannot be imported or has another id."""
+        try:
+            cls = point.load()
+        except Exception as error:  # whatever another package raises on import
+            raise ConfigError(f"the entry point {point.name!r} = {point.value} cannot be loaded: {error}") from error
+        if getattr(cls, self.id_attribute, None) != point.name:
+            raise ConfigError(
+                f"the entry point {point.name!r} = {point.value} of group {self.group} names an object whose "
+                f"{self.id_attribute} is {shown(getattr(cls, self.id_attribute, None))}; they must agree"
+            )
+        return cls
 
     def get(self, config: Mapping[str, Any] | T) -> T:
         """Return the object that ``config``, ``{"id": ..., **parameters}``, describes; an object returns itself.
@@ -106,22 +130,41 @@ class Registry(Generic[T]):
         UnknownCodec
             When the id is not known.
         ConfigError
-            When a parameter is unknown, missing or invalid.
+            When a parameter is unknown, missing or invalid, or more than :data:`MAX_NESTING` lists and dictionaries
+            are nested.
         """
         if isinstance(config, self.base):
             return cast(T, config)
         kind = self.base.__name__.lower()
         if not isinstance(config, Mapping) or not isinstance(config.get("id"), str):
-            raise ConfigError(f"a {kind} is a {self.base.__name__} or a mapping with a string 'id', not {config!r}")
+            raise ConfigError(
+                f"a {kind} is a {self.base.__name__} or a mapping with a string 'id', not {shown(config)}"
+            )
+        if _nested_deeper(config, MAX_NESTING):
+            raise ConfigError(
+                f"the configuration of {kind} {shown(config['id'])} nests deeper than {MAX_NESTING} levels"
+            )
         cls: Any = self.find(config["id"])
         parameters = {k: v for k, v in config.items() if k != "id"}
         try:
             inspect.signature(cls).bind(**parameters)
         except TypeError as error:
             accepted = ", ".join(inspect.signature(cls).parameters) or "none"
-            raise ConfigError(f"{kind} {config['id']!r}: {error}; its parameters are: {accepted}") from None
+            reason = str(error)[:_LONGEST_REASON]
+            raise ConfigError(f"{kind} {config['id']!r}: {reason}; its parameters are: {accepted}") from None
         created: T = cls.from_config(parameters)
         return created
+
+
+def _nested_deeper(config: Any, most: int) -> bool:
+    """Whether more than ``most`` lists and dictionaries are inside one another; level by level, without recursion."""
+    level = {id(config): config}
+    for _ in range(most):
+        inner = (v for c in level.values() for v in (c.values() if isinstance(c, Mapping) else c))
+        level = {id(v): v for v in inner if isinstance(v, Mapping | list | tuple)}
+        if not level:
+            return False
+    return True
 
 
 # ErrorFeedback wraps codecs and so stands above this package; its name is resolved on demand.

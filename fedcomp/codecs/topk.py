@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import params
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, require_values
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Expected, Tensor
+from fedcomp.wire import Expected, SchemaMismatch, Tensor
 
-VALUES: dict[str, type] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
+VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
 """How the kept values travel."""
 
 INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
@@ -27,13 +27,14 @@ INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
 class TopK(PositionalCodec):
     """Send the ``k = max(1, ceil(density * n))`` coordinates of largest magnitude.
 
-    Ties go to the lowest index. Coordinates that are exactly +0.0 never travel: a zero vector is an empty frame.
+    Ties go to the lowest index. Coordinates that are exactly +0.0 never travel: a zero vector is an empty frame. Nor do
+    those that fp16 or bf16 round to zero.
 
     Parameters
     ----------
     density : float
-        Fraction of coordinates that travels, in (0, 1]. With ``scope="layer"`` the layout's policy may set another
-        one per tensor.
+        Fraction of coordinates that travels, in (0, 1]; k is rounded up. With ``scope="layer"`` the layout's policy
+        may set another one per tensor.
     scope : {"global", "layer"}
         Rank the whole model as one vector, or every tensor by itself.
     values : {"float32", "fp16", "bf16"}
@@ -71,18 +72,26 @@ class TopK(PositionalCodec):
 
     def pack_selected(self, indices: NDArray[np.int64], kept: Vector, stretch: Stretch) -> Tensor:
         """Return the sparse tensor of coordinates that were selected elsewhere (the fused error-feedback step)."""
-        nonzero = kept.view(np.int32) != 0
-        if not nonzero.all():
-            indices, kept = indices[nonzero], kept[nonzero]
-        return wire.sparse((stretch.size,), indices, VALUES[self.values](kept), index=self.index)
+        coded = VALUES[self.values](kept)
+        # As float32 every bit counts, that of -0.0 too. What another format rounds to zero would deliver nothing.
+        travels = kept.view(np.int32) != 0 if self.values == "float32" else coded.decode() != 0.0
+        if not travels.all():
+            indices, coded = indices[travels], VALUES[self.values](kept[travels])
+        return wire.sparse((stretch.size,), indices, coded, index=self.index)
 
     def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape and the most values it may carry."""
-        return Expected("", (stretch.size,), "float32", max_k=self.count(stretch))
+        """Return the stretch's shape, the most values it may carry, and how their support may be written."""
+        k = self.count(stretch)
+        names = (*wire.PLAIN, "complement") if self.index == "auto" else self.index.split(":")
+        # "auto" writes the absent indices only where they are fewer: no reason to expand them for a short list.
+        allowed = [n for n in names if n != "complement" or self.index != "auto" or 2 * k > stretch.size]
+        return expected_sparse(stretch.size, VALUES[self.values], k, allowed)
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require sparse values of the chosen format."""
         require_values(tensor, VALUES[self.values], sparse=True)
+        if not isinstance(tensor.index, str):
+            raise SchemaMismatch(f"{stretch.name}: expected a list of indices, the frame holds {tensor.index}")
 
     def contraction(self, layout: Layout) -> float | None:
         """Return the smallest k/n of all stretches: reached by equal magnitudes (derived).

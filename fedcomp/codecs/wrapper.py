@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs.base import Codec
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, Limits, Schema
 
 
@@ -31,6 +32,10 @@ class Wrapper(Codec):
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Open with the inner codec."""
         return self.codec.open(frame, layout)
+
+    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
+        """Verify with the inner codec."""
+        return self.codec.verify(frame, layout, key)
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the inner codec's."""

@@ -36,16 +36,19 @@ from flwr.supercore.task_identity import TaskIdentity
 __all__ = [
     "SUPERLINK_NODE_ID",
     "ErrorCode",
+    "IdentityClaim",
     "Packed",
     "Packer",
     "Run",
     "Unpacker",
     "acting_as",
     "adopt_identity",
+    "claim_identity",
     "context_from_bytes",
     "context_to_bytes",
     "current_identity",
     "error_from_superlink",
+    "release_identity",
     "set_message_id",
     "set_source",
     "unpack",
@@ -255,6 +258,51 @@ def adopt_identity(identity: Identity) -> None:
     # The properties accept no None, but "unset" has to be restorable.
     for name, value in (("_run_id", run_id), ("_node_id", node_id), ("_task_id", task_id)):
         setattr(TaskIdentity, name, value)
+
+
+@dataclass(eq=False, slots=True)
+class IdentityClaim:
+    """One holder's place in the order of those who set the process identity.
+
+    Attributes
+    ----------
+    identity, former : tuple
+        What the holder set, and what is to return when it lets go.
+    """
+
+    identity: Identity
+    former: Identity
+
+
+_CLAIMS: list[IdentityClaim] = []
+"""Claims that were not released, the latest last. A property of the process, as the identity itself is; not
+thread-safe, as it is not. A holder that never lets go leaves one small entry here."""
+
+
+def claim_identity(identity: Identity) -> IdentityClaim:
+    """Set the process identity until the claim that is returned is released; later claims come on top."""
+    claim = IdentityClaim(identity, current_identity())
+    _CLAIMS.append(claim)
+    adopt_identity(identity)
+    return claim
+
+
+def release_identity(claim: IdentityClaim) -> None:
+    """Take ``claim`` out of the order, in which it may stand anywhere; releasing it again changes nothing.
+
+    Under a later claim the identity stays, and what was there before ``claim`` returns when the later one goes. The
+    latest claim gives the former identity back, unless someone without a claim has set another one since.
+    """
+    index = next((i for i, held in enumerate(_CLAIMS) if held is claim), None)
+    if index is None:
+        return
+    del _CLAIMS[index]
+    if index < len(_CLAIMS):
+        later = _CLAIMS[index]
+        if later.former == claim.identity:
+            later.former = claim.former
+    elif current_identity() == claim.identity:
+        adopt_identity(claim.former)
 
 
 @contextmanager

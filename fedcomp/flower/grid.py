@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 from weakref import WeakKeyDictionary
@@ -24,27 +24,26 @@ from fedcomp.flower import ledger, store
 from fedcomp.flower._private import (
     SUPERLINK_NODE_ID,
     ErrorCode,
+    IdentityClaim,
     Packed,
     Packer,
     Run,
     Unpacker,
     acting_as,
-    adopt_identity,
-    current_identity,
+    claim_identity,
     error_from_superlink,
+    release_identity,
     set_message_id,
     unpack,
 )
 from fedcomp.flower.faults import NO_FAULT, Delivery, Fault, FaultPlan, corrupt, resolve
-from fedcomp.flower.nodes import GridError, Node, NodeConfig, Nodes
+from fedcomp.flower.nodes import GridError, Links, Node, NodeConfig, NodeLinks, Nodes
 from fedcomp.flower.payload import round_of
 from fedcomp.rng import Key
-from fedcomp.timing.links import Link
 
 ClientCall = Callable[[Message, Context], Message]
 """A ClientApp, or anything that is called like one."""
 
-Links = Link | Sequence[Link] | Mapping[int, Link] | None
 Compute = float | Callable[[Delivery], float]
 
 _LOG: Final = logging.getLogger(__name__)
@@ -89,7 +88,9 @@ class InProcessGrid(Grid):
         State after an exception in the app. The simulation engine throws the changes away, a deployment keeps the
         half-done ones (measured); an app has to be right under both.
     links : Link, sequence or mapping by partition id, optional
-        Bandwidth and latency per node. Without links transfers take no time. The server's side is not a bottleneck.
+        Bandwidth and latency per node. A sequence has one for every partition, more for nodes that join later; nodes
+        that a mapping leaves out have no link. Without a link transfers take no time. The server's side is not a
+        bottleneck.
     compute_seconds : float or callable of a Delivery
         Simulated seconds a client computes per message.
     node_config : mapping or callable of a partition id, optional
@@ -110,7 +111,8 @@ class InProcessGrid(Grid):
     Notes
     -----
     Creating a grid sets Flower's process identity, which ``Message()`` needs; :meth:`close` (or leaving the ``with``
-    block) restores the former one. A message to an unknown node gets the id ``""`` in its slot and no reply. Two
+    block) restores the former one. Of several grids the one created last has it, and they may be closed in any order.
+    A message to an unknown node gets the id ``""`` in its slot and no reply. Two
     messages to one node in one batch run one after the other, each on the state the former left; on Ray they would
     race. Not thread-safe.
     """
@@ -141,14 +143,14 @@ class InProcessGrid(Grid):
         self.round: int | None = None
         self._seed = seed
         self._key = Key(seed, "grid")
-        self._links = links
+        self._links = NodeLinks(links, num_nodes)
         self._expiry = expiry
         self._pulls = 0
         self._run_id = self._key.at(purpose="run-id").u64() >> 2
         self._nodes = Nodes(num_nodes, self._run_id, self._key, run_config or {}, node_config)
         self._flight: dict[str, _Flight] = {}
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
-        self._former_identity = current_identity()
+        self._claim: IdentityClaim | None = None
         self._adopt()
 
     def __enter__(self) -> InProcessGrid:
@@ -159,15 +161,13 @@ class InProcessGrid(Grid):
 
     def close(self) -> None:
         """Give the process identity back, unless someone else has taken it since."""
-        if current_identity() == self._identity:
-            adopt_identity(self._former_identity)
-
-    @property
-    def _identity(self) -> tuple[int, int, int]:
-        return self._run_id, SUPERLINK_NODE_ID, 1
+        if self._claim is not None:
+            release_identity(self._claim)
+            self._claim = None
 
     def _adopt(self) -> None:
-        adopt_identity(self._identity)
+        self.close()
+        self._claim = claim_identity((self._run_id, SUPERLINK_NODE_ID, 1))
 
     # Flower's Grid interface.
 
@@ -298,8 +298,11 @@ class InProcessGrid(Grid):
         Raises
         ------
         GridError
-            When the partition is taken.
+            When the partition is taken, or the sequence ``links`` has no entry for it.
         """
+        if partition is None:
+            partition = self._nodes.free_partition()
+        self._links.require([partition])
         return self._nodes.add(partition, self.clock)
 
     def remove_node(self, node: int) -> None:
@@ -339,11 +342,12 @@ class InProcessGrid(Grid):
         fedcomp.flower.store.StoreError
             When the bytes are damaged.
         GridError
-            When they were taken from a grid with another seed.
+            When they were taken from a grid with another seed, or the sequence ``links`` is too short for its nodes.
         """
         state = store.loads(data, _SNAPSHOT)
         if state["seed"] != self._seed:
             raise GridError(f"snapshot was taken with seed {state['seed']}, this grid has seed {self._seed}")
+        self._links.require(partition for _, partition, *_ in state["nodes"]["nodes"])
         self._run_id = self._nodes.run_id = state["run_id"]
         self.exchange, self._pulls, self.clock = state["exchange"], state["pulls"], state["clock"]
         self._nodes.load(state["nodes"])
@@ -394,13 +398,19 @@ class InProcessGrid(Grid):
                 reply = Packer().pack(out)
                 if fault.kind == "raise":
                     failure = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "The app raised at its end (injected fault)."
+            except SystemExit as error:
+                # A deployment's app process would be gone without a reply and without a context to store. Only an
+                # interrupt is for the run itself.
+                _LOG.warning("client of partition %d ended its process (%s)", node.partition, error.code, exc_info=True)
+                failure = ErrorCode.CLIENT_APP_CRASHED, "ClientApp stopped responding."
             except Exception as error:
                 # Engines turn whatever an app raises into an error reply; the traceback would be lost without the log.
                 _LOG.warning("client of partition %d raised", node.partition, exc_info=True)
                 failure = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>"
         if failure is None and work.run_config != run_config:
             failure = ErrorCode.UNKNOWN, "The app changed context.run_config; the simulation engine refuses that."
-        if failure is None or (self.error_state == "keep" and failure[0] != ErrorCode.UNKNOWN):
+        half_done = failure is not None and failure[0] == ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+        if failure is None or (half_done and self.error_state == "keep"):
             node.commit(work)
         if failure is not None:
             # unpack() again: the app may have changed its own copy of the message.
@@ -424,19 +434,10 @@ class InProcessGrid(Grid):
     def _arrival(self, down: int, up: int, node: Node, delivery: Delivery) -> float:
         """Return the simulated second at which the reply is back."""
         seconds = self.compute_seconds(delivery) if callable(self.compute_seconds) else self.compute_seconds
-        link = self._link_of(node.partition)
+        link = self._links.of(node.partition)
         if link is not None:
             seconds += link.down_seconds(down) + link.up_seconds(up)
         return max(self.clock, node.free_at) + seconds
-
-    def _link_of(self, partition: int) -> Link | None:
-        if self._links is None or isinstance(self._links, Link):
-            return self._links
-        if isinstance(self._links, Mapping):
-            return self._links.get(partition)
-        if partition >= len(self._links):
-            raise GridError(f"links has {len(self._links)} entries, none for partition {partition}")
-        return self._links[partition]
 
     def _collect(self, message_ids: Iterable[str], deadline: float) -> list[Message]:
         replies: list[Message] = []

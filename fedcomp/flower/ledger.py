@@ -121,11 +121,18 @@ class Ledger:
             column.append(value)
 
     def identify(self, node_id: int, partition: int) -> None:
-        """Let all rows of ``node_id``, past and future, count for ``partition``."""
-        if node_id in self._node_index:
-            self._nodes[self._node_index[node_id]] = partition
-        else:
-            self._node_index[node_id] = self._index_of(partition)
+        """Let all rows of ``node_id``, past and future, count for ``partition``.
+
+        A node that never had rows of its own and moves on to another partition leaves behind what was recorded for
+        the former one: those rows may be another node's as well.
+        """
+        index = self._node_index.get(node_id)
+        if index is not None:
+            name = self._nodes[index]
+            if name == node_id or self._node_index.get(name) != index:
+                self._nodes[index] = partition
+                return
+        self._node_index[node_id] = self._index_of(partition)
 
     def total(self, value: Value = "wire", **where: Any) -> int:
         """Return the sum of ``value`` over the rows that match.

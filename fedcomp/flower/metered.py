@@ -3,10 +3,14 @@
 Works on the in-process engine, on Flower's simulation and on a deployment alike. It also smooths what differs
 between them: replies are joined to messages by message id, duplicates are dropped, and errors the SuperLink makes in
 its own name are given back to the node they concern.
+
+What a reply says of itself is a client's word. A partition it claims counts only where the engine does not know better,
+and never moves or merges what another node online is known by.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,8 +39,9 @@ def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: Pa
     """Match ``replies`` to the messages they answer and put them in partition order.
 
     Replies that answer none of ``sent``, and all but the first reply to a message, are dropped. An error that the
-    SuperLink made gets the node it concerns as its source. Replies of nodes whose partition is not known come last,
-    in the order their messages were sent.
+    SuperLink made gets the node it concerns as its source. The partition a reply declares is taken only for a node
+    that ``partition_of`` does not know. Several replies of one partition follow each other in the order their messages
+    were sent, and so do those without a partition, at the end.
     """
     position = {message_id: index for index, (message_id, _) in enumerate(sent) if message_id}
     first: dict[int, Message] = {}
@@ -49,9 +54,9 @@ def join(sent: Sequence[Addressed], replies: Iterable[Message], partition_of: Pa
         first[index] = reply
 
     def place(index: int) -> tuple[bool, int, int]:
-        partition = take_node(first[index])
+        partition = partition_of(sent[index][1])
         if partition is None:
-            partition = partition_of(sent[index][1])
+            partition = take_node(first[index])
         return partition is None, partition or 0, index
 
     return [first[index] for index in sorted(first, key=place)]
@@ -63,6 +68,7 @@ def partition_lookup(grid: Grid) -> PartitionOf:
     return cast(PartitionOf, known) if callable(known) else lambda _node_id: None
 
 
+_LOG: Final = logging.getLogger(__name__)
 _REMEMBERED: Final = 10_000
 """How many unanswered messages are remembered for replies that come late."""
 
@@ -101,6 +107,9 @@ class MeteredGrid(Grid):
     A reply counts when it is pulled, in the round of the message it answers; a duplicate that really arrived counts
     too, although it is not returned, while the same reply seen twice counts once. Errors a SuperLink makes never
     crossed a node's link and are not counted.
+
+    Where the engine does not know a node's partition, the first one the node declares holds for good. A declaration is
+    not believed while another node online holds that partition; the node then goes on under its node id.
     """
 
     def __init__(self, inner: Grid, ledger: Ledger | None = None, poll_seconds: float = 0.1) -> None:
@@ -129,7 +138,7 @@ class MeteredGrid(Grid):
         return getattr(self.inner, name)
 
     def partition_of(self, node_id: int) -> int | None:
-        """Return the partition of a node: from the engine if it knows, else as last declared in a reply."""
+        """Return the partition of a node: from the engine if it knows, else as it was last known or first declared."""
         known = partition_lookup(self.inner)(node_id)
         return self._partitions.get(node_id) if known is None else known
 
@@ -276,30 +285,51 @@ class MeteredGrid(Grid):
             declared = self._round if self._round is not None else round_of(message)
             sent = _Sent(meta.dst_node_id, declared or 0, meta.message_type)
             self._sent[meta.message_id] = sent
+            # Kept, for replies that come when the engine has forgotten the node.
+            self._learn(sent.node_id, partition_lookup(self.inner)(sent.node_id))
             wire = cast(Any, self.inner).wire_bytes(message) if sizes is None else sizes[index]
             self._record(sent, "down", message, wire)
         for message_id in list(self._sent)[: max(0, len(self._sent) - len(batch) - _REMEMBERED)]:
             del self._sent[message_id]
 
     def _count_up(self, replies: Sequence[Message]) -> None:
-        packer = Packer()
-        arrived: dict[str, tuple[_Sent, Message]] = {}
+        order = {message_id: index for index, message_id in enumerate(self._sent)}
+        arrived: dict[str, tuple[int, _Sent, Message]] = {}
         for reply in replies:
             meta = reply.metadata
             sent = self._sent.get(meta.reply_to_message_id)
-            if sent is None or meta.src_node_id == SUPERLINK_NODE_ID:
-                continue
-            arrived.setdefault(meta.message_id, (sent, reply))
-            partition = take_node(reply)
-            if partition is not None and self._partitions.get(sent.node_id) != partition:
-                self._partitions[sent.node_id] = partition
-                self.ledger.identify(sent.node_id, partition)
+            if sent is not None and meta.src_node_id != SUPERLINK_NODE_ID:
+                arrived.setdefault(meta.message_id, (order[meta.reply_to_message_id], sent, reply))
+        # First in the order the messages were sent, then in partition order: nothing depends on the order of arrival.
+        in_order = sorted(arrived.values(), key=lambda item: item[0])
+        self._believe((sent.node_id, take_node(reply)) for _, sent, reply in in_order)
+        in_order.sort(key=lambda item: self._place(item[1].node_id))
+        packer = Packer()
         measured = getattr(self.inner, "wire_bytes", None)
-        # In partition order, so that the ledger does not depend on the order of arrival either.
-        for sent, reply in sorted(arrived.values(), key=lambda item: self._place(item[0].node_id)):
+        for _, sent, reply in in_order:
             self._record(sent, "up", reply, packer.pack(reply).wire if measured is None else measured(reply))
         for reply in replies:
             self._sent.pop(reply.metadata.reply_to_message_id, None)
+
+    def _believe(self, claims: Iterable[tuple[int, int | None]]) -> None:
+        """Take over what nodes claim, as far as the engine does not know better and no node online holds it."""
+        lookup = partition_lookup(self.inner)
+        holders: dict[int | None, int] = {}
+        for node_id, claim in claims:
+            partition = lookup(node_id)
+            if partition is None and claim is not None and node_id not in self._partitions:
+                holders = holders or {self.partition_of(n): n for n in self.inner.get_node_ids()}
+                holder = holders.setdefault(claim, node_id)
+                if holder != node_id:
+                    _LOG.warning("node %d claims partition %d, which node %d holds: ignored", node_id, claim, holder)
+                    continue
+                partition = claim
+            self._learn(node_id, partition)
+
+    def _learn(self, node_id: int, partition: int | None) -> None:
+        if partition is not None and self._partitions.get(node_id) != partition:
+            self._partitions[node_id] = partition
+            self.ledger.identify(node_id, partition)
 
     def _place(self, node_id: int) -> tuple[bool, int]:
         """Sort key of a node: its partition, unknown ones last."""

@@ -1,19 +1,25 @@
-"""The simulated SuperNodes of the in-process engine: who is there, under which id, with which client state."""
+"""The simulated SuperNodes of the in-process engine.
+
+Who is there, under which id, with which client state, behind which link.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from flwr.app import Context, RecordDict
 
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower._private import context_from_bytes, context_to_bytes
 from fedcomp.rng import Key
+from fedcomp.timing.links import Link
 
 NodeConfig = Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None
+Links = Link | Sequence[Link] | Mapping[int, Link] | None
 
 
 class GridError(FedcompError, ValueError):
@@ -114,12 +120,14 @@ class Nodes:
         """All partition ids, ascending."""
         return sorted(node.partition for node in self._nodes.values())
 
-    def add(self, partition: int | None, now: float) -> int:
-        """Let a node join with empty state; see :meth:`fedcomp.flower.grid.InProcessGrid.add_node`."""
+    def free_partition(self) -> int:
+        """Return the lowest partition id that no node holds."""
         taken = set(self.partitions)
-        if partition is None:
-            partition = next(p for p in range(len(taken) + 1) if p not in taken)
-        if partition in taken:
+        return next(partition for partition in range(len(taken) + 1) if partition not in taken)
+
+    def add(self, partition: int, now: float) -> int:
+        """Let a node join with empty state; see :meth:`fedcomp.flower.grid.InProcessGrid.add_node`."""
+        if partition in self.partitions:
             raise GridError(f"partition {partition} already has a node; remove it first")
         key = self._key.at(purpose="node-id", partition=partition, layer=self._incarnations[partition])
         node_id = (key.u64() >> 2) | (1 << 61)
@@ -154,3 +162,60 @@ class Nodes:
         self._num_partitions = state["num_partitions"]
         self._incarnations = Counter(state["incarnations"])
         self._nodes = {fields[0]: Node(*fields) for fields in state["nodes"]}
+
+
+class NodeLinks:
+    """The link of every partition.
+
+    Parameters
+    ----------
+    links : Link, sequence or mapping by partition id, optional
+        One link for all, or one each. A mapping may leave nodes out: they have none.
+    count : int
+        Nodes at the start; a sequence needs an entry for each.
+
+    Raises
+    ------
+    ConfigError
+        When an entry is missing or is no Link, or a key no partition id. Found later, it would end a run in the middle
+        of a push.
+    """
+
+    def __init__(self, links: Links, count: int) -> None:
+        self._all = links if isinstance(links, Link) else None
+        self._listed: int | None = None
+        self._each: dict[int, Link] = {}
+        if links is None or isinstance(links, Link):
+            return
+        if isinstance(links, Mapping):
+            self._each = dict(links)
+        elif isinstance(links, Sequence):
+            self._each = dict(enumerate(links))
+            self._listed = len(links)
+            if len(links) < count:
+                raise ConfigError(
+                    f"links has {len(links)} entries for {count} nodes, expected one each; a mapping may leave some out"
+                )
+        else:
+            raise ConfigError(f"links is a {type(links).__name__}, expected a Link, a sequence or a mapping of them")
+        for partition, link in self._each.items():
+            if not isinstance(partition, int | np.integer) or isinstance(partition, bool) or partition < 0:
+                raise ConfigError(f"links has the key {partition!r}, expected partition ids: integers from 0")
+            if not isinstance(link, Link):
+                raise ConfigError(f"links has a {type(link).__name__} for partition {partition}, expected a Link")
+
+    def of(self, partition: int) -> Link | None:
+        """Return the link of ``partition``, None where transfers take no time."""
+        return self._each.get(partition, self._all)
+
+    def require(self, partitions: Iterable[int]) -> None:
+        """Check that nodes with ``partitions`` can join.
+
+        Raises
+        ------
+        GridError
+            When the links were given one by one and there is none for one of them.
+        """
+        missing = [] if self._listed is None else [p for p in partitions if p >= self._listed]
+        if missing:
+            raise GridError(f"links has {self._listed} entries, none for partitions {missing}; pass more, or a mapping")

@@ -26,6 +26,9 @@ NODE_RECORD: Final = "fedcomp.node"
 PARTITION_KEY: Final = "partition-id"
 """Entry of the node record that holds the partition id (int)."""
 
+PARTITIONS: Final = 2**31
+"""Partition ids are 0 to this number, exclusive: far above any federation, far below node ids (62 bits and more)."""
+
 
 class PayloadError(FedcompError, ValueError):
     """A message holds something else where a frame was expected."""
@@ -65,14 +68,9 @@ def take_frame(record: RecordDict, key: str) -> bytes | None:
     holder = record.get(key)
     if holder is None:
         return None
-    if isinstance(holder, ConfigRecord) and list(holder) == [STYPE]:
-        data = holder[STYPE]
-        if isinstance(data, bytes):
-            return data
-    if isinstance(holder, ArrayRecord) and list(holder) == [STYPE]:
-        array = holder[STYPE]
-        if array.stype == STYPE and array.shape == (len(array.data),):
-            return array.data
+    frame = _frame_in(holder)
+    if frame is not None:
+        return frame
     raise PayloadError(
         f"record {key!r} is a {type(holder).__name__} with entries {list(holder)[:3]}, not a frame: expected one entry "
         f"{STYPE!r} made by put_frame(). The sender does not use this codec's message layout"
@@ -80,14 +78,24 @@ def take_frame(record: RecordDict, key: str) -> bytes | None:
 
 
 def frames(record: RecordDict) -> dict[str, bytes]:
-    """Return all frames in ``record`` by key; records that hold something else are left out."""
-    found: dict[str, bytes] = {}
-    for key, holder in record.items():
-        if STYPE in holder:
-            frame = take_frame(record, key)
-            if frame is not None:
-                found[key] = frame
-    return found
+    """Return all frames in ``record`` by key; records that hold anything else are left out.
+
+    That includes records that only look like one (the entry ``fedcomp.fcw1`` in a MetricRecord, beside other entries,
+    or with other contents): whoever needs the frame under a certain key asks :func:`take_frame`, which refuses them.
+    """
+    found = {key: _frame_in(holder) for key, holder in record.items()}
+    return {key: frame for key, frame in found.items() if frame is not None}
+
+
+def _frame_in(holder: object) -> bytes | None:
+    """Return the frame that is all a record holds, or None."""
+    if isinstance(holder, ConfigRecord) and list(holder) == [STYPE]:
+        data = holder[STYPE]
+        return data if isinstance(data, bytes) else None
+    if isinstance(holder, ArrayRecord) and list(holder) == [STYPE]:
+        array = holder[STYPE]
+        return array.data if array.stype == STYPE and array.shape == (len(array.data),) else None
+    return None
 
 
 def payload_bytes(message: Message) -> int:
@@ -109,17 +117,30 @@ def payload_bytes(message: Message) -> int:
 
 
 def put_node(record: RecordDict, partition: int) -> None:
-    """Let a reply say which partition it comes from; the server sorts and seeds by it."""
+    """Let a reply say which partition it comes from; the server sorts and seeds by it.
+
+    Raises
+    ------
+    PayloadError
+        When ``partition`` is not between 0 and 2**31 - 1.
+    """
+    if not 0 <= partition < PARTITIONS:
+        raise PayloadError(f"partition is {partition}, expected 0 to {PARTITIONS - 1}; check the node's partition-id")
     record[NODE_RECORD] = ConfigRecord({PARTITION_KEY: int(partition)})
 
 
 def take_node(message: Message) -> int | None:
-    """Return the partition id a reply declares, or None when it declares none."""
+    """Return the partition id a reply declares, or None when it declares none between 0 and 2**31 - 1.
+
+    It is the client's own word: two nodes may declare the same one.
+    """
     if not message.has_content():
         return None
     holder = message.content.get(NODE_RECORD)
     partition = holder.get(PARTITION_KEY) if isinstance(holder, ConfigRecord) else None
-    return partition if isinstance(partition, int) and not isinstance(partition, bool) else None
+    if not isinstance(partition, int) or isinstance(partition, bool):
+        return None
+    return partition if 0 <= partition < PARTITIONS else None
 
 
 def round_of(message: Message) -> int | None:

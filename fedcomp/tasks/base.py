@@ -7,11 +7,11 @@ order and two processes on one machine give the same bits.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.rng import Key
 from fedcomp.tasks import models
-from fedcomp.tasks.options import Option, flag, integer, optional, text
+from fedcomp.tasks.options import Option, flag, integer, optional, shown, text
 from fedcomp.tasks.partition import Assignment, parse_partitioner, permutation
 from fedcomp.tasks.sources import DataSource
 
@@ -98,10 +98,28 @@ def _partitioner_text(option: str, value: Any) -> str:
     return str(parse_partitioner(value))
 
 
+def _check_limits(batch_size: int, epochs: int | None, max_steps: int | None) -> None:
+    for name, value, least in (("batch_size", batch_size, 1), ("epochs", epochs, 0), ("max_steps", max_steps, 0)):
+        if value is None and name != "batch_size":
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise ConfigError(f"{name}={shown(value)}; expected a whole number, at least {least}")
+    if epochs is None and max_steps is None:
+        raise ConfigError("epochs=None, max_steps=None: expected a limit on epochs or steps")
+
+
+def _check_rates(**rates: float) -> None:
+    # torch multiplies float32 tensors with them and fails with an error of its own above that type's range.
+    largest = torch.finfo(torch.float32).max
+    for name, value in rates.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= largest:
+            raise ConfigError(f"{name}={shown(value)}; expected a finite number, at least 0, in the range of float32")
+
+
 COMMON_OPTIONS: Mapping[str, Option] = {
     "partition": Option("iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT or natural"),
     "partition_seed": Option(0, integer(0), "names the draw of the partition"),
-    "min_examples": Option(1, integer(0), "least examples of a dirichlet partition; 0 allows empty ones"),
+    "min_examples": Option(1, integer(0), "least examples of any partition; 0 allows empty ones"),
     "root": Option(None, optional(text), "folder of local data sets (default: $FEDCOMP_DATA)"),
     "download": Option(False, flag, "let a library fetch the set from the network"),
 }
@@ -240,13 +258,14 @@ class Task(ABC):
         batch_size : int
             The last batch of an epoch may be smaller.
         epochs, max_steps : int or None
-            Whichever ends first; one of them may be None.
+            Whichever ends first; one of them may be None, and 0 yields nothing.
+
+        Raises
+        ------
+        ConfigError
+            When one of them is not a whole number or negative, ``batch_size`` is below 1, or both are None.
         """
-        if batch_size < 1 or (epochs is None and max_steps is None):
-            raise ConfigError(
-                f"batch_size={batch_size}, epochs={epochs}, max_steps={max_steps}: expected a positive batch size and "
-                "a limit on epochs or steps"
-            )
+        _check_limits(batch_size, epochs, max_steps)
         x, y = data.tensors
         steps, epoch = 0, 0
         if not len(data):
@@ -304,11 +323,10 @@ class Task(ABC):
         EmptyPartition
             When ``data`` has no example.
         ConfigError
-            When a hyperparameter is negative or not finite.
+            When a hyperparameter is negative, not a number or not finite; the model is then unchanged.
         """
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value!r}; expected a finite number, at least 0")
+        _check_rates(lr=lr, momentum=momentum, weight_decay=weight_decay, proximal=proximal)
+        _check_limits(batch_size, epochs, max_steps)
         if len(data) == 0:
             raise EmptyPartition(
                 f"task {self.name!r}: this partition holds no example to train on; use fewer partitions, "

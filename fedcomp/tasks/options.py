@@ -16,6 +16,26 @@ from fedcomp.errors import ConfigError, nearest
 Parser = Callable[[str, Any], Any]
 """``parser(option name, value) -> canonical, hashable value``; raises ConfigError."""
 
+_LARGEST = 2**63 - 1
+
+
+def shown(value: Any) -> str:
+    """Return ``repr(value)`` for a message, cut short; never fails on a number with too many digits to print."""
+    try:
+        out = repr(value)
+    except ValueError:
+        # Python converts at most sys.get_int_max_str_digits() digits.
+        return "a number of thousands of digits"
+    return out if len(out) <= 80 else f"{out[:60]}... ({len(out)} characters)"
+
+
+def plain(option: str, value: Any) -> str:
+    """Return ``str(value)``, or raise ConfigError where the value has too many digits for it."""
+    try:
+        return str(value)
+    except ValueError:
+        raise ConfigError(f"{option} is {shown(value)}; expected a value that can be written down") from None
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -45,23 +65,24 @@ def choice(*names: str) -> Parser:
 
     def parse(option: str, value: Any) -> str:
         if value not in names:
-            raise ConfigError(f"{option}={value!r} is not one of {', '.join(names)}{nearest(str(value), names)}")
+            hint = nearest(plain(option, value)[:80], names)
+            raise ConfigError(f"{option}={shown(value)} is not one of {', '.join(names)}{hint}")
         return str(value)
 
     return parse
 
 
 def integer(low: int, high: int | None = None) -> Parser:
-    """Accept a whole number in ``[low, high]``."""
+    """Accept a whole number in ``[low, high]``; without ``high`` it must fit 64 bits, as sizes do."""
 
     def parse(option: str, value: Any) -> int:
         try:
             number = int(str(value).strip())
         except ValueError:
-            raise ConfigError(f"{option}={value!r} is not a whole number") from None
-        if isinstance(value, bool) or number < low or (high is not None and number > high):
-            bound = f"at least {low}" if high is None else f"{low} to {high}"
-            raise ConfigError(f"{option}={value!r} is out of range; expected {bound}")
+            raise ConfigError(f"{option}={shown(value)} is not a whole number") from None
+        if isinstance(value, bool) or not low <= number <= (_LARGEST if high is None else high):
+            bound = f"at least {low} and below 2**63" if high is None else f"{low} to {high}"
+            raise ConfigError(f"{option}={shown(value)} is out of range; expected {bound}")
         return number
 
     return parse
@@ -74,9 +95,11 @@ def number(low: float, high: float = math.inf) -> Parser:
         try:
             real = float(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{option}={value!r} is not a number") from None
+            raise ConfigError(f"{option}={shown(value)} is not a number") from None
+        except OverflowError:
+            real = math.inf
         if isinstance(value, bool) or not math.isfinite(real) or not low <= real <= high:
-            raise ConfigError(f"{option}={value!r} is out of range; expected {low:g} to {high:g}")
+            raise ConfigError(f"{option}={shown(value)} is out of range; expected {low:g} to {high:g}")
         return real
 
     return parse
@@ -84,9 +107,9 @@ def number(low: float, high: float = math.inf) -> Parser:
 
 def flag(option: str, value: Any) -> bool:
     """Accept a boolean, or "true" / "false"."""
-    text = str(value).strip().lower()
+    text = plain(option, value).strip().lower()
     if text not in ("true", "false"):
-        raise ConfigError(f"{option}={value!r} is not a boolean; use true or false")
+        raise ConfigError(f"{option}={shown(value)} is not a boolean; use true or false")
     return text == "true"
 
 
@@ -100,7 +123,7 @@ def widths(option: str, value: Any) -> tuple[int, ...]:
     try:
         parts = list(value)
     except TypeError:
-        raise ConfigError(f"{option}={value!r} is not a list of layer widths; write e.g. '256,256'") from None
+        raise ConfigError(f"{option}={shown(value)} is not a list of layer widths; write e.g. '256,256'") from None
     parse = integer(1)
     return tuple(parse(option, part) for part in parts)
 
@@ -116,4 +139,4 @@ def optional(inner: Parser) -> Parser:
 
 def text(option: str, value: Any) -> str:
     """Accept any text (or path)."""
-    return str(value)
+    return plain(option, value)

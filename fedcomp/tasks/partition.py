@@ -22,11 +22,15 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.rng import Key
+from fedcomp.tasks.options import plain, shown
 
 Assignment = NDArray[np.int64]
 
 KINDS: Final = ("iid", "dirichlet", "shards", "natural")
 """The partitioners' names; "dirichlet" and "shards" take a number after a colon."""
+
+_LEAST_ALPHA: Final = 1e-300
+"""Below it the logarithm of a gamma draw, up to 37 / alpha in size, leaves the range of a double."""
 
 
 def permutation(n: int, key: Key) -> Assignment:
@@ -34,9 +38,15 @@ def permutation(n: int, key: Key) -> Assignment:
     return np.argsort(key.bits(n), kind="stable").astype(np.int64)
 
 
-def iid(n: int, num_partitions: int, key: Key) -> Assignment:
-    """Deal ``n`` examples at random; sizes differ by at most one."""
-    _check_count(n, num_partitions)
+def iid(n: int, num_partitions: int, key: Key, *, min_examples: int = 1) -> Assignment:
+    """Deal ``n`` examples at random; sizes differ by at most one.
+
+    Raises
+    ------
+    ConfigError
+        When there are not enough examples for ``min_examples`` everywhere; 0 allows empty partitions.
+    """
+    _check_count(n, num_partitions, min_examples)
     out = np.empty(n, np.int64)
     out[permutation(n, key)] = np.arange(n) % num_partitions
     return out
@@ -76,7 +86,7 @@ def dirichlet(
     labels = np.asarray(labels)
     n = len(labels)
     _check_count(n, num_partitions, min_examples)
-    if not (alpha > 0 and math.isfinite(alpha)):
+    if not _LEAST_ALPHA <= alpha < math.inf:
         raise ConfigError(f"dirichlet alpha is {alpha!r}; expected a positive number, e.g. 'dirichlet:0.5'")
     out = np.empty(n, np.int64)
     for position, label in enumerate(np.unique(labels)):
@@ -91,22 +101,25 @@ def dirichlet(
     return _fill_up(out, num_partitions, min_examples, key)
 
 
-def shards(labels: NDArray[Any], num_partitions: int, shards_per_client: int, key: Key) -> Assignment:
+def shards(
+    labels: NDArray[Any], num_partitions: int, shards_per_client: int, key: Key, *, min_examples: int = 1
+) -> Assignment:
     """Cut the label-sorted examples into shards of one label each and deal ``shards_per_client`` to every
     partition.
 
     No partition sees more than ``shards_per_client`` labels. McMahan et al. (2017, arXiv 1602.05629) cut
     equal shards, which may straddle two labels; here each class gets a number of shards in proportion to its
     size (largest remainder, at least one), so that the bound on labels is exact and shard sizes differ
-    slightly instead.
+    slightly instead. No shard is empty, so no partition is, even with ``min_examples`` 0.
 
     Raises
     ------
     ConfigError
-        When there are fewer shards than classes or a class has fewer examples than shards.
+        When there are fewer shards than classes, a class has fewer examples than shards, or a partition gets
+        fewer than ``min_examples``: examples cannot be moved to it without breaking the bound on labels.
     """
     labels = np.asarray(labels)
-    _check_count(len(labels), num_partitions)
+    _check_count(len(labels), num_partitions, min_examples)
     if shards_per_client < 1:
         raise ConfigError(f"shards per client is {shards_per_client!r}; expected at least 1, e.g. 'shards:2'")
     classes, sizes = np.unique(labels, return_counts=True)
@@ -116,9 +129,12 @@ def shards(labels: NDArray[Any], num_partitions: int, shards_per_client: int, ke
             f"{num_partitions} partitions x {shards_per_client} shards = {total} shards cannot hold "
             f"{len(classes)} classes; use more shards per client"
         )
-    counts = _apportion(sizes, total)
-    if np.any(counts > sizes):
-        raise ConfigError(f"{total} shards are too many for {len(labels)} examples; use fewer shards per client")
+    # Bounded before it is apportioned, where a product with the sizes would leave 64 bits.
+    counts = _apportion(sizes, total) if total <= len(labels) else None
+    if counts is None or np.any(counts > sizes):
+        raise ConfigError(
+            f"{shown(total)} shards are too many for {len(labels)} examples; use fewer partitions or shards per client"
+        )
     pieces: list[Assignment] = []
     for position, label in enumerate(classes):
         members = np.flatnonzero(labels == label)
@@ -128,10 +144,10 @@ def shards(labels: NDArray[Any], num_partitions: int, shards_per_client: int, ke
     out = np.empty(len(labels), np.int64)
     for piece, partition in zip(pieces, owner, strict=True):
         out[piece] = partition
-    return out
+    return _check_smallest(out, num_partitions, min_examples)
 
 
-def natural(ids: NDArray[Any], num_partitions: int) -> Assignment:
+def natural(ids: NDArray[Any], num_partitions: int, *, min_examples: int = 1) -> Assignment:
     """Keep the examples of one id (a speaker, a writer, a phone) together.
 
     With as many partitions as ids each partition is one id, in sorted order of the ids. With fewer, whole ids
@@ -140,7 +156,7 @@ def natural(ids: NDArray[Any], num_partitions: int) -> Assignment:
     Raises
     ------
     ConfigError
-        When there are more partitions than ids.
+        When there are more partitions than ids, or one gets fewer than ``min_examples``.
     """
     values, index, sizes = np.unique(np.asarray(ids), return_inverse=True, return_counts=True)
     if num_partitions < 1 or num_partitions > len(values):
@@ -149,32 +165,36 @@ def natural(ids: NDArray[Any], num_partitions: int) -> Assignment:
             f"use 1 to {len(values)}"
         )
     if num_partitions == len(values):
-        return index.astype(np.int64)
+        return _check_smallest(index.astype(np.int64), num_partitions, min_examples)
     owner = np.empty(len(values), np.int64)
     load = np.zeros(num_partitions, np.int64)
     for value in np.argsort(-sizes, kind="stable"):
         owner[value] = np.argmin(load)
         load[owner[value]] += sizes[value]
-    return owner[index]
+    return _check_smallest(owner[index], num_partitions, min_examples)
 
 
 @dataclass(frozen=True, slots=True)
 class Partitioner:
-    """A partitioner as it is written in a configuration; ``str()`` gives the text back.
+    """A partitioner as it is written in a configuration; ``str()`` gives the text back, with every digit.
 
     Parameters
     ----------
     kind : str
         One of :data:`KINDS`.
-    value : float or None
-        alpha of "dirichlet", shards per client of "shards", None for the others.
+    value : float, int or None
+        alpha of "dirichlet" (float), shards per client of "shards" (int), None for the others.
     """
 
     kind: str
     value: float | None = None
 
     def __str__(self) -> str:
-        return self.kind if self.value is None else f"{self.kind}:{self.value:g}"
+        # repr is the shortest text that reads back as the same number; "dirichlet:1" stays without ".0".
+        if self.value is None:
+            return self.kind
+        number = repr(int(self.value) if self.kind == "shards" else float(self.value))
+        return f"{self.kind}:{number.removesuffix('.0')}"
 
     def assign(
         self,
@@ -197,28 +217,28 @@ class Partitioner:
         n : int, optional
             Number of examples, needed only when neither labels nor ids are given.
         min_examples : int
-            Passed to :func:`dirichlet`.
+            No partition is smaller; 0 allows empty ones. "dirichlet" moves examples to reach it.
 
         Raises
         ------
         ConfigError
-            When the data lacks what the partitioner splits by.
+            When the data lacks what the partitioner splits by, or ``min_examples`` cannot be kept.
         """
         if self.kind == "natural":
             if ids is None:
                 raise ConfigError("this data has no natural ids; use 'iid', 'dirichlet:0.5' or 'shards:2'")
-            return natural(ids, num_partitions)
+            return natural(ids, num_partitions, min_examples=min_examples)
         if self.kind == "iid":
             size = next((len(a) for a in (labels, ids) if a is not None), n)
             if size is None:
                 raise ConfigError("iid needs the number of examples: give labels, ids or n")
-            return iid(size, num_partitions, key)
+            return iid(size, num_partitions, key, min_examples=min_examples)
         if labels is None:
             raise ConfigError(f"{self} splits by class, but an example of this data has no single class; use 'natural'")
         assert self.value is not None
         if self.kind == "dirichlet":
             return dirichlet(labels, num_partitions, self.value, key, min_examples=min_examples)
-        return shards(labels, num_partitions, int(self.value), key)
+        return shards(labels, num_partitions, int(self.value), key, min_examples=min_examples)
 
 
 def parse_partitioner(text: str | Partitioner) -> Partitioner:
@@ -233,21 +253,24 @@ def parse_partitioner(text: str | Partitioner) -> Partitioner:
     """
     if isinstance(text, Partitioner):
         return text
-    kind, colon, number = str(text).strip().lower().partition(":")
+    kind, colon, number = plain("partition", text).strip().lower().partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"unknown partitioner {kind!r}{nearest(kind, KINDS)}")
+        raise ConfigError(f"unknown partitioner {shown(kind)}{nearest(kind[:80], KINDS)}")
     if kind in ("iid", "natural"):
         if colon:
-            raise ConfigError(f"partitioner {kind!r} takes no number, got {text!r}; write {kind!r}")
+            raise ConfigError(f"partitioner {kind!r} takes no number, got {shown(text)}; write {kind!r}")
         return Partitioner(kind)
     try:
         value = float(number)
     except ValueError:
         value = math.nan
-    if kind == "dirichlet" and not (0 < value < math.inf):
-        raise ConfigError(f"{text!r} needs a positive concentration, e.g. 'dirichlet:0.5'")
-    if kind == "shards" and not (1 <= value < math.inf and value == math.floor(value)):
-        raise ConfigError(f"{text!r} needs a whole number of shards per client, e.g. 'shards:2'")
+    if kind == "dirichlet" and not (_LEAST_ALPHA <= value < math.inf):
+        raise ConfigError(f"{shown(text)} needs a positive concentration, e.g. 'dirichlet:0.5'")
+    if kind == "shards":
+        if not (1 <= value < math.inf and value == math.floor(value)):
+            raise ConfigError(f"{shown(text)} needs a whole number of shards per client, e.g. 'shards:2'")
+        # Read as an integer where it is written as one: a double holds only 53 bits.
+        return Partitioner(kind, int(number) if number.strip().isdecimal() else int(value))
     return Partitioner(kind, value)
 
 
@@ -259,6 +282,17 @@ def _check_count(n: int, num_partitions: int, min_examples: int = 0) -> None:
             f"{n} examples cannot give {num_partitions} partitions at least {min_examples} each; "
             "use fewer partitions or a smaller min_examples"
         )
+
+
+def _check_smallest(assignment: Assignment, num_partitions: int, min_examples: int) -> Assignment:
+    """Return ``assignment`` if every partition holds at least ``min_examples``."""
+    least = int(np.bincount(assignment, minlength=num_partitions).min())
+    if least < min_examples:
+        raise ConfigError(
+            f"the smallest of {num_partitions} partitions holds {least} examples, at least {min_examples} are asked "
+            "for; use fewer partitions or a smaller min_examples"
+        )
+    return assignment
 
 
 def _apportion(sizes: NDArray[np.int64], total: int) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.tasks.options import resolve
-from fedcomp.tasks.sources import data_root
+from fedcomp.tasks.sources import Stamp, data_root, local_stamp
 
 if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
@@ -45,8 +45,8 @@ def task_class(name: str) -> type[Task]:
 def get_task(name: str, **options: Any) -> Task:
     """Return the task called ``name`` with the given options, its data loaded and partitionable.
 
-    Tasks are immutable and kept for the next call with the same options, so that a client app may ask for its
-    task in every message.
+    Tasks are immutable and kept for the next call with the same options and untouched data files, so that a
+    client app may ask for its task in every message.
 
     Parameters
     ----------
@@ -59,16 +59,20 @@ def get_task(name: str, **options: Any) -> Task:
     ------
     ConfigError
         For an unknown task or option (the message names the nearest) or an impossible value.
+    DataError
+        When local data files are there but are not the recorded ones or cannot be read.
     """
     cls = task_class(name)
     resolved = resolve(name, cls.OPTIONS, options)
     # The environment's answer is part of the key: a changed FEDCOMP_DATA must not serve the old data.
     resolved["root"] = data_root(resolved["root"])
-    return _build(cls, tuple(sorted(resolved.items(), key=lambda item: item[0])))
+    options_key = tuple(sorted(resolved.items(), key=lambda item: item[0]))
+    return _build(cls, options_key, local_stamp(name, resolved["root"]))
 
 
 @lru_cache(maxsize=8)
-def _build(cls: type[Task], options: tuple[tuple[str, Any], ...]) -> Task:
+def _build(cls: type[Task], options: tuple[tuple[str, Any], ...], stamp: Stamp | None) -> Task:
+    # The stamp is there to tell apart calls before and after a change of the data files.
     # Every class in the table is built from its options alone; only the abstract base takes data.
     make: Callable[[dict[str, Any]], Task] = cls
     return make(dict(options))

@@ -3,13 +3,15 @@
 :func:`load` tries, in this order,
 
 1. ``<root>/<folder>/`` where ``root`` is the argument or the environment variable ``FEDCOMP_DATA``: every
-file's SHA-256 is
-   compared with the one recorded here, and a mismatch is an error. The network is not touched.
+   file's SHA-256 is compared with the one recorded here, and a mismatch is an error. So is anything under
+   that name that is not a folder of readable files; only where nothing is there the search goes on. The
+   network is not touched.
 2. the set's usual library, when it is installed *and* ``download=True``;
 3. an offline default that needs no file: data embedded in scikit-learn or drawn from a documented formula. A
-stand-in
-   for another set is announced by a :class:`DataWarning` and by the :class:`DataSource` that result records
-   carry.
+   stand-in for another set is announced by a :class:`DataWarning` and by the :class:`DataSource` that result
+   records carry.
+
+A loaded set is kept for the next call as long as its files look untouched (see :func:`local_stamp`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import stat
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -102,6 +105,9 @@ class Corpus:
 
 Content = Table | Corpus
 
+Stamp = tuple[tuple[int, ...], ...]
+"""What tells one state of a set's local files from another; see :func:`local_stamp`."""
+
 
 def data_root(root: str | os.PathLike[str] | None = None) -> str | None:
     """Return the folder of local data: ``root``, else ``$FEDCOMP_DATA``, else None."""
@@ -127,14 +133,70 @@ def load(name: str, root: str | os.PathLike[str] | None = None, download: bool =
     ConfigError
         When the set is unknown.
     DataMismatch, DataError
-        When local files are not the recorded ones, or some are missing.
+        When local files are not the recorded ones, or some are missing or cannot be read.
     """
     if name not in SETS:
         raise ConfigError(f"unknown data set {name!r}{nearest(name, SETS)}")
-    content, source = _load(name, data_root(root), bool(download))
+    where = data_root(root)
+    content, source = _load(name, where, bool(download), local_stamp(name, where))
     if source.substitute:
         warnings.warn(source.note, DataWarning, stacklevel=2)
     return content, source
+
+
+def local_stamp(name: str, root: str | None) -> Stamp | None:
+    """Return size, times of change in nanoseconds and inode of each local file of the set ``name``; None when
+    there is no folder for it under ``root``.
+
+    A file written anew has another stamp, so what was loaded and verified before is not taken for it.
+
+    Raises
+    ------
+    DataError
+        When the folder, or a file in it, is there but is something else, or cannot be reached.
+    """
+    entry = SETS[name]
+    if entry.files is None or root is None:
+        return None
+    folder = Path(root) / entry.folder
+    if not (_is_folder(Path(root)) and _is_folder(folder)):
+        return None
+    stamps = []
+    for file in entry.files:
+        try:
+            found = os.stat(folder / file)
+        except FileNotFoundError:
+            raise DataError(
+                f"{folder / file} is missing; the folder must hold {', '.join(entry.files)}, or not exist at all"
+            ) from None
+        except OSError as error:
+            raise DataError(f"{folder / file} cannot be read ({error.strerror}); make it readable") from error
+        # Not even opened: reading a pipe would wait for ever.
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{folder / file} is not a regular file; put the data file there or remove the folder")
+        stamps.append((found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino))
+    return tuple(stamps)
+
+
+def _is_folder(path: Path) -> bool:
+    """Return whether ``path`` is a folder (True) or nothing at all (False); raise DataError for the rest."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{str(path)!r} cannot be looked up ({error}); give another root or make it readable"
+        ) from error
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} is a link that leads nowhere ({error.strerror}); repair it, or remove it to go without the data"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise DataError(f"{path} is not a folder; put a folder with the data files there, or nothing")
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +214,12 @@ class _Set:
 
 
 @lru_cache(maxsize=4)
-def _load(name: str, root: str | None, download: bool) -> tuple[Content, DataSource]:
+def _load(name: str, root: str | None, download: bool, stamp: Stamp | None) -> tuple[Content, DataSource]:
     entry = SETS[name]
-    if entry.files is not None and entry.read is not None and root is not None:
-        folder = Path(root) / entry.folder
-        if folder.is_dir():
-            content = entry.read(_verified(folder, entry.files))
-            note = f"{name}: read from local files, SHA-256 verified"
-            return _frozen(content), DataSource(name, "local", name, True, False, note)
+    if stamp is not None and root is not None and entry.files is not None and entry.read is not None:
+        content = entry.read(_verified(Path(root) / entry.folder, entry.files))
+        note = f"{name}: read from local files, SHA-256 verified"
+        return _frozen(content), DataSource(name, "local", name, True, False, note)
     missing = f"no folder {entry.folder!r} under " + (f"{root!r}" if root else f"${ROOT_VARIABLE} (not set)")
     if download and entry.fetch is not None:
         if importlib.util.find_spec(entry.library) is not None:
@@ -181,10 +241,8 @@ def _verified(folder: Path, files: Mapping[str, str]) -> dict[str, bytes]:
     for name, expected in files.items():
         try:
             data = (folder / name).read_bytes()
-        except FileNotFoundError:
-            raise DataError(
-                f"{folder / name} is missing; the folder must hold {', '.join(files)}, or not exist at all"
-            ) from None
+        except OSError as error:
+            raise DataError(f"{folder / name} cannot be read ({error.strerror}); make it readable") from error
         found = hashlib.sha256(data).hexdigest()
         if found != expected:
             raise DataMismatch(

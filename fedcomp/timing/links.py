@@ -16,6 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError, nearest
@@ -35,7 +36,7 @@ class Link:
     Raises
     ------
     ConfigError
-        When a bandwidth is not positive or the latency is negative or not finite.
+        When one of them is not a number, a bandwidth is not positive, or the latency is negative or not finite.
     """
 
     up_bits_per_s: float
@@ -44,24 +45,46 @@ class Link:
 
     def __post_init__(self) -> None:
         for field in ("up_bits_per_s", "down_bits_per_s"):
-            value = getattr(self, field)
-            if not value > 0:
-                raise ConfigError(f"{field} is {value!r}; expected a positive number of bits per second")
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ConfigError(f"latency_s is {self.latency_s!r}; expected a non-negative number of seconds")
+            if not _real(field, getattr(self, field)) > 0:
+                raise ConfigError(f"{field} is {getattr(self, field)!r}; expected a positive number of bits per second")
+        _seconds("latency_s", self.latency_s)
 
     def up_seconds(self, nbytes: float) -> float:
         """Return the seconds ``nbytes`` take from the node to the server: ``latency + 8 nbytes / up``."""
-        return self.latency_s + 8.0 * nbytes / self.up_bits_per_s
+        return self.latency_s + 8.0 * _bytes(nbytes) / self.up_bits_per_s
 
     def down_seconds(self, nbytes: float) -> float:
         """Return the seconds ``nbytes`` take from the server to the node: ``latency + 8 nbytes / down``."""
-        return self.latency_s + 8.0 * nbytes / self.down_bits_per_s
+        return self.latency_s + 8.0 * _bytes(nbytes) / self.down_bits_per_s
 
     def exchange_seconds(self, down: float, up: float, compute: float = 0.0) -> float:
         """Return the seconds until ``down`` bytes arrived, ``compute`` seconds passed and ``up`` bytes
         left."""
-        return self.down_seconds(down) + compute + self.up_seconds(up)
+        return self.down_seconds(down) + _seconds("compute", compute) + self.up_seconds(up)
+
+
+def _real(what: str, value: Any) -> float:
+    """Return ``value`` as a float; ConfigError for anything but a real number that fits one."""
+    try:
+        if isinstance(value, Real) and not isinstance(value, bool):
+            return float(value)
+    except OverflowError:
+        raise ConfigError(f"{what} is beyond 1e308; expected a number a double can hold") from None
+    raise ConfigError(f"{what} is {value!r}; expected a number, not {type(value).__name__}")
+
+
+def _seconds(what: str, value: Any) -> float:
+    seconds = _real(what, value)
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{what} is {value!r}; expected a finite, non-negative number of seconds")
+    return seconds
+
+
+def _bytes(value: Any) -> float:
+    nbytes = _real("a number of bytes", value)
+    if not 0 <= nbytes < math.inf:
+        raise ConfigError(f"a transfer of {value!r} bytes is impossible; expected a finite number, at least 0")
+    return nbytes
 
 
 PRESETS: Final[Mapping[str, Link]] = {
@@ -163,14 +186,19 @@ def simulated_seconds(
     Raises
     ------
     ConfigError
-        When a row's direction is neither "up" nor "down", or a node has no link.
+        When a row's direction is neither "up" nor "down", its bytes are negative or beyond 64 bits, ``compute``
+        is negative or not finite, or a node has no link.
     """
+    _seconds("compute", compute)
     # exchange -> node -> [down bytes, down messages, up bytes, up messages]
     traffic: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(dict)
     for row in rows:
         round_, node, direction, wire = _fields(row)
         if direction not in ("up", "down"):
             raise ConfigError(f"ledger row has direction {direction!r}; expected 'up' or 'down'")
+        if not 0 <= wire < 2**64:
+            count = f"{wire} bytes" if abs(wire) < 2**64 else "a byte count beyond 64 bits"
+            raise ConfigError(f"ledger row of round {round_}, node {node} has {count}; expected 0 to 2**64 - 1")
         kind = ""
         if message_types:
             kind = row.get("message_type", "") if isinstance(row, Mapping) else getattr(row, "message_type", "")

@@ -37,22 +37,20 @@ from fedcomp.wire.frame import (
 )
 from fedcomp.wire.index import IndexCodec, Indices, Support
 from fedcomp.wire.levels import VALUE_BY_NAME, VALUE_CODECS, QsgdLevels, Ternary
-from fedcomp.wire.limits import DTYPES, Expected, Limits, Schema
-from fedcomp.wire.quantised import SignScale, Uniform
-from fedcomp.wire.support import seeded_support
-from fedcomp.wire.tensor import (
+from fedcomp.wire.limits import (
     COEFFICIENTS,
     DENSE,
+    DTYPES,
     SHARED,
     SPARSE,
-    Bundle,
+    Expected,
     Kind,
-    Tensor,
-    dense,
-    seeded,
-    shared,
-    sparse,
+    Limits,
+    Schema,
 )
+from fedcomp.wire.quantised import SignScale, Uniform
+from fedcomp.wire.support import seeded_support
+from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded, shared, sparse
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
 __all__ = [

@@ -27,7 +27,7 @@ from fedcomp.wire.index import (
     Support,
 )
 from fedcomp.wire.rice import BlockRice, EliasFano, Rice, best_block_rice, best_rice, elias_fano_size
-from fedcomp.wire.support import ALGORITHM, complement, seeded_support
+from fedcomp.wire.support import ALGORITHM, complement, seeded_support, support_bytes
 
 TRIAL_K: Final = 4096
 """Number of indices from which "auto" also tries zstd on shuffled gaps."""
@@ -81,6 +81,9 @@ class SeededIndex(IndexCodec):
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         return seeded_support(int.from_bytes(params[1:], "little"), n, k)
 
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return support_bytes(n, k)
+
     def size_bits(self, n: int, k: int) -> int:
         return 0
 
@@ -103,6 +106,9 @@ class SharedIndex(IndexCodec):
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         raise Corrupt("a shared support has no indices in the frame")
+
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return 0
 
     def size_bits(self, n: int, k: int) -> int:
         return 0
@@ -136,6 +142,10 @@ class Complement(IndexCodec):
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         return complement(self.inner(params).decode(params[1:], section, n, n - k), n)
+
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        # The absent indices, decoded in full, then a byte per element of the tensor, then the indices.
+        return self.inner(params).work_bytes(params[1:], n, n - k, size) + n + 8 * k
 
     def size_bits(self, n: int, k: int) -> int:
         return Rice().size_bits(n, n - k)

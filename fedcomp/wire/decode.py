@@ -33,9 +33,23 @@ from fedcomp.wire.errors import (
 from fedcomp.wire.frame import HEADER, MAGIC, MAJOR, MAX_TLVS, MUST_UNDERSTAND, PADDING, TLV_END
 from fedcomp.wire.index import IndexCodec, Indices, NoIndex
 from fedcomp.wire.levels import VALUE_BY_NAME, VALUE_CODECS
-from fedcomp.wire.limits import DTYPES, FLOATS, MAX_NDIM, MAX_SIZE, NUMPY_DTYPES, Expected, Limits, Schema
-from fedcomp.wire.tensor import COEFFICIENTS, DENSE, SHARED, SPARSE, Bundle, Kind, Tensor
-from fedcomp.wire.values import RESERVED_VALUES, Values, chunks
+from fedcomp.wire.limits import (
+    COEFFICIENTS,
+    DENSE,
+    DTYPES,
+    FLOATS,
+    MAX_NDIM,
+    MAX_SIZE,
+    SHARED,
+    SPARSE,
+    Expected,
+    Kind,
+    Limits,
+    Schema,
+    representable,
+)
+from fedcomp.wire.tensor import Bundle, Tensor
+from fedcomp.wire.values import RESERVED_VALUES, Raw, Values, chunks
 
 _TRAILER = 4
 _MAX_INDEX_PARAMS = 32
@@ -105,10 +119,11 @@ def decode(
     decoded = 0
     for entry in entries:
         _check_sizes(entry, limits)
-        decoded += _decoded_bytes(entry)
+        decoded += _work_bytes(entry)
         if decoded > limits.max_bytes_out:
             raise LimitExceeded(
-                f"the frame decodes to {decoded} and more bytes; this receiver takes {limits.max_bytes_out}"
+                f"decoding the frame takes {decoded} and more bytes of memory; this receiver spends "
+                f"{limits.max_bytes_out} (Limits.max_bytes_out)"
             )
     tensors = []
     non_finite = 0
@@ -235,13 +250,18 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
         name, n = expected.name, expected.size
     else:
         n = math.prod(shape)
-    if n > MAX_SIZE:
-        raise LimitExceeded(f"tensor {name!r} has {n} elements")
+    if n > MAX_SIZE or not representable(shape):
+        raise LimitExceeded(f"tensor {name!r} of shape {shape} is larger than any array")
     if pos >= end:
         raise Truncated("the header ends inside a tensor's entry")
     kind = _KINDS.get(buf[pos])
     if kind is None:
         raise Corrupt(f"tensor {name!r} is of unknown kind {buf[pos]}")
+    if expected is not None and expected.kinds is not None and kind not in expected.kinds:
+        raise SchemaMismatch(
+            f"tensor {name!r} is {kind.name.lower()}, expected {_kind_names(expected.kinds)}; "
+            "sender and receiver must use the same codec"
+        )
     k, pos = take_varint(buf, pos + 1, end)
     most = n if expected is None or expected.max_k is None else min(n, expected.max_k)
     if k > n or (kind is DENSE and k != n):
@@ -250,8 +270,11 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
         raise LimitExceeded(f"tensor {name!r} has {k} values; this receiver takes at most {most}")
     index_id, index_params, pos = _take_codec(buf, pos, end, _MAX_INDEX_PARAMS)
     value_id, value_params, pos = _take_codec(buf, pos, end, _MAX_VALUE_PARAMS)
-    index = _allowed_index(index_id, kind, name, index_params, limits)
-    values = _allowed_values(value_id, dtype, name, limits)
+    index = _known_index(index_id, kind, name)
+    values = _known_values(value_id, dtype, name)
+    for rule in (limits, expected):
+        if rule is not None:
+            _check_allowed(rule, kind, name, index, index_params, values)
     if pos >= end:
         raise Truncated("the header ends inside a tensor's entry")
     backend = backend_name(buf[pos])
@@ -272,6 +295,10 @@ def _take_entry(buf: memoryview, pos: int, end: int, expected: Expected | None, 
     return entry, pos
 
 
+def _kind_names(kinds: frozenset[Kind]) -> str:
+    return " or ".join(kind.name.lower() for kind in sorted(kinds))
+
+
 def _take_codec(buf: memoryview, pos: int, end: int, most: int) -> tuple[int, bytes, int]:
     """Read a codec's id and parameters."""
     if pos + 2 > end:
@@ -285,7 +312,7 @@ def _take_codec(buf: memoryview, pos: int, end: int, most: int) -> tuple[int, by
     return code, bytes(buf[pos : pos + size]), pos + size
 
 
-def _allowed_index(code: int, kind: Kind, name: str, params: bytes, limits: Limits) -> IndexCodec:
+def _known_index(code: int, kind: Kind, name: str) -> IndexCodec:
     codec = index_codec(code)
     fits = (
         isinstance(codec, NoIndex)
@@ -296,26 +323,35 @@ def _allowed_index(code: int, kind: Kind, name: str, params: bytes, limits: Limi
     )
     if not fits:
         raise Corrupt(f"tensor {name!r} is {kind.name.lower()}, but its index codec is {codec.name!r}")
-    allowed = limits.index_codecs
-    if allowed is not None and kind is SPARSE:
-        inner = Complement.inner(params).name if isinstance(codec, Complement) else codec.name
-        if codec.name not in allowed or inner not in allowed:
-            raise UnsupportedCodec(f"index codec {codec.name!r} of {inner!r} is not allowed here", sorted(allowed))
     return codec
 
 
-def _allowed_values(code: int, dtype: str, name: str, limits: Limits) -> type[Values]:
+def _known_values(code: int, dtype: str, name: str) -> type[Values]:
     codec = VALUE_CODECS.get(code)
     if codec is None:
         what = f"({RESERVED_VALUES[code]}) is reserved" if code in RESERVED_VALUES else "is unknown"
         raise UnsupportedCodec(
             f"value codec {code} {what}; this receiver has {', '.join(VALUE_BY_NAME)}", VALUE_BY_NAME
         )
-    if limits.value_codecs is not None and codec.name not in limits.value_codecs:
-        raise UnsupportedCodec(f"value codec {codec.name!r} is not allowed here", sorted(limits.value_codecs))
     if not codec.accepts(dtype):
         raise Corrupt(f"tensor {name!r} is {dtype}, which {codec.name!r} values cannot fill")
     return codec
+
+
+def _check_allowed(
+    rule: Limits | Expected, kind: Kind, name: str, index: IndexCodec, params: bytes, values: type[Values]
+) -> None:
+    """Raise UnsupportedCodec for codecs the receiver knows, but does not take: in general or for this tensor."""
+    allowed = rule.index_codecs
+    if allowed is not None and kind is SPARSE:
+        inner = Complement.inner(params).name if isinstance(index, Complement) else index.name
+        if index.name not in allowed or inner not in allowed:
+            raise UnsupportedCodec(
+                f"tensor {name!r}: index codec {index.name!r} of {inner!r} is not allowed here", sorted(allowed)
+            )
+    allowed = rule.value_codecs
+    if allowed is not None and values.name not in allowed:
+        raise UnsupportedCodec(f"tensor {name!r}: value codec {values.name!r} is not allowed here", sorted(allowed))
 
 
 def _check_sizes(entry: _Entry, limits: Limits) -> None:
@@ -328,8 +364,15 @@ def _check_sizes(entry: _Entry, limits: Limits) -> None:
             raise Corrupt(f"tensor {entry.name!r}: an {what} section of {size} bytes, possible are {low}..{high}")
 
 
-def _decoded_bytes(entry: _Entry) -> int:
-    return entry.k * (8 * (entry.kind is SPARSE) + max(4, NUMPY_DTYPES[entry.dtype].itemsize))
+def _work_bytes(entry: _Entry) -> int:
+    """Return an upper bound on the memory that opening and decoding both sections takes, results included."""
+    work = entry.value_codec.work_bytes(entry.value_params, entry.k, entry.value_raw, entry.dtype)
+    if entry.kind is SPARSE:
+        work += entry.index_codec.work_bytes(entry.index_params, entry.n, entry.k, entry.index_raw)
+    for stored, raw in ((entry.index_stored, entry.index_raw), (entry.value_stored, entry.value_raw)):
+        # zlib collects its output in pieces and then joins them.
+        work += 2 * raw if stored < raw else 0
+    return work
 
 
 def _take_tensor(
@@ -357,10 +400,14 @@ def _take_tensor(
     section = _open(entry.backend, value_section, entry.value_raw)
     values = entry.value_codec.unpack(entry.value_params, section, entry.k, entry.dtype)
     zeroed = 0
-    if limits.non_finite != "allow" and (bad := values.count_non_finite()):
-        if limits.non_finite == "reject":
-            raise NonFinite(f"tensor {entry.name!r} holds {bad} NaN or infinite value(s) of {entry.k}")
-        values, zeroed = values.zero_non_finite(), bad
+    if limits.non_finite != "allow":
+        # Lossy values are float32: what is finite there may be infinite in the tensor itself.
+        narrow = entry.dtype == "float16" and values.lossy
+        bad = _count_overflow(values.decode()) if narrow else values.count_non_finite()
+        if bad and limits.non_finite == "reject":
+            raise NonFinite(f"tensor {entry.name!r} holds {bad} value(s) of {entry.k} that are NaN or infinite")
+        if bad:
+            values, zeroed = _zero_overflow(values) if narrow else values.zero_non_finite(), bad
     if limits.max_abs is not None and entry.dtype in FLOATS:
         _check_cap(entry.name, values.decode(), limits.max_abs)
     # Gap bytes bring their own back-end; it says nothing about the values unless these were compressed, too.
@@ -368,6 +415,19 @@ def _take_tensor(
     backend = "none" if own else entry.backend
     tensor = Tensor(values, entry.shape, entry.name, entry.dtype, entry.kind, indices, index, backend)
     return tensor, zeroed
+
+
+def _count_overflow(values: NDArray[Any]) -> int:
+    """Return how many of the values are NaN or infinite as float16."""
+    with np.errstate(over="ignore"):
+        return sum(c.size - int(np.count_nonzero(np.isfinite(c.astype(np.float16)))) for c in chunks(values))
+
+
+def _zero_overflow(values: Values) -> Values:
+    """Return the values as raw float16, with 0 for NaN and infinity."""
+    with np.errstate(over="ignore"):
+        narrow = values.decode().astype(np.float16)
+    return Raw(narrow).zero_non_finite()
 
 
 def _open(backend: str, section: memoryview, raw: int) -> Buffer:

@@ -12,9 +12,9 @@ from fedcomp.wire.backends import BACKEND_IDS, compress, require_backend
 from fedcomp.wire.bits import Buffer, put_varint
 from fedcomp.wire.choose import Seeded, SharedSupport, encode_support
 from fedcomp.wire.index import Support
-from fedcomp.wire.limits import DTYPE_IDS
+from fedcomp.wire.limits import DENSE, DTYPE_IDS, SPARSE
 from fedcomp.wire.support import ALGORITHM
-from fedcomp.wire.tensor import DENSE, SPARSE, Tensor
+from fedcomp.wire.tensor import Tensor
 from fedcomp.wire.values import Values
 
 Frame = bytes

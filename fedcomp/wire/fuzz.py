@@ -26,10 +26,10 @@ from fedcomp.wire.errors import WireError
 from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
 from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
-from fedcomp.wire.limits import Expected, Limits, Schema
+from fedcomp.wire.limits import SHARED, SPARSE, Expected, Limits, Schema
 from fedcomp.wire.quantised import SignScale, Uniform
 from fedcomp.wire.support import seeded_support
-from fedcomp.wire.tensor import SHARED, SPARSE, Tensor, dense, seeded
+from fedcomp.wire.tensor import Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
 SHARED_ID: Final = 7

@@ -7,13 +7,14 @@ of gamma code plus less than one byte per length that occurs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_numbers, unary_size, unpack, unpack_unary
+from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_size, unpack
 from fedcomp.wire.errors import Corrupt
+
+_STRETCH = 1 << 15
+"""Bytes of a unary stream read at once."""
 
 
 def _lengths(numbers: NDArray[np.uint32]) -> NDArray[np.int64]:
@@ -42,15 +43,15 @@ def pack_gamma(numbers: NDArray[np.uint32]) -> bytes:
     return b"".join(parts)
 
 
-def unpack_gamma(buf: Buffer, count: int, longest: int) -> NDArray[Any]:
-    """Undo :func:`pack_gamma`; return ``count`` numbers as uint64.
+def unpack_gamma(buf: Buffer, count: int, longest: int) -> NDArray[np.uint32]:
+    """Undo :func:`pack_gamma`; return ``count`` numbers.
 
     Parameters
     ----------
     buf : bytes
         Exactly the code; the length of its unary part follows from the content.
     longest : int
-        Largest possible floor(log2(number + 1)).
+        Largest possible floor(log2(number + 1)), at most 31.
 
     Raises
     ------
@@ -60,23 +61,43 @@ def unpack_gamma(buf: Buffer, count: int, longest: int) -> NDArray[Any]:
     if count == 0:
         if len(buf):
             raise Corrupt(f"the code of no numbers has {len(buf)} bytes")
-        return np.zeros(0, np.uint64)
-    # The unary part ends with the count-th set bit; bound the search by the longest possible stream.
-    bits = np.unpackbits(np.frombuffer(buf[: unary_size(count * longest, count)], np.uint8), bitorder="little")
-    ones = np.flatnonzero(bits.view(np.bool_))
-    if ones.size < count:
-        raise Corrupt(f"Elias-gamma stream holds fewer than {count} numbers")
-    split = int(ones[count - 1]) // 8 + 1
-    lengths = unary_numbers(unpack_unary(buf[:split], count))
-    widest = int(lengths.max())
-    if widest > longest:
-        raise Corrupt(f"Elias-gamma stream holds a number of {widest} bits, at most {longest} are possible")
-    numbers = np.ones(count, np.uint64) << lengths.astype(np.uint64)
-    for width in range(1, widest + 1):
-        members = lengths == width
-        size = packed_size(int(np.count_nonzero(members)), width)
-        numbers[members] |= unpack(buf[split : split + size], int(np.count_nonzero(members)), width)
+        return np.zeros(0, np.uint32)
+    lengths, split = _unpack_lengths(buf, count, longest)
+    counts = np.bincount(lengths)
+    numbers = np.left_shift(np.uint32(1), lengths, dtype=np.uint32)
+    for width in range(1, counts.size):
+        size = packed_size(int(counts[width]), width)
+        numbers[lengths == width] |= unpack(buf[split : split + size], int(counts[width]), width, np.uint32)
         split += size
     if split != len(buf):
         raise Corrupt("Elias-gamma stream has trailing bytes")
-    return numbers - np.uint64(1)
+    numbers -= np.uint32(1)
+    return numbers
+
+
+def _unpack_lengths(buf: Buffer, count: int, longest: int) -> tuple[NDArray[np.uint8], int]:
+    """Return the first ``count`` numbers of a unary stream and the bytes they take; ``count`` is positive.
+
+    The stream is read a stretch at a time: its end is not known, and a listed bit costs 64 times what it does packed.
+    """
+    lengths = np.empty(count, np.uint8)
+    raw = np.frombuffer(buf, np.uint8)
+    have, last = 0, -1
+    for start in range(0, raw.size, _STRETCH):
+        bits = np.unpackbits(raw[start : start + _STRETCH], bitorder="little")
+        ones = np.flatnonzero(bits.view(np.bool_))[: count - have]
+        if ones.size == 0:
+            continue
+        ones += 8 * start
+        steps = np.diff(ones, prepend=last)
+        widest = int(steps.max()) - 1
+        if widest > longest:
+            raise Corrupt(f"Elias-gamma stream holds a number of {widest} bits, at most {longest} are possible")
+        lengths[have : have + ones.size] = steps - 1
+        have, last = have + ones.size, int(ones[-1])
+        if have == count:
+            # The bits between the last number and the end of its byte are padding.
+            if raw[last >> 3] >> ((last & 7) + 1):
+                raise Corrupt(f"a unary stream holds more than {count} numbers")
+            return lengths, (last >> 3) + 1
+    raise Corrupt(f"Elias-gamma stream holds fewer than {count} numbers")

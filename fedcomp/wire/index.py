@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.wire.bits import Buffer, pack, packed_size, shuffle, unpack, unshuffle
+from fedcomp.wire.bits import Buffer, exact_sum, pack, packed_size, shuffle, unpack, unshuffle
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.support import complement
 
@@ -39,8 +39,10 @@ class Support:
         first, self.last = int(self.indices[0]), int(self.indices[-1])
         if first < 0 or self.last >= n or self.k > n:
             raise ConfigError(f"indices run from {first} to {self.last}; expected 0 <= index < {n}")
-        # A step of zero or backwards wraps to a huge unsigned gap, so that the largest gap tells.
-        if int(self.gaps.max()) >= n:
+        # No index may lose bits or its sign in the unsigned form the gaps are worked out in: [0, 2**32 + 5, 10] would
+        # pass for [0, 5, 10]. The OR of all is the cheapest test of every one of them. Then a step of zero or backwards
+        # wraps to a huge unsigned gap, so that the largest gap tells the rest.
+        if int(np.bitwise_or.reduce(self.indices)) >> (31 if n < 1 << 31 else 63) or int(self.gaps.max()) >= n:
             raise ConfigError("indices must be strictly ascending; sort them and reorder the values with them")
 
     @cached_property
@@ -98,6 +100,14 @@ class IndexCodec(ABC):
         """Return the indices, strictly ascending and below ``n``; ``len(section)`` is within :meth:`bounds`."""
 
     @abstractmethod
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        """Return an upper bound on the bytes :meth:`decode` allocates, its result included.
+
+        ``params`` have passed :meth:`bounds`, and ``size``, the length of the section, is within them. Buffers of a
+        fixed size are not counted (see :class:`~fedcomp.wire.Limits`).
+        """
+
+    @abstractmethod
     def size_bits(self, n: int, k: int) -> int:
         """Return the section's size in bits for any support of ``k`` out of ``n``: exact, or an upper bound."""
 
@@ -132,6 +142,9 @@ class NoIndex(IndexCodec):
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         return np.arange(k, dtype=np.int64)
 
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return 8 * k
+
     def size_bits(self, n: int, k: int) -> int:
         return 0
 
@@ -156,6 +169,9 @@ class RawIndex(IndexCodec):
 
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         return require_ascending(np.frombuffer(section, self._dtype(n)).astype(np.int64), n)
+
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return 9 * k
 
     def size_bits(self, n: int, k: int) -> int:
         return 8 * k * self._dtype(n).itemsize
@@ -182,6 +198,9 @@ class FixedIndex(IndexCodec):
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
         return require_ascending(unpack(section, k, self._width(n), np.int64), n)
 
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return 9 * k
+
     def size_bits(self, n: int, k: int) -> int:
         return 8 * packed_size(k, self._width(n))
 
@@ -205,10 +224,13 @@ class Bitmap(IndexCodec):
         if n & 7 and section[len(section) - 1] >> (n & 7):
             raise Corrupt("padding bits of a bitmap are not zero")
         bits = np.unpackbits(np.frombuffer(section, np.uint8), bitorder="little")
-        indices = np.flatnonzero(bits.view(np.bool_))
-        if indices.size != k:
-            raise Corrupt(f"bitmap has {indices.size} bits set, expected {k}")
-        return indices
+        present = int(np.count_nonzero(bits))
+        if present != k:
+            raise Corrupt(f"bitmap has {present} bits set, expected {k}")
+        return np.flatnonzero(bits.view(np.bool_))
+
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return 8 * size + 8 * k
 
     def size_bits(self, n: int, k: int) -> int:
         return (n + 7) // 8 * 8
@@ -240,6 +262,9 @@ class GapBytes(IndexCodec):
             raise Corrupt(f"a gap reaches beyond the {n} elements of the tensor")
         return indices_from_gaps(gaps, n)
 
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return size + 16 * k
+
     def size_bits(self, n: int, k: int) -> int:
         return 8 * k * next(w for w in (1, 2, 4, 8) if n <= 1 << 8 * w)
 
@@ -248,7 +273,7 @@ def indices_from_gaps(gaps: NDArray[Any], n: int) -> Indices:
     """Return the indices of unsigned ``gaps``, each below ``4 n``; raise Corrupt when they leave ``range(n)``."""
     if gaps.size == 0:
         return np.zeros(0, np.int64)
-    if gaps.size * 4 * n >= 1 << 62 and float(gaps.sum(dtype=np.float64)) >= 2.0**62:
+    if gaps.size * 4 * n >= 1 << 62 and exact_sum(gaps) >= 1 << 62:
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
     indices = np.cumsum(gaps, dtype=np.int64)
     indices += np.arange(gaps.size)

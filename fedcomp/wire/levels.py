@@ -126,6 +126,14 @@ class Ternary(Values):
         trits[positions] = 1 - 2 * negative.view(np.int8)
         return cls(trits, scale)
 
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        layout, rice, kept = cls._params(params, k)
+        if layout == 0:
+            return 12 * k
+        stream = size - 4 - (kept + 7) // 8
+        return 12 * k + 3 * kept + Rice().work_bytes(rice, k, kept, stream)
+
 
 def _trit_table() -> NDArray[np.int8]:
     digits = np.arange(243)[:, None] // np.array([1, 3, 9, 27, 81]) % 3
@@ -189,7 +197,8 @@ class QsgdLevels(Values):
     def decode(self) -> NDArray[Any]:
         # One exact product in float64 and one division, each correctly rounded: the same float32 everywhere.
         product = self.levels * spread(self.norms.astype(np.float64), self.bucket, self.k)
-        return (product / self.s).astype(np.float32)
+        product /= self.s
+        return product.astype(np.float32)
 
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         width = (2 * self.s).bit_length()
@@ -224,13 +233,26 @@ class QsgdLevels(Values):
         norms = take_scales(section, count, "norm")
         packed = section[4 * count :]
         if gamma:
-            zigzag = unpack_gamma(packed, k, (2 * s + 1).bit_length() - 1).astype(np.int64)
-            levels = (zigzag >> 1) ^ -(zigzag & 1)
+            levels = _from_zigzag(unpack_gamma(packed, k, (2 * s + 1).bit_length() - 1).view(np.int32))
         else:
-            levels = unpack(packed, k, (2 * s).bit_length(), np.int32) - np.int32(s)
+            levels = unpack(packed, k, (2 * s).bit_length(), np.int32)
+            levels -= np.int32(s)
         if k and (int(levels.max()) > s or int(levels.min()) < -s):
             raise Corrupt(f"a QSGD level is outside -{s}..{s}")
         return cls(levels, s, bucket, norms)
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 24 * k + 16 * block_count(k, cls._params(params)[2])
+
+
+def _from_zigzag(zigzag: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return 0, -1, 1, -2, ... for 0, 1, 2, 3, ...; overwrites its argument."""
+    levels = zigzag >> 1
+    zigzag &= 1
+    np.negative(zigzag, out=zigzag)
+    levels ^= zigzag
+    return levels
 
 
 VALUE_CODECS: Final[dict[int, type[Values]]] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -36,10 +37,32 @@ MAX_NDIM = 8
 MAX_SIZE = 1 << 62
 """Elements one tensor may claim; keeps every index sum inside int64."""
 
+
+class Kind(IntEnum):
+    """What the values of a tensor are."""
+
+    DENSE = 0
+    """Every element, in C order."""
+    SPARSE = 1
+    """Elements at ascending flat indices; the others are zero."""
+    COEFFICIENTS = 2
+    """Coefficients of a basis both ends hold; the shape is that of the tensor they stand for."""
+    SHARED = 3
+    """Elements at the indices of a support both ends hold."""
+
+
+DENSE: Final = Kind.DENSE
+SPARSE: Final = Kind.SPARSE
+COEFFICIENTS: Final = Kind.COEFFICIENTS
+SHARED: Final = Kind.SHARED
+
 NonFinitePolicy = Literal["reject", "zero", "allow"]
 
+_ALL_KINDS = frozenset(Kind)
 _ENTRY_SLACK = 512
 _FRAME_SLACK = 1 << 16
+_VALUE_WORK = 40
+"""Largest ``work_bytes`` per value of a value codec: QSGD and uniform with a scale for every value."""
 
 
 def require_dtype(name: str) -> str:
@@ -47,6 +70,11 @@ def require_dtype(name: str) -> str:
     if name not in DTYPE_IDS:
         raise ConfigError(f"dtype {name!r} cannot travel in a frame{nearest(name, DTYPE_IDS)}")
     return name
+
+
+def representable(shape: tuple[int, ...]) -> bool:
+    """Whether numpy can make an array of this shape, given memory: the dimensions of an empty one count, too."""
+    return 0 not in shape or math.prod(d for d in shape if d) <= MAX_SIZE >> 2
 
 
 @dataclass(frozen=True)
@@ -64,22 +92,58 @@ class Expected:
     max_k : int, optional
         Largest number of values the tensor may carry; None allows as many as it has elements. A receiver that knows
         the density should set it: it bounds the work a hostile frame can cause.
+    kinds : frozenset of Kind, optional
+        Kinds the tensor may be of; None allows all four. A receiver that goes on to treat every tensor as dense or
+        sparse must say so here: ``k`` coefficients, or values on a shared support, are not elements of the tensor.
+    index_codecs, value_codecs : frozenset of str, optional
+        Names of the codecs this tensor may use, within those of :class:`Limits`; None allows all of them. Index codecs
+        concern sparse tensors; a complement needs its own name and that of the codec it wraps.
+
+    Raises
+    ------
+    ConfigError
+        For an impossible shape, an unknown dtype or kind, or an empty set, which no frame could satisfy.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     max_k: int | None = None
+    kinds: frozenset[Kind] | None = None
+    index_codecs: frozenset[str] | None = None
+    value_codecs: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         require_dtype(self.dtype)
         if len(self.shape) > MAX_NDIM or any(d < 0 for d in self.shape):
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} needs 0..{MAX_NDIM} non-negative dimensions")
+        if self.size > MAX_SIZE or not representable(self.shape):
+            raise ConfigError(f"tensor {self.name!r}: shape {self.shape} is larger than any array")
+        for what in ("kinds", "index_codecs", "value_codecs"):
+            allowed = getattr(self, what)
+            if allowed is not None and (isinstance(allowed, str) or not len(allowed)):
+                raise ConfigError(f"tensor {self.name!r}: {what}={allowed!r} needs a non-empty set, or None for all")
+        if self.kinds is not None and not self.kinds <= _ALL_KINDS:
+            raise ConfigError(f"tensor {self.name!r}: kinds={set(self.kinds)} are not members of Kind")
 
     @cached_property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def most_values(self) -> int:
+        """Largest number of values a frame may carry for the tensor."""
+        if self.max_k is None or self.kinds is None or DENSE in self.kinds:
+            return self.size
+        return min(self.size, self.max_k)
+
+    @property
+    def most_indices(self) -> int:
+        """Largest number of indices a frame may carry for the tensor."""
+        if self.kinds is not None and SPARSE not in self.kinds:
+            return 0
+        return self.size if self.max_k is None else min(self.size, self.max_k)
 
 
 Schema = tuple[Expected, ...]
@@ -90,14 +154,21 @@ Schema = tuple[Expected, ...]
 class Limits:
     """Resources a receiver is willing to spend on one frame.
 
+    The defaults are for a receiver that knows nothing about the sender's tensors: models of up to 67 million elements,
+    within 1 GiB. Whoever knows the tensors passes a schema instead, whose limits follow from their sizes.
+
     Parameters
     ----------
     max_bytes_in : int
         Length of the frame.
     max_elements : int
-        Sum of the sizes of all tensors, dense or not.
+        Sum of the sizes of all tensors, dense or not: what :meth:`~fedcomp.wire.Tensor.dense` of all of them would
+        allocate, which a frame of a few bytes may ask for.
     max_bytes_out : int
-        Bytes of decoded values and int64 indices, all tensors together.
+        Memory that decoding may take, all tensors together: upper bounds, worked out from the table before anything is
+        allocated, on values, indices, decompressed sections and whatever the codecs need on the way (see
+        ``work_bytes`` of :class:`~fedcomp.wire.IndexCodec` and :class:`~fedcomp.wire.Values`). Not counted are buffers
+        of a fixed size, about 8 MiB at most, and as much again inside zstd.
     max_tensors : int
         Entries of the tensor table.
     index_codecs, value_codecs, backends : frozenset of str, optional
@@ -110,8 +181,8 @@ class Limits:
     """
 
     max_bytes_in: int = 1 << 28
-    max_elements: int = 1 << 28
-    max_bytes_out: int = 1 << 31
+    max_elements: int = 1 << 26
+    max_bytes_out: int = 1 << 30
     max_tensors: int = 10_000
     index_codecs: frozenset[str] | None = None
     value_codecs: frozenset[str] | None = None
@@ -129,17 +200,37 @@ class Limits:
     def for_schema(cls, schema: Iterable[Expected], *, non_finite: NonFinitePolicy = "reject") -> Limits:
         """Return the limits that fit any honest frame for ``schema`` and little more.
 
-        Derived from the receiver's own layout, so that no figure of the frame decides how much memory is used: at most
-        every element as a sparse value with its int64 index.
+        Derived from the receiver's own layout, so that no figure of the frame decides how much memory is used. Honest
+        is every frame this package's encoder makes for the schema, whatever codecs it is asked for, except two: the
+        complement of a support that is not dense (``2 k <= n``), which ``index="auto"`` never takes, costs 16 and more
+        bytes for each absent element; and parameters that make the sections longer than raw values and indices.
+
+        Set ``max_k`` and ``kinds`` of the tensors: a receiver of sparse tensors of 1 % spends 3 bytes per element, one
+        that takes anything about 110.
         """
         tensors = tuple(schema)
-        elements = sum(t.size for t in tensors)
-        values = sum(t.size * max(4, NUMPY_DTYPES[t.dtype].itemsize) for t in tensors)
-        sparse = sum(8 * (t.size if t.max_k is None else min(t.size, t.max_k)) for t in tensors)
         return cls(
-            max_bytes_in=values + sparse + _ENTRY_SLACK * len(tensors) + _FRAME_SLACK,
-            max_elements=elements,
-            max_bytes_out=values + sparse,
+            max_bytes_in=sum(map(_most_bytes_in, tensors)) + _FRAME_SLACK,
+            max_elements=sum(t.size for t in tensors),
+            max_bytes_out=sum(map(_most_bytes_out, tensors)),
             max_tensors=len(tensors),
             non_finite=non_finite,
         )
+
+
+def _most_bytes_in(tensor: Expected) -> int:
+    """Return the bytes of the longest entry and sections: raw values and indices, or a bitmap."""
+    width = max(4, NUMPY_DTYPES[tensor.dtype].itemsize)
+    indices = 8 * tensor.most_indices + (tensor.size // 8 if tensor.most_indices else 0)
+    return width * tensor.most_values + indices + _ENTRY_SLACK
+
+
+def _most_bytes_out(tensor: Expected) -> int:
+    """Return the memory of the costliest honest frame, the sum of the costliest values and the costliest support."""
+    n, k = tensor.size, tensor.most_indices
+    # The costliest plain support is block-Rice: 30 bytes per index and the unary stream, at most a byte per element and
+    # index. A seeded one draws the smaller side and may turn it into its complement; other complements stay below that.
+    few = min(k, n // 2)
+    support = 30 * k + 48 * few + 2 * n + _ENTRY_SLACK if k else 0
+    # Compressed sections are held besides, twice while zlib joins its pieces; nothing longer than raw is honest.
+    return _VALUE_WORK * tensor.most_values + support + 2 * _most_bytes_in(tensor)

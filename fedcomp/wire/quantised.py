@@ -42,7 +42,15 @@ def block_reduce(function: np.ufunc, array: NDArray[Any], block: int) -> NDArray
 def round_up(exact: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return the nearest float32 that is not smaller."""
     near = exact.astype(np.float32)
-    return np.where(near < exact, np.nextafter(near, np.float32(np.inf)), near)
+    with np.errstate(over="ignore"):
+        return np.where(near < exact, np.nextafter(near, np.float32(np.inf)), near)
+
+
+def _round_down(exact: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return the nearest float32 that is not larger."""
+    with np.errstate(over="ignore"):
+        near = exact.astype(np.float32)
+        return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
 
 
 def take_scales(section: Buffer, count: int, what: str) -> NDArray[np.float32]:
@@ -141,6 +149,15 @@ class Uniform(Values):
         zeros = np.clip(np.rint(low / extent * top), (low > 0) & (bits > 1), top - ((high > 0) & (bits > 1)))
         exact = np.maximum(low / np.maximum(zeros, 1), high / np.maximum(top - zeros, 1))
         scales = round_up(exact)
+        # A receiver refuses scales whose outermost code overflows, used or not.
+        reach = np.maximum(zeros, top - zeros)
+        largest = _round_down(_FLOAT32_MAX / np.maximum(reach, 1))
+        if np.any(np.isfinite(exact) & (exact > largest.astype(np.float64) * 1.000001)):
+            raise ConfigError(
+                f"values of both signs up to {np.max(np.abs(x)):.3g} are too large for uniform codes of {bits} bits: "
+                "the outermost code would overflow float32; clip the values or send them raw"
+            )
+        scales = np.where(np.isfinite(exact), np.minimum(scales, largest), scales)
         step = np.where(scales > 0, scales, 1).astype(np.float64)
         y = x / spread(step, block, x.size)
         y = np.rint(y) if uniforms is None else np.floor(y + uniforms)
@@ -200,6 +217,10 @@ class Uniform(Values):
             raise NonFinite("a scale is so large that its codes overflow float32")
         codes = unpack(section[6 * count :], k, bits, np.uint16)
         return cls(codes, bits, block, scales, zeros, "stochastic" if rounding else "nearest")
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 16 * k + 24 * block_count(k, cls._params(params)[2])
 
 
 class SignScale(Values):
@@ -269,3 +290,7 @@ class SignScale(Values):
             raise Corrupt("padding bits after the signs are not zero")
         bits = np.unpackbits(np.frombuffer(section[4 * count :], np.uint8), count=k, bitorder="little")
         return cls(bits.view(np.bool_), scales, block)
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 14 * k + 6 * block_count(k, cls._params(params))

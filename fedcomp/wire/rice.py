@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.wire.bits import Buffer, pack, pack_unary, packed_size, unary_numbers, unary_size, unpack, unpack_unary
+from fedcomp.wire.bits import (
+    Buffer,
+    exact_sum,
+    pack,
+    pack_unary,
+    packed_size,
+    unary_numbers,
+    unary_size,
+    unpack,
+    unpack_unary,
+)
 from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.index import IndexCodec, Indices, Support, indices_from_gaps
 
@@ -91,6 +101,9 @@ class Rice(IndexCodec):
         low = unpack(section[split:], k, b, np.int64)
         return _join_gaps(ones, low, b, n)
 
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return 8 * (size - packed_size(k, params[0])) + 16 * k
+
     def size_bits(self, n: int, k: int) -> int:
         b = max(0, ((n - k) * 45426 // 65536 // max(k, 1)).bit_length() - 1)
         # A support that ends early is coded with a smaller b, at most 2k/ln 2 quotient units per b.
@@ -104,7 +117,7 @@ def _join_gaps(ones: NDArray[np.int64], low: NDArray[np.int64], b: int, n: int) 
         return ones
     # Checked in Python integers: with both sums below 2**62 nothing below wraps in the end.
     beyond = (int(ones[-1]) - k + 1) << b >= n
-    if beyond or (k << b >= 1 << 62 and float(low.sum(dtype=np.float64)) >= 2.0**62):
+    if beyond or (k << b >= 1 << 62 and exact_sum(low) >= 1 << 62):
         raise Corrupt(f"indices run beyond the {n} elements of the tensor")
     # Index j is ((ones_j - j) << b) + (low_0 + ... + low_j) + j. Folding the terms in j into the running sum saves two
     # passes: subtract 2**b - 1 per step.
@@ -171,6 +184,10 @@ class BlockRice(IndexCodec):
             gaps[b == value] |= unpack(section[split : split + size], members[value], value, np.int64)
             split += size
         return indices_from_gaps(gaps, n)
+
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        # Every bit of the section may be one of the unary stream, but that stream has no more than n bits and padding.
+        return min(8 * size, n + 8) + 30 * k
 
     def size_bits(self, n: int, k: int) -> int:
         table = packed_size(-(-k >> DEFAULT_BLOCK_LOG2), 5) if k else 0
@@ -258,6 +275,9 @@ class EliasFano(IndexCodec):
         if k and (indices[-1] >= n or np.any(indices[1:] <= indices[:-1])):
             raise Corrupt(f"indices are not strictly ascending numbers below {n}")
         return indices
+
+    def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
+        return 8 * (size - packed_size(k, params[0])) + 17 * k
 
     def size_bits(self, n: int, k: int) -> int:
         low = elias_fano_parameter(n, k)

@@ -27,6 +27,8 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
+_WORDS = 1 << 16
+"""Words worked out at once: few enough for their temporaries to stay in the cache."""
 
 
 def seeded_support(seed: int, n: int, k: int) -> NDArray[np.int64]:
@@ -50,6 +52,12 @@ def seeded_support(seed: int, n: int, k: int) -> NDArray[np.int64]:
     return drawn if few == k else complement(drawn, n)
 
 
+def support_bytes(n: int, k: int) -> int:
+    """Return an upper bound on the bytes :func:`seeded_support` allocates, its result included."""
+    few = min(k, n - k)
+    return 48 * few + 8 * k + (n if few < k else 0)
+
+
 def complement(indices: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """Return the indices of ``range(n)`` that are not in ``indices`` (ascending, distinct), ascending."""
     absent = np.ones(n, np.bool_)
@@ -65,6 +73,16 @@ def _mix(z: int) -> int:
 
 def _candidates(start: int, first: int, count: int, n: int) -> NDArray[np.uint64]:
     """Return the candidates below ``n`` of words ``first .. first + count - 1``, in stream order."""
+    if count <= _WORDS:
+        return _few_candidates(start, first, count, n)
+    parts = (
+        _few_candidates(start, word, min(_WORDS, first + count - word), n)
+        for word in range(first, first + count, _WORDS)
+    )
+    return np.concatenate(list(parts))
+
+
+def _few_candidates(start: int, first: int, count: int, n: int) -> NDArray[np.uint64]:
     z = np.arange(count, dtype=np.uint64)
     z *= np.uint64(_GAMMA)
     z += np.uint64((start + first * _GAMMA) & _MASK)
@@ -109,7 +127,8 @@ def _take_distinct(stream: NDArray[np.uint64], n: int, m: int) -> NDArray[np.int
         keys |= np.arange(stream.size, dtype=np.uint64)
         keys.sort()
         numbers = keys >> np.uint64(bits)
-        position = keys & np.uint64((1 << bits) - 1)
+        position = keys
+        position &= np.uint64((1 << bits) - 1)
         head = np.empty(stream.size, np.bool_)
         head[0] = True
         np.not_equal(numbers[1:], numbers[:-1], out=head[1:])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,28 +14,19 @@ from fedcomp.errors import ConfigError
 from fedcomp.wire.backends import BACKEND_IDS
 from fedcomp.wire.choose import Seeded, SharedSupport, require_index
 from fedcomp.wire.index import Indices
-from fedcomp.wire.limits import MAX_NDIM, MAX_SIZE, require_dtype
+from fedcomp.wire.limits import (
+    COEFFICIENTS,
+    DENSE,
+    MAX_NDIM,
+    MAX_SIZE,
+    SHARED,
+    SPARSE,
+    Kind,
+    representable,
+    require_dtype,
+)
 from fedcomp.wire.support import seeded_support
 from fedcomp.wire.values import Raw, Values
-
-
-class Kind(IntEnum):
-    """What the values of a tensor are."""
-
-    DENSE = 0
-    """Every element, in C order."""
-    SPARSE = 1
-    """Elements at ascending flat indices; the others are zero."""
-    COEFFICIENTS = 2
-    """Coefficients of a basis both ends hold; the shape is that of the tensor they stand for."""
-    SHARED = 3
-    """Elements at the indices of a support both ends hold."""
-
-
-DENSE: Final = Kind.DENSE
-SPARSE: Final = Kind.SPARSE
-COEFFICIENTS: Final = Kind.COEFFICIENTS
-SHARED: Final = Kind.SHARED
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +67,10 @@ class Tensor:
     def __post_init__(self) -> None:
         require_dtype(self.dtype)
         who = f"tensor {self.name!r}"
-        if len(self.shape) > MAX_NDIM or any(d < 0 for d in self.shape) or self.size > MAX_SIZE:
-            raise ConfigError(f"{who}: shape {self.shape} needs 0..{MAX_NDIM} dimensions and at most 2**62 elements")
+        if len(self.shape) > MAX_NDIM or any(d < 0 for d in self.shape):
+            raise ConfigError(f"{who}: shape {self.shape} needs 0..{MAX_NDIM} non-negative dimensions")
+        if self.size > MAX_SIZE or not representable(self.shape):
+            raise ConfigError(f"{who}: shape {self.shape} is larger than any array; at most 2**62 elements are allowed")
         if len(self.name.encode()) > 255:
             raise ConfigError(f"{who}: a name has at most 255 bytes of UTF-8")
         if not self.values.accepts(self.dtype) or (not self.values.lossy and self.values.dtype != self.dtype):
@@ -120,11 +112,15 @@ class Tensor:
         Raises
         ------
         ConfigError
-            For coefficients, which only their basis turns into a tensor, and for an unresolved shared support.
+            For coefficients, which only their basis turns into a tensor, for an unresolved shared support, and for a
+            sparse tensor of more bytes than an array can have.
         """
         if self.kind is COEFFICIENTS:
             raise ConfigError(f"tensor {self.name!r} holds coefficients; expand them with their basis")
-        values = self.values.decode().astype(self.dtype, copy=False)
+        if self.size * np.dtype(self.dtype).itemsize >= 1 << 63:
+            raise ConfigError(f"tensor {self.name!r} of {self.size} elements is too large to be dense")
+        with np.errstate(over="ignore"):
+            values = self.values.decode().astype(self.dtype, copy=False)
         if self.kind is DENSE:
             return values.reshape(self.shape)
         indices = self.indices

@@ -76,6 +76,15 @@ class Values(ABC):
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
         """Read the values back; ``len(section)`` is within :meth:`bounds`, everything else is checked here."""
 
+    @classmethod
+    @abstractmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        """Return an upper bound on the bytes allocated for values held and decoded once.
+
+        That is :meth:`unpack` and what it returns, counting or replacing non-finite values, and :meth:`decode`; the
+        section itself and buffers of a fixed size are not counted. ``params`` have passed :meth:`bounds`.
+        """
+
     def count_non_finite(self) -> int:
         """Return how many decoded values are NaN or infinite."""
         return 0
@@ -177,6 +186,11 @@ class Raw(Values):
         return cls(array)
 
     @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        # A shuffled or misaligned section is copied, and zeroing copies once more with masks of a byte per value.
+        return (2 * NUMPY_DTYPES[dtype].itemsize + 2) * k
+
+    @classmethod
     def accepts(cls, dtype: str) -> bool:
         return dtype in DTYPE_IDS
 
@@ -231,6 +245,10 @@ class Fp16(Values):
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
         return cls(_view(params, section, NUMPY_DTYPES["float16"]))
 
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 8 * k
+
     def count_non_finite(self) -> int:
         return sum(c.size - int(np.count_nonzero(np.isfinite(c))) for c in chunks(self.array))
 
@@ -283,6 +301,10 @@ class Bf16(Values):
     @classmethod
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
         return cls(_view(params, section, NUMPY_DTYPES["uint16"]))
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 10 * k
 
     def _non_finite(self) -> NDArray[np.bool_]:
         return (self.patterns & np.uint16(0x7F80)) == np.uint16(0x7F80)
@@ -354,6 +376,10 @@ class Natural(Values):
     @classmethod
     def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
         return cls(unpack(section, k, 9, np.uint16))
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 20 * k
 
     def _non_finite(self) -> NDArray[np.bool_]:
         return (self.codes & np.uint16(0xFF)) == np.uint16(0xFF)

@@ -22,6 +22,7 @@ EXAMPLES: tuple[Codec, ...] = (
     QSGD(1, bucket=512),
     chain(Identity()),
     chain(Clip(0.5), TopK(0.1)),
+    chain(Clip(0.75), TopK(0.2)),
     chain(Clip(2.0), ErrorFeedback(TopK(0.1))),
     ErrorFeedback(TopK(0.05)),
     ErrorFeedback(TopK(0.1, scope="layer", values="fp16"), decay=0.9, beta=0.5, norm_guard=10.0, max_age=3),

@@ -11,11 +11,12 @@ from codec_examples import EXAMPLES, LAYOUTS, update
 
 import fedcomp.codecs
 from fedcomp import wire
-from fedcomp.codecs import Codec, PositionalCodec, get_codec, known
+from fedcomp.codecs import Clip, Codec, PositionalCodec, TopK, chain, get_codec, known
 from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
+from fedcomp.wire.fuzz import seal
 
 KEY = Key(11, "codec", round=2, partition=3)
 NAMES = {name: getattr(fedcomp.codecs, name) for name in fedcomp.codecs.__all__} | {"ErrorFeedback": ErrorFeedback}
@@ -82,12 +83,12 @@ def test_accumulate_is_weight_times_decode(codec: Codec, layout: Layout) -> None
 
 
 def test_bad_frames_leave_the_buffer_untouched(codec: Codec) -> None:
-    """Every truncation, flipped byte and foreign frame raises WireError before the first element is added."""
+    """Every truncation, damaged byte and foreign frame raises WireError before the first element is added."""
     layout = LAYOUTS["model"]
     frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
     rng = np.random.default_rng(0)
     bad = [frame[:end] for end in rng.integers(0, len(frame), 20)] + [frame + b"\0", b""]
-    for at in rng.integers(0, len(frame), 40):
+    for at in rng.integers(0, len(frame), 10):
         flipped = bytearray(frame)
         flipped[at] ^= 1 << int(rng.integers(8))
         bad.append(bytes(flipped))
@@ -101,18 +102,169 @@ def test_bad_frames_leave_the_buffer_untouched(codec: Codec) -> None:
         np.testing.assert_array_equal(out.vector, before)
 
 
-def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
-    """A codec takes the form it makes and no other, even when shapes agree."""
-    layout = LAYOUTS["flat"]
-    nan = wire.dense(np.full(layout.size, np.nan, np.float32))
-    sparse = wire.Tensor(
-        wire.Natural(np.zeros(1, np.uint16)), (layout.size,), "", "float32", wire.SPARSE, np.array([5])
-    )
-    for tensor in (nan, sparse):
+def _refused(codec: Codec, frame: bytes, layout: Layout) -> bool:
+    """Whether ``frame`` raises WireError and nothing else; either way ``accumulate`` adds all of it or nothing."""
+    out = update(layout, seed=9)
+    before = out.vector.copy()
+    try:
+        codec.accumulate(frame, 0.5, out)
+    except wire.WireError:
+        assert out.vector.tobytes() == before.tobytes()
         with pytest.raises(wire.WireError):
-            codec.decode(wire.encode([tensor]), layout)
-    with pytest.raises(wire.WireError):
-        codec.decode(wire.encode([]), layout)
+            codec.decode(frame, layout)
+        return True
+    np.testing.assert_array_equal(out.vector, before + np.float32(0.5) * codec.decode(frame, layout))
+    return False
+
+
+def test_sealed_mutants_are_refused_or_added_whole(codec: Codec) -> None:
+    """Anyone can compute a checksum: flipped bits of header and sections, sealed again, among them the last tensor's."""
+    layout = LAYOUTS["model"]
+    frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+    head = int.from_bytes(frame[12:16], "little")
+    rng = np.random.default_rng(1)
+    places = [
+        *rng.integers(0, head, 60),
+        *rng.integers(head, len(frame) - 4, 20),
+        *rng.integers(len(frame) - 200, len(frame) - 4, 20),
+    ]
+    refused = 0
+    for at in places:
+        body = bytearray(frame[:-4])
+        body[at] ^= 1 << int(rng.integers(8))
+        with np.errstate(over="ignore"):  # a flipped exponent bit is a huge, but finite value
+            refused += _refused(codec, seal(bytes(body)), layout)
+    assert refused >= 40
+
+
+def _tensors(frame: bytes) -> list[wire.Tensor]:
+    return list(wire.decode(frame).tensors)
+
+
+def test_every_other_dense_rest_is_refused_before_the_first_stretch_is_added(codec: Codec) -> None:
+    """The last tensor as coefficients, on a shared support, sparse, in another format or another dtype."""
+    layout = LAYOUTS["model"]
+    frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+    tensors = _tensors(frame)
+    n = tensors[-1].size
+    ones = wire.Raw(np.ones(n, np.float32))
+    wrong = [wire.Tensor(wire.Raw(np.full(k, 7, np.float32)), (n,), kind=wire.COEFFICIENTS) for k in (1, 2, n)]
+    wrong += [wire.shared((n,), 5, wire.Raw(np.ones(k, np.float32))) for k in (1, n)]
+    wrong += [
+        wire.sparse((n,), np.arange(n), ones),
+        wire.Tensor(wire.Bf16(np.ones(n, np.float32)), (n,)),
+        wire.dense(np.ones(n)),
+        wire.dense(np.ones(n, np.int32)),
+        wire.dense(np.full(n, np.nan, np.float32)),
+        wire.dense(np.ones((1, n), np.float32)),
+        wire.dense(np.ones(n + 1, np.float32)),
+    ]
+    for tensor in wrong:
+        assert _refused(codec, wire.encode([*tensors[:-1], tensor]), layout)
+    for other in ([], tensors[:-1], [*tensors, tensors[-1]]):
+        assert _refused(codec, wire.encode(other), layout)
+
+
+def test_frames_of_other_codecs_are_refused(codec: Codec) -> None:
+    """A codec takes the kind, value format, index codec and number of values it makes and no other; shapes agree."""
+    layout = LAYOUTS["flat"]
+    n = layout.size
+    frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+    (own,) = _tensors(frame)
+    assert not _refused(codec, wire.encode([own]), layout)
+    k = own.values.k
+    one = wire.Raw(np.ones(1, np.float32))
+    own_raw, full = wire.Raw(np.ones(k, np.float32)), wire.Raw(np.ones(n, np.float32))
+    listed = wire.sparse((n,), np.arange(k), own_raw)
+    seeded = wire.seeded((n,), 3, k, own_raw)
+    others = [
+        wire.dense(np.full(n, np.nan, np.float32)),
+        wire.sparse((n,), np.array([5]), wire.Natural(np.zeros(1, np.uint16))),
+        *(wire.Tensor(values, (n,), kind=wire.COEFFICIENTS) for values in (one, own_raw, full, own.values)),
+        *(wire.shared((n,), 5, values) for values in (one, own_raw, full, own.values)),
+    ]
+    if own.kind is wire.DENSE:
+        others += [listed, seeded, wire.sparse((n,), np.arange(n), own.values)]
+        others.append(wire.Tensor(wire.SignScale.quantise(np.ones(n, np.float32)), (n,)))
+    else:
+        assert k < n or codec == TopK(1.0)
+        others += [wire.dense(np.ones(n, np.float32)), wire.Tensor(wire.Natural.quantise(np.ones(n)), (n,))]
+        others.append(wire.Tensor(wire.Ternary.quantise(np.ones(k)), (n,), kind=wire.SPARSE, indices=np.arange(k)))
+        others.append(listed if isinstance(own.index, wire.Seeded) else seeded)
+        if k < n:
+            more = wire.Raw(np.ones(k + 1, np.float32))
+            own_form = type(own.values)(np.ones(k + 1, np.float32))
+            others += [wire.sparse((n,), np.arange(k + 1), own_form), wire.seeded((n,), 3, k + 1, more)]
+    for tensor in others:
+        assert _refused(codec, wire.encode([tensor]), layout), tensor
+    assert _refused(codec, wire.encode([]), layout)
+
+
+def test_bundles_opened_for_others_are_refused(codec: Codec) -> None:
+    layout = LAYOUTS["model"]
+    for tensors in ([], [wire.dense(np.ones(3, np.float32))], [wire.dense(np.ones(layout.size))]):
+        bundle = wire.decode(wire.encode(tensors))
+        out = update(layout)
+        before = out.vector.copy()
+        with pytest.raises(wire.SchemaMismatch, match="bundle"):
+            codec.accumulate(bundle, 1.0, out)
+        np.testing.assert_array_equal(out.vector, before)
+
+
+def _random_values(rng: np.random.Generator, k: int) -> wire.Values:
+    x = rng.normal(size=k).astype(np.float32)
+    makers = (
+        lambda: wire.Raw(x),
+        lambda: wire.Fp16(x),
+        lambda: wire.Bf16(x),
+        lambda: wire.Uniform.quantise(x, 4, int(rng.choice([0, 16]))),
+        lambda: wire.SignScale.quantise(x, 0),
+        lambda: wire.Ternary.quantise(x),
+        lambda: wire.QsgdLevels(rng.integers(-1, 2, k), 7, 64, np.ones(-(-k // 64), np.float32)),
+        lambda: wire.Natural.quantise(x),
+    )
+    # Half of them in the formats codecs use, so that not every frame falls at the first hurdle.
+    return makers[int(rng.integers(len(makers)) if rng.random() < 0.5 else rng.choice([0, 0, 0, 1, 2, 6]))]()
+
+
+def _random_tensor(rng: np.random.Generator, n: int, honest: wire.Tensor) -> wire.Tensor:
+    """A well-formed tensor of n elements: any kind, value format, index codec and number of values."""
+    if rng.random() < 0.3:
+        return honest
+    kind = wire.Kind(int(rng.integers(4)))
+    k = n if kind is wire.DENSE else min(n, int(rng.choice([0, 1, 2, n // 2, n, honest.values.k])))
+    values = _random_values(rng, k)
+    if kind is wire.SHARED:
+        return wire.shared((n,), 5, values)
+    if kind is not wire.SPARSE:
+        return wire.Tensor(values, (n,), kind=kind)
+    if rng.random() < 0.3:
+        return wire.seeded((n,), int(rng.integers(99)), k, values)
+    index = str(rng.choice(["auto", *wire.PLAIN, "complement:rice"]))
+    return wire.sparse((n,), np.sort(rng.choice(n, k, replace=False)), values, index=index)
+
+
+FUZZED = {repr(c): c for c in EXAMPLES if c.codec_id not in ("chain", "feedback")} | {
+    "wrapped": chain(Clip(2.0), ErrorFeedback(TopK(0.1)))
+}
+
+
+@pytest.mark.parametrize("codec", FUZZED.values(), ids=FUZZED)
+def test_structured_random_frames(codec: Codec) -> None:
+    """Frames that decode, of any kind and format: each is exactly of the codec's own form, or refused without a trace."""
+    layout = LAYOUTS["model"]
+    rng = np.random.default_rng(7)
+    honest = _tensors(codec.encode(update(layout), codec.init(layout), KEY)[0])
+    own = [(t.kind, type(t.values), isinstance(t.index, wire.Seeded)) for t in honest]
+    refused = 0
+    for _ in range(1000):
+        tensors = [_random_tensor(rng, t.size, t) for t in honest]
+        if _refused(codec, wire.encode(tensors), layout):
+            refused += 1
+        else:
+            assert [(t.kind, type(t.values), isinstance(t.index, wire.Seeded)) for t in tensors] == own
+            assert all(t.values.k <= h.values.k for t, h in zip(tensors, honest, strict=True))
+    assert 400 < refused < 1000
 
 
 def test_zero_update_is_a_valid_frame(codec: Codec, layout: Layout) -> None:

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 from golden_frames import KEY, LAYOUT, given, load
 
-from fedcomp.codecs import get_codec, known
+from fedcomp.codecs import Clip, TopK, chain, get_codec, known
+from fedcomp.feedback import ErrorFeedback
 
 ENTRIES = load()
+
+LOOSELY_CLIPPED = (chain(Clip(0.5), TopK(0.1)), chain(Clip(2.0), ErrorFeedback(TopK(0.1))))
+"""Encoded when rounding could still carry Clip over its bound. Their frames decode as ever; what is encoded now is a few
+units in the last place shorter, and chain(Clip(0.75), ...) pins those bits."""
 
 
 def _decoded(entry: dict[str, Any]) -> np.ndarray:
@@ -29,7 +34,10 @@ def test_encoding_still_means_the_same(entry: dict[str, Any]) -> None:
     """What is selected, drawn and rounded for a key does not change; how it is packed may."""
     codec = get_codec(entry["config"])
     frame, _ = codec.encode(given(), codec.init(LAYOUT), KEY)
-    assert codec.decode(frame, LAYOUT).tobytes() == _decoded(entry).tobytes()
+    if codec in LOOSELY_CLIPPED:
+        np.testing.assert_allclose(codec.decode(frame, LAYOUT), _decoded(entry), rtol=2.0**-22)
+    else:
+        assert codec.decode(frame, LAYOUT).tobytes() == _decoded(entry).tobytes()
 
 
 def test_every_codec_has_golden_frames() -> None:

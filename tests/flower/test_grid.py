@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -13,7 +15,7 @@ from fedcomp.flower.faults import Delivery, Fault, RandomFaults, ScriptedFaults,
 from fedcomp.flower.grid import GridError, InProcessGrid, in_process
 from fedcomp.flower.ledger import wire_bytes
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import put_frame, put_node, take_frame
+from fedcomp.flower.payload import STYPE, put_frame, put_node, take_frame
 from fedcomp.rng import Key
 from fedcomp.timing.links import Link
 
@@ -213,6 +215,15 @@ def test_corrupt_flips_exactly_one_bit_of_the_frame() -> None:
     assert frames[0] == frames[1]
 
 
+def test_corrupt_leaves_records_that_only_look_like_frames_alone() -> None:
+    def app(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"update": ConfigRecord({STYPE: "no frame"})}), reply_to=message)
+
+    with InProcessGrid(app, 2, fault=always("corrupt")) as grid:
+        replies = grid.send_and_receive(messages(grid))
+        assert [r.content["update"][STYPE] for r in replies] == ["no frame"] * 2
+
+
 def test_each_reply_can_be_pulled_once() -> None:
     with InProcessGrid(counting_app(), 2) as grid:
         ids = grid.push_messages(messages(grid))
@@ -256,6 +267,65 @@ def test_identity_is_restored_whatever_happens() -> None:
             grid.push_messages(messages(grid))
         assert _private.current_identity() == before
     assert _private.current_identity() == (None, None, None)
+
+
+@pytest.mark.parametrize("seeds", [(0, 0), (0, 1)])
+def test_grids_side_by_side_are_closed_in_any_order(seeds: tuple[int, int]) -> None:
+    for first_closes_first in (True, False):
+        a, b = (InProcessGrid(counting_app(), 1, seed=seed) for seed in seeds)
+        left, right = (a, b) if first_closes_first else (b, a)
+        left.close()
+        assert _private.current_identity() == (right.run.run_id, 1, 1)
+        assert len(right.send_and_receive(messages(right))) == 1
+        left.close()
+        assert len(right.send_and_receive(messages(right))) == 1
+        right.close()
+        assert _private.current_identity() == (None, None, None)
+
+
+def test_the_grid_in_the_middle_may_close_first_and_closing_twice_is_harmless() -> None:
+    a, b, c = (InProcessGrid(counting_app(), 1, seed=seed) for seed in (1, 2, 1))
+    b.close()
+    assert _private.current_identity() == (c.run.run_id, 1, 1)
+    c.close()
+    c.close()
+    assert _private.current_identity() == (a.run.run_id, 1, 1)
+    a.close()
+    assert _private.current_identity() == (None, None, None)
+
+
+def test_an_identity_that_someone_else_set_since_is_left_alone() -> None:
+    before = (5, 6, 7)
+    _private.adopt_identity(before)
+    a = InProcessGrid(counting_app(), 1, seed=1)
+    _private.adopt_identity((9, 9, 9))
+    b = InProcessGrid(counting_app(), 1, seed=2)
+    a.close()
+    b.close()
+    assert _private.current_identity() == (9, 9, 9)
+    a = InProcessGrid(counting_app(), 1, seed=1)
+    _private.adopt_identity(before)
+    a.close()
+    assert _private.current_identity() == before
+
+
+@pytest.mark.parametrize("error_state", ["discard", "keep"])
+def test_an_app_that_ends_its_process_is_error_8_and_leaves_no_state(error_state: str) -> None:
+    def app(message: Message, context: Context) -> Message:
+        context.state["half"] = ConfigRecord({"done": True})
+        if context.node_config["partition-id"] == 1:
+            sys.exit(3)
+        return Message(RecordDict(), reply_to=message)
+
+    with InProcessGrid(app, 3, error_state=error_state) as grid:  # type: ignore[arg-type]
+        sent = messages(grid)
+        replies = {r.metadata.src_node_id: r for r in grid.send_and_receive(sent)}
+        crashed = replies[grid.node_id_of(1)]
+        assert crashed.error.code == 8
+        assert "stopped responding" in crashed.error.reason
+        assert sum(r.has_error() for r in replies.values()) == 1
+        assert [len(grid.context(p).state) for p in range(3)] == [1, 0, 1]
+        assert _private.current_identity() == (grid.run.run_id, 1, 1)
 
 
 @pytest.mark.parametrize("wrong", [lambda m, c: None, lambda m, c: Message(RecordDict(), 1, "train")])
@@ -309,6 +379,47 @@ def test_the_clock_follows_the_slowest_node() -> None:
         # An exchange with the fast node alone starts when the former one ended.
         grid.send_and_receive([m for m in messages(grid) if grid.partition_of(m.metadata.dst_node_id) == 2])
         assert grid.clock == pytest.approx(slowest + 4.0, rel=1e-12)
+
+
+def test_links_that_do_not_fit_the_nodes_are_refused_before_anything_is_sent() -> None:
+    link = Link(8e6, 8e6)
+    wrong = {
+        "2 entries for 3 nodes": [link, link],
+        "str for partition 2": [link, link, "lan"],
+        "float for partition 0": {0: 1e6},
+        "key '0'": {"0": link},
+        "key -1": {-1: link},
+        "key True": {True: link},
+        "is a float": 8e6,
+    }
+    for match, links in wrong.items():
+        with pytest.raises(ConfigError, match=match):
+            InProcessGrid(counting_app(), 3, links=links)  # type: ignore[arg-type]
+    assert _private.current_identity() == (None, None, None)
+
+
+def test_a_node_without_an_entry_in_a_sequence_of_links_cannot_join() -> None:
+    link = Link(8e6, 8e6)
+    with InProcessGrid(counting_app(), 3) as larger:
+        stored = larger.snapshot()
+    with InProcessGrid(counting_app(), 1, links=[link, link]) as grid:
+        assert grid.partition_of(grid.add_node()) == 1
+        before = grid.snapshot()
+        for join in (grid.add_node, lambda: grid.add_node(7), lambda: grid.restore(stored)):
+            with pytest.raises(GridError, match="links has 2 entries"):
+                join()
+        assert grid.snapshot() == before
+        assert len(grid.send_and_receive(messages(grid))) == 2
+        assert grid.clock > 0
+
+
+def test_nodes_that_a_mapping_of_links_leaves_out_transfer_in_no_time() -> None:
+    with InProcessGrid(counting_app(), 2, links={np.int64(1): Link(8e3, 8e3)}) as grid:
+        slow, fast = (messages(grid)[p] for p in (1, 0))
+        grid.send_and_receive([fast])
+        assert grid.clock == 0.0
+        grid.send_and_receive([slow])
+        assert grid.clock > 0.0
 
 
 def test_a_timeout_costs_simulated_time_only_and_slow_replies_miss_it() -> None:

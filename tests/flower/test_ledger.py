@@ -69,6 +69,17 @@ def test_node_ids_become_partitions_backwards_and_forwards() -> None:
     assert ledger.total(node=3) == 13
 
 
+def test_a_node_that_changes_its_partition_takes_no_rows_of_others_along() -> None:
+    ledger = Ledger()
+    ledger.record(1, 3, "up", "train", wire=100)
+    stranger = 2**61 + 7
+    ledger.identify(stranger, 3)
+    ledger.identify(stranger, 4)
+    ledger.record(2, stranger, "up", "train", wire=1)
+    ledger.record(2, 3, "up", "train", wire=10)
+    assert ledger.by("node") == {3: 110, 4: 1}
+
+
 def test_large_numbers_are_exact() -> None:
     ledger = Ledger()
     for _ in range(3):

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from uuid import uuid4
 
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from toy import client_app, fedavg, model
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower._private import set_message_id
+from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.faults import ScriptedFaults, late
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import wire_bytes
-from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.payload import payload_bytes
+from fedcomp.flower.metered import MeteredGrid, addressed, join
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, payload_bytes
 from fedcomp.flower.rounds import fit
 
 
@@ -220,9 +220,108 @@ def test_the_engine_stays_reachable_and_only_it_can_be_stored() -> None:
             MeteredGrid(SimulationLikeGrid(engine)).snapshot()
 
 
+def claiming_app(*claims: object):
+    """Return an app whose replies claim ``claims[partition]`` whatever partition they come from."""
+
+    def app(message: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        content = RecordDict({"metrics": MetricRecord({"partition": partition})})
+        content[NODE_RECORD] = ConfigRecord({PARTITION_KEY: claims[partition]})  # type: ignore[dict-item]
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def rows(grid: MeteredGrid) -> list[tuple[int, ...]]:
+    """Return the ledger row by row, nodes by name."""
+    columns, names = grid.ledger.columns(), grid.ledger.tables()["nodes"]
+    return [
+        (int(r), names[n], int(k)) for r, n, k in zip(columns["round"], columns["node"], columns["kind"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("claim", [-1, -(2**62), 2**31, True])
+def test_an_absurd_partition_is_no_partition(claim: object) -> None:
+    with InProcessGrid(claiming_app(claim, 0), 2) as engine:
+        grid = MeteredGrid(SimulationLikeGrid(engine), poll_seconds=0.0)
+        for round_ in (1, 2):
+            assert len(grid.send_and_receive(batch(grid, round_))) == 2
+        assert grid.ledger.by("node", "messages") == {0: 4, engine.node_id_of(0): 4}
+
+
+def test_what_the_engine_knows_of_a_node_counts_and_not_what_the_node_claims() -> None:
+    with InProcessGrid(claiming_app(2, 2, 0, -5), 4, fault=ScriptedFaults({(1, 3): late(1)})) as engine:
+        grid = MeteredGrid(engine)
+        first = batch(grid, 1)
+        assert origin(grid.send_and_receive(first)) == [0, 1, 2]
+        assert [grid.partition_of(n) for n in engine.get_node_ids()] == [0, 1, 2, 3]
+        # A node the engine has forgotten since is still the one it was.
+        node = engine.node_id_of(3)
+        engine.remove_node(node)
+        assert origin(grid.send_and_receive(batch(grid, 2))) == [0, 1, 2]
+        assert origin(grid.pull_messages([first[3].metadata.message_id])) == [3]
+        assert grid.partition_of(node) == 3
+        assert grid.ledger.by("node", "messages") == {0: 4, 1: 4, 2: 4, 3: 2}
+
+
+def test_two_nodes_that_claim_one_partition_are_kept_apart_in_the_order_of_their_messages() -> None:
+    seen = []
+    for polls in (0, 1):
+        with InProcessGrid(claiming_app(1, 1, 0), 3, seed=5) as engine:
+            inner = SimulationLikeGrid(engine)
+            # Replies arrive in one order and in the opposite one.
+            pull = inner.pull_messages
+            inner.pull_messages = lambda ids, pull=pull, back=bool(polls): pull(ids)[:: -1 if back else 1]  # type: ignore
+            grid = MeteredGrid(inner, poll_seconds=0.0)
+            orders = [origin(grid.send_and_receive(batch(grid, round_))) for round_ in (1, 2)]
+            first = min(engine.node_id_of(0), engine.node_id_of(1))
+            other = max(engine.node_id_of(0), engine.node_id_of(1))
+            assert grid.partition_of(first) == 1
+            assert grid.partition_of(other) is None
+            assert grid.ledger.by("node", "messages") == {0: 4, 1: 4, other: 4}
+            assert orders == [[2.0, float(engine.partition_of(first)), float(engine.partition_of(other))]] * 2  # type: ignore
+            seen.append((orders, rows(grid)))
+    assert seen[0] == seen[1]
+
+
+def test_a_partition_is_taken_over_only_from_a_node_that_is_gone() -> None:
+    with InProcessGrid(claiming_app(0, 0), 1) as engine:
+        grid = MeteredGrid(SimulationLikeGrid(engine), poll_seconds=0.0)
+        grid.send_and_receive(batch(grid, 1))
+        newcomer = engine.add_node(1)
+        grid.send_and_receive(batch(grid, 2))
+        assert grid.ledger.by("node", "messages") == {0: 4, newcomer: 2}
+        engine.remove_node(0)
+        grid.send_and_receive(batch(grid, 3))
+        assert grid.ledger.by("node", "messages") == {0: 8}
+
+
+def test_a_node_does_not_move_its_rows_by_claiming_another_partition() -> None:
+    claims = [0, 1]
+    with InProcessGrid(lambda m, c: claiming_app(*claims)(m, c), 2) as engine:
+        grid = MeteredGrid(SimulationLikeGrid(engine), poll_seconds=0.0)
+        grid.send_and_receive(batch(grid, 1))
+        claims[:] = [7, 1]
+        assert origin(grid.send_and_receive(batch(grid, 2))) == [0, 1]
+        assert grid.ledger.by("node", "messages") == {0: 4, 1: 4}
+
+
+def test_replies_are_joined_by_what_is_known_first_and_claimed_second() -> None:
+    sent, replies = [], []
+    for node, claim in ((11, 5), (12, 5), (13, None), (14, 0), (15, -3)):
+        with acting_as(1, 1):
+            message = Message(RecordDict(), node, "train")
+        set_message_id(message, f"id of {node}")
+        content = RecordDict() if claim is None else RecordDict({NODE_RECORD: ConfigRecord({PARTITION_KEY: claim})})
+        sent.append(message)
+        replies.append(Message(content, reply_to=message))
+    for arrived in (replies, replies[::-1]):
+        joined = join(addressed(sent), arrived, {14: 9}.get)
+        assert [reply.metadata.src_node_id for reply in joined] == [11, 12, 14, 13, 15]
+
+
 @pytest.mark.slow
 def test_ray_and_the_in_process_engine_agree_on_results_and_on_bytes() -> None:
-    from flwr.app import Context
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 

@@ -15,6 +15,8 @@ from fedcomp.flower._private import Packer, acting_as, unpack
 from fedcomp.flower.ledger import wire_bytes
 from fedcomp.flower.payload import (
     INLINE_LIMIT,
+    NODE_RECORD,
+    PARTITION_KEY,
     STYPE,
     PayloadError,
     frames,
@@ -122,6 +124,25 @@ def test_frames_are_found_among_other_records() -> None:
     assert {k: len(v) for k, v in frames(record).items()} == {"a": 3, "b": INLINE_LIMIT + 5}
 
 
+def test_records_that_only_look_like_frames_are_left_out() -> None:
+    hostile = {
+        "metrics": MetricRecord({STYPE: 1.0}),
+        "arrays": ArrayRecord({STYPE: Array(np.zeros(3, np.float32))}),
+        "lies": ArrayRecord({STYPE: Array("uint8", (5,), STYPE, b"abc")}),
+        "text": ConfigRecord({STYPE: "not bytes"}),
+        "list": ConfigRecord({STYPE: [b"a", b"b"]}),
+        "two": ConfigRecord({STYPE: b"x", "more": 1}),
+    }
+    record = RecordDict(dict(hostile))
+    put_frame(record, "good", b"frame")
+    received = unpack(Packer().pack(message(record))).content
+    assert frames(received) == {"good": b"frame"}
+    for key in hostile:
+        with pytest.raises(PayloadError, match=key):
+            take_frame(received, key)
+    assert payload_bytes(message(received)) >= len(b"frame")
+
+
 def test_payload_of_a_plain_message_is_the_array_data() -> None:
     model = {"w": np.zeros((10, 10), np.float32), "b": np.zeros(10, np.float64)}
     record = RecordDict(
@@ -142,6 +163,26 @@ def test_node_and_round_are_read_back() -> None:
     assert take_node(message(RecordDict({"fedcomp.node": ConfigRecord({"partition-id": "12"})}))) is None
     assert round_of(message(RecordDict({"config": ConfigRecord({"server-round": 4})}))) == 4
     assert round_of(message(record)) is None
+
+
+@pytest.mark.parametrize("partition", [True, -1, -(2**62), 2**31, 2**62, 1.0, [1], b"1"])
+def test_a_partition_out_of_range_is_no_partition(partition: object) -> None:
+    claim = RecordDict({NODE_RECORD: ConfigRecord({PARTITION_KEY: partition})})  # type: ignore[dict-item]
+    assert take_node(unpack(Packer().pack(message(claim)))) is None
+
+
+def test_only_a_config_record_says_who_a_node_is() -> None:
+    for holder in (MetricRecord({PARTITION_KEY: 1}), ArrayRecord({PARTITION_KEY: Array(np.zeros(1))})):
+        assert take_node(message(RecordDict({NODE_RECORD: holder}))) is None
+
+
+def test_the_largest_partition_is_put_and_taken_and_no_larger_one() -> None:
+    record = RecordDict()
+    put_node(record, 2**31 - 1)
+    assert take_node(message(record)) == 2**31 - 1
+    for partition in (-1, 2**31):
+        with pytest.raises(PayloadError, match="partition-id"):
+            put_node(record, partition)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, INLINE_LIMIT), (INLINE_LIMIT + 1, 5 * 2**20 - 1)])

@@ -50,6 +50,35 @@ def test_layout_carries_counters_and_statistics_exactly() -> None:
     assert list(again) == list(arrays)
 
 
+def test_cast_takes_what_flowers_averages_return() -> None:
+    other, arrays = _trained()
+    averaged = {name: array.astype(np.float64) for name, array in arrays.items()}
+    # The mean of three clients' counters 3, 3 and 2; counters are rounded, not cut off.
+    averaged["norm1.num_batches_tracked"] = np.array(8 / 3)
+    averaged["norm2.num_batches_tracked"] = np.array(7 / 3)
+    averaged["output.bias"] = averaged["output.bias"].astype(np.float16)
+    averaged["hidden.bias"] = np.arange(len(arrays["hidden.bias"]))
+    load_arrays(other, averaged, cast=True)  # type: ignore[arg-type]
+    loaded = to_arrays(other)  # type: ignore[arg-type]
+    assert {name: a.dtype for name, a in loaded.items()} == {name: a.dtype for name, a in arrays.items()}
+    assert int(loaded["norm1.num_batches_tracked"]) == 3
+    assert int(loaded["norm2.num_batches_tracked"]) == 2
+    np.testing.assert_array_equal(loaded["conv1.weight"], arrays["conv1.weight"])
+    np.testing.assert_array_equal(loaded["output.bias"], arrays["output.bias"].astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(loaded["hidden.bias"], np.arange(len(arrays["hidden.bias"]), dtype=np.float32))
+
+
+@pytest.mark.parametrize("dtype", [bool, complex, "U1", object])
+def test_cast_converts_numbers_only_and_changes_nothing_else(dtype: object) -> None:
+    other, arrays = _trained()
+    before = to_arrays(other)  # type: ignore[arg-type]
+    arrays["output.bias"] = np.ones(10).astype(dtype)  # type: ignore[call-overload]
+    with pytest.raises(LayoutError, match="dtype"):
+        load_arrays(other, arrays, cast=True)  # type: ignore[arg-type]
+    for name, array in to_arrays(other).items():  # type: ignore[arg-type]
+        np.testing.assert_array_equal(array, before[name])
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
-from fedcomp.tasks.partition import dirichlet, iid, natural, parse_partitioner, permutation, shards
+from fedcomp.tasks.partition import Partitioner, dirichlet, iid, natural, parse_partitioner, permutation, shards
 
 KEY = Key(3, "partition/test")
 LABELS = np.random.default_rng(0).integers(0, 10, 2000)
@@ -151,6 +151,9 @@ def test_natural_keeps_ids_together() -> None:
         ("shards:1.5", "whole number"),
         ("shards:0", "whole number"),
         ("shards:inf", "whole number"),
+        pytest.param("shards:" + "9" * 400, "whole number", id="400 digits"),
+        ("dirichlet:1e-320", "positive concentration"),
+        pytest.param(10**5000, "written down", id="5001 digits"),
         ("iid:3", "takes no number"),
         ("", "known"),
     ],
@@ -160,10 +163,77 @@ def test_parse_errors_say_what_to_write(text: str, match: str) -> None:
         parse_partitioner(text)
 
 
-@pytest.mark.parametrize("text", ["iid", "natural", "dirichlet:0.5", "shards:2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "iid",
+        "natural",
+        "dirichlet:0.5",
+        "dirichlet:1",
+        "dirichlet:0.12345678",
+        "dirichlet:1234567.5",
+        "shards:2",
+        "shards:1234567",
+        f"shards:{2**53 + 1}",
+    ],
+)
 def test_text_round_trip(text: str) -> None:
     assert str(parse_partitioner(f" {text.upper()} ")) == text
     assert parse_partitioner(parse_partitioner(text)) == parse_partitioner(text)
+
+
+@settings(deadline=None)
+@given(alpha=st.floats(1e-300, exclude_max=True, max_value=float("inf")), count=st.integers(1, 2**63))
+def test_no_digit_of_the_number_is_lost(alpha: float, count: int) -> None:
+    assert parse_partitioner(str(Partitioner("dirichlet", alpha))).value == alpha
+    assert parse_partitioner(str(Partitioner("dirichlet", np.float64(alpha)))).value == alpha
+    assert parse_partitioner(str(Partitioner("shards", count))).value == count
+
+
+@pytest.mark.parametrize("text", ["iid", "dirichlet:0.5", "shards:1"])
+def test_more_partitions_than_examples_are_refused_alike(text: str) -> None:
+    labels = np.arange(20) % 4
+    with pytest.raises(ConfigError, match="20 examples cannot give 21 partitions at least 1 each"):
+        parse_partitioner(text).assign(21, KEY, labels=labels)
+
+
+@pytest.mark.parametrize("text", ["iid", "dirichlet:0.1", "shards:2", "natural"])
+def test_min_examples_holds_for_every_partitioner(text: str) -> None:
+    labels, ids = np.arange(100) % 5, np.arange(100) % 8
+    part = parse_partitioner(text)
+    for least in (0, 1, 10):
+        out = part.assign(8, KEY, labels=labels, ids=ids, min_examples=least)
+        assert np.bincount(out, minlength=8).min() >= least
+    with pytest.raises(ConfigError, match="smaller min_examples"):
+        part.assign(8, KEY, labels=labels, ids=ids, min_examples=13)
+
+
+def test_partitions_that_cannot_be_filled_up_are_refused() -> None:
+    # One shard per client: the client of the small class cannot take examples of another.
+    labels = np.repeat([0, 1], [95, 5])
+    with pytest.raises(ConfigError, match="smallest of 2 partitions holds 5 examples, at least 6"):
+        shards(labels, 2, 1, KEY, min_examples=6)
+    with pytest.raises(ConfigError, match="smallest of 2 partitions holds 5 examples, at least 6"):
+        natural(labels, 2, min_examples=6)
+
+
+def test_only_min_examples_zero_allows_empty_partitions() -> None:
+    sizes = np.bincount(iid(5, 7, KEY, min_examples=0), minlength=7)
+    assert sorted(sizes.tolist()) == [0, 0, 1, 1, 1, 1, 1]
+    with pytest.raises(ConfigError, match="cannot give 7 partitions"):
+        iid(5, 7, KEY)
+    with pytest.raises(ConfigError, match="min_examples"):
+        iid(5, 2, KEY, min_examples=-1)
+
+
+@pytest.mark.parametrize("text", ["shards:1e18", "shards:9223372036854775807", "shards:1e300", "shards:201"])
+def test_too_many_shards_are_refused_before_they_are_counted(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"shards are too many for 2000 examples"):
+        parse_partitioner(text).assign(10, KEY, labels=LABELS, min_examples=0)
+
+
+def test_as_many_shards_as_examples_are_allowed() -> None:
+    assert np.array_equal(np.bincount(shards(np.arange(8) % 4, 4, 2, KEY)), [2, 2, 2, 2])
 
 
 def test_impossible_partitions_are_refused() -> None:

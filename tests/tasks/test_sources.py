@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import types
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,6 +73,106 @@ def test_changed_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file.write_bytes(file.read_bytes().replace(b"\t1\n", b"\t2\n", 1))
     with pytest.raises(DataMismatch, match="SHA-256"):
         load("wifi", root=tmp_path)
+
+
+def test_file_changed_after_the_first_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = _wifi_folder(tmp_path, monkeypatch) / "wifi_localization.txt"
+    original = file.read_bytes()
+    content, source = load("wifi", root=tmp_path)
+    task = get_task("wifi", root=tmp_path)
+    assert source.verified
+    # An untouched set is not read again.
+    assert load("wifi", root=tmp_path)[0] is content
+    assert get_task("wifi", root=tmp_path) is task
+    _write_later(file, original.replace(b"\t1\n", b"\t2\n", 1))
+    with pytest.raises(DataMismatch, match="SHA-256"):
+        load("wifi", root=tmp_path)
+    with pytest.raises(DataMismatch, match="SHA-256"):
+        get_task("wifi", root=tmp_path)
+    _write_later(file, original)
+    assert load("wifi", root=tmp_path)[1].verified
+    file.unlink()
+    with pytest.raises(DataError, match="missing"):
+        get_task("wifi", root=tmp_path)
+
+
+def _write_later(file: Path, data: bytes) -> None:
+    """Write ``data`` of the same size with a later time of change, whatever the clock of the file system resolves."""
+    before = file.stat()
+    assert len(data) == before.st_size
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def _make_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _make_file(path: Path) -> None:
+    path.write_text("not a folder")
+
+
+def _make_dangling_link(path: Path) -> None:
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def _make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("make", [_make_file, _make_dangling_link, _make_loop])
+def test_what_stands_in_the_folders_place_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "a9a")
+    for call in (lambda: load("a9a", root=tmp_path), lambda: get_task("a9a", root=tmp_path)):
+        with pytest.raises(DataError, match="a9a"):
+            call()
+    make(tmp_path / "root")
+    with pytest.raises(DataError, match="root"):
+        load("a9a", root=tmp_path / "root")
+
+
+def test_linked_folder_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _wifi_folder(tmp_path, monkeypatch)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "wifi_localization").symlink_to(folder)
+    assert load("wifi", root=tmp_path / "linked")[1].used == "local"
+
+
+@pytest.mark.parametrize("make", [_make_directory, os.mkfifo, _make_dangling_link, _make_loop])
+def test_what_stands_in_a_files_place_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
+) -> None:
+    file = _wifi_folder(tmp_path, monkeypatch) / "wifi_localization.txt"
+    file.unlink()
+    make(file)
+    with pytest.raises(DataError, match=r"wifi_localization\.txt"):
+        load("wifi", root=tmp_path)
+
+
+def test_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _wifi_folder(tmp_path, monkeypatch)
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # Not by mode bits: they do not bind the superuser, who may run the tests.
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match="Permission denied"):
+        load("wifi", root=tmp_path)
+
+
+def test_unreachable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(sources.os, "lstat", refuse)
+    with pytest.raises(DataError, match="Permission denied"):
+        load("a9a", root=tmp_path)
+
+
+def test_impossible_root_is_refused() -> None:
+    with pytest.raises(DataError, match="root"):
+        load("a9a", root="null\0byte")
 
 
 def test_incomplete_folder_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fedcomp.rng import Key
 from fedcomp.tasks import TASKS, get_task
 from fedcomp.tasks.arrays import load_arrays, to_arrays
 from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
+from fedcomp.tasks.partition import dirichlet
 from fedcomp.tasks.shakespeare import TinyShakespeare, unigram_entropy
 from fedcomp.tasks.sources import DataWarning
 
@@ -137,11 +138,89 @@ def test_batches_cover_each_epoch_and_stop_at_max_steps() -> None:
     assert list(task.batches(nothing, epochs=None, max_steps=3, batch_size=4, key=KEY)) == []
 
 
-@pytest.mark.parametrize("bad", [{"lr": float("nan")}, {"lr": -1.0}, {"lr": 0.1, "momentum": -0.5}])
-def test_impossible_hyperparameters_are_refused(bad: dict[str, float]) -> None:
-    task = _task("digits")
-    with pytest.raises(ConfigError, match="finite"):
-        task.train(task.model(0), task.test, key=KEY, **bad)
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"lr": float("nan")}, "lr=nan; expected a finite"),
+        ({"lr": -1.0}, "lr=-1.0; expected a finite"),
+        ({"lr": "0.1"}, "lr='0.1'; expected a finite"),
+        ({"lr": 1e39}, "range of float32"),
+        ({"momentum": -0.5}, "momentum=-0.5"),
+        ({"weight_decay": float("inf")}, "weight_decay=inf"),
+        ({"weight_decay": 10**400}, "weight_decay=1000.*expected a finite"),
+        ({"proximal": float("nan")}, "proximal=nan"),
+        ({"proximal": -1}, "proximal=-1"),
+        ({"epochs": -1}, "epochs=-1; expected a whole number, at least 0"),
+        ({"epochs": 1.5}, "epochs=1.5"),
+        ({"epochs": float("nan")}, "epochs=nan"),
+        ({"max_steps": -1}, "max_steps=-1; expected a whole number, at least 0"),
+        ({"max_steps": -(10**5000)}, "max_steps=a number of thousands of digits"),
+        ({"batch_size": 0}, "batch_size=0; expected a whole number, at least 1"),
+        ({"batch_size": None}, "batch_size=None"),
+        ({"epochs": None}, "limit on epochs or steps"),
+    ],
+)
+def test_impossible_hyperparameters_are_refused(bad: dict[str, Any], match: str) -> None:
+    task = _task("digits", hidden="8")
+    model = task.model(0)
+    before = _digest(to_arrays(model))
+    with pytest.raises(ConfigError, match=match):
+        task.train(model, task.test, **{"lr": 0.1, "key": KEY, **bad})
+    assert _digest(to_arrays(model)) == before
+
+
+@pytest.mark.parametrize("limit", [{"epochs": 0}, {"max_steps": 0}, {"epochs": np.int64(0)}])
+def test_no_steps_leave_the_model_as_it_is(limit: dict[str, int]) -> None:
+    task = _task("digits", hidden="8")
+    model = task.model(0)
+    before = _digest(to_arrays(model))
+    out = task.train(model, task.test, lr=0.1, key=KEY, **limit)
+    assert out == {"train_loss": 0.0, "num-examples": 355}
+    assert _digest(to_arrays(model)) == before
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 2])
+def test_proximal_steps_are_those_of_fedprox(mu: float) -> None:
+    # w <- w - lr (gradient of the loss at w + mu (w - w0)), in float64 by hand on a logistic regression of 31 numbers.
+    task = _task("breast-cancer")
+    x, y = (a[:12].astype(float) for a in task.raw("train", signed=True))
+    data = Split(task.train_split.x[:12], task.train_split.y[:12])
+    model = task.model(4)
+    arrays = to_arrays(model)
+    w0 = np.append(arrays["layers.0.weight"][0], arrays["layers.0.bias"]).astype(float)
+    features = np.column_stack([x, np.ones(12)])
+    w = w0.copy()
+    for _ in range(3):
+        slope = -(y / (1 + np.exp(y * (features @ w)))) @ features / 12
+        w = w - 0.3 * (slope + mu * (w - w0))
+    task.train(model, data, lr=0.3, epochs=3, batch_size=12, proximal=mu, key=KEY)
+    arrays = to_arrays(model)
+    got = np.append(arrays["layers.0.weight"][0], arrays["layers.0.bias"])
+    np.testing.assert_allclose(got, w, rtol=1e-4, atol=1e-6)
+    # The term is in the third step's result: without it the weights are elsewhere.
+    if mu:
+        plain = task.model(4)
+        task.train(plain, data, lr=0.3, epochs=3, batch_size=12, key=KEY)
+        assert np.abs(to_arrays(plain)["layers.0.weight"][0] - w[:-1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_proximal_is_torch_sgd_on_the_penalised_loss(momentum: float) -> None:
+    task = _task("digits", hidden="16")
+    data = task.client(1, 10)
+    ours, theirs = task.model(3), task.model(3)
+    task.train(ours, data, lr=0.05, momentum=momentum, proximal=0.7, epochs=2, batch_size=16, key=KEY)
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=momentum, foreach=False)
+    start = [p.detach().clone() for p in theirs.parameters()]
+    with single_thread():
+        for x, y in task.batches(data, epochs=2, batch_size=16, key=KEY):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(theirs(x), y)
+            pull = sum((p - w).square().sum() for p, w in zip(theirs.parameters(), start, strict=True))
+            (loss + 0.7 / 2 * pull).backward()
+            optimizer.step()
+    for name, array in to_arrays(ours).items():
+        np.testing.assert_allclose(array, to_arrays(theirs)[name], rtol=1e-4, atol=1e-6)
 
 
 SCRIPT = """
@@ -265,6 +344,17 @@ def test_one_speaker_is_one_client() -> None:
         ("digits", {"train_examples": "many"}, "whole number"),
         ("breast-cancer", {"l2": -1.0}, "out of range"),
         ("breast-cancer", {"l2": "nan"}, "out of range"),
+        ("breast-cancer", {"l2": 10**400}, r"l2=1000.*out of range"),
+        ("breast-cancer", {"l2": -(10**5000)}, "thousands of digits is out of range"),
+        ("breast-cancer", {"l2": "1e400"}, "out of range"),
+        ("digits", {"partition_seed": 10**400}, "below 2"),
+        ("digits", {"train_examples": 10**5000}, "thousands of digits is not a whole number"),
+        ("digits", {"hidden": 10**400}, "below 2"),
+        ("digits", {"hidden": (64, 10**5000)}, "whole number"),
+        ("digits", {"batch_norm": 10**5000}, "written down"),
+        ("digits", {"model": 10**5000}, "written down"),
+        ("digits", {"partition": 10**5000}, "written down"),
+        ("digits", {"root": 10**5000}, "written down"),
         ("tiny-shakespeare", {"seq_len": 1}, "at least 2"),
         ("tiny-shakespeare", {"min_chars": 10**9}, "lower min_chars"),
     ],
@@ -280,6 +370,20 @@ def test_options_in_text_form_are_the_same_task() -> None:
     assert [tuple(p.shape) for p in task.model(0).parameters()][::2] == [(64, 64), (32, 64), (10, 32)]
     assert len(task.train_split) == 500
     assert task.record()["options"]["hidden"] == [64, 32]
+
+
+def test_the_partition_of_the_record_is_the_one_that_was_asked_for() -> None:
+    task = _task("digits", partition="dirichlet:0.12345678")
+    assert task.record()["options"]["partition"] == "dirichlet:0.12345678"
+    direct = dirichlet(task.train_split.y, 5, 0.12345678, Key(0, "partition/dirichlet"))
+    np.testing.assert_array_equal(task.assignment(5), direct)
+
+
+def test_min_examples_guards_iid_clients_too() -> None:
+    with pytest.raises(ConfigError, match="30 examples cannot give 31 partitions"):
+        _task("digits", train_examples=30).client(0, 31)
+    sparse = _task("digits", train_examples=30, min_examples=0)
+    assert sorted(len(sparse.client(p, 31)) for p in range(31)) == [0] + [1] * 30
 
 
 def test_documented_parameter_counts() -> None:

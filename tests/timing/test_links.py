@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from fedcomp.errors import ConfigError
@@ -17,10 +18,40 @@ def test_a_megabyte_at_ten_megabit() -> None:
     assert link.exchange_seconds(down=1_000_000, up=1_000_000, compute=1.0) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("args", [(0, 1), (1, -1), (1, 1, -0.1), (1, 1, float("nan")), (float("nan"), 1)])
+@pytest.mark.parametrize(
+    "args",
+    [
+        (0, 1),
+        (1, -1),
+        (1, 1, -0.1),
+        (1, 1, float("nan")),
+        (float("nan"), 1),
+        ("10", 1.0),
+        (1.0, None),
+        (1.0, 1.0, "20ms"),
+        (True, 1.0),
+        (10**400, 1.0),
+        (1.0, 1.0, 10**400),
+    ],
+)
 def test_impossible_links_are_refused(args: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError):
         Link(*args)
+
+
+@pytest.mark.parametrize("nbytes", [-1, -0.5, float("nan"), float("inf"), pytest.param(10**400, id="huge"), "8"])
+def test_impossible_transfers_are_refused(nbytes: float) -> None:
+    link = Link(8.0, 8.0)
+    for seconds in (link.up_seconds, link.down_seconds):
+        with pytest.raises(ConfigError, match="bytes"):
+            seconds(nbytes)
+    with pytest.raises(ConfigError, match="compute"):
+        link.exchange_seconds(1, 1, compute=-1.0)
+
+
+def test_numpy_numbers_make_links_and_transfers() -> None:
+    link = Link(np.float32(8.0), np.int64(16), np.float64(0.5))
+    assert link.exchange_seconds(down=np.int64(2), up=np.uint32(1)) == pytest.approx(0.5 + 1 + 0.5 + 1)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +125,11 @@ def test_bad_rows_are_refused() -> None:
         simulated_seconds([(1, 1, "sideways", 2)], Link(8.0, 8.0))
     with pytest.raises(ConfigError, match="node 3"):
         simulated_seconds([(1, 3, "up", 2)], {1: Link(8.0, 8.0)})
+    # A negative count would hide the time of another row.
+    rows = [(1, 1, "up", 100), (1, 1, "up", -99)]
+    with pytest.raises(ConfigError, match="-99 bytes"):
+        simulated_seconds(rows, Link(8.0, 8.0))
+    with pytest.raises(ConfigError, match="beyond 64 bits"):
+        simulated_seconds([(1, 1, "down", 10**5000)], Link(8.0, 8.0))
+    with pytest.raises(ConfigError, match="compute"):
+        simulated_seconds([], Link(8.0, 8.0), compute=float("nan"))
