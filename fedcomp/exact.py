@@ -10,14 +10,17 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.layout import Layout, TensorSpec
-from fedcomp.wire import Expected, Frame, Limits, Schema, decode, dense, encode
+from fedcomp.wire import DENSE, Expected, Frame, Limits, Raw, Schema, decode, dense, encode
 
 Arrays = Mapping[str, NDArray[Any]]
+
+_KINDS = frozenset({DENSE})
+_VALUES = frozenset({Raw.name})
 
 
 def exact_schema(layout: Layout) -> Schema:
     """Return what a frame of the exact buffers of ``layout`` must hold: positional, in the layout's order."""
-    return tuple(Expected("", t.shape, t.dtype) for t in layout.exact)
+    return tuple(Expected("", t.shape, t.dtype, kinds=_KINDS, value_codecs=_VALUES) for t in layout.exact)
 
 
 def check_exact(array: NDArray[Any], spec: TensorSpec, before: NDArray[Any]) -> NDArray[Any]:

@@ -405,7 +405,7 @@ def _take_tensor(
         narrow = entry.dtype == "float16" and values.lossy
         bad = _count_overflow(values.decode()) if narrow else values.count_non_finite()
         if bad and limits.non_finite == "reject":
-            raise NonFinite(f"tensor {entry.name!r} holds {bad} value(s) of {entry.k} that are NaN or infinite")
+            raise NonFinite(f"tensor {entry.name!r} holds {bad} NaN or infinite value(s) of {entry.k}")
         if bad:
             values, zeroed = _zero_overflow(values) if narrow else values.zero_non_finite(), bad
     if limits.max_abs is not None and entry.dtype in FLOATS:

@@ -26,10 +26,10 @@ from fedcomp.wire.errors import WireError
 from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
 from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
-from fedcomp.wire.limits import SHARED, SPARSE, Expected, Limits, Schema
+from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
 from fedcomp.wire.quantised import SignScale, Uniform
 from fedcomp.wire.support import seeded_support
-from fedcomp.wire.tensor import Tensor, dense, seeded
+from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
 SHARED_ID: Final = 7
@@ -87,7 +87,8 @@ def specimens(size: int = 300) -> list[Specimen]:
     Parameters
     ----------
     size : int
-        Elements of the sparse tensor; a twelfth of them is sent, nine tenths in the complement's specimen.
+        Elements of the sparse tensor; a twelfth of them is sent, nine tenths in the first complement. The other
+        complements are ones "auto" would not choose.
     """
     key = Key(2024, "fuzz specimens")
     zstd = available_backends()[-1]
@@ -103,6 +104,8 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("seeded+natural", size // 12, "none"),
         ("shared+qsgd", size // 12, "none"),
         ("complement:rice+ternary", size * 9 // 10, "zlib"),
+        ("complement:rice+raw", size // 12, "none"),
+        ("complement:bitmap+raw", size // 12, zstd),
     ):
         index, _, value = name.partition("+")
         support = seeded_support(key.u64(), size, k)
@@ -236,9 +239,10 @@ def fuzz(specimen: Specimen, others: list[Specimen], count: int, seed: int = 0) 
             before = tracemalloc.get_traced_memory()[0]
         start = time.perf_counter()
         try:
-            decode(mutant, schema, limits, specimen.supports)
+            bundle = decode(mutant, schema, limits, specimen.supports)
             result.accepted += 1
         except WireError as error:
+            bundle = None
             result.errors[type(error).__name__] += 1
         except Exception as error:
             raise AssertionError(f"{type(error).__name__} from {specimen.name} mutant {mutant.hex()}") from error
@@ -246,7 +250,11 @@ def fuzz(specimen: Specimen, others: list[Specimen], count: int, seed: int = 0) 
         if traced:
             result.peak_bytes = max(result.peak_bytes, tracemalloc.get_traced_memory()[1] - before)
             result.traced += 1
-        elif len(slow) < _SLOWEST:
+        if bundle is not None:
+            _check_dense(bundle, specimen, mutant)
+        if traced:
+            continue
+        if len(slow) < _SLOWEST:
             heapq.heappush(slow, (spent, i, mutant, schema))
         elif spent > slow[0][0]:
             heapq.heapreplace(slow, (spent, i, mutant, schema))
@@ -254,6 +262,21 @@ def fuzz(specimen: Specimen, others: list[Specimen], count: int, seed: int = 0) 
     result.mutants = count
     result.slowdown = max((_best_time(f, s, limits, specimen) / honest for _, _, f, s in slow), default=0.0)
     return result
+
+
+def _check_dense(bundle: Bundle, specimen: Specimen, mutant: Frame) -> None:
+    """Require that every tensor of an accepted mutant can be made dense; coefficients need their basis for that."""
+    for tensor in bundle.tensors:
+        if tensor.kind is COEFFICIENTS or (tensor.kind is SHARED and tensor.indices is None):
+            continue
+        try:
+            out = tensor.dense()
+        except Exception as error:
+            raise AssertionError(
+                f"{type(error).__name__} from dense() of {specimen.name} mutant {mutant.hex()}"
+            ) from error
+        if out.shape != tensor.shape or out.dtype.name != tensor.dtype:
+            raise AssertionError(f"dense() of {specimen.name} mutant {mutant.hex()} is {out.dtype}{out.shape}")
 
 
 def _expected(specimen: Specimen, mutant: Frame) -> Schema:

@@ -74,7 +74,7 @@ def require_dtype(name: str) -> str:
 
 def representable(shape: tuple[int, ...]) -> bool:
     """Whether numpy can make an array of this shape, given memory: the dimensions of an empty one count, too."""
-    return 0 not in shape or math.prod(d for d in shape if d) <= MAX_SIZE >> 2
+    return 0 not in shape or math.prod(d for d in shape if d) <= MAX_SIZE >> 3
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class Limits:
         complement of a support that is not dense (``2 k <= n``), which ``index="auto"`` never takes, costs 16 and more
         bytes for each absent element; and parameters that make the sections longer than raw values and indices.
 
-        Set ``max_k`` and ``kinds`` of the tensors: a receiver of sparse tensors of 1 % spends 3 bytes per element, one
-        that takes anything about 110.
+        Set ``max_k`` and ``kinds`` of the tensors: a receiver of sparse tensors of 1 % spends under 4 bytes per
+        element, one that takes anything 120.
         """
         tensors = tuple(schema)
         return cls(

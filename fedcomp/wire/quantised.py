@@ -140,6 +140,11 @@ class Uniform(Values):
         ``uniforms`` (float64 in [0, 1), shape (k,)) makes the rounding stochastic: unbiased from two bits on, as the
         scale is chosen so that both ends of the range are inside the codes. One bit holds one sign only; values of the
         other are cut to 0.
+
+        Raises
+        ------
+        ConfigError
+            For values of both signs so near the largest float32 that a code would overflow.
         """
         x = np.asarray(array, np.float64).reshape(-1)
         low = -np.minimum(block_reduce(np.minimum, x, block), 0.0)
@@ -152,7 +157,10 @@ class Uniform(Values):
         # A receiver refuses scales whose outermost code overflows, used or not.
         reach = np.maximum(zeros, top - zeros)
         largest = _round_down(_FLOAT32_MAX / np.maximum(reach, 1))
-        if np.any(np.isfinite(exact) & (exact > largest.astype(np.float64) * 1.000001)):
+        # Stepping down to the largest scale that fits moves the ends of the range by at most one step.
+        if np.any(
+            np.isfinite(exact) & (exact * (1.0 - 1.0 / np.maximum(reach, 1)) > 1.000001 * largest.astype(np.float64))
+        ):
             raise ConfigError(
                 f"values of both signs up to {np.max(np.abs(x)):.3g} are too large for uniform codes of {bits} bits: "
                 "the outermost code would overflow float32; clip the values or send them raw"

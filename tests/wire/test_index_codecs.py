@@ -198,3 +198,38 @@ def test_declarations() -> None:
     assert wire.INDEX_BY_NAME["seeded"].commutes_with_sum
     assert wire.INDEX_BY_NAME["shared"].needs == ("support",)
     assert not wire.INDEX_BY_NAME["rice"].commutes_with_sum
+
+
+@pytest.mark.parametrize("n", [100, 2**31 - 1, 2**31, 2**33, 2**62])
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [0, 2**32 + 5, 10],
+        [0, -(2**32) + 5, 10],
+        [0, 2**31 + 5, 10],
+        [0, -5, 10],
+        [0, 5, 5],
+        [5, 0, 10],
+        [-(2**63), 3, 10],
+        [3, 2**63 - 1, -(2**63), -(2**62) - 1, 10],
+        [0, 2**62 - 1, 2**63 - 2, 2**63 - 1, -(2**63), -(2**63) + 2**62 - 1, -1, 10],
+    ],
+)
+def test_indices_that_are_not_ascending_are_refused_whatever_their_low_bits(n: int, indices: list[int]) -> None:
+    with pytest.raises(ConfigError):
+        wire.Support(np.array(indices, np.int64), n)
+
+
+@pytest.mark.parametrize("name", ["gap-bytes", "rice", "elias-fano", "raw", "fixed"])
+def test_the_top_of_the_largest_tensor_can_be_reached(name: str) -> None:
+    n = 2**62
+    for indices in ([n - 1], [0, n - 1], [n // 3, n // 2, n - 2, n - 1], list(range(n - 9, n))):
+        frame = wire.encode([wire.sparse((n,), np.array(indices), np.ones(len(indices), np.int8), index=name)])
+        assert wire.decode(frame, (wire.Expected("", (n,), "int8"),))[0].indices.tolist() == indices
+
+
+def test_gaps_that_add_up_beyond_the_largest_tensor_are_corrupt() -> None:
+    n = 2**62
+    gaps = np.array([n - 1] * 5, "<u8")
+    with pytest.raises(wire.Corrupt, match="beyond"):
+        wire.INDEX_BY_NAME["gap-bytes"].decode(b"\x08\x00", gaps.tobytes(), n, 5)

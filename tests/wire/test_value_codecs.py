@@ -232,3 +232,25 @@ def test_declarations(codec: type[wire.Values]) -> None:
     assert codec.needs == ()
     assert codec.accepts("float32")
     assert codec.accepts("int32") == (codec is wire.Raw)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.parametrize("share", [[1.0], [-1.0], [1.0, 0.5], [1.0, -1e-38], [1.0, -0.5], [-1.0, 0.9], [1.0, -1.0]])
+def test_uniform_never_makes_a_frame_its_receiver_refuses(bits: int, share: list[float]) -> None:
+    x = (np.array(share) * LARGEST).astype(np.float32).astype(np.float64)
+    values = wire.Uniform.quantise(x, bits)
+    sent = wire.decode(wire.encode([wire.Tensor(values, x.shape)]))[0].dense()
+    if bits > 1:
+        assert np.all(np.abs(sent.astype(np.float64) - x) <= 1.001 * float(values.scales[0]))
+    if len(share) == 1:
+        assert sent[0] == pytest.approx(x[0], rel=2e-7)
+
+
+def test_uniform_refuses_a_range_whose_unused_codes_overflow() -> None:
+    x = (np.array([1.0, -1.49 / 5.51]) * LARGEST).astype(np.float32)
+    with pytest.raises(ConfigError, match="too large for uniform codes of 3 bits"):
+        wire.Uniform.quantise(x, 3)
+    wire.Uniform.quantise(x / 2, 3)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fedcomp import wire
-from fedcomp.errors import FedcompError
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.wire.bits import put_varint
 from fedcomp.wire.fuzz import seal
 
 ONE = wire.encode([wire.sparse((100,), np.array([5, 50]), np.float32([1, 2]), index="rice")])
@@ -137,7 +138,7 @@ def test_shared_supports_must_be_held_and_fit() -> None:
     [
         wire.Limits(max_bytes_in=len(ONE) - 1),
         wire.Limits(max_elements=99),
-        wire.Limits(max_bytes_out=23),
+        wire.Limits(max_bytes_out=59),
         wire.Limits(max_tensors=0),
         wire.Limits(max_abs=1.5),
     ],
@@ -145,7 +146,8 @@ def test_shared_supports_must_be_held_and_fit() -> None:
 def test_limits_are_kept(limits: wire.Limits) -> None:
     with pytest.raises(wire.LimitExceeded):
         wire.decode(ONE, limits=limits)
-    exact = wire.Limits(len(ONE), 100, 24, 1, frozenset({"rice"}), frozenset({"raw"}), frozenset(), max_abs=2.0)
+    # Two values of at most 10 bytes, two indices of 16, and the eight bits of the unary stream as bytes.
+    exact = wire.Limits(len(ONE), 100, 60, 1, frozenset({"rice"}), frozenset({"raw"}), frozenset(), max_abs=2.0)
     assert wire.decode(ONE, limits=exact)[0].values.decode().tolist() == [1, 2]
 
 
@@ -221,3 +223,94 @@ def test_nothing_is_allocated_for_what_a_field_merely_claims() -> None:
 def test_many_empty_optional_fields_are_refused() -> None:
     with pytest.raises(wire.LimitExceeded, match="optional"):
         wire.decode(spliced(ONE, TABLE - 1, 1, b"\x63\x00" * 5000 + b"\x00"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kinds", "names"),
+    [
+        (wire.Tensor(wire.Raw(np.float32([7])), (100,), kind=wire.COEFFICIENTS), {wire.DENSE}, "coefficients.*dense"),
+        (wire.shared((100,), 5, np.float32([7])), {wire.SPARSE, wire.DENSE}, "shared.*dense or sparse"),
+        (wire.dense(np.zeros(100, np.float32)), {wire.SPARSE}, "dense.*sparse"),
+        (wire.sparse((100,), np.array([3]), np.float32([1])), {wire.DENSE}, "sparse.*dense"),
+    ],
+)
+def test_a_schema_may_name_the_kinds(tensor: wire.Tensor, kinds: set[wire.Kind], names: str) -> None:
+    frame = wire.encode([tensor])
+    wire.decode(frame, (wire.Expected("", (100,)),))
+    wire.decode(frame, (wire.Expected("", (100,), kinds=frozenset({tensor.kind})),))
+    with pytest.raises(wire.SchemaMismatch, match=names):
+        wire.decode(frame, (wire.Expected("", (100,), kinds=frozenset(kinds)),))
+
+
+def test_a_schema_may_name_the_codecs_of_one_tensor() -> None:
+    pair = wire.encode([wire.sparse((100,), np.array([3]), np.float32([1]), index="rice"), wire.dense(np.zeros(3))])
+    rest = wire.Expected("", (3,), "float64")
+    fits = wire.Expected("", (100,), index_codecs=frozenset({"rice"}), value_codecs=frozenset({"raw"}))
+    wire.decode(pair, (fits, rest))
+    for wrong in (
+        wire.Expected("", (100,), index_codecs=frozenset({"seeded"})),
+        wire.Expected("", (100,), value_codecs=frozenset({"fp16"})),
+    ):
+        with pytest.raises(wire.UnsupportedCodec, match="not allowed"):
+            wire.decode(pair, (wrong, rest))
+
+
+@pytest.mark.parametrize("field", ["kinds", "index_codecs", "value_codecs"])
+def test_sets_that_allow_nothing_are_configuration_errors(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        wire.Expected("w", (1,), **{field: frozenset()})
+    with pytest.raises(ConfigError):
+        wire.Expected("w", (1,), kinds=frozenset({9}))  # type: ignore[arg-type]
+
+
+NARROW = [
+    wire.Bf16(np.float32([1, 1e30, -1e30])),
+    wire.QsgdLevels(np.array([0, 1, -1]), 1, 0, np.float32([1e30])),
+    wire.SignScale(np.array([False, True, True]), np.float32([7e4]), 0),
+    wire.Natural.quantise(np.float32([1, 65536, -1e9])),
+]
+
+
+@pytest.mark.parametrize("values", NARROW, ids=lambda v: v.name)
+def test_values_that_overflow_the_tensors_dtype_are_not_finite(values: wire.Values) -> None:
+    frame = wire.encode([wire.Tensor(values, (3,), dtype="float16")])
+    with np.errstate(over="ignore"):
+        infinite = np.isinf(values.decode().astype(np.float16))
+    with pytest.raises(wire.NonFinite, match=f"{infinite.sum()} NaN or infinite"):
+        wire.decode(frame)
+    bundle = wire.decode(frame, limits=wire.Limits(non_finite="zero"))
+    assert bundle.non_finite == infinite.sum()
+    assert np.array_equal(bundle[0].dense() == 0, infinite | (values.decode() == 0))
+    assert np.array_equal(np.isinf(wire.decode(frame, limits=wire.Limits(non_finite="allow"))[0].dense()), infinite)
+    # The same values are finite in a tensor that can hold them.
+    assert np.isfinite(wire.decode(wire.encode([wire.Tensor(values, (3,))]))[0].dense()).all()
+
+
+def test_the_largest_float16_is_finite() -> None:
+    frame = wire.encode([wire.Tensor(wire.Bf16(np.float32([65280, -65280])), (2,), dtype="float16")])
+    assert wire.decode(frame)[0].dense().tolist() == [65280, -65280]
+
+
+@pytest.mark.parametrize("shape", [(0, 2**63 - 1), (0, 2**62, 2**62), (2**62, 0, 2**62), (0, 2**60)])
+def test_empty_tensors_no_array_can_have_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="larger than any array"):
+        wire.Tensor(wire.Raw(np.zeros(0)), shape, dtype="float64")
+    with pytest.raises(ConfigError, match="larger than any array"):
+        wire.Expected("w", shape)
+    empty = wire.encode([wire.dense(np.zeros((0, 1)))])
+    dims = b"".join(put_varint(d) for d in shape)
+    with pytest.raises(wire.LimitExceeded, match="larger than any array"):
+        wire.decode(spliced(empty, TABLE + 2, 3, bytes((len(shape),)) + dims))
+
+
+@pytest.mark.parametrize("shape", [(0, 2**59), (2**40, 0, 2**19), (0,), (3, 0)])
+def test_every_other_empty_tensor_can_be_dense(shape: tuple[int, ...]) -> None:
+    frame = wire.encode([wire.Tensor(wire.Raw(np.zeros(0)), shape, dtype="float64")])
+    assert wire.decode(frame)[0].dense().shape == shape
+
+
+def test_a_sparse_tensor_too_large_for_an_array_says_so() -> None:
+    frame = wire.encode([wire.sparse((2**62,), np.array([2**62 - 1]), np.float32([1]), index="raw")])
+    tensor = wire.decode(frame, limits=wire.Limits(max_elements=1 << 62))[0]
+    with pytest.raises(ConfigError, match="too large to be dense"):
+        tensor.dense()
