@@ -252,6 +252,7 @@ class Compressed(Strategy):
         report = RoundReport(server_round, sent=len(self._sent))
         self.reports[server_round] = report
         weight_key = self._weight_key()
+        key = Key(self.seed, "uplink", server_round)
         arrivals: list[Arrival] = []
         errors: list[Message] = []
         for sent, reply in match_replies(self._sent, replies, report):
@@ -260,7 +261,7 @@ class Compressed(Strategy):
                 errors.append(reply)
                 continue
             try:
-                arrivals.append(admit(sent, reply, self.codec, self._layout, self._model, weight_key))
+                arrivals.append(admit(sent, reply, self.codec, self._layout, self._model, weight_key, key))
                 self._note_version(sent, reply)
             except Rejected as reason:
                 report.reject(sent.node, str(reason))
@@ -271,9 +272,13 @@ class Compressed(Strategy):
         # Models of their own for some nodes cannot be summed as changes of one model.
         mean = type(self.inner).aggregate_train in _WEIGHTED_MEANS and all(a.sent.base is None for a in arrivals)
         aggregate = self._aggregate_mean if mean else self._aggregate_dense
-        arrays, metrics = aggregate(server_round, arrivals, errors, report)
+        with np.errstate(over="ignore", invalid="ignore"):
+            arrays, metrics = aggregate(server_round, arrivals, errors, report)
         if arrays is None:
             return None, metrics
+        if not self._is_finite(arrays):
+            report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
+            return None, None
         for arrival in arrivals:
             # A reply without memory acknowledges nothing: the last frame of the memory stays the one consumed.
             if arrival.generation:
@@ -405,6 +410,16 @@ class Compressed(Strategy):
             return model
         layout = Layout.of(self._model, self.policy, cast_floats=True)
         return self._layout.flatten(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
+
+    def _is_finite(self, arrays: ArrayRecord) -> bool:
+        """Whether the aggregate is finite wherever the model was."""
+        for name, array in arrays.items():
+            value = array.numpy()
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                before = self._model.get(name)
+                if before is None or np.isfinite(before[~np.isfinite(value)]).any():
+                    return False
+        return True
 
     def _restore(self, arrays: ArrayRecord, arrivals: list[Arrival]) -> ArrayRecord:
         """Return the aggregate with the model's own dtypes: averaging turns integer buffers into float64."""

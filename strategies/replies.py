@@ -22,6 +22,7 @@ from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
 from fedcomp.layout import Layout, TensorSpec
+from fedcomp.rng import Key
 from fedcomp.wire import Frame
 
 T = TypeVar("T")
@@ -176,7 +177,9 @@ def match_replies(sent: list[Sent], replies: Iterable[Message], report: RoundRep
     yield from sorted(first.values(), key=place)
 
 
-def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, model: Arrays, weight_key: str | None) -> Arrival:
+def admit(
+    sent: Sent, reply: Message, codec: Codec, layout: Layout, model: Arrays, weight_key: str | None, key: Key
+) -> Arrival:
     """Check ``reply`` completely and return it.
 
     Parameters
@@ -185,6 +188,8 @@ def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, model: Array
         The server's model, against which buffers and plain arrays are checked.
     weight_key : str or None
         The metric that weighs the update; None when the inner strategy has no such notion.
+    key : Key
+        The round's random stream without the partition: a sender does not choose its own random coordinates.
 
     Raises
     ------
@@ -203,7 +208,7 @@ def admit(sent: Sent, reply: Message, codec: Codec, layout: Layout, model: Array
             sequence = _integer(header, "sequence")
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
-            codec.open(frame, layout)
+            codec.verify(frame, layout, key.at(partition=take_node(reply) or 0))
             received = decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, model[t.name]) for t in layout.exact}
             arrival = Arrival(sent, reply, rest, _text(header, "record"), exact, frame)

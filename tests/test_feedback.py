@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -234,6 +236,57 @@ def test_lost_frames_lose_no_mass(inner: Codec) -> None:
         np.testing.assert_allclose(total, updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-4 / beta)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": 0.7},
+        {"decay": 0.0, "beta": 0.5},
+        {"decay": 0.9, "beta": 0.3},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "nesterov": True, "masking": False, "decay": 0.8},
+        {"momentum": 0.9, "masking": False},
+        {"max_age": 2},
+        {"max_age": 2, "momentum": 0.5},
+        {"norm_guard": 1e6, "momentum": 0.9},
+        {"norm_guard": 0.8},
+        {"norm_guard": 0.8, "decay": 0.9, "beta": 0.5, "momentum": 0.9, "nesterov": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("missed", [0, 1, 2])
+@pytest.mark.parametrize("inner", [TopK(0.05), TopK(0.1, scope="layer"), RandomK(0.1), QSGD(3, bucket=64)], ids=repr)
+def test_rollback_with_every_option(inner: Codec, options: dict, missed: int) -> None:
+    """Against the published lines in float64: memory p, momentum u whole, expired memory gone, guard kept."""
+    codec = ErrorFeedback(inner, **options)
+    o = {"decay": 1.0, "beta": 1.0, "momentum": 0.0, "nesterov": False, "max_age": None, "norm_guard": None} | options
+    updates = gradients(4)
+    _, state, _ = run(codec, updates[:3])
+    kept = {name: array.copy() for name, array in state.items()}
+    g = updates[3]
+    frame, after = codec.encode(Update(g, LAYOUT), state, KEY.at(round=3 + missed))
+    back = codec.rollback(after, frame, LAYOUT)
+    expired = o["max_age"] is not None and missed >= o["max_age"]
+    m = np.zeros(LAYOUT.size) if expired else state["memory"].astype(np.float64)
+    u = g.astype(np.float64)
+    added = u
+    if o["momentum"]:
+        before = np.zeros(LAYOUT.size) if expired else state["momentum"] * np.float64(o["momentum"]) ** missed
+        u = o["momentum"] * (before + g) if o["nesterov"] else o["momentum"] * before + g
+        added = u + g if o["nesterov"] else u
+        np.testing.assert_allclose(back["momentum"], u, rtol=1e-4, atol=1e-5)
+        assert "masked" not in back
+    unsent = (1.0 - o["beta"]) * m + o["beta"] * (o["decay"] * m + added)
+    bound = np.inf if o["norm_guard"] is None else o["norm_guard"] * np.linalg.norm(g)
+    if np.linalg.norm(unsent) < bound:
+        np.testing.assert_allclose(back["memory"], unsent, rtol=1e-4, atol=1e-5)
+    else:
+        assert np.linalg.norm(back["memory"]) == pytest.approx(bound, rel=1e-5)
+    for name, array in state.items():
+        np.testing.assert_array_equal(array, kept[name])
+    _, again = codec.encode(Update(g, LAYOUT), back, KEY.at(round=4 + missed))
+    assert np.isfinite(again["memory"]).all()
+
+
 def test_memory_expires() -> None:
     """Memory is dropped after max_age missed rounds, and kept one round earlier; momentum fades meanwhile."""
     codec = ErrorFeedback(TopK(0.05), max_age=3, momentum=0.5)
@@ -275,6 +328,133 @@ def test_overflowing_memory_is_refused_and_state_untouched() -> None:
             codec.encode(huge, state, KEY.at(round=1))
         for name, array in state.items():
             np.testing.assert_array_equal(array, kept[name])
+
+
+def test_an_overflow_never_warns() -> None:
+    """In the compressed part, the dense rest and the momentum: NonFiniteUpdate, also where warnings are errors."""
+    for inner in (TopK(0.01), TopK(0.01, scope="layer"), RandomK(0.01), Identity()):
+        for options in ({}, {"decay": 0.9}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}):
+            codec = ErrorFeedback(inner, **options)
+            for place in (0, LAYOUT.size - 1):
+                g = np.zeros(LAYOUT.size, np.float32)
+                g[place] = 3e38
+                state = codec.init(LAYOUT) | {"memory": g.copy()}
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    with pytest.raises(NonFiniteUpdate, match="overflows"):
+                        codec.encode(Update(g, LAYOUT), state, KEY)
+
+
+@pytest.mark.parametrize("inner", [TopK(0.05), QSGD(7)], ids=repr)
+@pytest.mark.parametrize("name", ["memory", "momentum"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_damaged_state_is_called_damaged(inner: Codec, name: str, bad: float) -> None:
+    codec = ErrorFeedback(inner, momentum=0.9)
+    for place in (0, LAYOUT.size - 1):
+        state = codec.init(LAYOUT)
+        state[name][place] = bad
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(StateError, match=f"{name} holds NaN"):
+                codec.encode(Update(gradients(1)[0], LAYOUT), state, KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory", np.zeros(3, np.float32)),
+        ("memory", np.zeros(LAYOUT.size)),
+        ("memory", np.zeros((LAYOUT.size, 1), np.float32)),
+        ("memory", [0.0]),
+        ("momentum", np.zeros(1, np.float32)),
+        ("momentum", np.zeros(3, np.float32)),
+        ("momentum", np.zeros(LAYOUT.size)),
+        ("round", np.zeros(3, np.int64)),
+        ("round", np.asarray(np.nan)),
+        ("round", "5"),
+        ("threshold", np.zeros(2, np.float32)),
+    ],
+    ids=str,
+)
+def test_foreign_states_are_refused(name: str, value: object) -> None:
+    codec = ErrorFeedback(TopK(0.1), momentum=0.9)
+    with pytest.raises(StateError, match=f"{name}.*init"):
+        codec.encode(Update(gradients(1)[0], LAYOUT), codec.init(LAYOUT) | {name: value}, KEY)
+
+
+def test_rollback_of_foreign_states_is_refused() -> None:
+    codec = ErrorFeedback(TopK(0.1), momentum=0.9, norm_guard=1.0)
+    frame, state = codec.encode(Update(gradients(1)[0], LAYOUT), codec.init(LAYOUT), KEY)
+    for wrong, named in (
+        ({}, "memory"),
+        ({"memory": state["memory"]} | {"masked": state["masked"]}, "momentum"),
+        (state | {"memory": np.zeros(3, np.float32)}, "memory"),
+        (state | {"momentum": np.zeros(3, np.float32)}, "momentum"),
+        (state | {"masked": state["masked"][1:]}, "masked"),
+        (state | {"masked": state["masked"].astype(np.float64)}, "masked"),
+        (state | {"masked": 5}, "masked"),
+        (state | {"bound": np.zeros(2)}, "bound"),
+    ):
+        with pytest.raises(StateError, match=named):
+            codec.rollback(wrong, frame, LAYOUT)
+
+
+def test_momentum_that_is_switched_off_is_forgotten() -> None:
+    """Parameters may change between rounds: a memory with momentum serves a codec without."""
+    _, state, _ = run(ErrorFeedback(TopK(0.1), momentum=0.9), gradients(2))
+    plain = ErrorFeedback(TopK(0.1))
+    given = Update(gradients(3)[2], LAYOUT)
+    frame, after = plain.encode(given, state, KEY.at(round=2))
+    assert frame == plain.encode(given, {"memory": state["memory"]}, KEY.at(round=2))[0]
+    assert "momentum" not in after
+
+
+@pytest.mark.parametrize("inner", [TopK(0.5, values="fp16"), TopK(0.5), RandomK(1.0)], ids=repr)
+def test_only_delivered_coordinates_lose_their_momentum(inner: Codec) -> None:
+    """A value that rounds to zero, or is zero, was not sent: its momentum and memory stay, also over a rollback."""
+    layout = Layout.flat(4)
+    codec = ErrorFeedback(inner, momentum=0.9)
+    tiny = 1e-9 if "fp16" in repr(inner) else 0.0
+    g = np.array([tiny, -tiny, 0.0, 0.0], np.float32)
+    state = codec.init(layout)
+    state["momentum"][:] = [1e-9, 1e-9, 0.0, 0.0]
+    state["memory"][:] = -(state["momentum"] * np.float32(0.9) + g) + g
+    u = state["momentum"] * np.float32(0.9) + g
+    frame, after = codec.encode(Update(g, layout), state, KEY)
+    assert not codec.decode(frame, layout).any()
+    np.testing.assert_array_equal(after["momentum"], u)
+    assert u.any()
+    assert after["masked"].size == 0
+    np.testing.assert_array_equal(codec.rollback(after, frame, layout)["momentum"], u)
+
+
+def test_masking_at_density_one_with_nesterov() -> None:
+    """Not plain SGD but (1 + momentum) times as fast; dense codecs are not masked at all."""
+    updates = gradients(5)
+    part = slice(0, LAYOUT.compressed_size)
+    sent, _, _ = run(ErrorFeedback(TopK(1.0), momentum=0.9, nesterov=True), updates)
+    np.testing.assert_allclose(sent[:, part], 1.9 * updates[:, part], rtol=1e-5)
+    for inner in (Identity(), QSGD(7)):
+        masked = run(ErrorFeedback(inner, momentum=0.9, masking=True), updates)[2]
+        assert masked == run(ErrorFeedback(inner, momentum=0.9, masking=False), updates)[2]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("beta", [1.0, 0.4])
+def test_conservation_with_momentum(nesterov: bool, beta: float) -> None:
+    """Σ sent + m/beta is the sum of what momentum made of the updates, not of the updates."""
+    codec = ErrorFeedback(TopK(0.05), momentum=0.5, nesterov=nesterov, beta=beta)
+    updates = gradients(10)
+    state, total = codec.init(LAYOUT), np.zeros(LAYOUT.size)
+    sent = np.zeros(LAYOUT.size)
+    for t, g in enumerate(updates):
+        before = state["momentum"].astype(np.float64)
+        u = 0.5 * (before + g) if nesterov else 0.5 * before + g
+        total += u + g if nesterov else u
+        frame, state = codec.encode(Update(g, LAYOUT), state, KEY.at(round=t))
+        sent += codec.decode(frame, LAYOUT)
+    np.testing.assert_allclose(sent + state["memory"] / beta, total, rtol=0, atol=1e-3)
+    assert np.abs(total - updates.sum(axis=0)).max() > 1.0
 
 
 def test_another_models_state_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Expected, SchemaMismatch, Tensor
+from fedcomp.wire import Expected, Limits, SchemaMismatch, Tensor
 
 VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
 """How the kept values travel."""
@@ -86,6 +86,13 @@ class TopK(PositionalCodec):
         # "auto" writes the absent indices only where they are fewer: no reason to expand them for a short list.
         allowed = [n for n in names if n != "complement" or self.index != "auto" or 2 * k > stretch.size]
         return expected_sparse(stretch.size, VALUES[self.values], k, allowed)
+
+    def limits(self, layout: Layout) -> Limits:
+        """Return the schema's limits; who asks for a complement lists, and pays for, up to all the absent indices."""
+        schema = self.schema(layout)
+        if self.index.startswith("complement:"):
+            schema = tuple(replace(expected, max_k=None) for expected in schema)
+        return Limits.for_schema(schema)
 
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require sparse values of the chosen format."""

@@ -11,7 +11,7 @@ from codec_examples import LAYOUTS, update
 
 from fedcomp.codecs import Chain, Clip, Identity, TopK, Transform, chain
 from fedcomp.codecs.base import State
-from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -50,6 +50,20 @@ def test_clip_scales_long_updates_only() -> None:
     np.testing.assert_allclose(shorter.vector * length / 0.5, given.vector, rtol=1e-5)
     zero = Update(np.zeros(1000, np.float32), layout)
     assert Clip(0.5).apply(zero, {}, KEY)[0] is zero
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0.1, 3.7, 1e-30, 1e-42, 1e30])
+def test_clip_never_exceeds_its_bound(max_norm: float) -> None:
+    """A sensitivity must hold without a last-place excess: Gaussian vectors, some with subnormal products."""
+    rng = np.random.default_rng(0)
+    scales = [1.0] * 200 + [1e-25, 1e-3, 1e10, 1e30]
+    for scale in scales:
+        x = (rng.normal(size=1000) * scale).astype(np.float32)
+        clipped, _ = Clip(max_norm).apply(Update(x, Layout.flat(1000)), {}, KEY)
+        length = np.linalg.norm(clipped.vector.astype(np.float64))
+        assert length <= max_norm
+        if np.linalg.norm(x.astype(np.float64)) > max_norm > 1e-35:
+            assert length == pytest.approx(max_norm, rel=1e-6)
 
 
 def test_clip_refuses_infinity() -> None:
@@ -104,6 +118,18 @@ def test_rollback_reaches_every_stage() -> None:
     back = codec.rollback(state, first, layout)
     assert int(back["0.count"]) == 0
     np.testing.assert_array_equal(back["1.memory"], update(layout).vector)
+
+
+@pytest.mark.parametrize("name", ["x", "7.memory", "-1.memory", "2.memory", "1", "1.", ".memory", "².memory", ""])
+def test_foreign_states_are_refused(name: str) -> None:
+    layout = Layout.flat(4)
+    codec = chain(Clip(1.0), ErrorFeedback(TopK(0.5)))
+    frame, state = codec.encode(update(layout), codec.init(layout), KEY)
+    foreign = state | {name: np.zeros(4, np.float32)}
+    with pytest.raises(StateError, match="another codec's state"):
+        codec.encode(update(layout), foreign, KEY)
+    with pytest.raises(StateError, match="another codec's state"):
+        codec.rollback(foreign, frame, layout)
 
 
 def test_chains_flatten() -> None:

@@ -118,7 +118,7 @@ def _refused(codec: Codec, frame: bytes, layout: Layout) -> bool:
 
 
 def test_sealed_mutants_are_refused_or_added_whole(codec: Codec) -> None:
-    """Anyone can compute a checksum: flipped bits of header and sections, sealed again, among them the last tensor's."""
+    """Anyone can compute a checksum: flipped bits of header and sections, the last tensor's too, sealed again."""
     layout = LAYOUTS["model"]
     frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
     head = int.from_bytes(frame[12:16], "little")
@@ -251,7 +251,7 @@ FUZZED = {repr(c): c for c in EXAMPLES if c.codec_id not in ("chain", "feedback"
 
 @pytest.mark.parametrize("codec", FUZZED.values(), ids=FUZZED)
 def test_structured_random_frames(codec: Codec) -> None:
-    """Frames that decode, of any kind and format: each is exactly of the codec's own form, or refused without a trace."""
+    """Frames that decode, of any kind and format: each is of the codec's own form, or refused without a trace."""
     layout = LAYOUTS["model"]
     rng = np.random.default_rng(7)
     honest = _tensors(codec.encode(update(layout), codec.init(layout), KEY)[0])

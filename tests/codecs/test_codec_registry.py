@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from importlib.metadata import EntryPoint
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from fedcomp.codecs import Chain, Clip, Identity, TopK, UnknownCodec, get_codec, known, registry
@@ -13,6 +22,8 @@ from fedcomp.codecs.base import Codec
 from fedcomp.codecs.registry import Registry
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -98,6 +109,103 @@ def test_bad_parameters_name_parameter_and_rule(config: dict, named: str) -> Non
         get_codec(config)
 
 
+HUGE = json.loads("1" + "0" * 400)
+NOT_NUMBERS = (
+    HUGE, -HUGE, 10**5000, Fraction(HUGE), float("nan"), True, np.bool_(True), b"0.5", bytearray(b"0.5"), "0.5", [0.5],
+    {}, np.array([0.5]), np.array(0.5), 1 + 0j, Decimal("0.5"),
+)  # fmt: skip
+BASES = {
+    "topk": {"density": 0.5},
+    "randomk": {"density": 0.5},
+    "qsgd": {},
+    "chain": {"transforms": [], "codec": {"id": "identity"}},
+    "feedback": {"codec": {"id": "topk", "density": 0.5}},
+}
+NUMBERS = (
+    ("topk", "density"),
+    ("randomk", "density"),
+    ("qsgd", "levels"),
+    ("qsgd", "bucket"),
+    *(("feedback", name) for name in ("decay", "beta", "momentum", "max_age", "norm_guard")),
+)
+
+
+@pytest.mark.parametrize(("name", "parameter"), NUMBERS)
+def test_only_real_numbers_are_numbers(name: str, parameter: str) -> None:
+    for value in NOT_NUMBERS:
+        with pytest.raises(ConfigError, match=parameter) as caught:
+            get_codec({"id": name, **BASES[name], parameter: value})
+        assert len(str(caught.value)) < 300
+    with pytest.raises(ConfigError, match="max_norm"):
+        Clip(HUGE)
+
+
+def test_numbers_of_every_real_type_are_taken() -> None:
+    assert TopK(np.float32(0.1)) == TopK(0.1) == TopK(Fraction(1, 10))
+    assert TopK(np.int64(1)).density == 1.0
+    assert ErrorFeedback(TopK(0.1), max_age=2**53 + 1).max_age == 2**53 + 1
+    assert json.dumps(TopK(np.float16(0.1)).to_config()) == json.dumps(TopK(0.1).to_config())
+
+
+def _inside(depth: int, config: Any, wrap: Callable[[Any], Any]) -> Any:
+    for _ in range(depth):
+        config = wrap(config)
+    return config
+
+
+def test_messages_are_short() -> None:
+    long = "x" * 100_000
+    configs = (
+        {"id": long},
+        {"id": [[long]] * 1000},
+        [long] * 99,
+        {"id": "topk", long: 1},
+        {"id": "topk", "density": long},
+        {"id": "topk", "density": 0.5, "scope": long},
+        {"id": "qsgd", "levels": [long] * 99},
+    )
+    for config in configs:
+        with pytest.raises(ConfigError) as caught:
+            get_codec(config)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("parameter", [p for b in BASES.values() for p in b] + ["scope", "shared", "transforms", "id"])
+def test_no_configuration_raises_anything_but_a_config_error(parameter: str) -> None:
+    """Whatever stands in any place of any codec's configuration, deep and huge values included."""
+    deep = _inside(5000, [], lambda c: [c])
+    odd = (None, 5, "abc", b"abc", {"id": "clip", "max_norm": 1.0}, [{"id": "clip", "max_norm": HUGE}], [5], deep)
+    for value in (*NOT_NUMBERS, *odd, "x" * 100_000):
+        for name, base in BASES.items():
+            with contextlib.suppress(ConfigError):
+                get_codec({"id": name, **base, parameter: value})
+    with pytest.raises(ConfigError):
+        get_codec({"id": "topk", 1: 2})
+
+
+@pytest.mark.parametrize("transforms", [None, 5, "clip", b"clip", {"id": "clip", "max_norm": 1.0}], ids=repr)
+def test_transforms_are_a_list(transforms: object) -> None:
+    with pytest.raises(ConfigError, match="transforms"):
+        get_codec({"id": "chain", "transforms": transforms, "codec": {"id": "identity"}})
+
+
+@pytest.mark.parametrize("depth", [17, 50, 300, 900, 5000])
+def test_nesting_is_bounded(depth: int) -> None:
+    """Deeper than Python recurses, or not: the same error, before anything is made."""
+    config = _inside(depth, {"id": "identity"}, lambda c: {"id": "chain", "transforms": [], "codec": c})
+    with pytest.raises(ConfigError, match="nests deeper than 16"):
+        get_codec(config)
+    loop: dict[str, Any] = {"id": "chain", "transforms": []}
+    loop["codec"] = loop
+    with pytest.raises(ConfigError, match="nests deeper"):
+        get_codec(loop)
+
+
+def test_nesting_within_the_bound_works() -> None:
+    config = _inside(15, {"id": "identity"}, lambda c: {"id": "chain", "transforms": [], "codec": c})
+    assert get_codec(config).lossless
+
+
 def test_nested_configurations() -> None:
     config = {
         "id": "chain",
@@ -127,6 +235,62 @@ def test_entry_points_load_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert names.get({"id": "loud"}) == Loud()
     assert names.get({"id": "loud"}) == Loud()
     assert loaded == ["loud"]
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, name: str, load: Callable[[], Any]) -> None:
+    class Point(EntryPoint):
+        def load(self) -> Any:
+            return load()
+
+    offered = [Point(name, "elsewhere:Thing", "fedcomp.codecs")]
+    monkeypatch.setattr(
+        registry, "entry_points", lambda group, name=None: [p for p in offered if name in (None, p.name)]
+    )
+
+
+def test_entry_points_must_hold_what_they_are_named_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin called quiet that brings another id, a lazily built-in one included, registers nothing."""
+    taken = type("Taken", (Loud,), {"codec_id": "feedback", "__module__": __name__})
+    for cls in (Loud, taken, int):
+        _offer(monkeypatch, "quiet", lambda cls=cls: cls)
+        names: Registry[Codec] = Registry(Codec, "codec_id", "fedcomp.codecs", {"feedback": "fedcomp.feedback"})
+        with pytest.raises(ConfigError, match=r"entry point 'quiet'.*must agree"):
+            names.find("quiet")
+        assert names._classes == {}
+
+
+def test_broken_entry_points_are_config_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> Any:
+        raise ImportError("no module named torchy")
+
+    _offer(monkeypatch, "quiet", load)
+    with pytest.raises(ConfigError, match="torchy"):
+        get_codec({"id": "quiet"})
+
+
+def test_lazy_ids_are_taken_before_they_are_loaded() -> None:
+    """In a process of its own: nothing replaces error feedback silently, and replacing it aloud survives its import."""
+    code = """
+from dataclasses import dataclass
+from typing import ClassVar
+from fedcomp.codecs import Identity, get_codec, register
+from fedcomp.errors import ConfigError
+@dataclass(frozen=True, repr=False, eq=False)
+class Mine(Identity):
+    codec_id: ClassVar[str] = "feedback"
+try:
+    register(Mine)
+except ConfigError as error:
+    print(error)
+print(type(get_codec({"id": "feedback", "codec": {"id": "identity"}})).__name__)
+register(Mine, replace=True)
+import fedcomp.feedback
+print(type(get_codec({"id": "feedback"})).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    message, before, after = done.stdout.splitlines()
+    assert "already names fedcomp.feedback.ErrorFeedback" in message
+    assert (before, after) == ("ErrorFeedback", "Mine")
 
 
 def test_known_lists_what_is_built_in() -> None:

@@ -15,8 +15,8 @@ from fedcomp.feedback import ErrorFeedback
 ENTRIES = load()
 
 LOOSELY_CLIPPED = (chain(Clip(0.5), TopK(0.1)), chain(Clip(2.0), ErrorFeedback(TopK(0.1))))
-"""Encoded when rounding could still carry Clip over its bound. Their frames decode as ever; what is encoded now is a few
-units in the last place shorter, and chain(Clip(0.75), ...) pins those bits."""
+"""Encoded when rounding could still carry Clip over its bound. Their frames decode as ever; what is encoded now is a
+few units in the last place shorter, and chain(Clip(0.75), ...) pins those bits."""
 
 
 def _decoded(entry: dict[str, Any]) -> np.ndarray:

@@ -7,9 +7,11 @@ import pytest
 from codec_examples import model, update
 
 from fedcomp import wire
-from fedcomp.codecs import Codec, RandomK, TopK
+from fedcomp.codecs import Codec, RandomK, TopK, chain
 from fedcomp.codecs.params import count
+from fedcomp.codecs.topk import INDICES
 from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
@@ -32,6 +34,32 @@ def test_count_is_the_ceiling() -> None:
     """k = max(1, ceil(d n)), without being fooled by 0.07 * 100 = 7.000000000000001."""
     assert [count(0.07, 100), count(0.01, 1), count(0.01, 101), count(1.0, 7), count(1e-9, 50)] == [7, 1, 2, 7, 1]
     assert count(0.1, 25_000_000) == 2_500_000
+
+
+def test_count_is_exact_at_every_size() -> None:
+    """Density 1 keeps all, k/n of n is k, narrow floats mean what they print, and halves stay halves at 10^13."""
+    for n in (1, 10, 2**31, 2**33 + 1, 10**12, 10**13, 2**60 + 1):
+        assert count(1.0, n) == n
+    assert count(0.5, 10**13) == 5 * 10**12
+    assert count(0.5, 10**13 + 1) == 5 * 10**12 + 1
+    assert all(count(k / n, n) == k for n in (13, 97, 1000, 7919) for k in range(1, n + 1))
+    assert count(np.nextafter(0.07, 1.0), 100) == 8
+    stretch = TopK(1.0).stretches(Layout.flat(10))[0]
+    assert [TopK(np.float32(d)).count(stretch) for d in (0.1, 0.3, 0.7)] == [1, 3, 7]
+    assert count(np.float32(0.1), 10) == 1
+    assert count(0.3, 0) == 0
+
+
+@pytest.mark.parametrize("values", ["fp16", "bf16"])
+def test_what_rounds_to_zero_does_not_travel(values: str) -> None:
+    layout = Layout.flat(4)
+    tiny = {"fp16": 1e-9, "bf16": 1e-45}[values]
+    given = Update(np.array([tiny, -tiny, 1.0, tiny], np.float32), layout)
+    frame, decoded = _sent(TopK(1.0, values=values), given)
+    np.testing.assert_array_equal(decoded, [0.0, 0.0, 1.0, 0.0])
+    assert not np.signbit(decoded).any()
+    assert wire.decode(frame).tensors[0].values.k == 1
+    np.testing.assert_array_equal(TopK(1.0, values=values).support(frame, layout), [2])
 
 
 @pytest.mark.parametrize("codec", [TopK(0.05), TopK(0.05, values="bf16"), TopK(0.05, values="fp16")], ids=repr)
@@ -125,6 +153,63 @@ def test_randomk_sends_values_and_a_seed() -> None:
         overhead.append(len(frame) - 4 * k)
     assert max(overhead) <= 64
     assert abs(overhead[0] - overhead[1]) <= 8
+
+
+def test_a_chosen_support_is_refused() -> None:
+    """Listing the indices, even those of an honest seed, is not drawing them."""
+    layout = Layout.flat(1000)
+    codec = RandomK(0.01)
+    honest = wire.decode(codec.encode(update(layout), {}, KEY)[0]).tensors[0]
+    for index in ("auto", *wire.PLAIN):
+        listed = wire.encode([wire.sparse((1000,), honest.indices, honest.values, index=index)])
+        with pytest.raises(wire.WireError, match="index codec"):
+            codec.open(listed, layout)
+        with pytest.raises(wire.SchemaMismatch, match="seed"):
+            codec.open(wire.decode(listed), layout)
+
+
+def test_a_chosen_seed_is_refused() -> None:
+    """``verify`` takes the seed of the round's key only; shared ones of any partition, others of their own."""
+    layout = Layout.of(model(), policy)
+    given = update(layout)
+    for shared in (True, False):
+        codec = RandomK(0.1, scope="layer", shared=shared)
+        frame, _ = codec.encode(given, {}, KEY)
+        assert len(codec.verify(frame, layout, KEY)) == 3
+        bad = [KEY.at(round=9), KEY.at(purpose="x")] + ([] if shared else [KEY.at(partition=9)])
+        for codec_or_wrapper in (codec, ErrorFeedback(codec), chain(codec)):
+            for key in bad:
+                with pytest.raises(wire.SchemaMismatch, match="seed"):
+                    codec_or_wrapper.verify(frame, layout, key)
+        if shared:
+            codec.verify(frame, layout, KEY.at(partition=9))
+        first, *rest = wire.decode(frame).tensors
+        swapped = wire.encode([wire.seeded(first.shape, 3, first.values.k, first.values), *rest])
+        codec.open(swapped, layout)
+        with pytest.raises(wire.SchemaMismatch, match="seed"):
+            codec.verify(swapped, layout, KEY)
+    frame, _ = TopK(0.1).encode(update(Layout.flat(50)), {}, KEY)
+    assert len(TopK(0.1).verify(frame, Layout.flat(50), KEY.at(round=9))) == 1
+
+
+def test_a_short_list_is_not_written_as_its_complement() -> None:
+    """Expanding all other indices is work that a frame of k values must not cause; above n/2 it is the honest form."""
+    layout = Layout.flat(1000)
+    listed = [wire.sparse((1000,), np.arange(5), np.ones(5, np.float32), index="complement:rice")]
+    with pytest.raises(wire.UnsupportedCodec, match="complement"):
+        TopK(0.1).open(wire.encode(listed), layout)
+    TopK(0.1, index="complement:rice").open(wire.encode(listed), layout)
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("density", [0.01, 0.5, 0.51, 0.9, 1.0])
+def test_every_index_codec_fits_the_receivers_limits(index: str, density: float) -> None:
+    """Whatever the sender is configured to write, the receiver of the same configuration opens."""
+    for size in (1, 1000, 30_000):
+        given = update(Layout.flat(size))
+        for vector in (given.vector, np.where(np.arange(size) < 5, given.vector, np.float32(0.0))):
+            _, decoded = _sent(TopK(density, index=index), Update(vector, given.layout))
+            assert np.count_nonzero(decoded) == min(count(density, size), np.count_nonzero(vector))
 
 
 def test_shared_support_is_one_for_all_clients() -> None:

@@ -12,7 +12,7 @@ from toy import client_app, fedavg, model, stack, update
 
 from clients.compressed import compression
 from fedcomp import wire
-from fedcomp.codecs import Identity, TopK
+from fedcomp.codecs import Identity, RandomK, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
@@ -202,3 +202,38 @@ def test_exact_buffers_are_checked() -> None:
         result = run(strategy, evil, initial=initial, rounds=1)
         assert strategy.reports[1].compressed == 3
         assert np.isfinite(result.arrays["bn.running_var"].numpy()).all()
+
+
+def test_finite_updates_whose_sum_is_not_leave_the_model_as_it_was() -> None:
+    """Two clients at the edge of float32: each frame is in order, their sum is not."""
+    huge = np.full(30, 3.4e38, np.float32)
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] < 2 and msg.metadata.message_type == "train":
+            reply.content["metrics"]["num-examples"] = 10**12
+            tensors = [wire.sparse((1200,), np.array([0]), np.float32([1])), wire.dense(huge)]
+            put_frame(reply.content, UPDATE, wire.encode(tensors))
+        return reply
+
+    honest = client_app([compression()])
+    for downlink in (None, TopK(density=0.1)):
+        strategy = Compressed(fedavg(), TopK(density=1.0), downlink=downlink)
+        grid = MeteredGrid(InProcessGrid(app, 4, seed=4), Ledger())
+        result = strategy.start(grid, model(3e38), num_rounds=2, timeout=9)
+        assert len(result.arrays) == 0, "no round produced a model"
+        assert all("not finite" in r.notes[0] for r in strategy.reports.values())
+
+
+def test_a_sender_does_not_choose_its_own_random_coordinates() -> None:
+    """Random-k is drawn from the round's key; a frame with another seed is refused."""
+
+    def evil(content: RecordDict) -> None:
+        values = wire.Raw(np.full(12, 9, np.float32))
+        tensors = [wire.seeded((1200,), 4711, 12, values), wire.dense(np.zeros(30, np.float32))]
+        put_frame(content, UPDATE, wire.encode(tensors))
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), RandomK(density=0.01), feedback=False)
+    run(strategy, evil)
+    assert [r.compressed for r in strategy.reports.values()] == [3, 3]
+    assert all("seed" in reason for r in strategy.reports.values() for reason in r.rejected.values())
