@@ -1,0 +1,1 @@
+"""Flower's client side: the same file names as in ``strategies``, and the generic app."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
@@ -19,6 +18,7 @@ from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.exact import check_exact, encode_exact
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, put_frame, take_frame
 from fedcomp.flower.protocol import EXACT, OWN_CONFIG, PROTOCOL, RESYNC, STALE, STEP, UPDATE, Announcement
+from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.state import Replica, StaleMessage, Uplink
 from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.rng import Key
@@ -68,7 +68,7 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     uplink: Uplink | None = None
     before: dict[str, NDArray[Any]] = {}
     if codec is not None:
-        before = {name: array.numpy() for name, array in record.items()}
+        before = to_arrays(record)
         layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=not codec.lossless)
         if codec.remembers:
             try:
@@ -177,7 +177,7 @@ def _receive(
             raise StateError(f"the message holds no ArrayRecord {announcement.record!r} and no steps this node can use")
         if codec is None:
             return plain, None
-        replica = Replica(announcement.version, {k: v.numpy() for k, v in plain.items()})
+        replica = Replica(announcement.version, to_arrays(plain))
         layout = _downlink_layout(replica, announcement, codec)
         vector = layout.flatten(replica.arrays)
         exact = {t.name: replica.arrays[t.name] for t in layout.exact}
@@ -195,7 +195,7 @@ def _receive(
             f"the replica (version {replica.version}) is not the server's model of version {announcement.version}: "
             "digests differ"
         )
-    record = plain if plain is not None else ArrayRecord({k: Array(np.asarray(v)) for k, v in replica.arrays.items()})
+    record = plain if plain is not None else to_record(replica.arrays)
     return record, replica
 
 
@@ -235,7 +235,7 @@ def _reply_arrays(content: RecordDict) -> tuple[str, dict[str, NDArray[Any]]]:
             "one, the trained model"
         )
     name, record = next(iter(records.items()))
-    return name, {k: v.numpy() for k, v in record.items()}
+    return name, to_arrays(record)
 
 
 def _partition(context: Context) -> int:

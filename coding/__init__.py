@@ -1,0 +1,1 @@
+"""Erasure and network codes; reserved, nothing is here yet."""

@@ -1,8 +1,8 @@
 """The table of systems: everything that can be run, one row each.
 
-The command line, ``flwr run``, the generic apps, the documentation's index and the tests iterate over
-:data:`SYSTEMS`. A row is a server strategy and the settings it understands; the client half is always the generic app,
-which learns from the server's messages what to do.
+The command line, ``flwr run``, the generic apps and the tests iterate over :data:`SYSTEMS`. A row is a server strategy
+and the settings it understands; the client half is always the generic app, which learns from the server's messages what
+to do.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Flower's server side: one file per system."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.payload import NODE_RECORD, put_frame
 from fedcomp.flower.protocol import OWN_CONFIG, RESYNC, STEP, Announcement
+from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_arrays, to_record
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
@@ -127,8 +128,6 @@ class Compressed(Strategy):
         log.info("\t├──> Compressed: uplink %r, downlink %r", self.codec, self.downlink or "dense")
         self.inner.summary()
 
-    # -- what goes out ----------------------------------------------------------------------------------------------
-
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -149,7 +148,7 @@ class Compressed(Strategy):
         return self._address(messages, arrays, server_round, train=False)
 
     def _adopt(self, arrays: ArrayRecord) -> None:
-        self._model = {name: array.numpy() for name, array in arrays.items()}
+        self._model = to_arrays(arrays)
         self._layout = Layout.of(self._model, self.policy, cast_floats=not self.codec.lossless)
 
     def _address(
@@ -158,13 +157,13 @@ class Compressed(Strategy):
         """Return the messages with an announcement each, and the model in the form each node can use."""
         # A strategy may put copies into its messages; one comparison per distinct record.
         distinct = {id(record): record for _, record in map(self._record, messages)}
-        own = {key for key, record in distinct.items() if not _same_model(record, arrays)}
+        own = {key for key, record in distinct.items() if not same_model(record, arrays)}
         downlink = self._publish() if messages and not own else None
         # One full model for all nodes that need it: copies would cost the server a model for each.
         whole = (
             None
             if downlink is None or self._broadcast is None
-            else _to_record(downlink.unflatten(self._broadcast.reference, self._broadcast.exact))
+            else to_record(downlink.unflatten(self._broadcast.reference, self._broadcast.exact))
         )
         self._sent = []
         out = []
@@ -193,7 +192,7 @@ class Compressed(Strategy):
             addressed = Message(
                 content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
             )
-            base = {k: v.numpy() for k, v in record.items()} if id(record) in own else None
+            base = to_arrays(record) if id(record) in own else None
             self._sent.append(Sent(addressed, node, fields.get("sequence", 0), base))
             out.append(addressed)
         return out
@@ -239,8 +238,6 @@ class Compressed(Strategy):
             "digest": broadcast.digest,
         }
 
-    # -- what comes back --------------------------------------------------------------------------------------------
-
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -276,7 +273,7 @@ class Compressed(Strategy):
             arrays, metrics = aggregate(server_round, arrivals, errors, report)
         if arrays is None:
             return None, metrics
-        if not self._is_finite(arrays):
+        if not finite_where(arrays, self._model):
             report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
             return None, None
         for arrival in arrivals:
@@ -284,7 +281,7 @@ class Compressed(Strategy):
             if arrival.generation:
                 peer = self._peers[arrival.sent.node]
                 peer.acknowledged, peer.generation = arrival.sequence, arrival.generation
-        return self._restore(arrays, arrivals), metrics
+        return restore_dtypes(arrays, self._model, [a.exact for a in arrivals]), metrics
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Note which versions the nodes hold, leave out replies that cannot be averaged, and let inner aggregate."""
@@ -368,7 +365,7 @@ class Compressed(Strategy):
         metrics = metrics_of([a.content for a in arrivals], key)
         mean = RecordDict(
             {
-                first.record: _to_record(layout.unflatten(out.vector, exact)),
+                first.record: to_record(layout.unflatten(out.vector, exact)),
                 first.metrics_name: MetricRecord({key: 1.0}),
             }
         )
@@ -399,7 +396,7 @@ class Compressed(Strategy):
                 vector += base
             elif start is not shared and arrival.sent.base is None:
                 vector += shared - start
-            arrival.content[arrival.record] = _to_record(layout.unflatten(vector, arrival.exact))
+            arrival.content[arrival.record] = to_record(layout.unflatten(vector, arrival.exact))
             arrival.message.content = arrival.content
             messages.append(arrival.message)
         return self.inner.aggregate_train(server_round, [*messages, *errors])
@@ -410,40 +407,6 @@ class Compressed(Strategy):
             return model
         layout = Layout.of(self._model, self.policy, cast_floats=True)
         return self._layout.flatten(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
-
-    def _is_finite(self, arrays: ArrayRecord) -> bool:
-        """Whether the aggregate is finite wherever the model was."""
-        for name, array in arrays.items():
-            value = array.numpy()
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
-                before = self._model.get(name)
-                if before is None or np.isfinite(before[~np.isfinite(value)]).any():
-                    return False
-        return True
-
-    def _restore(self, arrays: ArrayRecord, arrivals: list[Arrival]) -> ArrayRecord:
-        """Return the aggregate with the model's own dtypes: averaging turns integer buffers into float64."""
-        out: Named = {}
-        for name, array in arrays.items():
-            value = array.numpy()
-            before = self._model.get(name)
-            if before is not None and value.dtype != before.dtype:
-                sent = arrivals[0].exact.get(name)
-                if before.dtype.kind not in "iub":
-                    value = value.astype(before.dtype)
-                elif (
-                    sent is not None
-                    and all(np.array_equal(a.exact[name], sent) for a in arrivals)
-                    and np.allclose(value, sent.astype(np.float64), rtol=1e-9, atol=0.5)
-                ):
-                    # All agree: float64 could not have carried an integer above 2**53.
-                    value = sent.astype(before.dtype)
-                else:
-                    value = _to_integers(value, before.dtype)
-            out[name] = value
-        return _to_record(out)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _codecs(self) -> dict[str, Any]:
         return {"uplink": repr(self.codec), "downlink": repr(self.downlink)}
@@ -487,27 +450,6 @@ class Compressed(Strategy):
             self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
 
 
-def _to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``values`` rounded to an integer or boolean dtype, clipped to its range."""
-    if dtype.kind == "b":
-        return np.rint(values).astype(dtype)
-    info = np.iinfo(dtype)
-    rounded = np.rint(values)
-    # The largest int64 is no float64: choosing the limits by comparison avoids the wrap of a cast.
-    with np.errstate(invalid="ignore"):
-        whole = rounded.astype(dtype)
-    whole = np.where(rounded >= float(info.max), np.array(info.max, dtype), whole)
-    return np.where(rounded <= float(info.min), np.array(info.min, dtype), whole)
-
-
-def _same_model(a: ArrayRecord, b: ArrayRecord) -> bool:
-    """Whether two records hold the same model; strategies may copy what they are given."""
-    return a is b or (
-        list(a) == list(b)
-        and all(a[k] is b[k] or (a[k].dtype, a[k].shape, a[k].data) == (b[k].dtype, b[k].shape, b[k].data) for k in a)
-    )
-
-
 def _fields(announcement: Announcement) -> dict[str, Any]:
     return {name: getattr(announcement, name) for name in announcement.__dataclass_fields__}
 
@@ -519,7 +461,3 @@ def _announce(content: RecordDict, announcement: Announcement) -> None:
     config = ConfigRecord(dict(configs.get(name, {})))
     announcement.write(config)
     content[name] = config
-
-
-def _to_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})

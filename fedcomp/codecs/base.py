@@ -50,8 +50,6 @@ class Codec(ABC):
     remembers: bool = False
     phases: int = 1
 
-    # -- what the codec is ------------------------------------------------------------------------------------------
-
     @abstractmethod
     def get_config(self) -> dict[str, Any]:
         """Return the JSON-able parameters that recreate this codec (without its id)."""
@@ -86,8 +84,6 @@ class Codec(ABC):
     def __hash__(self) -> int:
         return hash(repr(self))
 
-    # -- client half ------------------------------------------------------------------------------------------------
-
     def init(self, layout: Layout) -> State:
         """Return the state of a client that has sent nothing yet."""
         return {}
@@ -117,8 +113,6 @@ class Codec(ABC):
         None for a dense frame, whose coordinates are not chosen.
         """
         return np.zeros(0, np.int64)
-
-    # -- server half ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def schema(self, layout: Layout) -> Schema:

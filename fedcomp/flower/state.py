@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.errors import FedcompError, StateError
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE, Announcement
+from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
 
 _UPLINK: Final = "fedcomp.uplink"
@@ -84,7 +84,7 @@ class Uplink:
         if pending == announcement.sequence:
             return cls({}, generation, redelivery=reply)
         memory = context.state.array_records.get(_MEMORY)
-        state: State = {} if memory is None else {k: v.numpy() for k, v in memory.items()}
+        state: State = {} if memory is None else to_arrays(memory)
         lost = not (pending == announcement.acknowledged and generation == announcement.generation)
         try:
             if lost:
@@ -109,7 +109,7 @@ class Uplink:
         store = context.state
         for name in [k for k in store if k.startswith(_PENDING)]:
             del store[name]
-        store[_MEMORY] = ArrayRecord({k: Array(np.asarray(v)) for k, v in state.items()})
+        store[_MEMORY] = to_record(state)
         for name, record in reply.items():
             store[_PENDING + name] = record
         store[_UPLINK] = ConfigRecord(
@@ -175,11 +175,11 @@ class Replica:
         model = context.state.array_records.get(_MODEL)
         if meta is None or model is None:
             return None
-        return cls(_integer(meta, "version"), {k: v.numpy() for k, v in model.items()})
+        return cls(_integer(meta, "version"), to_arrays(model))
 
     def save(self, context: Context) -> None:
         """Write the replica into ``context``."""
-        context.state[_MODEL] = ArrayRecord({k: Array(np.asarray(v)) for k, v in self.arrays.items()})
+        context.state[_MODEL] = to_record(self.arrays)
         context.state[_REPLICA] = ConfigRecord({"version": self.version})
 
 

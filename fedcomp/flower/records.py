@@ -1,0 +1,90 @@
+"""Named arrays and Flower's ArrayRecords: conversion, comparison, and the model's own dtypes after an aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+
+Named = dict[str, NDArray[Any]]
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def to_record(arrays: Arrays) -> ArrayRecord:
+    """Return the named arrays as an ArrayRecord, in order."""
+    return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
+
+
+def to_arrays(record: ArrayRecord) -> Named:
+    """Return a record's tensors as new, writable arrays."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def same_model(a: ArrayRecord, b: ArrayRecord) -> bool:
+    """Whether two records hold the same model; strategies may copy what they are given."""
+    return a is b or (
+        list(a) == list(b)
+        and all(a[k] is b[k] or (a[k].dtype, a[k].shape, a[k].data) == (b[k].dtype, b[k].shape, b[k].data) for k in a)
+    )
+
+
+def finite_where(record: ArrayRecord, model: Arrays) -> bool:
+    """Whether every float tensor of ``record`` is finite wherever that of ``model`` is."""
+    for name, array in record.items():
+        value = array.numpy()
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            before = model.get(name)
+            if before is None or np.isfinite(before[~np.isfinite(value)]).any():
+                return False
+    return True
+
+
+def restore_dtypes(record: ArrayRecord, model: Arrays, sent: Sequence[Arrays]) -> ArrayRecord:
+    """Return an aggregate with the model's own dtypes: averaging turns integer buffers into float64.
+
+    Parameters
+    ----------
+    record : ArrayRecord
+        What an aggregation returned.
+    model : mapping
+        The model before it, whose dtypes are wanted.
+    sent : sequence of mappings
+        The buffers every client sent. Where all agree their value is taken as it is: float64 cannot carry an integer
+        above 2**53.
+    """
+    out: Named = {}
+    for name, value in to_arrays(record).items():
+        before = model.get(name)
+        if before is None or value.dtype == before.dtype:
+            out[name] = value
+        elif before.dtype.kind not in "iub":
+            out[name] = value.astype(before.dtype)
+        else:
+            agreed = _agreed(name, sent)
+            near = agreed is not None and np.allclose(value, agreed.astype(np.float64), rtol=1e-9, atol=0.5)
+            out[name] = agreed.astype(before.dtype) if near and agreed is not None else to_integers(value, before.dtype)
+    return to_record(out)
+
+
+def to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return float ``values`` rounded to an integer or boolean dtype, clipped to its range."""
+    if dtype.kind == "b":
+        return np.rint(values).astype(dtype)
+    info = np.iinfo(dtype)
+    rounded = np.rint(values)
+    # The largest int64 is no float64: choosing the limits by comparison avoids the wrap of a cast.
+    with np.errstate(invalid="ignore"):
+        whole = rounded.astype(dtype)
+    whole = np.where(rounded >= float(info.max), np.array(info.max, dtype), whole)
+    return np.where(rounded <= float(info.min), np.array(info.min, dtype), whole)
+
+
+def _agreed(name: str, sent: Sequence[Arrays]) -> NDArray[Any] | None:
+    """Return the buffer when every client sent the same one, else None."""
+    first = sent[0].get(name) if sent else None
+    if first is None or not all(np.array_equal(other[name], first) for other in sent):
+        return None
+    return first
