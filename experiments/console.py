@@ -146,6 +146,17 @@ def claim_table(claims: Sequence[Mapping[str, Any]], width: int) -> Table:
     return table
 
 
+def row_groups(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the rows that have the same columns together, in the order of their first appearance.
+
+    A benchmark measures several things; one table for all of them would be mostly empty and too wide to read.
+    """
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row), []).append(row)
+    return list(groups.values())
+
+
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return any list of flat rows as a table; columns in the order of their first appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))

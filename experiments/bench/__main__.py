@@ -107,8 +107,9 @@ def _close(summary: Mapping[str, Any], as_json: bool, stdout: TextIO) -> None:
         stdout.flush()
         return
     console = show.make_console(file=stdout)
-    console.print(show.rows_table(summary["rows"]))
-    console.print()
+    for rows in show.row_groups(summary["rows"]):
+        console.print(show.rows_table(rows))
+        console.print()
     if summary["claims"]:
         console.print(show.claim_table(summary["claims"], console.width))
         console.print()
