@@ -1,9 +1,10 @@
-"""The first thing a new user runs: digits on ten unlike clients, five ways of sending the update."""
+"""The first thing a new user runs: digits on ten unlike clients, six ways of sending the update."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,9 @@ FEDAVG = "FedAvg"
 IDENTITY = "identity codec"
 LAST = 5
 """Rounds over which the claims about accuracy take the mean."""
+
+DOWNLINK: dict[str, Any] = {"downlink": "topk", "downlink.density": 0.05}
+"""The last row: the server sends a twentieth of each difference, too."""
 
 OPTIONS = {
     "task.partition": Option("dirichlet:0.5", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
@@ -42,6 +46,7 @@ def rows(config: Config) -> list[RunSpec]:
         config.spec("topk", with_feedback(config), TASK, take=_SHARED + density, feedback=True),
         config.spec("topk", without_feedback(config), TASK, take=_SHARED + density, feedback=False),
         config.spec("qsgd", "QSGD", TASK, take=(*_SHARED, "codec.levels")),
+        config.spec("topk", both_ways(config), TASK, take=_SHARED + density, feedback=True, **DOWNLINK),
     ]
 
 
@@ -99,6 +104,11 @@ def without_feedback(config: Config) -> str:
     return f"top-k {_density(config)} without feedback"
 
 
+def both_ways(config: Config) -> str:
+    """Return the label of the row whose downlink is compressed as well."""
+    return f"top-k {_density(config)} up, {_percent(DOWNLINK['downlink.density'])} down"
+
+
 def different_bytes(first: RunResult, second: RunResult) -> int:
     """Return how many bytes of two final models differ; every byte counts when names, shapes or types do."""
     same_layout = list(first.arrays) == list(second.arrays) and all(
@@ -118,7 +128,11 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _density(config: Config) -> str:
-    return f"{100 * float(config.settings['codec.density']):.3g} %"
+    return _percent(float(config.settings["codec.density"]))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
 
 EXPERIMENT = Experiment(
@@ -138,6 +152,7 @@ EXPERIMENT = Experiment(
         "what it did not send and adds it to the next change; without feedback it forgets, so that small but steady "
         "changes never arrive. The identity codec sends everything by the same path as the others: it shows that the "
         "path itself changes no bit, and what it costs.\n\n"
-        "Only the uplink is compressed here: the model goes down whole in every row."
+        "The last row compresses the downlink as well: nodes get the twentieth of the model that changed most, and the "
+        "rest in later rounds. In every other row the model goes down whole."
     ),
 )

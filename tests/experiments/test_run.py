@@ -326,7 +326,7 @@ def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
     done = python("-m", "experiments.run", *small, "--json", "--out", str(tmp_path / "runs"), cwd=ROOT)
     assert done.returncode == 1, done.stderr  # one round of a tiny model cannot reach the bounds of the full one
     document = json.loads(done.stdout)
-    dense, identity, kept, lost, quantised = document["rows"]
+    dense, identity, kept, lost, quantised, both = document["rows"]
     assert dense["accuracy"] == identity["accuracy"]
     (same,) = [claim for claim in document["claims"] if claim["name"].startswith("identity")]
     assert same["ok"]
@@ -340,6 +340,8 @@ def test_a_small_quickstart_runs_from_a_shell(tmp_path: Path) -> None:
         assert row["uplink_wire_bytes"] > row["uplink_payload_bytes"]
         assert row["failures"] == 0
     assert lost["label"] == "top-k 1 % without feedback"
+    assert both["label"] == "top-k 1 % up, 5 % down"
+    assert both["uplink_payload_bytes"] == kept["uplink_payload_bytes"], "the first model goes down whole"
     assert "digits" in document["data"]
 
 
@@ -360,7 +362,7 @@ def test_ctrl_c_in_the_middle_of_a_real_run_then_resume(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        wait_for_rounds(process, out, 7)  # a round or so into the second of five rows
+        wait_for_rounds(process, out, 7)  # a round or so into the second row
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     finally:
