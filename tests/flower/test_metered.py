@@ -271,7 +271,7 @@ def test_two_nodes_that_claim_one_partition_are_kept_apart_in_the_order_of_their
             inner = SimulationLikeGrid(engine)
             # Replies arrive in one order and in the opposite one.
             pull = inner.pull_messages
-            inner.pull_messages = lambda ids, pull=pull, back=bool(polls): pull(ids)[:: -1 if back else 1]  # type: ignore
+            inner.pull_messages = lambda ids, pull=pull, back=bool(polls): pull(ids)[:: -1 if back else 1]  # type: ignore[method-assign]
             grid = MeteredGrid(inner, poll_seconds=0.0)
             orders = [origin(grid.send_and_receive(batch(grid, round_))) for round_ in (1, 2)]
             first = min(engine.node_id_of(0), engine.node_id_of(1))
@@ -279,7 +279,7 @@ def test_two_nodes_that_claim_one_partition_are_kept_apart_in_the_order_of_their
             assert grid.partition_of(first) == 1
             assert grid.partition_of(other) is None
             assert grid.ledger.by("node", "messages") == {0: 4, 1: 4, other: 4}
-            assert orders == [[2.0, float(engine.partition_of(first)), float(engine.partition_of(other))]] * 2  # type: ignore
+            assert orders == [[2.0, float(engine.partition_of(first)), float(engine.partition_of(other))]] * 2  # type: ignore[arg-type]
             seen.append((orders, rows(grid)))
     assert seen[0] == seen[1]
 

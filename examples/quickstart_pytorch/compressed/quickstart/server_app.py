@@ -1,6 +1,5 @@
 """The Flower ServerApp."""
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
@@ -16,7 +15,6 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Train a global model over all clients."""
     config = context.run_config
-    torch.manual_seed(0)
     arrays = ArrayRecord(Net().state_dict())
     client_config = ConfigRecord(
         {
