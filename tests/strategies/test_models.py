@@ -275,3 +275,29 @@ def test_the_toy_reference_run_is_what_it_was() -> None:
         Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0)), model(), client_app([compression()]), rounds=3
     )
     np.testing.assert_allclose(stack(full.arrays), stack(dense.arrays), rtol=1e-5, atol=1e-2)
+
+
+def test_a_strategy_that_sends_no_configuration() -> None:
+    """The announcement travels in a record of its own; the app sees a message without any."""
+
+    class Bare(FedAvg):
+        def configure_train(self, server_round, arrays, config, grid):
+            return [Message(RecordDict({"arrays": arrays}), n, "train") for n in grid.get_node_ids()]
+
+    seen: list[list[str]] = []
+    inner = adding(mods=False)
+
+    def watching(msg: Message, context: Context, call_next) -> Message:
+        seen.append(sorted(msg.content))
+        return call_next(msg, context)
+
+    app = ClientApp(mods=[compression(), watching])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        return inner(msg, context)
+
+    strategy = Compressed(Bare(**ONE, fraction_evaluate=0.0), TopK(density=0.5))
+    go(strategy, record(w=np.zeros(2000, np.float32)), app, rounds=2)
+    assert [r.compressed for r in strategy.reports.values()] == [3, 3]
+    assert all(names == ["arrays"] for names in seen)
