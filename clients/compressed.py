@@ -36,8 +36,8 @@ def compression(accept: Collection[str] | None = None) -> Mod:
     Parameters
     ----------
     accept : collection of str, optional
-        Codec ids this client agrees to use; default all registered ones. A codec outside of it is answered densely and
-        reported to the server, never silently.
+        Codec ids this client agrees to use, wrappers ("feedback", "chain") included; default all registered ones. A
+        codec outside of it is answered densely and reported to the server, never silently.
 
     Examples
     --------
