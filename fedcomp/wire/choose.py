@@ -208,12 +208,15 @@ def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCode
         codec = INDEX_BY_NAME[name]
         params, section = codec.encode(support)
         return codec, params, section, backend, None
-    wrap = 2 * support.k > support.n
-    coded = support.complement() if wrap else support
-    codec, params, section, backend, compressed = _smallest(coded, backend)
-    if wrap:
-        return Complement(), bytes((codec.codec_id,)) + params, section, backend, compressed
-    return codec, params, section, backend, compressed
+    if 2 * support.k <= support.n:
+        return _smallest(support, backend)
+    codec, params, section, chosen, compressed = _smallest(support.complement(), backend)
+    b, size = best_rice(support)
+    # A dense support with all its gaps at one end is shorter as it is than what is left out.
+    if size < len(params) + len(section if compressed is None else compressed):
+        rice = Rice()
+        return rice, *rice.encode_with(support, b), backend, None
+    return Complement(), bytes((codec.codec_id,)) + params, section, chosen, compressed
 
 
 def _smallest(support: Support, backend: str) -> tuple[IndexCodec, bytes, bytes, str, bytes | None]:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedcomp import wire
@@ -112,6 +112,7 @@ def test_auto_is_near_the_bound_at_any_density(density: float) -> None:
 
 
 @given(supports(), st.sampled_from(["none", "zlib"]))
+@example((17, [0, 1, 2, 3, 4, 5, 6, 7, 8]), "none")
 def test_auto_is_never_worse_than_rice_plus_one_byte(case: tuple[int, list[int]], backend: str) -> None:
     support = Support(np.array(case[1], np.int64), case[0])
     _, rice_params, rice = Rice(), *Rice().encode(support)
