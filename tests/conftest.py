@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from fedcomp.flower.offline import go_offline
 
 # Before any test module imports Flower: its telemetry switch is read at import.
 go_offline()
+
+# The same examples in every run; HYPOTHESIS_PROFILE=deep looks for new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("deep", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.fixture(autouse=True)
