@@ -5,8 +5,8 @@ thread's processor time is taken: it leaves out what other processes did meanwhi
 a read pass, the vectorised sum of |x|: one is taken before each call, the mean over a repetition is the repetition's
 limit, and the median of the ratios over interleaved repetitions is reported.
 
-Packing is claimed for Rice-coded indices. The default, ``index="auto"``, may try a byte compressor on large supports as
-well, which costs as much again and pays on clustered ones; it is in the rows.
+Packing gates for Rice-coded indices. The default, ``index="auto"``, may try a byte compressor on large supports as
+well, which costs as much again and pays on clustered ones; its claim is reported and misses the goal at density 0.1.
 """
 
 from __future__ import annotations
@@ -156,6 +156,15 @@ class Measured:
                     "<=",
                     ENCODE_SHARE * goal,
                     GOAL,
+                ),
+                # What TopK does by default; the zstd trial costs it the goal at density 0.1. Reported, not gating.
+                Claim(
+                    f"top-k to bytes, auto, {at}: read passes",
+                    self.multiple("top-k to bytes, auto"),
+                    "<=",
+                    ENCODE_SHARE * goal,
+                    GOAL,
+                    gate=False,
                 ),
             ]
         return found

@@ -282,8 +282,7 @@ def _speed(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
             support = np.sort(_select(x, k))
             rows.append(_row("S5", case, "argpartition of |x|", 1e6 * select, "us"))
             goal = 0.01 if large else 0.1
-            # The goal was set for the coder of indices. What else a frame costs (values, checksum) and what the choice
-            # among all coders costs (exact sizes, a trial of zstd) is shown beside it.
+            # The coder of indices by itself, then whole frames with values and checksum.
             section = median_seconds(partial(_rice_section, support, n), 25 if large else 200)
             rows.append(_row("S5", case, "rice index section encode", 1e6 * section, "us"))
             name = f"S5 rice index encode / argpartition, {case}"
@@ -297,7 +296,8 @@ def _speed(quick: bool, say: Say) -> tuple[list[Row], list[Claim]]:
                     _row("S6", case, f"{codec} decode", 4 * n / decode / 1e9, "GB/s of dense float32"),
                 ]
                 name = f"S5 {codec} whole frame / argpartition, {case}"
-                claims.append(Claim(name, encode / select, "<=", goal, "goal S5 asked of the whole frame", gate=False))
+                # "auto" adds the exact sizes of all codecs and a zstd trial, which S3 asks for: reported, not gating.
+                claims.append(Claim(name, encode / select, "<=", goal, "wire goal S5", gate=codec == "rice"))
                 if codec == "rice":
                     worst_decode = max(worst_decode, decode / encode)
                     claims += _throughput(n, k, case, encode, decode)
