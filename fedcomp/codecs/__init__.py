@@ -4,6 +4,7 @@ from fedcomp.codecs.base import Codec, State, require_finite
 from fedcomp.codecs.chain import Chain, Transform, chain, get_transform
 from fedcomp.codecs.chain import registry as _transforms
 from fedcomp.codecs.clip import Clip
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.identity import Identity
 from fedcomp.codecs.positional import PositionalCodec, Stretch
 from fedcomp.codecs.qsgd import QSGD
@@ -17,7 +18,7 @@ known = codecs.known
 register_transform = _transforms.register
 known_transforms = _transforms.known
 
-for _codec in (Identity, TopK, RandomK, QSGD, Chain):
+for _codec in (Identity, TopK, RandomK, QSGD, Chain, ErrorFeedback):
     register(_codec)
 register_transform(Clip)
 
@@ -26,6 +27,7 @@ __all__ = [
     "Chain",
     "Clip",
     "Codec",
+    "ErrorFeedback",
     "Identity",
     "PositionalCodec",
     "RandomK",

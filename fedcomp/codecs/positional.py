@@ -45,6 +45,8 @@ class Stretch:
         Where it lies in the vector.
     density : float or None
         What the layout's policy asks for this tensor.
+    shape : tuple of int
+        The tensor's own shape; that of the flat stretch when it covers several tensors.
     """
 
     index: int
@@ -52,6 +54,7 @@ class Stretch:
     start: int
     stop: int
     density: float | None = None
+    shape: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -77,7 +80,7 @@ def stretches(layout: Layout, scope: str) -> tuple[Stretch, ...]:
     """
     if scope == "layer":
         tensors = [t for t in layout.compressed if t.size]
-        return tuple(Stretch(i, t.name, t.offset, t.offset + t.size, t.density) for i, t in enumerate(tensors))
+        return tuple(Stretch(i, t.name, t.offset, t.offset + t.size, t.density, t.shape) for i, t in enumerate(tensors))
     asked = [t.name for t in layout.compressed if t.density is not None]
     if asked:
         raise ConfigError(
@@ -85,7 +88,7 @@ def stretches(layout: Layout, scope: str) -> tuple[Stretch, ...]:
             "with scope='global' treats the model as one vector; use scope='layer', or a policy of only None and 1.0"
         )
     size = layout.compressed_size
-    return (Stretch(0, "the compressed part", 0, size),) if size else ()
+    return (Stretch(0, "the compressed part", 0, size, shape=(size,)),) if size else ()
 
 
 def add_scaled(out: Vector, values: Vector, weight: np.float32) -> None:

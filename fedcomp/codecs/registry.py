@@ -167,5 +167,4 @@ def _nested_deeper(config: Any, most: int) -> bool:
     return True
 
 
-# ErrorFeedback wraps codecs and so stands above this package; its name is resolved on demand.
-codecs: Registry[Codec] = Registry(Codec, "codec_id", "fedcomp.codecs", {"feedback": "fedcomp.feedback"})
+codecs: Registry[Codec] = Registry(Codec, "codec_id", "fedcomp.codecs")

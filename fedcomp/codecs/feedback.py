@@ -1,0 +1,342 @@
+"""Error feedback: what was not sent is remembered and sent later. One wrapper for every codec.
+
+The classical memory (Seide et al. 2014; Stich et al. 2018), ScaleCom's low-pass filter (Chen et al. 2020,
+arXiv:2104.11125) and deep gradient compression's momentum correction with factor masking (Lin et al. 2018,
+arXiv:1712.01887) differ in two lines and share everything else, so they are options of one class (formulas from
+secondary sources and the authors' public code; combinations derived).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs import params
+from fedcomp.codecs.base import Codec, State, all_finite, require_finite
+from fedcomp.codecs.clip import norm
+from fedcomp.codecs.positional import frame_of
+from fedcomp.codecs.registry import codecs
+from fedcomp.codecs.topk import TopK
+from fedcomp.codecs.wrapper import Wrapper
+from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate, StateError
+from fedcomp.kernels import feedback_step
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Bundle, Frame
+
+_INNER = "codec."
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ErrorFeedback(Wrapper):
+    """Wrap ``codec`` with a memory m of what it did not send.
+
+    Each round, with update g and the frame's decoded content q (from the bytes, so that quantisation errors are kept)::
+
+        u = momentum * u + g                       # momentum == 0: u = g
+        p = decay * m + u                          # nesterov: u = momentum * (u + g), p = decay * m + u + g
+        frame = codec.encode(p)
+        m = (1 - beta) * m + beta * (p - q)        # beta == 1: m = p - q
+        u[support of the frame] = 0                # with masking
+
+    The memory stays bounded when the codec contracts. An unbiased codec with ω >= 1, such as a scaled random-k, does
+    not: use its unscaled form here.
+
+    With ``decay=1``, ``beta > 0``, no guard and no ``max_age`` nothing is lost: Σ sent + m / beta equals, elementwise,
+    the sum of all that was added to the memory: Σ g without momentum, Σ u with it (Σ (u + g) for Nesterov). Tensors
+    that travel dense leave no memory; they share the momentum, which masking does not touch (as in deep gradient
+    compression's public code).
+
+    Parameters
+    ----------
+    codec : Codec or config mapping
+        Any one-exchange codec without memory of its own.
+    decay : float
+        Factor of the memory per round, in [0, 1]. 0 forgets: no error feedback.
+    beta : float
+        ScaleCom's low-pass filter, in [0, 1]. Sent coordinates keep (1 - beta) of their memory, not zero. 0 freezes the
+        memory at zero: explicitly no memory.
+    momentum : float
+        Momentum correction, in [0, 1). The server must then not use momentum of its own.
+    nesterov : bool
+        Nesterov's form of the momentum.
+    masking : bool
+        Clear the momentum of the coordinates to which a sparse frame delivered a value other than zero. At density 1
+        this makes it plain SGD, with Nesterov (1 + momentum) times as fast. Dense codecs (Identity, QSGD) choose no
+        coordinates: there it has no effect.
+    max_age : int, optional
+        Drop memory and momentum after this many missed rounds (by the key's round), at least 1.
+    norm_guard : float, optional
+        Scale the memory down to this many times ‖g‖ when it is longer; a zero update sets no bound. A frame that is
+        rolled back returns to a memory under the same bound. What is cut away is lost on purpose.
+
+    Notes
+    -----
+    Model-sized arrays per call: one is allocated (the new memory, in which p is formed and from which q is subtracted),
+    one more with momentum (the new momentum), and one temporary for ``beta < 1`` or ``nesterov``. The old state is only
+    read, so that an error or a lost process leaves it whole; this is why the addition is not done in place. Around a
+    global TopK with float32 values, addition and threshold search are one pass; the frame's bytes are the same.
+    Momentum that was held over missed rounds is scaled by ``momentum ** missed``.
+
+    State: ``memory`` (float32, the vector's size), ``momentum`` (the same, if used), ``masked`` (the momentum cleared
+    by the last frame, O(k)), ``round`` (of the last frame), ``bound`` (what the guard allowed then), ``threshold`` (a
+    warm start that never changes a result), and the codec's own state under ``codec.``. A state of another size, dtype
+    or codec raises :class:`~fedcomp.errors.StateError`.
+    """
+
+    codec_id: ClassVar[str] = "feedback"
+    remembers = True
+
+    codec: Codec
+    decay: float = 1.0
+    beta: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    masking: bool = True
+    max_age: int | None = None
+    norm_guard: float | None = None
+
+    def __post_init__(self) -> None:
+        codec = codecs.get(self.codec)
+        if codec.remembers or codec.phases != 1:
+            why = "has memory of its own" if codec.remembers else f"needs {codec.phases} exchanges"
+            raise ConfigError(f"{codec!r} {why}; error feedback wraps a one-exchange codec without memory")
+        params.assign(
+            self,
+            codec=codec,
+            decay=params.unit("decay", self.decay),
+            beta=params.unit("beta", self.beta),
+            momentum=params.number("momentum", self.momentum, rule="a number in [0, 1)", ok=lambda v: 0.0 <= v < 1.0),
+            nesterov=params.boolean("nesterov", self.nesterov),
+            masking=params.boolean("masking", self.masking),
+        )
+        if self.max_age is not None:
+            params.assign(self, max_age=params.integer("max_age", self.max_age, low=1))
+        if self.norm_guard is not None:
+            params.assign(self, norm_guard=params.positive("norm_guard", self.norm_guard))
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov=True needs momentum > 0")
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, the inner codec as a nested configuration."""
+        return params.dataclass_config(self)
+
+    def __repr__(self) -> str:
+        return params.dataclass_repr(self)
+
+    def init(self, layout: Layout) -> State:
+        """Return a state with empty memory."""
+        state: State = {"memory": np.zeros(layout.size, np.float32)}
+        if self.momentum:
+            state["momentum"] = np.zeros(layout.size, np.float32)
+        return state | _prefixed(self.codec.init(layout))
+
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode update plus memory; see :meth:`fedcomp.codecs.base.Codec.encode`."""
+        inner = _inner(state)
+        after: State = {"round": np.asarray(key.round, np.int64)}
+        # Sums that overflow are reported as what they are; before that they must not warn.
+        with np.errstate(over="ignore", invalid="ignore"):
+            memory, velocity = self._recall(update.layout, state, key)
+            held = {"memory": memory} | ({} if velocity is None else {"momentum": velocity})
+            gradient, velocity = self._accelerate(update, velocity)
+            if self._fusible:
+                frame, left, threshold = self._fused(gradient, held, _scalar(state, "threshold", "f"), update)
+                content: Frame | Bundle = frame
+                if threshold is not None:
+                    after["threshold"] = np.asarray(threshold, np.float32)
+            else:
+                frame, content, left, inner = self._general(gradient, held, inner, key, update)
+        if self.beta != 1.0:
+            left *= np.float32(self.beta)
+            left += np.float32(1.0 - self.beta) * memory
+        if self.norm_guard is not None:
+            bound = self.norm_guard * norm(update.vector)
+            _shorten(left, bound)
+            after["bound"] = np.asarray(bound)
+        after["memory"] = left
+        if velocity is not None:
+            after["momentum"] = velocity
+            if self.masking:
+                support = self.codec.support(content, update.layout)
+                after["masked"] = velocity[support]
+                velocity[support] = 0.0
+        return frame, after | _prefixed(inner)
+
+    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
+        """Return ``state`` with the frame's mass back in the memory and its masked momentum back in place.
+
+        Exact for values that travel as float32, otherwise to one rounding; a guard that was at its bound cuts again.
+        Memory that had expired does not come back. Copies the memory, and the momentum if any.
+
+        Raises
+        ------
+        StateError
+            When ``state`` is not what :meth:`encode` returned with a frame like this.
+        """
+        back = {name: array for name, array in state.items() if not name.startswith(_INNER)}
+        content = self.codec.open(frame, layout)
+        memory = _vector(state, "memory", layout).copy()
+        self.codec.accumulate(content, self.beta, Update(memory, layout))
+        bound = _scalar(state, "bound", "f")
+        if self.norm_guard is not None and bound is not None:
+            _shorten(memory, bound)
+        back["memory"] = memory
+        if "masked" in state:
+            velocity = _vector(state, "momentum", layout).copy()
+            support = self.codec.support(content, layout)
+            masked = back.pop("masked")
+            if not isinstance(masked, np.ndarray) or masked.dtype != np.float32 or masked.shape != support.shape:
+                raise StateError(
+                    f"the state's masked momentum is {_described(masked)}, but the frame delivers {support.size} "
+                    "values; roll back the frame that came with this state"
+                )
+            velocity[support] = masked
+            back["momentum"] = velocity
+        return back | _prefixed(self.codec.rollback(_inner(state), frame, layout))
+
+    @property
+    def _fusible(self) -> bool:
+        codec = self.codec
+        return type(codec) is TopK and codec.scope == "global" and codec.values == "float32"
+
+    def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
+        """Return memory and momentum as they are to be used this round."""
+        memory = _vector(state, "memory", layout)
+        velocity = _vector(state, "momentum", layout) if self.momentum else None
+        last = _scalar(state, "round", "iu")
+        missed = 0 if last is None else key.round - int(last) - 1
+        if self.max_age is not None and missed >= self.max_age:
+            return np.zeros_like(memory), None if velocity is None else np.zeros_like(velocity)
+        if velocity is not None and missed > 0:
+            velocity = velocity * np.float32(self.momentum**missed)
+        return memory, velocity
+
+    def _accelerate(self, update: Update, velocity: Vector | None) -> tuple[Vector, Vector | None]:
+        """Return what is added to the memory, and the new momentum (a new array)."""
+        if velocity is None:
+            return update.vector, None
+        mu = np.float32(self.momentum)
+        if not self.nesterov:
+            velocity = velocity * mu
+            velocity += update.vector
+            return velocity, velocity
+        velocity = velocity + update.vector
+        velocity *= mu
+        return velocity + update.vector, velocity
+
+    def _fused(
+        self, gradient: Vector, held: State, warm: float | None, update: Update
+    ) -> tuple[Frame, Vector, float | None]:
+        """Return frame, p - q and the new threshold; addition, selection and clearing in one pass."""
+        codec = self.codec
+        assert isinstance(codec, TopK)
+        memory = held["memory"]
+        left = np.empty_like(memory)
+        tensors = []
+        threshold = None
+        end = 0
+        for stretch in codec.stretches(update.layout):
+            end = stretch.stop
+            try:
+                step = feedback_step(
+                    memory[:end],
+                    gradient[:end],
+                    codec.count(stretch),
+                    decay=self.decay,
+                    threshold=warm,
+                    out=left[:end],
+                )
+            except NonFiniteUpdate:
+                raise _non_finite(update, held) from None
+            threshold = step.threshold
+            tensors.append(codec.pack_selected(step.indices, step.values, stretch))
+        rest = np.add(memory[end:] * np.float32(self.decay), gradient[end:], out=left[end:])
+        if not all_finite(rest):
+            raise _non_finite(update, held)
+        frame = frame_of(tensors, rest)
+        rest.fill(0.0)
+        return frame, left, threshold
+
+    def _general(
+        self, gradient: Vector, held: State, inner: State, key: Key, update: Update
+    ) -> tuple[Frame, Bundle, Vector, State]:
+        """Return frame, its content, p - q and the codec's state, for any codec."""
+        memory = held["memory"]
+        if self.decay == 1.0:
+            total = memory + gradient
+        else:
+            total = memory * np.float32(self.decay)
+            total += gradient
+        sum_of_both = Update(total, update.layout)
+        try:
+            frame, inner = self.codec.encode(sum_of_both, inner, key)
+        except NonFiniteUpdate as error:
+            raise error if all_finite(total) else _non_finite(update, held) from None
+        content = self.codec.open(frame, update.layout)
+        self.codec.accumulate(content, -1.0, sum_of_both)
+        return frame, content, total, inner
+
+
+def _shorten(memory: Vector, bound: float) -> None:
+    """Scale ``memory`` down in place to the norm ``bound`` when it is longer; 0 sets no bound."""
+    length = norm(memory)
+    if 0.0 < bound < length:
+        memory *= np.float32(bound / length)
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+
+
+def _vector(state: State, name: str, layout: Layout) -> Vector:
+    """Return a float32 array of the layout's size out of ``state``; raise StateError when there is none."""
+    array = state.get(name)
+    if array is None:
+        raise StateError(f"the state holds no {name} of this codec; start from init(layout)")
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (layout.size,):
+        raise StateError(
+            f"the state's {name} is {_described(array)}, the layout needs float32({layout.size},): another model's "
+            "state; start from init(layout)"
+        )
+    return array
+
+
+def _scalar(state: State, name: str, kinds: str) -> float | None:
+    """Return a number out of ``state``, None when there is none; raise StateError for anything else."""
+    array = state.get(name)
+    if array is None:
+        return None
+    if not isinstance(array, np.ndarray | np.generic) or array.size != 1 or array.dtype.kind not in kinds:
+        raise StateError(f"the state's {name} is {_described(array)}, expected one number; start from init(layout)")
+    return array.item()
+
+
+def _prefixed(inner: Mapping[str, NDArray[Any]]) -> State:
+    return {_INNER + name: array for name, array in inner.items()}
+
+
+def _inner(state: State) -> State:
+    return {name.removeprefix(_INNER): array for name, array in state.items() if name.startswith(_INNER)}
+
+
+def _non_finite(update: Update, held: State) -> FedcompError:
+    """Return the error that names the update's tensor, damaged memory or momentum, or an overflow of the sum."""
+    try:
+        require_finite(update)
+    except NonFiniteUpdate as error:
+        return error
+    for name, array in held.items():
+        if not all_finite(array):
+            return StateError(
+                f"the state's {name} holds NaN or infinity, which no update leaves there: it was damaged where it was "
+                "kept. Nothing was sent; start from init(layout)"
+            )
+    return NonFiniteUpdate(
+        f"update plus memory (largest magnitude {float(np.abs(held['memory']).max()):g}) overflows float32; "
+        "nothing was sent and no state was changed"
+    )
