@@ -8,6 +8,7 @@
 ('w', array([  3,  14, 159]), array([ 1., -2.,  3.], dtype=float32))
 """
 
+from fedcomp.wire.accounting import tensor_bytes
 from fedcomp.wire.backends import available_backends
 from fedcomp.wire.choose import INDEX_BY_NAME, INDEX_CODECS, PLAIN, Seeded, SharedSupport
 from fedcomp.wire.decode import decode
@@ -48,8 +49,8 @@ from fedcomp.wire.limits import (
     Limits,
     Schema,
 )
-from fedcomp.wire.quantised import SignScale, Uniform
-from fedcomp.wire.support import seeded_support
+from fedcomp.wire.quantised import Ones, SignScale, Uniform
+from fedcomp.wire.support import seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded, shared, sparse
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
@@ -87,6 +88,7 @@ __all__ = [
     "Limits",
     "Natural",
     "NonFinite",
+    "Ones",
     "QsgdLevels",
     "Raw",
     "Schema",
@@ -108,7 +110,9 @@ __all__ = [
     "dense",
     "encode",
     "seeded",
+    "seeded_block",
     "seeded_support",
     "shared",
     "sparse",
+    "tensor_bytes",
 ]

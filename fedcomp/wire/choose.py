@@ -6,6 +6,7 @@ the clustered supports real gradients have. It is never worse than Rice plus one
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.wire.backends import available_backends, compress
-from fedcomp.wire.bits import Buffer, packed_size
+from fedcomp.wire.bins import Bins
+from fedcomp.wire.bits import Buffer, packed_size, put_varint
 from fedcomp.wire.errors import Corrupt, UnsupportedCodec
 from fedcomp.wire.index import (
     RESERVED_INDEX,
@@ -26,8 +28,9 @@ from fedcomp.wire.index import (
     RawIndex,
     Support,
 )
+from fedcomp.wire.limits import MAX_SIZE
 from fedcomp.wire.rice import BlockRice, EliasFano, Rice, best_block_rice, best_rice, elias_fano_size
-from fedcomp.wire.support import ALGORITHM, complement, seeded_support, support_bytes
+from fedcomp.wire.support import BLOCK, SCATTERED, complement, drawn_bytes, drawn_support
 
 TRIAL_K: Final = 4096
 """Number of indices from which "auto" also tries zstd on shuffled gaps."""
@@ -37,12 +40,27 @@ _BLOCK_RICE_K = 512
 
 @dataclass(frozen=True, slots=True)
 class Seeded:
-    """The support is :func:`~fedcomp.wire.seeded_support` of ``seed``: nine bytes of parameters, no section."""
+    """The support is drawn by ``seed``: nine bytes of parameters, no section.
+
+    ``algorithm`` 1 draws single indices (:func:`~fedcomp.wire.seeded_support`), 2 a contiguous block
+    (:func:`~fedcomp.wire.seeded_block`). Another algorithm is another support, and compares unequal.
+    """
 
     seed: int
+    algorithm: int = SCATTERED
 
     def __post_init__(self) -> None:
         _require_u64("seed", self.seed)
+        if self.algorithm not in (SCATTERED, BLOCK):
+            raise ConfigError(f"support algorithm {self.algorithm!r} is unknown; expected {SCATTERED} or {BLOCK}")
+
+    def __repr__(self) -> str:
+        other = "" if self.algorithm == SCATTERED else f", algorithm={self.algorithm}"
+        return f"Seeded(seed={self.seed}{other})"
+
+    def indices(self, n: int, k: int) -> Indices:
+        """Return the ``k`` of ``n`` indices, ascending."""
+        return drawn_support(self.algorithm, self.seed, n, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +79,7 @@ def _require_u64(what: str, value: int) -> None:
 
 
 class SeededIndex(IndexCodec):
-    """Parameters on the wire: algorithm (1), seed u64."""
+    """Parameters on the wire: algorithm (1 single indices, 2 a block), seed u64."""
 
     codec_id = 10
     name = "seeded"
@@ -74,15 +92,23 @@ class SeededIndex(IndexCodec):
     def bounds(self, params: bytes, n: int, k: int) -> tuple[int, int]:
         if len(params) != 9:
             raise Corrupt(f"a seeded support needs nine bytes of parameters, found {len(params)}")
-        if params[0] != ALGORITHM:
-            raise UnsupportedCodec(f"support algorithm {params[0]} is unknown; this receiver has {ALGORITHM}", ("1",))
+        if params[0] not in (SCATTERED, BLOCK):
+            known = (str(SCATTERED), str(BLOCK))
+            raise UnsupportedCodec(
+                f"support algorithm {params[0]} is unknown; this receiver has {' and '.join(known)}", known
+            )
         return 0, 0
 
+    @staticmethod
+    def source(params: bytes) -> Seeded:
+        """Return what ``params``, which have passed :meth:`bounds`, say."""
+        return Seeded(int.from_bytes(params[1:], "little"), params[0])
+
     def decode(self, params: bytes, section: Buffer, n: int, k: int) -> Indices:
-        return seeded_support(int.from_bytes(params[1:], "little"), n, k)
+        return self.source(params).indices(n, k)
 
     def work_bytes(self, params: bytes, n: int, k: int, size: int) -> int:
-        return support_bytes(n, k)
+        return drawn_bytes(params[0], n, k)
 
     def size_bits(self, n: int, k: int) -> int:
         return 0
@@ -165,11 +191,14 @@ INDEX_CODECS: Final[dict[int, IndexCodec]] = {
         SeededIndex(),
         SharedIndex(),
         Complement(),
+        Bins(),
     )
 }
 INDEX_BY_NAME: Final = {c.name: c for c in INDEX_CODECS.values()}
 PLAIN: Final = ("raw", "fixed", "bitmap", "rice", "block-rice", "elias-fano", "gap-bytes")
 """Codecs that write any support by themselves."""
+
+_BINS = re.compile(r"(auto\+)?bins:([1-9][0-9]{0,18})", re.ASCII)
 
 
 def index_codec(code: int) -> IndexCodec:
@@ -188,11 +217,18 @@ def require_index(name: str) -> str:
     plain = name.removeprefix("complement:")
     if plain in PLAIN or name == "auto":
         return name
-    raise ConfigError(f"unknown index codec {name!r}{nearest(plain, (*PLAIN, 'auto'))}; 'complement:<name>' wraps one")
+    if (found := _BINS.fullmatch(name)) and int(found[2]) <= MAX_SIZE:
+        return name
+    raise ConfigError(
+        f"unknown index codec {name!r}{nearest(plain, (*PLAIN, 'auto'))}; 'complement:<name>' wraps one, "
+        "'bins:<length>' writes bins of that many elements, 'auto+bins:<length>' the shorter of these and auto"
+    )
 
 
 def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCodec, bytes, bytes, str, bytes | None]:
     """Encode ``support`` with the named codec or, for "auto", with the one whose section is smallest.
+
+    ``name`` has passed :func:`require_index`.
 
     Returns
     -------
@@ -205,6 +241,14 @@ def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCode
             wrapper = Complement()
             params, section = wrapper.encode_with(support, name.removeprefix("complement:"))
             return wrapper, params, section, backend, None
+        if binned := _BINS.fullmatch(name):
+            bins = Bins(int(binned[2]))
+            params, section = bins.encode(support)
+            if binned[1]:
+                rival = encode_support(support, "auto", backend)
+                if _stored_size(rival) <= len(params) + len(section):
+                    return rival
+            return bins, params, section, backend, None
         codec = INDEX_BY_NAME[name]
         params, section = codec.encode(support)
         return codec, params, section, backend, None
@@ -217,6 +261,12 @@ def encode_support(support: Support, name: str, backend: str) -> tuple[IndexCode
         rice = Rice()
         return rice, *rice.encode_with(support, b), backend, None
     return Complement(), bytes((codec.codec_id,)) + params, section, chosen, compressed
+
+
+def _stored_size(encoded: tuple[IndexCodec, bytes, bytes, str, bytes | None]) -> int:
+    """Return the bytes a support takes; a compressed one also adds two raw lengths to the table."""
+    _, params, section, _, compressed = encoded
+    return len(params) + (len(section) if compressed is None else len(compressed) + 2 * len(put_varint(len(section))))
 
 
 def _smallest(support: Support, backend: str) -> tuple[IndexCodec, bytes, bytes, str, bytes | None]:

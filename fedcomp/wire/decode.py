@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.wire.backends import backend_name, decompress
+from fedcomp.wire.bins import Bins
 from fedcomp.wire.bits import Buffer, take_varint
 from fedcomp.wire.choose import Complement, Seeded, SeededIndex, SharedIndex, SharedSupport, index_codec
 from fedcomp.wire.errors import (
@@ -389,9 +390,11 @@ def _take_tensor(
         section = _open(entry.backend, index_section, entry.index_raw)
         indices = entry.index_codec.decode(entry.index_params, section, entry.n, entry.k)
         if isinstance(entry.index_codec, SeededIndex):
-            index = Seeded(int.from_bytes(entry.index_params[1:], "little"))
+            index = SeededIndex.source(entry.index_params)
         elif isinstance(entry.index_codec, Complement):
             index = f"complement:{Complement.inner(entry.index_params).name}"
+        elif isinstance(entry.index_codec, Bins):
+            index = Bins.label(entry.index_params)
     elif entry.kind is SHARED:
         support_id = int.from_bytes(entry.index_params, "little")
         index = SharedSupport(support_id)

@@ -13,7 +13,6 @@ from fedcomp.wire.bits import Buffer, put_varint
 from fedcomp.wire.choose import Seeded, SharedSupport, encode_support
 from fedcomp.wire.index import Support
 from fedcomp.wire.limits import DENSE, DTYPE_IDS, SPARSE
-from fedcomp.wire.support import ALGORITHM
 from fedcomp.wire.tensor import Tensor
 from fedcomp.wire.values import Values
 
@@ -137,7 +136,7 @@ def _index(tensor: Tensor, backend: str) -> tuple[int, bytes, bytes, str, bytes]
     if tensor.kind is not SPARSE:
         return 0, b"", b"", backend, b""
     if isinstance(tensor.index, Seeded):
-        return 10, bytes((ALGORITHM,)) + tensor.index.seed.to_bytes(8, "little"), b"", backend, b""
+        return 10, bytes((tensor.index.algorithm,)) + tensor.index.seed.to_bytes(8, "little"), b"", backend, b""
     assert tensor.indices is not None
     support = Support(tensor.indices, tensor.size)
     codec, params, raw, backend, stored = encode_support(support, tensor.index, backend)

@@ -27,8 +27,8 @@ from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
 from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
-from fedcomp.wire.quantised import SignScale, Uniform
-from fedcomp.wire.support import seeded_support
+from fedcomp.wire.quantised import Ones, SignScale, Uniform
+from fedcomp.wire.support import BLOCK, SCATTERED, seeded_support
 from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
@@ -106,9 +106,14 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("complement:rice+ternary", size * 9 // 10, "zlib"),
         ("complement:rice+raw", size // 12, "none"),
         ("complement:bitmap+raw", size // 12, zstd),
+        ("bins:24+sign", size // 12, "none"),
+        ("one in bins:12+ones", size // 12, "none"),
+        ("seeded block+natural", size // 12, "none"),
     ):
         index, _, value = name.partition("+")
         support = seeded_support(key.u64(), size, k)
+        if index.startswith("one in "):
+            support = np.arange(k) * 12 + key.at(purpose=index).bits(k).astype(np.int64) % 12
         x = (key.at(purpose=name).uniform(k) - 0.5).astype(np.float32)
         values = _values(value, x, key)
         main = _tensor(index, size, support, values, backend)
@@ -134,16 +139,19 @@ def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
         "ternary": Ternary(np.where(np.abs(x) > 0.45, np.sign(x), 0), 0.5),
         "qsgd": QsgdLevels.quantise(x, 8, 16, uniforms),
         "natural": Natural.quantise(x, uniforms),
+        "ones": Ones(x.size),
     }
     return made[name]
 
 
 def _tensor(index: str, size: int, support: Indices, values: Values, backend: str) -> Tensor:
-    if index == "seeded":
-        return seeded((size,), 99, values.k, values, backend=backend)
+    if index.startswith("seeded"):
+        algorithm = BLOCK if index.endswith("block") else SCATTERED
+        return seeded((size,), 99, values.k, values, backend=backend, algorithm=algorithm)
     if index == "shared":
         return Tensor(values, (size,), kind=SHARED, index=SharedSupport(SHARED_ID), backend=backend)
-    return Tensor(values, (size,), kind=SPARSE, indices=support, index=index, backend=backend)
+    written = index.removeprefix("one in ")
+    return Tensor(values, (size,), kind=SPARSE, indices=support, index=written, backend=backend)
 
 
 def seal(body: bytes) -> Frame:

@@ -12,6 +12,7 @@ from fedcomp.wire.errors import Corrupt
 from fedcomp.wire.gamma import gamma_size, pack_gamma, unpack_gamma
 from fedcomp.wire.index import Support
 from fedcomp.wire.quantised import (
+    Ones,
     SignScale,
     Uniform,
     block_count,
@@ -256,6 +257,6 @@ def _from_zigzag(zigzag: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 VALUE_CODECS: Final[dict[int, type[Values]]] = {
-    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Natural)
+    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Natural, Ones)
 }
 VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

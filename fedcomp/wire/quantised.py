@@ -1,4 +1,4 @@
-"""Value codecs with few bits per value and a scale per block: uniform and sign; and what such codecs share.
+"""Value codecs with few bits per value: uniform and sign with a scale per block, ones; and what such codecs share.
 
 Decoding is integer arithmetic and one correctly rounded product per value, so that every platform decodes the same
 floats. Scales, norms and zero points must be finite, whatever the policy for values.
@@ -302,3 +302,46 @@ class SignScale(Values):
     @classmethod
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
         return 14 * k + 6 * block_count(k, cls._params(params))
+
+
+class Ones(Values):
+    """Every value is 1.0, so nothing travels but k: a sparse tensor of ones is a set of indices, a block or a vote.
+
+    Parameters
+    ----------
+    k : int
+        Number of values; ``0 <= k < 2**63``.
+
+    Parameters on the wire: none. Section: empty.
+    """
+
+    codec_id = 12
+    name = "ones"
+
+    def __init__(self, k: int) -> None:
+        require(0 <= k < 1 << 63, f"k={k} is not a number of values; expected 0 <= k < 2**63")
+        self._k = int(k)
+
+    @property
+    def k(self) -> int:
+        return self._k
+
+    def decode(self) -> NDArray[Any]:
+        return np.ones(self._k, np.float32)
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        return b"", b""
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        if len(params):
+            raise Corrupt(f"codec {cls.name!r} has no parameters, found {len(params)} bytes")
+        return 0, 0
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        return cls(k)
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 4 * k

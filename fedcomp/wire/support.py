@@ -1,4 +1,4 @@
-"""The seeded support: k of n indices both ends derive from one 64-bit seed (algorithm 1).
+"""Seeded supports: k of n indices both ends derive from one 64-bit seed, scattered (algorithm 1) or a block (2).
 
 Exact and stable for ever, in pure 64-bit integer arithmetic, so that another language redoes it:
 
@@ -9,6 +9,10 @@ Exact and stable for ever, in pure 64-bit integer arithmetic, so that another la
    rest exactly uniform.
 4. With ``m = min(k, n - k)``, the first ``m`` distinct candidates in stream order are a uniform sample without
    replacement. They are the support when ``k <= n - k``, else its complement.
+
+Algorithm 2 takes the first candidate alone, s, and the support is ``{s, s + 1, ..., s + k - 1}`` modulo n: a block that
+goes on at 0 where it reaches the end, so that every index has the same chance k/n. Cut off at the end instead, it would
+give the first indices less.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.wire.limits import MAX_SIZE
 
-ALGORITHM: Final = 1
+SCATTERED: Final = 1
+BLOCK: Final = 2
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -45,17 +50,52 @@ def seeded_support(seed: int, n: int, k: int) -> NDArray[np.int64]:
     -------
     ndarray of int64, shape (k,)
     """
-    if not 0 <= k <= n <= MAX_SIZE:
-        raise ConfigError(f"a support of k={k} out of n={n} indices needs 0 <= k <= n <= 2**62")
+    _require_sizes(n, k)
     few = min(k, n - k)
     drawn = _first_distinct(seed, n, few)
     return drawn if few == k else complement(drawn, n)
 
 
-def support_bytes(n: int, k: int) -> int:
-    """Return an upper bound on the bytes :func:`seeded_support` allocates, its result included."""
+def seeded_block(seed: int, n: int, k: int) -> NDArray[np.int64]:
+    """Return ``k`` consecutive indices of ``range(n)``, going on at 0 after n - 1, from a uniform start.
+
+    Parameters
+    ----------
+    seed : int
+        Any integer; taken modulo 2**64.
+    n, k : int
+        ``0 <= k <= n <= 2**62``. Time and memory O(k).
+
+    Returns
+    -------
+    ndarray of int64, shape (k,)
+        Ascending; a block that goes on at 0 begins with that part.
+    """
+    _require_sizes(n, k)
+    block = np.arange(k)
+    if 0 < k < n:
+        start = _first_candidate(seed, n)
+        wrapped = max(0, start + k - n)
+        block[wrapped:] += start - wrapped
+    return block
+
+
+def drawn_support(algorithm: int, seed: int, n: int, k: int) -> NDArray[np.int64]:
+    """Return the support of ``seed`` by the algorithm of that number."""
+    return (seeded_block if algorithm == BLOCK else seeded_support)(seed, n, k)
+
+
+def drawn_bytes(algorithm: int, n: int, k: int) -> int:
+    """Return an upper bound on the bytes :func:`drawn_support` allocates, its result included."""
+    if algorithm == BLOCK:
+        return 8 * k
     few = min(k, n - k)
     return 48 * few + 8 * k + (n if few < k else 0)
+
+
+def _require_sizes(n: int, k: int) -> None:
+    if not 0 <= k <= n <= MAX_SIZE:
+        raise ConfigError(f"a support of k={k} out of n={n} indices needs 0 <= k <= n <= 2**62")
 
 
 def complement(indices: NDArray[np.int64], n: int) -> NDArray[np.int64]:
@@ -95,6 +135,16 @@ def _few_candidates(start: int, first: int, count: int, n: int) -> NDArray[np.ui
         return np.zeros(count, np.uint64)
     z >>= np.uint64(64 - width)
     return z[z < np.uint64(n)]
+
+
+def _first_candidate(seed: int, n: int) -> int:
+    """Return the first candidate below ``n``, ``n >= 2``: two words on average, at most."""
+    state = _mix(seed & _MASK)
+    while True:
+        state = (state + _GAMMA) & _MASK
+        candidate = _mix(state) >> 64 - (n - 1).bit_length()
+        if candidate < n:
+            return candidate
 
 
 def _first_distinct(seed: int, n: int, m: int) -> NDArray[np.int64]:

@@ -25,7 +25,7 @@ from fedcomp.wire.limits import (
     representable,
     require_dtype,
 )
-from fedcomp.wire.support import seeded_support
+from fedcomp.wire.support import SCATTERED
 from fedcomp.wire.values import Raw, Values
 
 
@@ -48,8 +48,9 @@ class Tensor:
         Strictly ascending flat indices of a sparse tensor. None for dense tensors and coefficients, and for seeded and
         shared supports whose indices were not worked out.
     index : str, Seeded or SharedSupport
-        The index codec: "auto", a name (see :data:`fedcomp.wire.PLAIN`), or ``"complement:<name>"``. After decoding,
-        the one found in the frame.
+        The index codec: "auto", a name (see :data:`fedcomp.wire.PLAIN`), ``"complement:<name>"``, ``"bins:<length>"``
+        for few indices in every bin of ``length`` consecutive elements, or ``"auto+bins:<length>"`` for the shorter of
+        that and auto. After decoding, the one found in the frame.
     backend : {"none", "zlib", "zstd", "auto"}
         Byte compressor tried on both sections and kept where it shortens one. Its output is the same for the same input
         and the same version of the compressor only.
@@ -125,7 +126,7 @@ class Tensor:
             return values.reshape(self.shape)
         indices = self.indices
         if indices is None and isinstance(self.index, Seeded):
-            indices = seeded_support(self.index.seed, self.size, self.values.k)
+            indices = self.index.indices(self.size, self.values.k)
         if indices is None:
             raise ConfigError(f"tensor {self.name!r} lies on a shared support; pass it to decode(supports=...)")
         out = np.zeros(self.size, self.dtype)
@@ -201,15 +202,17 @@ def seeded(
     *,
     indices: Indices | None = None,
     backend: str = "none",
+    algorithm: int = SCATTERED,
 ) -> Tensor:
     """Return a sparse tensor whose support is :func:`~fedcomp.wire.seeded_support` of ``seed``; only the seed travels.
 
-    ``values`` are those at the ascending indices. ``indices`` may be passed when they are known already.
+    ``values`` are those at the ascending indices. ``indices`` may be passed when they are known already. With
+    ``algorithm=2`` the support is the block :func:`~fedcomp.wire.seeded_block`.
     """
     content = values if isinstance(values, Values) else Raw(values)
     if content.k != k:
         raise ConfigError(f"tensor {name!r}: a seeded support of {k} indices got {content.k} values")
-    source = Seeded(seed & (1 << 64) - 1)
+    source = Seeded(seed & (1 << 64) - 1, algorithm)
     return Tensor(content, _shape(shape), name, content.dtype, SPARSE, indices, source, backend)
 
 

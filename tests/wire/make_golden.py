@@ -89,6 +89,40 @@ def index_cases() -> list[Case]:
     return cases
 
 
+def bin_cases() -> list[Case]:
+    """Bins of both modes, blocks of a seed, and the ones that make a set of indices."""
+
+    def written(name: str, index: str, n: int, indices: np.ndarray) -> Case:
+        return Case(name, [wire.sparse((n,), indices, wire.Ones(indices.size), index=index)])
+
+    none = np.zeros(0, np.int64)
+    few = np.array([0, 3, 7, 30, 31, 101])
+    each = np.arange(0, 102, 8) + np.arange(13) * 5 % 6
+    long = np.arange(0, 90_000, 10) + np.arange(9000) * 7 % 10
+    return [
+        written("bins, one each, a short last bin", "bins:8", 102, each),
+        written("bins, one each, one element", "bins:8", 1, np.zeros(1, np.int64)),
+        written("bins, one each, no element", "bins:8", 0, none),
+        written("bins, one each, length 1", "bins:1", 7, np.arange(7)),
+        written("bins, one each, vertical packing", "bins:10", 90_000, long),
+        written("bins, several, some empty", "bins:10", 102, few),
+        written("bins, length a power of two", "bins:16", 102, few),
+        written("bins, length 1 is the bitmap", "bins:1", 102, few),
+        written("bins, one bin", "bins:500", 102, few),
+        written("bins, k = 0", "bins:10", 102, none),
+        written("bins, k = n", "bins:5", 12, np.arange(12)),
+        written("bins, vertical packing", "bins:50", 90_000, every(90_000, 7)),
+        written("bins, 64-bit indices", f"bins:{2**39}", 2**40, np.array([0, 5, 2**32, 2**40 - 1])),
+        written("auto, shorter than bins", "auto+bins:10", 102, few),
+        written("bins, shorter than auto", "auto+bins:8", 102, each),
+        Case("seeded block", [wire.seeded((1000,), 2024, 12, numbers(12), algorithm=2)]),
+        Case("seeded block that goes on at 0", [wire.seeded((20,), 2026, 15, numbers(15), algorithm=2)]),
+        Case("ones, dense", [wire.Tensor(wire.Ones(5), (5,))]),
+        Case("ones, empty", [wire.Tensor(wire.Ones(0), (0,))]),
+        Case("ones, float64", [wire.Tensor(wire.Ones(3), (3,), dtype="float64")]),
+    ]
+
+
 def value_cases() -> list[Case]:
     """Every value codec, dense and empty."""
     cases = []
@@ -146,7 +180,7 @@ def frame_cases() -> list[Case]:
 
 def cases() -> list[Case]:
     """Return all cases."""
-    return index_cases() + value_cases() + frame_cases()
+    return index_cases() + value_cases() + frame_cases() + bin_cases()
 
 
 def digest(array: np.ndarray | None) -> Any:

@@ -51,6 +51,6 @@ def test_every_codec_and_dtype_has_a_golden_frame() -> None:
     assert {t["dtype"] for t in tensors} == set(wire.DTYPES.values())
     assert {t["kind"] for t in tensors} == {"DENSE", "SPARSE", "COEFFICIENTS", "SHARED"}
     indices = " ".join(t["index"] for t in tensors)
-    assert all(word in indices for word in (*wire.PLAIN, "complement", "Seeded", "SharedSupport"))
+    assert all(word in indices for word in (*wire.PLAIN, "complement", "bins:", "Seeded", "SharedSupport"))
     assert len(STORED) >= 40
     assert list(CASES) == NAMES

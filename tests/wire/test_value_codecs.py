@@ -42,6 +42,7 @@ def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: in
         wire.QsgdLevels.quantise(x, 1 << bits, block, u),
         wire.Natural.quantise(x),
         wire.Natural.quantise(x, u),
+        wire.Ones(x.size),
     ):
         got = through(values, backend=backend)
         assert type(got) is type(values)
@@ -125,6 +126,22 @@ def test_sign_scale_is_the_mean_magnitude() -> None:
     assert values.pack() == (b"\x02", np.float32([1.5, 4.5, 0.0]).tobytes() + b"\x0a")
 
 
+def test_ones_are_a_set_of_indices() -> None:
+    block = np.array([2, 3, 5, 11])
+    for dtype in ("float16", "float32", "float64"):
+        frame = wire.encode([wire.sparse((20,), block, wire.Ones(4), dtype=dtype)])
+        got = wire.decode(frame, (wire.Expected("", (20,), dtype),))[0]
+        assert got.dense().dtype == np.dtype(dtype)
+        assert np.flatnonzero(got.dense()).tolist() == block.tolist()
+        assert got.values.pack() == (b"", b"")
+        assert got.values.size_bits() == 0
+        assert got.values.decode().tolist() == [1.0] * 4
+        assert got.values.zero_non_finite() is got.values
+    # An index block is as long as its indices, and a section of any byte is refused.
+    assert len(frame) == len(wire.encode([wire.sparse((20,), block, wire.Raw(np.ones(4)))])) - 4 * 8
+    assert wire.Ones.bounds(b"", 10**9, "float32") == (0, 0)
+
+
 def test_ternary_layouts() -> None:
     dense = wire.Ternary(np.array([1, -1, 0, 0, 1, -1]), 2.0)
     # 1 + 2*3 + 0*9 + 0*27 + 1*81 = 88, then a lone -1 as 2.
@@ -187,6 +204,7 @@ def test_impossible_contents_are_corrupt() -> None:
         (wire.QsgdLevels, b"\x00\x00\x00", "float32", "parameters"),
         (wire.QsgdLevels, b"\x02\x01\x00", "float32", "packing"),
         (wire.Natural, b"\x01", "float32", "no parameters"),
+        (wire.Ones, b"\x00", "float32", "no parameters"),
     ]
     for codec, params, dtype, words in cases:
         with pytest.raises(wire.Corrupt, match=words):
@@ -218,6 +236,7 @@ def test_constructors_check_their_arguments() -> None:
         lambda: wire.QsgdLevels(np.array([5]), 4, 0, np.ones(1)),
         lambda: wire.QsgdLevels(np.array([1]), 0, 0, np.ones(1)),
         lambda: wire.Natural(np.array([512])),
+        lambda: wire.Ones(-1),
         lambda: wire.Raw(np.array(["x"])),
         lambda: wire.Raw(np.array([1j])),
     ):

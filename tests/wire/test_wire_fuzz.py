@@ -26,15 +26,18 @@ def test_specimens_cover_every_codec() -> None:
     indices: set[str] = set()
     values: set[str] = set()
     used: set[str] = set()
+    algorithms: set[int | None] = set()
     for specimen in SMALL:
         for frame in specimen.frames:
             schema = specimen.schema[: frame[8]]
             bundle = wire.decode(frame, schema, specimen.limits, specimen.supports)
             tensor = bundle[0]
             indices.add(str(tensor.index).partition("(")[0].partition(":")[0])
+            algorithms.add(getattr(tensor.index, "algorithm", None))
             values.add(tensor.values.name)
             used |= {t.backend for t in bundle.tensors}
-    assert indices >= {*wire.PLAIN, "complement", "Seeded", "SharedSupport"}
+    assert indices >= {*wire.PLAIN, "complement", "bins", "Seeded", "SharedSupport"}
+    assert algorithms == {1, 2, None}
     assert values == set(wire.VALUE_BY_NAME)
     assert used == set(wire.available_backends())
 

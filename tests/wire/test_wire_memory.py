@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedcomp import wire
+from fedcomp.wire.bins import Bins
 from fedcomp.wire.support import complement, seeded_support
 
 SPARSE_ONLY = frozenset({wire.SPARSE})
@@ -62,6 +63,7 @@ def forms(k: int) -> list[wire.Values]:
         wire.QsgdLevels.quantise(x, 1 << 24, 1, half),
         wire.QsgdLevels(top, 1 << 24, 1, np.ones(k, np.float32)),
         wire.Natural.quantise(x),
+        wire.Ones(k),
     ]
 
 
@@ -76,13 +78,16 @@ def test_index_codecs_take_no_more_memory_than_they_say(n: int, k: int) -> None:
             (wire.INDEX_BY_NAME[name], *wire.INDEX_BY_NAME[name].encode(support.complement())) for name in wire.PLAIN
         ]
     ]
-    coded.append((wire.INDEX_BY_NAME["seeded"], b"\x01" + bytes(8), b""))
+    coded += [(wire.INDEX_BY_NAME["seeded"], bytes((algorithm,)) + bytes(8), b"") for algorithm in (1, 2)]
+    lengths = (1, 2, 3, 50, 200, 1 << 14, n)
+    coded += [(wire.INDEX_BY_NAME["bins"], *Bins(length).encode(support)) for length in lengths]
     for codec, params, section in coded:
         codec.bounds(params, n, k)
         view = memoryview(section)
         said = codec.work_bytes(params, n, k, len(section))
         used = peak(lambda c=codec, p=params, s=view: c.decode(p, s, n, k))
-        assert used <= said + buffers(max(k, n - k) if codec is wrapper else k), codec.name
+        most = max(k, n - k) if codec is wrapper else k
+        assert used <= said + buffers(max(most, n // 2) if codec.name == "bins" else most), codec.name
 
 
 @pytest.mark.parametrize("k", [6, 300, 100_000, 700_000])
@@ -108,13 +113,18 @@ def test_limits_of_a_schema_take_every_honest_frame(n: int, k: int, backend: str
     x = numbers(k)
     schema = (wire.Expected("w", (n,), max_k=k, kinds=SPARSE_ONLY),)
     frames = [wire.encode([wire.sparse((n,), support, x, index=i, backend=backend)]) for i in ("auto", *writers(n, k))]
-    frames.append(wire.encode([wire.seeded((n,), 5, k, x, backend=backend)]))
+    frames += [wire.encode([wire.seeded((n,), 5, k, x, backend=backend, algorithm=a)]) for a in (1, 2)]
+    fields = [k] * len(frames)
+    for length in (1, 2, 3, 5, 50, 200, 1 << 14, n):
+        frames.append(wire.encode([wire.sparse((n,), support, x, index=f"bins:{length}", backend=backend)]))
+        fields.append(k + n // length)
     limits = wire.Limits.for_schema(schema)
-    for frame in frames:
+    for frame, count in zip(frames, fields, strict=True):
         assert np.array_equal(wire.decode(frame, schema)[0].values.decode(), x)
         used = peak(lambda f=frame: wire.decode(f, schema))
-        assert used <= limits.max_bytes_out + buffers(k)
-        assert used <= 2 * (limits.max_bytes_in + limits.max_bytes_out) + (1 << 17)
+        assert used <= limits.max_bytes_out + buffers(count)
+        # Fields are unpacked through words of eight bytes, up to 2 MiB of them: empty bins, too, are fields.
+        assert used <= 2 * (limits.max_bytes_in + limits.max_bytes_out) + (1 << 17) + 8 * (count - k)
 
 
 @pytest.mark.parametrize("backend", ["none", "zlib", "auto"])
@@ -169,6 +179,33 @@ def test_a_sender_cannot_make_the_default_limits_exceed_themselves() -> None:
     frame = wire.encode([wire.sparse((N,), FEW, numbers(100), index="complement:bitmap", backend="zlib")])
     used = peak(lambda: wire.decode(frame, limits=small))
     assert used <= small.max_bytes_out + (1 << 17)
+
+
+@pytest.mark.parametrize("mode", ["one", "many", "all empty"])
+def test_bins_take_no_more_memory_than_they_say_at_size(mode: str) -> None:
+    n, length = 1_000_000, {"one": 8, "many": 8, "all empty": 1}[mode]
+    indices = np.arange(0, n, length) if mode == "one" else np.arange(0, n, 50) if mode == "many" else FEW[:0]
+    params, section = Bins(length).encode(wire.Support(indices, n))
+    codec = wire.INDEX_BY_NAME["bins"]
+    said = codec.work_bytes(params, n, indices.size, len(section))
+    used = peak(lambda: codec.decode(params, memoryview(section), n, indices.size))
+    assert 0.5 * said < used <= said + buffers(n)
+
+
+def test_frames_without_sections_cannot_ask_for_more_than_the_limits() -> None:
+    """A few bytes that stand for millions of ones, blocks or empty bins are refused before anything is allocated."""
+    n = 6_000_000
+    limits = wire.Limits(max_bytes_out=1 << 20)
+    for tensor in (
+        wire.Tensor(wire.Ones(n), (n,)),
+        wire.seeded((n,), 1, n // 2, wire.Ones(n // 2), algorithm=2),
+        wire.sparse((n,), FEW, wire.Ones(100), index="bins:1", backend="zlib"),
+    ):
+        frame = wire.encode([tensor])
+        assert len(frame) < 10_000
+        with pytest.raises(wire.LimitExceeded):
+            wire.decode(frame, limits=limits)
+        assert peak(lambda f=frame: wire.decode(f, limits=limits)) < 1 << 16
 
 
 def test_the_complement_of_a_complement_is_the_support() -> None:
