@@ -1,4 +1,4 @@
-"""Kernels for model-sized vectors: exact top-k, the fused error-feedback step, weighted scatter-add.
+"""Kernels for model-sized vectors: exact top-k, bins and tails, fused error-feedback steps, weighted scatter-add.
 
 Two tiers give bit-identical results: ``numba`` (compiled on first use, cached on disk, one thread, releases the GIL)
 and ``numpy``. ``tier="auto"`` takes numba from :data:`SMALL` elements on when it is installed. Importing this package
@@ -6,8 +6,26 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 ``python -m fedcomp.kernels``.
 """
 
+from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins
 from fedcomp.kernels.select import SMALL, Step, Tier, feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
+from fedcomp.kernels.tails import Exceedances, exceedances, select_above
 from fedcomp.kernels.warming import warm
 
-__all__ = ["SMALL", "Step", "Tier", "feedback_step", "scatter_add", "select_topk", "warm"]
+__all__ = [
+    "SMALL",
+    "AdaptiveBins",
+    "AdaptiveStep",
+    "Exceedances",
+    "Step",
+    "Tier",
+    "adaptive_step",
+    "exceedances",
+    "feedback_step",
+    "scatter_add",
+    "select_above",
+    "select_adaptive",
+    "select_bins",
+    "select_topk",
+    "warm",
+]

@@ -10,71 +10,53 @@ Kernels are single-threaded, release the GIL and never reorder or contract float
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import extending, njit, types
+from numba import types
 from numpy.typing import NDArray
 
+from fedcomp.kernels.compiled_bins import add_adaptive, bin_argmax, select_adaptive, take_scaled
+from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Floats, Found
+from fedcomp.kernels.lanes import (
+    AHEAD_INDICES,
+    F32,
+    SLACK,
+    WIDTH,
+    block_hits,
+    fetch,
+    fixed,
+    intrinsic,
+    kernel,
+    load,
+    magnitudes,
+    part,
+    population,
+    prefetch,
+    splat,
+    store,
+    trailing_zeros,
+    word_of,
+)
 
-# An intrinsic is called without the typing context it is defined with; no checker can know that.
-intrinsic: Any = extending.intrinsic
-
-_LANES = 64
-# The compaction writes four slots at a time and looks at the capacity once per block.
-_SLACK = _LANES + 8
-
-
-def _kernel(function: Callable[..., Any]) -> Any:
-    """Compile ``function`` on first call, cached on disk where any cache directory can be written."""
-    try:
-        return njit(function, cache=True, nogil=True)
-    except RuntimeError:
-        # Neither the package's nor the user's cache directory is writable: compile once per process instead.
-        return njit(function, nogil=True)
-
-
-def _splat(builder: Any, value: Any, vector: Any) -> Any:
-    """Return ``value`` in every lane of ``vector``'s type."""
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
-    return builder.shuffle_vector(first, undefined, lanes)
-
-
-def _address(context: Any, builder: Any, array_type: Any, array: Any, start: Any, vector: Any) -> Any:
-    """Return the address of ``array[start]`` as a pointer to ``vector``."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [start]), vector.as_pointer())
-
-
-def _load(builder: Any, address: Any) -> Any:
-    loaded = builder.load(address)
-    loaded.align = 4
-    return loaded
-
-
-def _hits(builder: Any, bits: Any, threshold: Any) -> Any:
-    """Return the 64-bit word of lanes of ``bits`` whose magnitude is at least ``threshold``."""
-    vector = bits.type
-    magnitude = builder.and_(bits, ir.Constant(vector, [MAGNITUDE] * _LANES))
-    above = builder.icmp_signed(">=", magnitude, _splat(builder, threshold, vector))
-    return builder.bitcast(above, ir.IntType(64))
-
-
-@intrinsic
-def _block_hits(typingctx: Any, bits: Any, start: Any, threshold: Any) -> Any:
-    """``word[j] = magnitude(bits[start + j]) >= threshold`` for 64 lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = ir.VectorType(ir.IntType(32), _LANES)
-        address = _address(context, builder, signature.args[0], args[0], args[1], vector)
-        return _hits(builder, _load(builder, address), args[2])
-
-    return types.uint64(bits, types.intp, types.int32), codegen
+__all__ = [
+    "add_adaptive",
+    "add_collect",
+    "bin_argmax",
+    "collect",
+    "find_above",
+    "finish",
+    "histogram",
+    "scatter_add",
+    "select_above",
+    "select_adaptive",
+    "tail_product",
+    "tail_sums",
+    "take_clear",
+    "take_scaled",
+]
 
 
 @intrinsic
@@ -85,50 +67,29 @@ def _block_add_hits(typingctx: Any, memory: Any, update: Any, decay: Any, out: A
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        memory_t, update_t, _, out_t, _, _ = signature.args
-        floats = ir.VectorType(ir.FloatType(), _LANES)
-        m = _load(builder, _address(context, builder, memory_t, args[0], args[4], floats))
-        g = _load(builder, _address(context, builder, update_t, args[1], args[4], floats))
-        p = builder.fadd(builder.fmul(m, _splat(builder, args[2], floats)), g)
-        stored = builder.store(p, _address(context, builder, out_t, args[3], args[4], floats))
-        stored.align = 4
-        bits = builder.bitcast(p, ir.VectorType(ir.IntType(32), _LANES))
-        return _hits(builder, bits, args[5])
+        floats = ir.VectorType(F32, WIDTH)
+        for j in range(2):
+            prefetch(context, builder, signature.args[j], args[j], args[4], WIDTH)
+        m, g = (load(context, builder, signature.args[j], args[j], args[4], floats) for j in range(2))
+        p = builder.fadd(builder.fmul(m, splat(builder, args[2], floats)), g)
+        store(context, builder, signature.args[3], args[3], args[4], p)
+        found = magnitudes(builder, p)
+        return word_of(builder, builder.icmp_signed(">=", found, splat(builder, args[5], found.type)))
 
     return types.uint64(memory, update, types.float32, out, types.intp, types.int32), codegen
 
 
-@intrinsic
-def _trailing_zeros(typingctx: Any, word: Any) -> Any:
-    """Position of the lowest set bit; 64 for zero."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.uint64), codegen
-
-
-@intrinsic
-def _population(typingctx: Any, word: Any) -> Any:
-    """Number of set bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), codegen
-
-
-@_kernel
+@part
 def _compact(word, start, bits, indices, magnitudes, written):
     """Append the positions and magnitudes of ``word``'s hits; return the new count.
 
     Four slots are written whatever is left of the word: what is too much is overwritten by the next block, and one
     well-predicted branch per four hits remains.
     """
-    end = written + _population(word)
+    end = written + population(word)
     while written < end:
         for j in range(4):
-            lane = _trailing_zeros(word) & 63
+            lane = trailing_zeros(word) & 63
             word &= word - np.uint64(1)
             indices[written + j] = start + lane
             magnitudes[written + j] = bits[start + lane] & MAGNITUDE
@@ -136,12 +97,12 @@ def _compact(word, start, bits, indices, magnitudes, written):
     return end
 
 
-@_kernel
+@kernel
 def _collect(bits, threshold, capacity, indices, magnitudes):
-    full = bits.size // _LANES * _LANES
+    full = bits.size // WIDTH * WIDTH
     written = 0
-    for start in range(0, full, _LANES):
-        word = _block_hits(bits, start, threshold)
+    for start in range(0, full, WIDTH):
+        word = block_hits(bits, start, threshold)
         if word:
             if written > capacity:
                 return -1
@@ -157,11 +118,11 @@ def _collect(bits, threshold, capacity, indices, magnitudes):
     return written if written <= capacity else -1
 
 
-@_kernel
+@kernel
 def _add_collect(memory, update, decay, out, bits, threshold, capacity, indices, magnitudes):
-    full = out.size // _LANES * _LANES
+    full = out.size // WIDTH * WIDTH
     written = 0
-    for start in range(0, full, _LANES):
+    for start in range(0, full, WIDTH):
         word = _block_add_hits(memory, update, decay, out, start, threshold)
         if word and written <= capacity:
             written = _compact(word, start, bits, indices, magnitudes, written)
@@ -175,7 +136,7 @@ def _add_collect(memory, update, decay, out, bits, threshold, capacity, indices,
     return written if written <= capacity else -1
 
 
-@_kernel
+@kernel
 def _histogram(bits, counts):
     # Four sub-histograms: neighbours often share a bin, and one counter would wait for its own last store.
     full = bits.size // 4 * 4
@@ -186,7 +147,7 @@ def _histogram(bits, counts):
         counts[0, (bits[i] & MAGNITUDE) >> BIN_SHIFT] += 1
 
 
-@_kernel
+@kernel
 def _finish(indices, magnitudes, threshold, k, out):
     above = 0
     for j in range(magnitudes.size):
@@ -200,36 +161,33 @@ def _finish(indices, magnitudes, threshold, k, out):
         written += (magnitudes[j] > threshold) | tie
 
 
-@_kernel
+@kernel
 def _take_clear(values, indices, taken):
+    last = indices.size - 1
     for j in range(indices.size):
+        fetch(values, indices[min(j + AHEAD_INDICES, last)])
         taken[j] = values[indices[j]]
         values[indices[j]] = 0.0
 
 
-@_kernel
+@kernel
 def _scatter_add(out, indices, values, weight):
+    last = indices.size - 1
     for j in range(indices.size):
+        fetch(out, indices[min(j + AHEAD_INDICES, last)])
         out[indices[j]] += weight * values[j]
-
-
-def _fixed(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a read-only view: writable and read-only inputs then share one compiled specialisation."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _room(size: int, capacity: int) -> tuple[int, NDArray[np.uint32], Bits]:
     """Return the capped capacity and candidate buffers with the slack the kernels need."""
     capacity = min(capacity, size)
-    return capacity, np.empty(capacity + _SLACK, np.uint32), np.empty(capacity + _SLACK, np.int32)
+    return capacity, np.empty(capacity + SLACK, np.uint32), np.empty(capacity + SLACK, np.int32)
 
 
 def collect(bits: Bits, threshold: int, capacity: int) -> Found | None:
     """See :meth:`fedcomp.kernels.interface.Ops.collect`."""
     capacity, indices, magnitudes = _room(bits.size, capacity)
-    count = _collect(_fixed(bits), np.int32(threshold), capacity, indices, magnitudes)
+    count = _collect(fixed(bits), np.int32(threshold), capacity, indices, magnitudes)
     return None if count < 0 else (indices[:count], magnitudes[:count])
 
 
@@ -239,11 +197,11 @@ def add_collect(
     """See :meth:`fedcomp.kernels.interface.Ops.add_collect`."""
     capacity, indices, magnitudes = _room(out.size, capacity)
     count = _add_collect(
-        _fixed(memory),
-        _fixed(update),
+        fixed(memory),
+        fixed(update),
         np.float32(decay),
         out,
-        _fixed(out.view(np.int32)),
+        fixed(out.view(np.int32)),
         np.int32(threshold),
         capacity,
         indices,
@@ -255,7 +213,7 @@ def add_collect(
 def histogram(bits: Bits) -> NDArray[np.int64]:
     """See :meth:`fedcomp.kernels.interface.Ops.histogram`."""
     counts = np.zeros((4, BINS), np.int64)
-    _histogram(_fixed(bits), counts)
+    _histogram(fixed(bits), counts)
     return np.asarray(counts.sum(axis=0))
 
 
@@ -269,10 +227,10 @@ def finish(found: Found, threshold: int, k: int) -> NDArray[np.int64]:
 def take_clear(values: Floats, indices: NDArray[np.int64]) -> Floats:
     """See :meth:`fedcomp.kernels.interface.Ops.take_clear`."""
     taken = np.empty(indices.size, np.float32)
-    _take_clear(values, _fixed(indices), taken)
+    _take_clear(values, fixed(indices), taken)
     return taken
 
 
 def scatter_add(out: Floats, indices: NDArray[np.int64], values: Floats, weight: np.float32) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.scatter_add`."""
-    _scatter_add(out, _fixed(indices), _fixed(values), weight)
+    _scatter_add(out, fixed(indices), fixed(values), weight)

@@ -22,6 +22,12 @@ BINS: Final = 2048
 
 BIN_SHIFT: Final = 20
 
+LANES: Final = 32
+"""Lanes of the float64 sums over a tail."""
+
+BLOCK: Final = 64 * LANES
+"""Elements whose sums are formed lane by lane before they are added to the vector's."""
+
 
 class Ops(Protocol):
     """What a tier implements. ``bits`` are float32 vectors seen as int32; every threshold is in magnitude bits."""
@@ -45,3 +51,47 @@ class Ops(Protocol):
 
     def scatter_add(self, out: Floats, indices: NDArray[np.int64], values: Floats, weight: np.float32) -> None:
         """Do ``out[indices] += weight * values`` in float32, both operations rounded."""
+
+    def bin_argmax(self, bits: Bits, length: int) -> tuple[NDArray[np.int64], bool]:
+        """Return the first index of each bin's largest magnitude, and whether all magnitudes are finite.
+
+        ``1 <= length <= bits.size``, here and below.
+        """
+
+    def select_adaptive(
+        self, total: Floats, gradient: Floats, soft: np.float32, length: int
+    ) -> tuple[NDArray[np.int64], float, bool]:
+        """Select the j with ``|total + soft * gradient| >= max |total|`` of the bin and ``total != 0``.
+
+        Returns the indices (ascending), the sum of the bins' maxima in float64, bin by bin, and whether both vectors
+        are finite. When they are not, indices and sum mean nothing.
+        """
+
+    def add_adaptive(
+        self, residue: Floats, update: Floats, soft: np.float32, length: int, out: Floats
+    ) -> tuple[NDArray[np.int64], float, bool]:
+        """Write ``residue + update`` into ``out`` (always all of it) and select from it with the update as gradient."""
+
+    def take_scaled(self, values: Floats, indices: NDArray[np.int64], scale: np.float32) -> NDArray[np.bool_]:
+        """Move ``values[indices]`` by ``scale`` towards zero and beyond; return which of them were negative."""
+
+    def find_above(self, bits: Bits, limit: int) -> int:
+        """Return the first index with a magnitude above ``limit``, -1 when there is none."""
+
+    def select_above(self, bits: Bits, limit: int) -> tuple[NDArray[np.int64], bool]:
+        """Return all indices with a magnitude above ``limit`` (ascending), and whether all of these are finite."""
+
+    def tail_sums(self, bits: Bits, limit: int, about: float) -> tuple[int, NDArray[np.float64]]:
+        """Return the count of magnitudes above ``limit`` and :data:`LANES` partial sums of d and of d * d.
+
+        d is ``|x| - about`` in float64 above the limit and 0.0 elsewhere. Element i belongs to lane i % LANES. A lane's
+        sum over a block of :data:`BLOCK` elements starts at 0.0 and adds in ascending order; the blocks' sums are added
+        in ascending order, too. Zeros make a short last block full. Shape (2, LANES).
+        """
+
+    def tail_product(self, bits: Bits, limit: int, origin: float) -> tuple[int, NDArray[np.float64]]:
+        """Return the product of ``|x| - origin`` over the magnitudes above ``limit``, as an exponent and mantissas.
+
+        The product is 2**exponent times that of :data:`LANES` mantissas in [1, 2). Blocks, lanes and order are those of
+        :meth:`tail_sums`; mantissas are brought back to [1, 2) after every block. ``origin`` is at most the limit.
+        """

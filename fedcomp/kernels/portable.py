@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Floats, Found
+from fedcomp.kernels.interface import BIN_SHIFT, BINS, BLOCK, INFINITY, LANES, MAGNITUDE, Bits, Floats, Found
+
+_CHUNK = 64 * BLOCK  # elements whose float64 forms exist at a time
+_ONE = np.float64(1.0).view(np.int64)
+_FRACTION = np.int64(2**52 - 1)
+_BIAS = 1023
 
 
 def collect(bits: Bits, threshold: int, capacity: int) -> Found | None:
@@ -51,3 +58,107 @@ def take_clear(values: Floats, indices: NDArray[np.int64]) -> Floats:
 def scatter_add(out: Floats, indices: NDArray[np.int64], values: Floats, weight: np.float32) -> None:
     """See :meth:`fedcomp.kernels.interface.Ops.scatter_add`. Indices are distinct, so fancy assignment is addition."""
     out[indices] += values if weight == 1.0 else weight * values
+
+
+def bin_argmax(bits: Bits, length: int) -> tuple[NDArray[np.int64], bool]:
+    """See :meth:`fedcomp.kernels.interface.Ops.bin_argmax`."""
+    magnitudes = bits & np.int32(MAGNITUDE)
+    full = bits.size // length * length
+    indices = np.arange(0, bits.size, length)
+    indices[: full // length] += magnitudes[:full].reshape(-1, length).argmax(axis=1)
+    if full < bits.size:
+        indices[-1] += magnitudes[full:].argmax()
+    return indices, bool((magnitudes[indices] < INFINITY).all())
+
+
+def select_adaptive(
+    total: Floats, gradient: Floats, soft: np.float32, length: int
+) -> tuple[NDArray[np.int64], float, bool]:
+    """See :meth:`fedcomp.kernels.interface.Ops.select_adaptive`."""
+    magnitudes = total.view(np.int32) & np.int32(MAGNITUDE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        ahead = total + soft * gradient
+        starts = np.arange(0, total.size, length)
+        peaks = np.maximum.reduceat(magnitudes, starts)
+        hits = (ahead.view(np.int32) & np.int32(MAGNITUDE)) >= np.repeat(peaks, length)[: total.size]
+        hits &= magnitudes != 0
+        # A running sum, unlike np.sum, promises its order.
+        summed = float(np.cumsum(peaks.view(np.float32), dtype=np.float64)[-1])
+    finite = peaks.max() < INFINITY and (gradient.view(np.int32) & np.int32(MAGNITUDE)).max() < INFINITY
+    return np.flatnonzero(hits), summed, bool(finite)
+
+
+def add_adaptive(
+    residue: Floats, update: Floats, soft: np.float32, length: int, out: Floats
+) -> tuple[NDArray[np.int64], float, bool]:
+    """See :meth:`fedcomp.kernels.interface.Ops.add_adaptive`."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(residue, update, out=out)
+    return select_adaptive(out, update, soft, length)
+
+
+def take_scaled(values: Floats, indices: NDArray[np.int64], scale: np.float32) -> NDArray[np.bool_]:
+    """See :meth:`fedcomp.kernels.interface.Ops.take_scaled`."""
+    taken = values[indices]
+    values[indices] = taken - np.copysign(scale, taken)
+    return np.signbit(taken)
+
+
+def find_above(bits: Bits, limit: int) -> int:
+    """See :meth:`fedcomp.kernels.interface.Ops.find_above`."""
+    for start in range(0, bits.size, _CHUNK):
+        hits = (bits[start : start + _CHUNK] & np.int32(MAGNITUDE)) > np.int32(limit)
+        first = int(hits.argmax())
+        if hits[first]:
+            return start + first
+    return -1
+
+
+def select_above(bits: Bits, limit: int) -> tuple[NDArray[np.int64], bool]:
+    """See :meth:`fedcomp.kernels.interface.Ops.select_above`."""
+    magnitudes = bits & np.int32(MAGNITUDE)
+    indices = np.flatnonzero(magnitudes > np.int32(limit))
+    return indices, bool((magnitudes[indices] < INFINITY).all())
+
+
+def tail_sums(bits: Bits, limit: int, about: float) -> tuple[int, NDArray[np.float64]]:
+    """See :meth:`fedcomp.kernels.interface.Ops.tail_sums`."""
+    count = 0
+    sums = np.zeros((2, LANES))
+    with np.errstate(invalid="ignore"):
+        for hits, magnitudes in _tail_chunks(bits, limit):
+            count += int(np.count_nonzero(hits))
+            d = np.where(hits, magnitudes - about, 0.0)
+            for lanes, terms in zip(sums, (d, d * d), strict=True):
+                # Along any axis but the last, numpy adds row after row.
+                np.add.reduce(np.vstack([lanes, np.add.reduce(terms, axis=1)]), axis=0, out=lanes)
+    return count, sums
+
+
+def tail_product(bits: Bits, limit: int, origin: float) -> tuple[int, NDArray[np.float64]]:
+    """See :meth:`fedcomp.kernels.interface.Ops.tail_product`."""
+    exponent = 0
+    product = np.ones(LANES)
+    for hits, magnitudes in _tail_chunks(bits, limit):
+        exponents, mantissas = _split(np.where(hits, magnitudes - origin, 1.0))
+        exponent += int(exponents.sum())
+        for block in np.multiply.reduce(mantissas, axis=1):
+            exponents, block = _split(block)
+            exponent += int(exponents.sum())
+            exponents, product = _split(product * block)
+            exponent += int(exponents.sum())
+    return exponent, product
+
+
+def _tail_chunks(bits: Bits, limit: int) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.float64]]]:
+    """Yield which elements lie above ``limit`` and their magnitudes, shape (blocks, BLOCK // LANES, LANES)."""
+    for start in range(0, bits.size, _CHUNK):
+        chunk = bits[start : start + _CHUNK] & np.int32(MAGNITUDE)
+        padded = np.pad(chunk, (0, -chunk.size % BLOCK)).reshape(-1, BLOCK // LANES, LANES)
+        yield padded > np.int32(limit), padded.view(np.float32).astype(np.float64)
+
+
+def _split(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return exponents and mantissas in [1, 2) of positive normal numbers."""
+    bits = values.view(np.int64)
+    return (bits >> 52) - _BIAS, ((bits & _FRACTION) | _ONE).view(np.float64)

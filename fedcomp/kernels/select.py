@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
+from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.kernels import tiers
+from fedcomp.kernels.checks import check_out, check_vector, require_finite
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, INFINITY, MAGNITUDE, Bits, Floats, Found, Ops
 from fedcomp.kernels.tiers import SMALL, Tier
 
@@ -71,13 +72,13 @@ def select_topk(vector: Floats, k: int, *, tier: Tier = "auto", seed: int = 0) -
     ConfigError
         When ``k`` lies outside [0, n].
     """
-    _check_vector("vector", vector)
+    check_vector("vector", vector)
     _check_k(k, vector.size)
     vector = np.require(vector, requirements=["C", "A"])
     kernels = tiers.ops(tier, vector.size)
     bits = vector.view(np.int32)
     if k in (0, vector.size):
-        _require_finite(bits)
+        require_finite(bits)
         return np.arange(k)
     return _select(kernels, bits, k, None, seed)[0]
 
@@ -115,7 +116,7 @@ def feedback_step(
         caller who must survive bad updates gives another array.
     """
     for name, vector in (("memory", memory), ("update", update)):
-        _check_vector(name, vector)
+        check_vector(name, vector)
     if memory.shape != update.shape:
         raise LayoutError(f"memory has shape {memory.shape}, the update {update.shape}; they must agree")
     _check_k(k, memory.size)
@@ -123,13 +124,13 @@ def feedback_step(
     update = np.require(update, requirements=["C", "A"])
     if out is None:
         out = np.empty_like(memory)
-    elif out.dtype != np.float32 or out.shape != memory.shape or not out.flags.carray:
-        raise LayoutError(f"out must be a writable contiguous float32 array of shape {memory.shape}")
+    else:
+        check_out(out, memory.shape)
     kernels = tiers.ops(tier, out.size)
     bits = out.view(np.int32)
     if k in (0, out.size):
         kernels.add_collect(memory, update, decay, out, INFINITY, 0)
-        _require_finite(bits)
+        require_finite(bits)
         indices = np.arange(k)
         return Step(indices, kernels.take_clear(out, indices), out, 0.0)
     guess = _guess_of_sum(memory, update, decay, k, seed) if threshold is None else _to_bits(threshold * _WARM)
@@ -152,7 +153,7 @@ def _select(kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int) ->
     magnitudes = found[1]
     # NaN and infinity have the largest magnitudes of all, so they are always among the candidates.
     if magnitudes.max() >= INFINITY:
-        _require_finite(bits)
+        require_finite(bits)
     smallest = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
     return kernels.finish(found, int(smallest), k), float(smallest.view(np.float32))
 
@@ -207,20 +208,6 @@ def _guess(sample: Bits, size: int, k: int) -> int:
 def _to_bits(magnitude: float) -> int:
     """Return the magnitude bits of a non-negative float, at least 1."""
     return max(1, int(np.float32(magnitude).view(np.int32)))
-
-
-def _require_finite(bits: Bits) -> None:
-    bad = np.flatnonzero((bits & np.int32(MAGNITUDE)) >= INFINITY)
-    if bad.size:
-        raise NonFiniteUpdate(
-            f"{bad.size} of {bits.size} values are not finite, the first at index {int(bad[0])}; "
-            "top-k cannot rank NaN or infinity"
-        )
-
-
-def _check_vector(name: str, vector: Floats) -> None:
-    if vector.dtype != np.float32 or vector.ndim != 1:
-        raise LayoutError(f"{name} must be a float32 array of shape (n,), not {vector.dtype}{vector.shape}")
 
 
 def _check_k(k: int, size: int) -> None:
