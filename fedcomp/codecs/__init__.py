@@ -1,15 +1,28 @@
 """What of an update is sent: one file per compressor, found by name or made from a configuration that travels."""
 
+from fedcomp.codecs.adacomp import AdaComp
 from fedcomp.codecs.base import Codec, State, require_finite
 from fedcomp.codecs.chain import Chain, Transform, chain, get_transform
 from fedcomp.codecs.chain import registry as _transforms
+from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.clip import Clip
+from fedcomp.codecs.dgc import DGC
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.identity import Identity
-from fedcomp.codecs.positional import PositionalCodec, Stretch
+from fedcomp.codecs.keyregion import KeyRegion
+from fedcomp.codecs.natural import NaturalCompression
+from fedcomp.codecs.positional import AdaptiveCodec, PositionalCodec, Stretch
 from fedcomp.codecs.qsgd import QSGD
+from fedcomp.codecs.randomblock import RandomBlock
 from fedcomp.codecs.randomk import RandomK
 from fedcomp.codecs.registry import Registry, UnknownCodec, codecs
+from fedcomp.codecs.scalecom import ScaleCom
+from fedcomp.codecs.scaledsign import ScaledSign
+from fedcomp.codecs.sidco import SIDCo
+from fedcomp.codecs.signsgd import SignSGD
+from fedcomp.codecs.stc import STC
+from fedcomp.codecs.terngrad import TernGrad
+from fedcomp.codecs.threshold import Threshold
 from fedcomp.codecs.topk import TopK
 
 register = codecs.register
@@ -18,22 +31,56 @@ known = codecs.known
 register_transform = _transforms.register
 known_transforms = _transforms.known
 
-for _codec in (Identity, TopK, RandomK, QSGD, Chain, ErrorFeedback):
+for _codec in (
+    RandomBlock,
+    ChunkTop1,
+    AdaComp,
+    Identity,
+    TopK,
+    RandomK,
+    QSGD,
+    Chain,
+    ErrorFeedback,
+    DGC,
+    SignSGD,
+    ScaleCom,
+    ScaledSign,
+    TernGrad,
+    NaturalCompression,
+    STC,
+    Threshold,
+    SIDCo,
+    KeyRegion,
+):
     register(_codec)
 register_transform(Clip)
 
 __all__ = [
+    "DGC",
     "QSGD",
+    "STC",
+    "AdaComp",
+    "AdaptiveCodec",
     "Chain",
+    "ChunkTop1",
     "Clip",
     "Codec",
     "ErrorFeedback",
     "Identity",
+    "KeyRegion",
+    "NaturalCompression",
     "PositionalCodec",
+    "RandomBlock",
     "RandomK",
     "Registry",
+    "SIDCo",
+    "ScaleCom",
+    "ScaledSign",
+    "SignSGD",
     "State",
     "Stretch",
+    "TernGrad",
+    "Threshold",
     "TopK",
     "Transform",
     "UnknownCodec",

@@ -41,6 +41,9 @@ class Codec(ABC):
         The codec holds memory of what was not sent; it needs no error feedback around it.
     phases : int
         Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
+    votes : bool
+        A frame is a vote, not an estimate of the update: only the sum of all of them, through :meth:`conclude`, is one.
+        A receiver that looks at single decoded frames (a median, a norm) cannot use them.
     """
 
     codec_id: ClassVar[str]
@@ -49,6 +52,7 @@ class Codec(ABC):
     unbiased: bool = False
     remembers: bool = False
     phases: int = 1
+    votes: bool = False
 
     @abstractmethod
     def get_config(self) -> dict[str, Any]:
@@ -107,6 +111,11 @@ class Codec(ABC):
         """
         return state
 
+    def residual(self, state: State) -> Vector | None:
+        """Return what ``state`` remembers of updates and has not sent, float32 of the layout's size; None if nothing is
+        remembered. A view, not to be written to."""
+        return state.get("memory") if self.remembers else None
+
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the coordinates to which ``frame`` delivers something other than zero in sparse form, ascending.
 
@@ -150,6 +159,17 @@ class Codec(ABC):
 
         The frame is opened completely before the first element is touched: a bad frame leaves ``out`` unchanged.
         """
+
+    def conclude(self, out: Update) -> None:  # noqa: B027  # most codecs have nothing to conclude
+        """Turn the weighted sum of all contributions in ``out.vector`` into the update they stand for, in place.
+
+        Called by the receiver once per round, after the last :meth:`accumulate`; the weights sum to 1. Nothing happens
+        unless the codec :attr:`votes`.
+        """
+
+    def tensor_names(self, layout: Layout) -> tuple[str, ...]:
+        """Return a name for each tensor of a frame, in order: for reports, they do not travel."""
+        return tuple(e.name or f"tensor {i}" for i, e in enumerate(self.schema(layout)))
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Return the decoded vector, float32 of shape ``(layout.size,)``."""

@@ -15,7 +15,7 @@ from fedcomp.codecs.params import dataclass_config, dataclass_repr, shown
 from fedcomp.codecs.registry import Registry, codecs
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Frame
 
@@ -137,6 +137,10 @@ class Chain(Wrapper):
         last = self.codec.rollback(last, frame, layout)
         stages = [t.rollback(s) for t, s in zip(self.transforms, before, strict=True)]
         return nest([*stages, last])
+
+    def residual(self, state: State) -> Vector | None:
+        """Return the codec's."""
+        return self.codec.residual(unnest(state, len(self.transforms) + 1)[-1])
 
     def contraction(self, layout: Layout) -> float | None:
         """Return the codec's δ when there is no transform: a transformed update has no bound in the original one."""

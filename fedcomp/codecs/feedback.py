@@ -105,6 +105,11 @@ class ErrorFeedback(Wrapper):
         if codec.remembers or codec.phases != 1:
             why = "has memory of its own" if codec.remembers else f"needs {codec.phases} exchanges"
             raise ConfigError(f"{codec!r} {why}; error feedback wraps a one-exchange codec without memory")
+        if codec.votes:
+            raise ConfigError(
+                f"{codec!r} sends votes, which are not in the update's unit: what they leave out cannot be remembered. "
+                "ScaledSign is the sign codec for error feedback"
+            )
         params.assign(
             self,
             codec=codec,
@@ -145,7 +150,7 @@ class ErrorFeedback(Wrapper):
             held = {"memory": memory} | ({} if velocity is None else {"momentum": velocity})
             gradient, velocity = self._accelerate(update, velocity)
             if self._fusible:
-                frame, left, threshold = self._fused(gradient, held, _scalar(state, "threshold", "f"), update)
+                frame, left, threshold = self._fused(gradient, held, _scalar(state, "threshold", "f"), key, update)
                 content: Frame | Bundle = frame
                 if threshold is not None:
                     after["threshold"] = np.asarray(threshold, np.float32)
@@ -199,6 +204,16 @@ class ErrorFeedback(Wrapper):
             back["momentum"] = velocity
         return back | _prefixed(self.codec.rollback(_inner(state), frame, layout))
 
+    def absorb(self, memory: Vector, update: Vector) -> Vector:
+        """Return the memory after a round in which nothing of memory plus ``update`` was sent; no momentum."""
+        left = memory * np.float32(self.decay) + update
+        if self.beta != 1.0:
+            left *= np.float32(self.beta)
+            left += np.float32(1.0 - self.beta) * memory
+        if self.norm_guard is not None:
+            _shorten(left, self.norm_guard * norm(update))
+        return left
+
     @property
     def _fusible(self) -> bool:
         codec = self.codec
@@ -230,7 +245,7 @@ class ErrorFeedback(Wrapper):
         return velocity + update.vector, velocity
 
     def _fused(
-        self, gradient: Vector, held: State, warm: float | None, update: Update
+        self, gradient: Vector, held: State, warm: float | None, key: Key, update: Update
     ) -> tuple[Frame, Vector, float | None]:
         """Return frame, p - q and the new threshold; addition, selection and clearing in one pass."""
         codec = self.codec
@@ -246,7 +261,7 @@ class ErrorFeedback(Wrapper):
                 step = feedback_step(
                     memory[:end],
                     gradient[:end],
-                    codec.count(stretch),
+                    codec.count(stretch, key),
                     decay=self.decay,
                     threshold=warm,
                     out=left[:end],

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedcomp import wire
 from fedcomp.codecs.base import Codec, State, all_finite, require_finite
 from fedcomp.codecs.params import dataclass_config, dataclass_repr
-from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import scatter_add
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
@@ -150,17 +150,28 @@ class PositionalCodec(Codec):
         if not self.finds_non_finite or not all_finite(rest):
             require_finite(update)
         try:
-            tensors = [self.pack(update.vector[s.slice], s, key.at(layer=s.index)) for s in parts]
+            tensors, state = self.pack_all(update.vector, parts, state, key)
         except NonFiniteUpdate:
             require_finite(update)  # names the tensor
             raise
         return frame_of(tensors, rest), state
+
+    def pack_all(
+        self, vector: Vector, parts: tuple[Stretch, ...], state: State, key: Key
+    ) -> tuple[list[Tensor], State]:
+        """Return one tensor per stretch of ``vector``, and the state after them."""
+        return [self.pack(vector[s.slice], s, key.at(layer=s.index)) for s in parts], state
 
     def schema(self, layout: Layout) -> Schema:
         """Return one expectation per stretch, and one for the dense rest when there is any."""
         parts = self.stretches(layout)
         rest = layout.size - _covered(parts)
         return (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
+
+    def tensor_names(self, layout: Layout) -> tuple[str, ...]:
+        """Return the stretches' names, and "the dense rest" when there is any."""
+        parts = self.stretches(layout)
+        return (*(s.name for s in parts), *(("the dense rest",) if _covered(parts) < layout.size else ()))
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check every tensor with :meth:`check`. A bundle is checked, too, and returned."""
@@ -208,6 +219,75 @@ class PositionalCodec(Codec):
         if _covered(parts) < layout.size:
             places.append(slice(_covered(parts), layout.size))
         return list(zip(bundle.tensors, places, strict=True))
+
+
+class AdaptiveCodec(PositionalCodec):
+    """Base of positional codecs that adapt to what they have seen: a small state per stretch, and no memory of mass.
+
+    The state of stretch i stands under ``"i.<name>"``. It holds observations of the client's own vectors, never a part
+    of a vector: error feedback goes around such a codec as around any other. So a lost frame takes nothing away, and
+    :meth:`~fedcomp.codecs.base.Codec.rollback` returns the state as it is: what was seen of the data stays true whether
+    or not the server read it.
+    """
+
+    @abstractmethod
+    def start(self, stretch: Stretch) -> State:
+        """Return what is known of ``stretch`` before the first update; small arrays."""
+
+    @abstractmethod
+    def pack_next(self, values: Vector, stretch: Stretch, state: State, key: Key) -> tuple[Tensor, State]:
+        """Return the tensor that stands for ``values`` and the stretch's state after it; modifies neither input.
+
+        ``state`` has the names, dtypes and shapes of :meth:`start`, its numbers are finite.
+        """
+
+    def init(self, layout: Layout) -> State:
+        """Return the state of a client that has seen nothing yet."""
+        parts = self.stretches(layout)
+        return {f"{s.index}.{name}": array for s in parts for name, array in self.start(s).items()}
+
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the tensor of a first round."""
+        return self.pack_next(values, stretch, self.start(stretch), key)[0]
+
+    def pack_all(
+        self, vector: Vector, parts: tuple[Stretch, ...], state: State, key: Key
+    ) -> tuple[list[Tensor], State]:
+        """Return one tensor per stretch, and the state after them; arrays that are not this codec's are left out.
+
+        Raises
+        ------
+        StateError
+            When the state lacks an array of a stretch, or one has another dtype or shape or holds NaN or infinity.
+        """
+        known = [self._known(stretch, state) for stretch in parts]
+        tensors: list[Tensor] = []
+        after: State = {}
+        for stretch, own in zip(parts, known, strict=True):
+            tensor, own = self.pack_next(vector[stretch.slice], stretch, own, key.at(layer=stretch.index))
+            tensors.append(tensor)
+            after |= {f"{stretch.index}.{name}": array for name, array in own.items()}
+        return tensors, after
+
+    def _known(self, stretch: Stretch, state: State) -> State:
+        """Return the arrays of ``stretch`` under their own names, checked."""
+        known: State = {}
+        for name, fresh in self.start(stretch).items():
+            array = state.get(f"{stretch.index}.{name}")
+            if not isinstance(array, np.ndarray) or array.dtype != fresh.dtype or array.shape != fresh.shape:
+                found = f"{array.dtype}{array.shape}" if isinstance(array, np.ndarray) else "missing"
+                raise StateError(
+                    f"{name} of stretch {stretch.index} ({stretch.name}) is {found} in the state; "
+                    f"{type(self).__name__} needs {fresh.dtype}{fresh.shape}: a state of another codec or model. Start "
+                    "from init(layout)"
+                )
+            if not np.isfinite(array).all():
+                raise StateError(
+                    f"{name} of stretch {stretch.index} ({stretch.name}) holds NaN or infinity, which no update leaves "
+                    "there: the state was damaged where it was kept; start from init(layout)"
+                )
+            known[name] = array
+        return known
 
 
 def frame_of(tensors: list[Tensor], rest: Vector) -> Frame:

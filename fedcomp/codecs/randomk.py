@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import params
@@ -18,6 +19,7 @@ from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Expected, Frame, SchemaMismatch, Seeded, Tensor
+from fedcomp.wire.support import SCATTERED
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -39,6 +41,7 @@ class RandomK(PositionalCodec):
     """
 
     codec_id: ClassVar[str] = "randomk"
+    algorithm: ClassVar[int] = SCATTERED
     linear = True
 
     density: float
@@ -62,14 +65,17 @@ class RandomK(PositionalCodec):
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the tensor whose indices are a seed."""
         k = self.count(stretch)
-        seed = self._seed(stretch, key)
-        kept = values[wire.seeded_support(seed, stretch.size, k)]
+        kept = values[self.positions(stretch, key)]
         if self.unbiased:
             with np.errstate(over="ignore"):
                 kept = kept * np.float32(stretch.size / k)
             if not np.isfinite(kept).all():
                 raise NonFiniteUpdate(f"{stretch.name} scaled by n/k = {stretch.size / k:g} overflows float32")
-        return wire.seeded((stretch.size,), seed, k, wire.Raw(kept))
+        return wire.seeded((stretch.size,), self._seed(stretch, key), k, wire.Raw(kept), algorithm=self.algorithm)
+
+    def positions(self, stretch: Stretch, key: Key) -> NDArray[np.int64]:
+        """Return the coordinates of ``stretch`` that travel under the key of its layer, ascending."""
+        return Seeded(self._seed(stretch, key), self.algorithm).indices(stretch.size, self.count(stretch))
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, how many values it may carry, and that a seed stands for their support."""
@@ -78,8 +84,11 @@ class RandomK(PositionalCodec):
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require exactly k sparse float32 values on a support that was drawn, not chosen."""
         require_values(tensor, wire.Raw, sparse=True)
-        if not isinstance(tensor.index, Seeded):
-            raise SchemaMismatch(f"{stretch.name}: expected the support of a seed, the frame lists it ({tensor.index})")
+        if not isinstance(tensor.index, Seeded) or tensor.index.algorithm != self.algorithm:
+            raise SchemaMismatch(
+                f"{stretch.name}: expected a support drawn by a seed and algorithm {self.algorithm}, the frame has "
+                f"{tensor.index}"
+            )
         if tensor.values.k != self.count(stretch):
             raise SchemaMismatch(
                 f"{stretch.name}: expected {self.count(stretch)} random coordinates, the frame holds {tensor.values.k}"
@@ -93,7 +102,7 @@ class RandomK(PositionalCodec):
         """
         bundle = self.open(frame, layout)
         for tensor, stretch in zip(bundle.tensors, self.stretches(layout), strict=False):
-            if tensor.index != Seeded(self._seed(stretch, key.at(layer=stretch.index))):
+            if tensor.index != Seeded(self._seed(stretch, key.at(layer=stretch.index)), self.algorithm):
                 raise SchemaMismatch(f"{stretch.name}: the support's seed is not that of this round and sender")
         return bundle
 

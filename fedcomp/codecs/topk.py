@@ -14,13 +14,15 @@ from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Expected, Limits, SchemaMismatch, Tensor
+from fedcomp.wire import Bundle, Expected, Frame, LimitExceeded, Limits, SchemaMismatch, Tensor
 
 VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
 """How the kept values travel."""
 
 INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
 """How the support travels."""
+
+_LONGEST_WARMUP = 10**6
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -42,6 +44,10 @@ class TopK(PositionalCodec):
         is lost either way.
     index : str
         The wire's index codec; "auto" takes the smallest.
+    warmup : int
+        Rounds W in which the density falls exponentially to ``density`` d: with e = 0 in the first round it is
+        ``max(d, d ** ((e + 1) / (W + 1)))`` (deep gradient compression's schedule by epochs, Lin et al. 2018; code
+        read). Rounds count from 1, as Flower's do, by the key; round 0 is taken for the first.
     """
 
     codec_id: ClassVar[str] = "topk"
@@ -51,6 +57,7 @@ class TopK(PositionalCodec):
     scope: str = "global"
     values: str = "float32"
     index: str = "auto"
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         params.assign(
@@ -59,15 +66,29 @@ class TopK(PositionalCodec):
             scope=params.choice("scope", self.scope, SCOPES),
             values=params.choice("values", self.values, VALUES),
             index=params.choice("index", self.index, INDICES),
+            warmup=params.integer("warmup", self.warmup, low=0, high=_LONGEST_WARMUP),
         )
 
-    def count(self, stretch: Stretch) -> int:
-        """Return k of ``stretch``."""
-        return params.count(self.density if stretch.density is None else stretch.density, stretch.size)
+    def count(self, stretch: Stretch, key: Key | None = None) -> int:
+        """Return k of ``stretch`` in the round of ``key``; without one, the k after the warm-up."""
+        density = self.density if stretch.density is None else stretch.density
+        return params.count(density if key is None else self._warm(density, key.round), stretch.size)
+
+    def most(self, stretch: Stretch) -> int:
+        """Return the largest k of any round: that of the first."""
+        return params.count(self._warm(self.density if stretch.density is None else stretch.density, 1), stretch.size)
+
+    def _warm(self, density: float, round_: int) -> float:
+        """Return the density of a round: ``density`` itself after the warm-up."""
+        epoch = max(0, round_ - 1)
+        if epoch >= self.warmup:
+            return density
+        # Twelve digits: two machines whose powers differ in the last place must still agree on k.
+        return max(density, float(f"{density ** ((epoch + 1) / (self.warmup + 1)):.12g}"))
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the sparse tensor of the largest magnitudes."""
-        indices = select_topk(values, self.count(stretch))
+        indices = select_topk(values, self.count(stretch, key))
         return self.pack_selected(indices, values[indices], stretch)
 
     def pack_selected(self, indices: NDArray[np.int64], kept: Vector, stretch: Stretch) -> Tensor:
@@ -81,7 +102,7 @@ class TopK(PositionalCodec):
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, the most values it may carry, and how their support may be written."""
-        k = self.count(stretch)
+        k = self.most(stretch)
         names = (*wire.PLAIN, "complement") if self.index == "auto" else self.index.split(":")
         # "auto" writes the absent indices only where they are fewer: no reason to expand them for a short list.
         allowed = [n for n in names if n != "complement" or self.index != "auto" or 2 * k > stretch.size]
@@ -100,8 +121,18 @@ class TopK(PositionalCodec):
         if not isinstance(tensor.index, str):
             raise SchemaMismatch(f"{stretch.name}: expected a list of indices, the frame holds {tensor.index}")
 
+    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
+        """Open, and require at most the values of the round of ``key``: a warm-up allows :meth:`open` more."""
+        bundle = self.open(frame, layout)
+        for tensor, stretch in zip(bundle.tensors, self.stretches(layout), strict=False):
+            if tensor.values.k > self.count(stretch, key):
+                raise LimitExceeded(
+                    f"{stretch.name}: {tensor.values.k} values, round {key.round} allows {self.count(stretch, key)}"
+                )
+        return bundle
+
     def contraction(self, layout: Layout) -> float | None:
-        """Return the smallest k/n of all stretches: reached by equal magnitudes (derived).
+        """Return the smallest k/n of all stretches, after the warm-up: reached by equal magnitudes (derived).
 
         bf16's relative rounding error of 2⁻⁹ costs a factor 1 - 2⁻¹⁸ for normal numbers; fp16 loses small numbers
         altogether, so no bound holds for every vector.

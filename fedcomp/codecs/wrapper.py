@@ -21,6 +21,11 @@ class Wrapper(Codec):
 
     codec: Codec
 
+    @property
+    def votes(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here a question to the codec
+        """Whether the inner codec's frames are votes."""
+        return self.codec.votes
+
     def schema(self, layout: Layout) -> Schema:
         """Return the inner codec's."""
         return self.codec.schema(layout)
@@ -44,6 +49,14 @@ class Wrapper(Codec):
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Accumulate with the inner codec."""
         self.codec.accumulate(frame, weight, out)
+
+    def conclude(self, out: Update) -> None:
+        """Conclude with the inner codec."""
+        self.codec.conclude(out)
+
+    def tensor_names(self, layout: Layout) -> tuple[str, ...]:
+        """Return the inner codec's."""
+        return self.codec.tensor_names(layout)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Decode with the inner codec."""

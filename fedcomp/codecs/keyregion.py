@@ -1,0 +1,306 @@
+"""KeyRegion: blocks that hold much of the energy send more of their coordinates, thresholds come from histograms.
+
+Derived by us. It stands in for the method of Guo, Liu, Zhang, Sensors 2021, 21(6), 1943 (abstract read), where a small
+network predicts the distribution of the gradient, the gradient is split into a key and a sparse region, and a threshold
+informed by the entropy decides within each. Neither network nor formulas are public: the prediction is here a running
+histogram, and all rules and figures below are our own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs import params
+from fedcomp.codecs.base import State
+from fedcomp.codecs.listed import ListedCodec, without_densities
+from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
+from fedcomp.codecs.topk import INDICES
+from fedcomp.errors import NonFiniteUpdate
+from fedcomp.kernels import exceedances, select_above, select_topk, tiers
+from fedcomp.kernels.checks import bits_of
+from fedcomp.kernels.interface import BIN_SHIFT, INFINITY
+from fedcomp.layout import Layout, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Tensor
+
+BLOCK: Final = 256
+"""Consecutive elements that are key or sparse together."""
+
+COUNTERS: Final = 64
+"""Bins of a running histogram, four per octave."""
+
+_PER_OCTAVE: Final = 4
+_LOWEST: Final = -7.0
+_EDGES: Final = _LOWEST + np.arange(COUNTERS + 1) / _PER_OCTAVE
+"""log2 of magnitude / mean magnitude. A fraction f of the elements exceeds at most mean / f (Markov), so that 2**9
+suffices for every f >= 1/512; what lies beyond either end counts in the last bin there."""
+
+_KEY, _SPARSE = 0, 1
+_GAINS: Final = (1.0 / 8.0, 8.0)
+_CHUNK: Final = 1 << 16
+
+
+def _fine_edges() -> NDArray[np.float64]:
+    """Return log2 of the lower edges of the kernel's histogram bins, up to infinity's."""
+    bits = np.arange((INFINITY >> BIN_SHIFT) + 1, dtype=np.int32) << BIN_SHIFT
+    values = bits.view(np.float32).astype(np.float64)
+    values[0] = 2.0**-150  # half the smallest float32
+    values[-1] = 2.0**128
+    return np.asarray(np.log2(values))
+
+
+_FINE: Final = _fine_edges()
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class KeyRegion(AdaptiveCodec, ListedCodec):
+    """Send a larger fraction of the blocks that hold more than their share of the energy (derived by us).
+
+    A block of 256 consecutive elements is *key* when its share of the energy exceeds ``kappa`` times its share of the
+    elements, otherwise *sparse*. Each of the two regions keeps a histogram of its magnitudes over their mean, 64 bins,
+    that fades by ``decay`` per round. With the histogram's entropy H, normalised to [0, 1], the region is to send
+
+        fraction = density * 2 ** (H - 1)
+
+    of its elements: fewer when the magnitudes are alike than when they spread. The threshold is the histogram's
+    quantile for that fraction, times today's mean: nothing is sorted. A region's first round takes the exact quantile.
+
+    Under error feedback the shape of what is to be encoded drifts, and a fading histogram lags: without a correction
+    0.2 to 0.5 of the fraction were sent (measured). So the fraction that is looked up is multiplied by a gain, which
+    each round moves half-way, in logarithms, to what would have been right. More than twice the fraction is cut to the
+    exact largest of the region, and the largest element of all always travels.
+
+    What it is for: the quiet blocks, too, send their largest. Nothing reaches a given energy with fewer values than
+    top-k: on a gradient with 90 % of its energy in 5 % of the blocks the frame is 1.8 to 2 times as long as that of
+    :class:`~fedcomp.codecs.TopK` for the same energy. Nor is it faster on a CPU (both measured).
+
+    Parameters
+    ----------
+    key_density, sparse_density : float
+        Fraction of a region's elements that travels at H = 1, in (0, 1].
+    kappa : float
+        How concentrated a key block is, at least 1. Fewer than 1/kappa of the elements can be key.
+    decay : float
+        What is left of the histograms after a round, in [0, 1]. 0 looks at the round itself only.
+    scope : {"global", "layer"}
+        Treat the whole model as one vector, or every tensor by itself. Densities of single tensors are refused.
+    values : {"float32", "fp16"}
+        How the values travel, as for :class:`~fedcomp.codecs.TopK`.
+    index : str
+        The wire's index codec; "auto" takes the smallest.
+
+    Notes
+    -----
+    State per stretch: ``histograms`` (float64, 2 x 64; a row of zeros: a region not seen yet), ``gains`` (float64) and
+    ``wanted`` (int64: what the fractions of the last round come to), key region first.
+    """
+
+    codec_id: ClassVar[str] = "keyregion"
+    finds_non_finite = True
+
+    key_density: float = 0.10
+    sparse_density: float = 0.005
+    kappa: float = 2.0
+    decay: float = 0.9
+    scope: str = "layer"
+    values: str = "float32"
+    index: str = "auto"
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            key_density=_fraction("key_density", self.key_density),
+            sparse_density=_fraction("sparse_density", self.sparse_density),
+            kappa=params.number("kappa", self.kappa, rule="a finite number >= 1", ok=lambda v: 1.0 <= v < math.inf),
+            decay=params.unit("decay", self.decay),
+            scope=params.choice("scope", self.scope, SCOPES),
+            values=params.choice("values", self.values, ("float32", "fp16")),
+            index=params.choice("index", self.index, INDICES),
+        )
+
+    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
+        """Return the parts of the vector that become tensors; densities of single tensors are refused."""
+        return without_densities(layout, self.scope, self)
+
+    def most(self, stretch: Stretch) -> int:
+        """Return the largest number of values of any update: twice the largest total of the fractions, and 3.
+
+        Twice, because that is where the regions are cut; the largest total is at H = 1 and with as many key blocks as
+        there can be, or none; each region rounds up, and the largest element may come on top (derived).
+        """
+        share = 1.0 / self.kappa
+        total = max(self.sparse_density, share * self.key_density + (1.0 - share) * self.sparse_density)
+        # The shares are sums of rounded numbers.
+        return min(2 * params.count(min(1.0, total * (1.0 + 1e-9)), stretch.size) + 3, stretch.size)
+
+    def start(self, stretch: Stretch) -> State:
+        """Return the state before the first round."""
+        return {"histograms": np.zeros((2, COUNTERS)), "gains": np.ones(2), "wanted": np.zeros(2, np.int64)}
+
+    def pack_next(self, values: Vector, stretch: Stretch, state: State, key: Key) -> tuple[Tensor, State]:
+        """Return the sparse tensor of what exceeds its region's threshold, and the state with this round in it."""
+        is_key = self.key_blocks(values)
+        after: State = {name: array.copy() for name, array in state.items()}
+        after["wanted"][:] = 0
+        indices = np.zeros(0, np.int64)
+        whole = _Magnitudes.of(values)
+        if whole.nonzero:
+            key_values = _gathered(values, is_key)
+            first = _Magnitudes.of(key_values)
+            regions = ((is_key, first), (~is_key, whole.without(first)))
+            indices = self._select(values, regions, after)
+        return self.listed(indices, values[indices], stretch), after
+
+    def key_blocks(self, values: Vector) -> NDArray[np.bool_]:
+        """Return which blocks of ``values``, float32 of shape (n,), are key; shape (ceil(n / 256),).
+
+        Raises
+        ------
+        NonFiniteUpdate
+        """
+        energies = _block_energies(values)
+        total = float(energies.sum())
+        if not math.isfinite(total):  # squares of finite float32 numbers cannot overflow float64
+            raise NonFiniteUpdate("NaN and infinity have no place in an energy")
+        sizes = np.full(energies.size, BLOCK)
+        sizes[-1] = values.size - BLOCK * (energies.size - 1)
+        return np.asarray(energies * values.size > self.kappa * total * sizes)
+
+    def _select(
+        self, values: Vector, regions: tuple[tuple[NDArray[np.bool_], _Magnitudes], ...], after: State
+    ) -> NDArray[np.int64]:
+        """Return the ascending indices that travel; ``after`` is brought up to date in place."""
+        histograms, gains, wanted = after["histograms"], after["gains"], after["wanted"]
+        chosen: list[NDArray[np.int64]] = []
+        thresholds = np.full(2, np.inf)
+        for region, density in ((_KEY, self.key_density), (_SPARSE, self.sparse_density)):
+            blocks, seen = regions[region]
+            if not seen.nonzero:
+                continue
+            known = histograms[region].any()
+            histograms[region] *= self.decay
+            histograms[region] += seen.counters()
+            fraction = density * 2.0 ** (_entropy(histograms[region]) - 1.0)
+            wanted[region] = math.ceil(fraction * seen.size)
+            if known:
+                level = _quantile(histograms[region], min(1.0, fraction * gains[region]))
+                thresholds[region] = seen.mean * 2.0**level
+            else:
+                local = select_topk(_gathered(values, blocks), int(wanted[region]))
+                chosen.append(np.flatnonzero(blocks)[local // BLOCK] * BLOCK + local % BLOCK)
+        lowest = float(thresholds.min())
+        candidates = select_above(values, lowest) if lowest < np.inf else np.zeros(0, np.int64)
+        magnitudes = np.abs(values[candidates])
+        within = regions[_KEY][0][candidates // BLOCK]
+        for region, inside in ((_KEY, within), (_SPARSE, ~within)):
+            if not np.isfinite(thresholds[region]):
+                continue
+            found = candidates[inside & (magnitudes > thresholds[region])]
+            k = int(wanted[region])
+            gains[region] = np.clip(gains[region] * math.sqrt((k + 1) / (found.size + 1)), *_GAINS)
+            chosen.append(found if found.size <= 2 * k else found[select_topk(values[found], k)])
+        # The largest of all is among the candidates or the exactly chosen, or nothing is.
+        pool = np.concatenate([*chosen, candidates])
+        largest = pool[np.argmax(np.abs(values[pool]))] if pool.size else select_topk(values, 1)[0]
+        return np.union1d(np.concatenate(chosen), largest)
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return 1/n of the longest stretch: the largest coordinate always travels."""
+        return self.contraction_of_largest(layout)
+
+    @staticmethod
+    def wanted(state: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, int]]:
+        """Return how many coordinates of the key and of the sparse region the last round's fractions came to, by the
+        index of the stretch; ``state`` is one of this codec, alone or inside that of a wrapper."""
+        found = {name.split(".")[-2]: array for name, array in state.items() if name.endswith(".wanted")}
+        return {index: (int(array[_KEY]), int(array[_SPARSE])) for index, array in found.items()}
+
+
+def _fraction(name: str, value: Any) -> float:
+    return params.number(name, value, rule="a number in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+
+
+class _Magnitudes(NamedTuple):
+    """What a round tells of a region: number of elements, of non-zeros, the sum of magnitudes, and their histogram."""
+
+    size: int
+    nonzero: int
+    total: float
+    fine: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, values: Vector) -> _Magnitudes:
+        """Return those of ``values``."""
+        tail = exceedances(values)
+        fine = tiers.ops("auto", values.size).histogram(bits_of(values))
+        return cls(values.size, tail.count, tail.count * tail.mean if tail.count else 0.0, fine)
+
+    def without(self, part: _Magnitudes) -> _Magnitudes:
+        """Return those of the rest."""
+        nonzero = self.nonzero - part.nonzero
+        # Where the part is everything but rounding errors, the smallest float32 stands for them.
+        total = max(self.total - part.total, nonzero * 2.0**-149)
+        return _Magnitudes(self.size - part.size, nonzero, total, self.fine - part.fine)
+
+    @property
+    def mean(self) -> float:
+        """Mean magnitude of the non-zero elements."""
+        return self.total / self.nonzero
+
+    def counters(self) -> NDArray[np.float64]:
+        """Return the counts of the running histogram's bins: those of the fine bins, split log-uniformly."""
+        zeros = self.size - self.nonzero
+        below = np.concatenate([[0.0], np.cumsum(self.fine[: _FINE.size - 1])])
+        below[1:] -= zeros
+        at = np.interp(_EDGES + math.log2(self.mean), _FINE, below)
+        at[0], at[-1] = -zeros, below[-1]
+        return np.diff(at)
+
+
+def _block_energies(values: Vector) -> NDArray[np.float64]:
+    """Return the sum of squares of each block, in float64."""
+    energies = np.empty(-(-values.size // BLOCK))
+    full = values.size // BLOCK * BLOCK
+    for start in range(0, full, _CHUNK):
+        part = values[start : min(start + _CHUNK, full)].astype(np.float64).reshape(-1, BLOCK)
+        energies[start // BLOCK : start // BLOCK + len(part)] = np.square(part, out=part).sum(axis=1)
+    if full < values.size:
+        energies[-1] = np.square(values[full:].astype(np.float64)).sum()
+    return energies
+
+
+def _gathered(values: Vector, blocks: NDArray[np.bool_]) -> Vector:
+    """Return the elements of some blocks, in order; ``values`` itself when these are all."""
+    if blocks.all():
+        return values
+    full = values.size // BLOCK
+    chosen = values[: full * BLOCK].reshape(full, BLOCK)[blocks[:full]].reshape(-1)
+    return np.concatenate([chosen, values[full * BLOCK :]]) if blocks[full:].any() else chosen
+
+
+def _entropy(histogram: NDArray[np.float64]) -> float:
+    """Return the entropy of a histogram over that of one with equal bins, in [0, 1]."""
+    share = histogram[histogram > 0.0] / histogram.sum()
+    return float(-(share * np.log(share)).sum()) / math.log(COUNTERS)
+
+
+def _quantile(histogram: NDArray[np.float64], fraction: float) -> float:
+    """Return the edge, in log2 of magnitude / mean, that ``fraction`` of a histogram lies above.
+
+    Inside a bin the logarithm of the number above falls linearly, in the last occupied one the number itself. The
+    lowest bin is not resolved: a quantile in it is its upper edge.
+    """
+    above = np.append(np.cumsum(histogram[::-1])[::-1], 0.0) / histogram.sum()
+    # The last edge that at least the fraction lies above.
+    bin_ = int(np.count_nonzero(above >= fraction)) - 1
+    if bin_ <= 0:
+        return float(_EDGES[1])
+    high, low = above[bin_], above[bin_ + 1]
+    inside = math.log(high / fraction) / math.log(high / low) if low > 0.0 else (high - fraction) / high
+    return float(_EDGES[bin_]) + inside / _PER_OCTAVE

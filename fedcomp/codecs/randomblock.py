@@ -1,0 +1,50 @@
+"""Random block: send consecutive coordinates from a uniformly drawn start, going on at the first after the last.
+
+Proposed in N. Foroutan Eghlidi, M. Jaggi, "Sparse Communication for Training Deep Networks", arXiv:2009.09271 (abstract
+read); block length, wrapping and the shared draw as in the public code of the same laboratory's PowerSGD (read).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedcomp.codecs.params import to_float
+from fedcomp.codecs.positional import Stretch
+from fedcomp.codecs.randomk import RandomK
+from fedcomp.wire.support import BLOCK
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class RandomBlock(RandomK):
+    """Send ``b = max(1, floor(density * n))`` consecutive coordinates from a uniformly random start.
+
+    The block goes on at the beginning where it reaches the end, so that every coordinate has the same chance b/n. A
+    seed of eight bytes stands for its place. Neighbouring coordinates travel together, which changes no expectation:
+    the formulas are those of :class:`~fedcomp.codecs.RandomK` with k = b.
+
+    Parameters
+    ----------
+    density : float
+        Fraction of coordinates that travels, in (0, 1]; b is rounded down, where k of other codecs is rounded up.
+    unbiased : bool
+        Scale the values by n/b, which makes the decoded vector unbiased with ω = n/b - 1, both exact. Unscaled, the
+        expected error is exactly (1 - b/n)‖x‖². Scaled values do not belong under error feedback.
+    scope : {"global", "layer"}
+        One block of the whole model, or one per tensor (the authors').
+    shared : bool
+        One block for all clients, drawn from (seed, round, layer); else the partition is part of the draw.
+    """
+
+    codec_id: ClassVar[str] = "randomblock"
+    algorithm: ClassVar[int] = BLOCK
+
+    scope: str = "layer"
+
+    def count(self, stretch: Stretch) -> int:
+        """Return b of ``stretch``: the floor of the number the density was meant as, so that 0.29 of 100 is 29."""
+        density = to_float(self.density if stretch.density is None else stretch.density)
+        numerator, denominator = density.as_integer_ratio()
+        b = numerator * stretch.size // denominator
+        above = b < stretch.size and (b + 1) / stretch.size <= density
+        return max(1, b + 1 if above else b)

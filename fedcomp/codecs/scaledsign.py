@@ -1,0 +1,99 @@
+"""Scaled sign: signs times the mean magnitude, the compressor of EF-signSGD (Karimireddy et al. 2019; recalled).
+
+S. P. Karimireddy, Q. Rebjock, S. U. Stich, M. Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression
+Schemes", ICML 2019, arXiv:1901.09847. ``ErrorFeedback(ScaledSign())`` is EF-signSGD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import wire
+from fedcomp.codecs import params
+from fedcomp.codecs.listed import without_densities
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.layout import Layout, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Expected, SchemaMismatch, Tensor
+
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class ScaledSign(PositionalCodec):
+    """Send ``(‖x‖₁ / n) sign(x)``: one bit per coordinate and one float32 per stretch, or per block.
+
+    Every coordinate arrives as plus or minus the mean magnitude; the sign of 0 is +, that of -0.0, too. The mean is the
+    least-squares scale, and the error is ``‖x‖² - ‖x‖₁² / n`` per stretch, zeros included (derived). Rounding the scale
+    to float32 adds at most 2⁻⁴⁸ ‖x‖₁² / n to that where the mean is a normal number. A mean below 1.2e-38 keeps fewer
+    bits, and one below 7e-46 rounds to zero; the mean never overflows.
+
+    Under error feedback a coordinate waits until it was sent often enough at the mean's size. Memory of a constant t(4)
+    update of 5000 values after 2000 rounds, in lengths of that update: 168 with one scale, and still growing, 79 with
+    blocks of 512, 16 with blocks of 64, which cost half a bit more per coordinate (measured).
+
+    Parameters
+    ----------
+    scope : {"layer", "global"}
+        One scale per tensor, or for the whole model: its tensors differ in magnitude, so that one scale fits few.
+    block : int
+        Coordinates that share a scale within a stretch; 0 for one scale per stretch.
+    """
+
+    codec_id: ClassVar[str] = "scaledsign"
+
+    scope: str = "layer"
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            scope=params.choice("scope", self.scope, SCOPES),
+            block=params.integer("block", self.block, low=0, high=1 << 24),
+        )
+
+    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
+        """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""
+        return without_densities(layout, self.scope, self)
+
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the dense tensor of signs and mean magnitudes."""
+        coded = wire.SignScale(values < 0.0, _means(values, self.block), self.block)
+        return Tensor(coded, (stretch.size,))
+
+    def expect(self, stretch: Stretch) -> Expected:
+        """Return the stretch's shape, dense and in signs."""
+        return expected_dense(stretch.size, wire.SignScale)
+
+    def check(self, tensor: Tensor, stretch: Stretch) -> None:
+        """Require signs in blocks of the agreed length."""
+        require_values(tensor, wire.SignScale, sparse=False)
+        coded = tensor.values
+        assert isinstance(coded, wire.SignScale)
+        if coded.block != self.block:
+            raise SchemaMismatch(
+                f"{stretch.name}: expected signs in blocks of {self.block}, got blocks of {coded.block} (0: one scale)"
+            )
+
+    def contraction(self, layout: Layout) -> float:
+        """Return ``1/n`` of the largest stretch or block: ‖x‖₁ >= ‖x‖, with equality for a spike (derived).
+
+        Dense vectors do far better: ‖x‖₁² / (n‖x‖²), 2/π for normal values. The factor 1 - 2⁻⁴⁸ is the scale's
+        rounding; vectors whose mean magnitude is below 1.2e-38 are excepted.
+        """
+        longest = max((s.size for s in self.stretches(layout)), default=1)
+        return (1.0 - 2.0**-48) / (min(longest, self.block) if self.block else longest)
+
+
+def _means(values: Vector, block: int) -> NDArray[np.float32]:
+    """Return the mean magnitude of every block (0: of all), summed in float64 without a float64 copy of the vector."""
+    if block == 0:
+        parts = (np.abs(values[i : i + _BLOCK]).sum(dtype=np.float64) for i in range(0, values.size, _BLOCK))
+        return np.full(1, float(sum(parts)) / values.size, np.float32)
+    step = max(1, _BLOCK // block) * block
+    parts = (wire.SignScale.quantise(values[i : i + step], block).scales for i in range(0, values.size, step))
+    return np.concatenate(list(parts))

@@ -1,0 +1,76 @@
+"""Threshold: send every coordinate above a fixed magnitude."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedcomp.codecs import params
+from fedcomp.codecs.listed import ListedCodec, without_densities
+from fedcomp.codecs.positional import SCOPES, Stretch
+from fedcomp.codecs.topk import INDICES, VALUES
+from fedcomp.kernels import select_above
+from fedcomp.layout import Layout, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Tensor
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Threshold(ListedCodec):
+    """Send every coordinate x with ``|x| > level``.
+
+    How many travel depends on the data; there may be none, and the frame is then empty. The bound on the error is
+    absolute, ``level² n`` per stretch of n coordinates, up to the rounding of fp16 and bf16: no contraction. What is
+    sent is the exact top-k for the k it turns out to be.
+
+    Parameters
+    ----------
+    level : float
+        The magnitude, positive. It is compared as a float32: the largest that does not exceed it.
+    scope : {"global", "layer"}
+        One tensor of the frame for the whole model, or one per tensor. The same coordinates travel.
+    values : {"float32", "fp16", "bf16"}
+        How the values travel, as for :class:`~fedcomp.codecs.TopK`.
+    index : str
+        The wire's index codec; "auto" takes the smallest.
+    """
+
+    codec_id: ClassVar[str] = "threshold"
+    finds_non_finite = True
+
+    level: float
+    scope: str = "global"
+    values: str = "float32"
+    index: str = "auto"
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            level=params.positive("level", self.level),
+            scope=params.choice("scope", self.scope, SCOPES),
+            values=params.choice("values", self.values, VALUES),
+            index=params.choice("index", self.index, INDICES),
+        )
+
+    def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
+        """Return the parts of the vector that become tensors; densities of single tensors are refused."""
+        return without_densities(layout, self.scope, self)
+
+    def most(self, stretch: Stretch) -> int:
+        """Return the size of ``stretch``: everything may exceed the level."""
+        return stretch.size
+
+    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+        """Return the sparse tensor of everything above the level."""
+        indices = select_above(values, float32_below(self.level))
+        return self.listed(indices, values[indices], stretch)
+
+
+def float32_below(value: float) -> float:
+    """Return the largest finite float32 that does not exceed ``value >= 0``: comparing with it is comparing with
+    ``value``."""
+    near = np.float32(min(value, float(np.finfo(np.float32).max)))
+    # Compared as Python floats: numpy would round the value to float32 first.
+    return float(np.nextafter(near, np.float32(0.0)) if float(near) > value else near)

@@ -1,0 +1,465 @@
+"""AdaComp: the published rule bit by bit, conservation, its error, its adaptivity, and what a wrong one would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from codec_examples import model, update
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedcomp import wire
+from fedcomp.codecs import AdaComp
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.layout import Layout, SmallDense, Update
+from fedcomp.rng import Key
+
+KEY = Key(7, "codec", partition=1)
+LAYOUT = Layout.of(
+    {
+        "conv.weight": np.zeros((8, 20, 3, 3), np.float32),
+        "fc.weight": np.zeros((40, 30), np.float32),
+        "fc.bias": np.zeros(40, np.float32),
+        "time.weight": np.zeros((11, 10, 10), np.float32),
+    }
+)
+Step = Callable[[np.ndarray, np.ndarray, int, float], tuple[np.ndarray, np.ndarray]]
+
+
+def published(residue: np.ndarray, dw: np.ndarray, length: int, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """One tensor, one bin after the other, in the words of the algorithm; returns q and the new residue."""
+    g = residue + dw
+    h = g + np.float32(factor - 1.0) * dw
+    peaks = [np.abs(g[a : a + length]).max() for a in range(0, g.size, length)]
+    scale = np.float32(np.mean(np.array(peaks, np.float64)))
+    q = np.zeros_like(g)
+    for b, peak in enumerate(peaks):
+        for j in range(b * length, min(g.size, (b + 1) * length)):
+            if abs(h[j]) >= peak and peak > 0 and g[j] != 0:
+                q[j] = scale if g[j] > 0 else -scale
+    return q, g - q
+
+
+def ours(residue: np.ndarray, dw: np.ndarray, length: int, factor: float, guard: bool = False):
+    """The same by the codec: through a frame, on a tensor of its own."""
+    codec = AdaComp(bin=length, factor=factor, guard=guard)
+    layout = Layout.flat(dw.size)
+    frame, state = codec.encode(Update(dw, layout), {"memory": residue}, KEY)
+    return codec.decode(frame, layout), state["memory"]
+
+
+def forgets_rounding(residue: np.ndarray, dw: np.ndarray, length: int, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """Wrong: sent elements are cleared, as if they had travelled exactly."""
+    q, left = published(residue, dw, length, factor)
+    return q, np.where(q != 0, np.float32(0), left)
+
+
+def sends_values(residue: np.ndarray, dw: np.ndarray, length: int, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """Wrong: every element with a scale of its own, that is, as it is."""
+    q, _ = published(residue, dw, length, factor)
+    total = residue + dw
+    q = np.where(q != 0, total, np.float32(0))
+    return q, total - q
+
+
+def scales_sent_bins(residue: np.ndarray, dw: np.ndarray, length: int, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """Wrong: the scale is the mean over the elements that were sent, not over the bins."""
+    q, _ = published(residue, dw, length, factor)
+    total = residue + dw
+    sent = np.abs(total[q != 0])
+    q = np.sign(q) * np.float32(sent.mean() if sent.size else 0)
+    return q, total - q
+
+
+def gradients(rounds: int, size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(4, (rounds, size)).astype(np.float32)
+
+
+def conserves(step: Step) -> bool:
+    """Σ q + residue = Σ dW elementwise, to float32 rounding that grows with the number of rounds."""
+    updates = gradients(12, 700)
+    residue, sent = np.zeros(700, np.float32), np.zeros(700)
+    for dw in updates:
+        q, residue = step(residue, dw, 50, 2.0)
+        sent += q
+    return bool(np.allclose(sent + residue, updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-4))
+
+
+def has_one_scale(step: Step) -> bool:
+    """Whatever travels of a tensor has one magnitude: the mean of the bins' largest."""
+    q, _ = step(gradients(1, 700, seed=1)[0], gradients(1, 700)[0], 50, 2.0)
+    total = gradients(1, 700, seed=1)[0] + gradients(1, 700)[0]
+    scale = np.float32(np.abs(total).reshape(-1, 50).max(axis=1).mean(dtype=np.float64))
+    return bool(np.isin(np.abs(q), [0, scale]).all() and np.any(q))
+
+
+def test_wrong_variants_fail_the_checks_that_ours_passes() -> None:
+    """Spec 2.7: the residue keeps the quantisation error of sent elements; one scale per layer."""
+    for step in (published, ours):
+        assert conserves(step)
+        assert has_one_scale(step)
+    assert not conserves(forgets_rounding)
+    assert not has_one_scale(sends_values)
+    assert not has_one_scale(scales_sent_bins)
+
+
+@pytest.mark.parametrize(("factor", "bins", "conv"), [(2.0, 500, 50), (1.0, 64, 7), (3.5, 1, 1), (1.5, 10**6, 50)])
+def test_follows_the_published_lines(factor: float, bins: int, conv: int) -> None:
+    """Eight rounds on a model, bit for bit: bins by kind of layer, scales by layer, the dense rest untouched."""
+    codec = AdaComp(bin=bins, conv_bin=conv, factor=factor)
+    state, residue = codec.init(LAYOUT), np.zeros(LAYOUT.size, np.float32)
+    for t, dw in enumerate(gradients(8, LAYOUT.size)):
+        frame, state = codec.encode(Update(dw, LAYOUT), state, KEY.at(round=t))
+        decoded = codec.decode(frame, LAYOUT)
+        for tensor in LAYOUT.compressed:
+            length = conv if len(tensor.shape) >= 3 else bins
+            part = tensor.slice
+            expected, residue[part] = published(residue[part], dw[part], length, factor)
+            np.testing.assert_array_equal(decoded[part], expected)
+        rest = slice(LAYOUT.compressed_size, None)
+        np.testing.assert_array_equal(decoded[rest], dw[rest])
+        np.testing.assert_array_equal(state["memory"], residue)
+        assert not state["memory"][rest].any()
+
+
+def test_conservation_is_exact_for_representable_values() -> None:
+    """Spec 7.1.1: four bins of integers, whose mean is a multiple of 1/4; every third frame is lost and comes back."""
+    layout = Layout.flat(40)
+    rng = np.random.default_rng(2)
+    codec = AdaComp(bin=10)
+    state, total, delivered = codec.init(layout), np.zeros(40), np.zeros(40)
+    for t in range(7):
+        dw = rng.integers(-8, 9, 40).astype(np.float32)
+        frame, state = codec.encode(Update(dw, layout), state, KEY.at(round=t))
+        if t % 3 == 1:
+            state = codec.rollback(state, frame, layout)
+        else:
+            delivered += codec.decode(frame, layout)
+        total += dw
+        np.testing.assert_array_equal(delivered + state["memory"], total)
+    assert delivered.any()
+
+
+def test_lost_frames_lose_no_mass() -> None:
+    """The same with general values, to rounding; the dense rest of a lost frame travels with the next one."""
+    codec = AdaComp()
+    updates = gradients(15, LAYOUT.size)
+    state, accepted = codec.init(LAYOUT), np.zeros(LAYOUT.size)
+    rest = slice(LAYOUT.compressed_size, None)
+    for t, g in enumerate(updates):
+        frame, state = codec.encode(Update(g, LAYOUT), state, KEY.at(round=t))
+        if t % 3 == 1:
+            kept = state["memory"].copy()
+            back = codec.rollback(state, frame, LAYOUT)
+            np.testing.assert_array_equal(state["memory"], kept)
+            np.testing.assert_array_equal(back["memory"][rest], g[rest])
+            state = back
+        else:
+            accepted += codec.decode(frame, LAYOUT)
+            assert not state["memory"][rest].any()
+    np.testing.assert_allclose(accepted + state["memory"], updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-4)
+
+
+def test_a_forgotten_rollback_loses_mass() -> None:
+    """The check above can fail."""
+    codec = AdaComp()
+    g = update(LAYOUT)
+    frame, state = codec.encode(g, codec.init(LAYOUT), KEY)
+    assert np.abs(state["memory"] - g.vector).max() > 0.1
+    np.testing.assert_allclose(codec.rollback(state, frame, LAYOUT)["memory"], g.vector, rtol=0, atol=1e-6)
+
+
+def test_one_per_bin_identity() -> None:
+    """Spec 7.1.8: with f = 1 and distinct magnitudes the error is ‖G‖² - B s²; other scales do not fulfil it."""
+    rng = np.random.default_rng(3)
+    g = (rng.permutation(np.arange(1, 1031)) * rng.choice([-1, 1], 1030)).astype(np.float32)
+    g *= 1 + np.arange(1030) // 50
+    zero = np.zeros_like(g)
+
+    def error(step: Step) -> float:
+        q, _ = step(zero, g, 50, 1.0)
+        assert np.count_nonzero(q) == 21
+        return float(((g - q).astype(np.float64) ** 2).sum())
+
+    peaks = [np.abs(g[a : a + 50]).max() for a in range(0, 1030, 50)]
+    expected = float((g.astype(np.float64) ** 2).sum()) - 21 * float(np.mean(peaks)) ** 2
+    assert error(ours) == pytest.approx(expected, rel=1e-7)
+    assert error(sends_values) != pytest.approx(expected, rel=1e-2)
+
+
+def spike() -> np.ndarray:
+    """Spec 2.3: twenty bins of fifty, one with a spike of 10, everything else 0.001."""
+    g = np.full(1000, 1e-3, np.float32)
+    g[123] = 10.0
+    return g
+
+
+def test_it_is_no_contraction() -> None:
+    """Spec 2.3 and 0.7: an error of 3.28 ‖G‖². So it declares none, and error feedback is not put around it."""
+    g = spike()
+    layout = Layout.flat(1000)
+    q, _ = ours(np.zeros_like(g), g, 50, 2.0)
+    assert ((g - q) ** 2).sum() / (g**2).sum() == pytest.approx(3.28, abs=0.005)
+    assert AdaComp().contraction(layout) is None
+    assert AdaComp(guard=True).contraction(layout) is None
+    with pytest.raises(ConfigError, match="memory of its own"):
+        ErrorFeedback(AdaComp())
+
+
+def test_guard_sends_one_element_per_bin_instead() -> None:
+    g = spike()
+    q, residue = ours(np.zeros_like(g), g, 50, 2.0, guard=True)
+    scale = np.float32((10 + 19 * np.float64(np.float32(1e-3))) / 20)
+    expected = [123 if b == 2 else 50 * b for b in range(20)]
+    np.testing.assert_array_equal(np.flatnonzero(q), expected)
+    np.testing.assert_array_equal(q[expected], scale)
+    np.testing.assert_array_equal(residue, g - q)
+    energy = float((g.astype(np.float64) ** 2).sum())
+    assert ((g - q).astype(np.float64) ** 2).sum() == pytest.approx(energy - 20 * float(scale) ** 2, rel=1e-6)
+
+
+def test_guard_leaves_bins_of_zeros_empty() -> None:
+    g = spike()
+    g[200:300] = 0.0
+    q, _ = ours(np.zeros_like(g), g, 50, 2.0, guard=True)
+    assert np.count_nonzero(q) == 18
+    assert not q[200:300].any()
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 300), st.sampled_from([1, 4, 50]), st.floats(1.0, 8.0))
+def test_guarded_error_never_exceeds_the_energy(seed: int, n: int, length: int, factor: float) -> None:
+    rng = np.random.default_rng(seed)
+    dw, residue = (10.0 ** rng.uniform(-4, 2, (2, n)) * rng.choice([-1, 0, 1], (2, n))).astype(np.float32)
+    q, left = ours(residue, dw, length, factor, guard=True)
+    total = (residue + dw).astype(np.float64)
+    assert ((total - q) ** 2).sum() <= (total**2).sum() * (1 + 1e-6)
+    np.testing.assert_allclose(q + left, total, rtol=1e-6, atol=1e-6 * np.abs(total).max())
+
+
+def test_guard_changes_nothing_where_it_is_not_needed() -> None:
+    # With a large residue and a small step several elements pass now and then, but none far from the scale.
+    residue, dw = gradients(1, 1000, seed=4)[0], 0.02 * gradients(1, 1000, seed=5)[0]
+    plain, guarded = (ours(residue, dw, 50, 2.0, guard=g) for g in (False, True))
+    np.testing.assert_array_equal(plain[0], guarded[0])
+    np.testing.assert_array_equal(plain[1], guarded[1])
+    assert np.count_nonzero(plain[0]) > 0
+
+
+def test_sends_more_where_the_update_agrees_and_less_where_it_opposes() -> None:
+    """Spec 7.2: the count per bin falls when dW is anti-correlated with the residue and rises when it is correlated."""
+    layout = Layout.flat(10_000)
+    rng = np.random.default_rng(6)
+    residue = rng.normal(size=layout.size).astype(np.float32)
+    noise = rng.normal(size=layout.size).astype(np.float32)
+    codec = AdaComp(bin=50)
+
+    def per_bin(dw: np.ndarray) -> float:
+        frame, _ = codec.encode(Update(dw.astype(np.float32), layout), {"memory": residue}, KEY)
+        (found,) = codec.per_bin(frame, layout).values()
+        return found
+
+    independent = per_bin(0.3 * noise)
+    opposed, along = per_bin(-0.3 * residue + 0.1 * noise), per_bin(0.3 * residue + 0.1 * noise)
+    assert opposed < 0.5 * independent
+    assert along > 1.5 * independent
+    assert opposed < 0.6 < 1.0 < independent < along
+
+
+def test_without_look_ahead_one_element_per_bin_travels() -> None:
+    """f = 1: H = G. Only ties of the largest magnitude can add to one per bin (0.97 on digits with empty bins)."""
+    frame, _ = AdaComp(factor=1.0, bin=30, conv_bin=9).encode(update(LAYOUT), AdaComp().init(LAYOUT), KEY)
+    counts = AdaComp(factor=1.0, bin=30, conv_bin=9).per_bin(frame, LAYOUT)
+    assert counts == {"conv.weight": 1.0, "fc.weight": 1.0, "time.weight": 1.0}
+
+
+def test_per_bin_tells_layers_apart() -> None:
+    given = update(LAYOUT)
+    LAYOUT.view(given.vector, "fc.weight")[:] = 0.0
+    codec = AdaComp()
+    frame, _ = codec.encode(given, codec.init(LAYOUT), KEY)
+    counts = codec.per_bin(frame, LAYOUT)
+    assert counts["fc.weight"] == 0.0
+    sent = np.count_nonzero(LAYOUT.view(codec.decode(frame, LAYOUT), "conv.weight"))
+    # 8 x 20 x 3 x 3 = 1440 elements are 29 bins of 50.
+    assert counts["conv.weight"] == sent / 29 > 0
+    assert codec.per_bin(codec.open(frame, LAYOUT), LAYOUT) == counts
+
+
+def test_bins_by_kind_of_layer() -> None:
+    """50 for three and more dimensions, 500 for matrices and vectors, each configurable."""
+    parts = {s.name: s for s in AdaComp().stretches(LAYOUT)}
+    assert {n: AdaComp().length(s) for n, s in parts.items()} == {
+        "conv.weight": 50,
+        "fc.weight": 500,
+        "time.weight": 50,
+    }
+    assert AdaComp(bin=8, conv_bin=4).length(parts["fc.weight"]) == 8
+    assert AdaComp(bin=8, conv_bin=4).length(parts["conv.weight"]) == 4
+    everything = Layout.of(model(), SmallDense(min_size=1))
+    assert {AdaComp().length(s) for s in AdaComp().stretches(everything)} == {500}
+
+
+def test_densities_of_tensors_are_refused() -> None:
+    layout = Layout.of(model(), lambda name, shape, dtype: 0.1 if name == "head.weight" else None)
+    with pytest.raises(ConfigError, match=r"head\.weight.*decides by itself"):
+        AdaComp().init(layout)
+
+
+def test_bytes_of_one_element_per_bin() -> None:
+    """Spec 7.1.3: ceil(log2 L) bits of offset and one of sign per element, four bytes of scale, a short header."""
+    overheads = []
+    for n, length in ((1000, 50), (100_000, 50), (100_000, 500), (300_000, 500)):
+        layout = Layout.flat(n)
+        codec = AdaComp(bin=length, factor=1.0)
+        frame, _ = codec.encode(update(layout), codec.init(layout), KEY)
+        k = n // length
+        width = {50: 6, 500: 9}[length]
+        (tensor,) = codec.open(frame, layout).tensors
+        assert (tensor.values.k, tensor.index) == (k, f"bins:{length}")
+        overheads.append(len(frame) - ((width * k + 7) // 8 + 4 + (k + 7) // 8))
+    assert max(overheads) <= 43
+    assert max(overheads) - min(overheads) <= 6
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2, 2.0, 4.0])
+def test_support_is_written_in_the_shorter_form(factor: float) -> None:
+    """Packed offsets or whatever "auto" takes, by the bytes: Rice where many bins are empty or crowded."""
+    layout = Layout.flat(20_000)
+    residue = gradients(1, layout.size, seed=8)[0]
+    for step in (0.05, 1.0):
+        given_ = Update(np.float32(step) * gradients(1, layout.size, seed=9)[0], layout)
+        codec = AdaComp(bin=50, factor=factor)
+        frame, _ = codec.encode(given_, {"memory": residue}, KEY)
+        (tensor,) = codec.open(frame, layout).tensors
+        sizes = {
+            index: len(wire.encode([wire.sparse((layout.size,), tensor.indices, tensor.values, index=index)]))
+            for index in ("auto", "bins:50")
+        }
+        assert len(frame) == min(sizes.values())
+    assert len(frame) < 0.1 * 4 * layout.size
+
+
+def test_zeros_and_opposed_bins_send_nothing() -> None:
+    """Spec 2.2: a zero layer is an empty payload; a bin is empty when its largest element's update opposes it."""
+    layout = Layout.flat(12)
+    codec = AdaComp(bin=4)
+    frame, state = codec.encode(Update(np.zeros(12, np.float32), layout), codec.init(layout), KEY)
+    assert codec.open(frame, layout)[0].values.k == 0
+    assert len(frame) < 40
+    assert not state["memory"].any()
+    residue = np.float32([9, 1, 1, 1, 0, 0, 0, 0, 2, 1, 0, 0])
+    dw = np.float32([-2, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
+    # G = 7 1 1 1 | 0 | 3 1 0 0 and H = 5 1 1 1 | 0 | 4 1 0 0: only the last bin sends, with s = (7 + 0 + 3) / 3.
+    frame, state = codec.encode(Update(dw, layout), {"memory": residue}, KEY)
+    scale = np.float32(10 / 3)
+    np.testing.assert_array_equal(codec.decode(frame, layout), np.eye(12, dtype=np.float32)[8] * scale)
+    np.testing.assert_array_equal(codec.support(frame, layout), [8])
+    np.testing.assert_array_equal(state["memory"], [7, 1, 1, 1, 0, 0, 0, 0, np.float32(3) - scale, 1, 0, 0])
+
+
+def test_an_element_whose_sum_is_zero_is_not_sent() -> None:
+    """Spec 2.2: |H| can reach the bin's largest |G| where G itself is 0; there is no sign to send then."""
+    layout = Layout.flat(3)
+    codec = AdaComp()
+    frame, state = codec.encode(
+        Update(np.float32([5, 1, -5]), layout), {"memory": np.float32([-5, 0, 5])}, KEY
+    )  # G = 0 1 0, H = 5 2 -5
+    np.testing.assert_array_equal(codec.support(frame, layout), [1])
+    np.testing.assert_array_equal(state["memory"], [0, 0, 0])
+
+
+def test_bins_longer_than_the_tensor_are_one_bin() -> None:
+    layout = Layout.flat(7)
+    frame, _ = AdaComp(bin=2**62).encode(update(layout), AdaComp().init(layout), KEY)
+    same, _ = AdaComp(bin=7).encode(update(layout), AdaComp().init(layout), KEY)
+    assert frame == same
+    assert AdaComp(bin=2**62).per_bin(frame, layout).popitem()[1] == np.count_nonzero(AdaComp().decode(frame, layout))
+
+
+def test_a_scale_below_the_smallest_float_sends_nothing() -> None:
+    """The mean over all bins can round to 0 although one of them holds something: nothing would be delivered."""
+    layout = Layout.flat(8)
+    tiny = np.zeros(8, np.float32)
+    tiny[3] = 1e-45
+    codec = AdaComp(bin=2)
+    frame, state = codec.encode(Update(tiny, layout), codec.init(layout), KEY)
+    assert codec.open(frame, layout)[0].values.k == 0
+    np.testing.assert_array_equal(state["memory"], tiny)
+
+
+def test_what_cannot_be_encoded_is_refused_and_the_state_untouched() -> None:
+    layout = Layout.of(model())
+    codec = AdaComp()
+    huge = Update(np.full(layout.size, 3e38, np.float32), layout)
+    held = np.full(layout.size, 3e38, np.float32)
+    for where in (slice(None), slice(layout.compressed_size, None)):  # in a compressed tensor, in the dense rest
+        memory = np.zeros(layout.size, np.float32)
+        memory[where] = held[where]
+        kept = memory.copy()
+        with pytest.raises(NonFiniteUpdate, match="overflows"):
+            codec.encode(huge, {"memory": memory}, KEY)
+        np.testing.assert_array_equal(memory, kept)
+        memory[-1 if where.start else 0] = np.nan
+        with pytest.raises(StateError, match="damaged"):
+            codec.encode(update(layout), {"memory": memory}, KEY)
+    for bad in ({}, {"memory": held[:-1]}, {"memory": held.astype(np.float64)}, {"memory": [0.0]}):
+        with pytest.raises(StateError, match="start from init"):
+            codec.encode(update(layout), bad, KEY)
+        with pytest.raises(StateError, match="start from init"):
+            codec.rollback(bad, b"", layout)
+
+
+def test_other_forms_are_refused() -> None:
+    """A scale for every block, values, a drawn support, a dense tensor: none is what the codec makes."""
+    layout = Layout.flat(1000)
+    some = np.arange(0, 1000, 100)
+    values = gradients(1, 10)[0]
+    others = [
+        wire.sparse((1000,), some, wire.SignScale.quantise(values, 5)),
+        wire.sparse((1000,), some, wire.SignScale.quantise(values, 10)),
+        wire.sparse((1000,), some, values),
+        wire.sparse((1000,), some, wire.Ternary.quantise(values)),
+        wire.seeded((1000,), 3, 10, wire.SignScale.quantise(values)),
+        wire.Tensor(wire.SignScale.quantise(gradients(1, 1000)[0]), (1000,)),
+    ]
+    for tensor in others:
+        with pytest.raises(wire.WireError):
+            AdaComp().decode(wire.encode([tensor]), layout)
+        with pytest.raises(wire.WireError):
+            AdaComp().decode(wire.decode(wire.encode([tensor])), layout)
+    AdaComp().decode(wire.encode([wire.sparse((1000,), some, wire.SignScale.quantise(values))]), layout)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "bad"),
+    [("bin", 0), ("bin", 2.5), ("conv_bin", -1), ("conv_bin", 2**63), ("factor", 0.5), ("factor", float("inf")),
+     ("factor", "2"), ("guard", 1)],
+)  # fmt: skip
+def test_parameters_are_checked(parameter: str, bad: object) -> None:
+    with pytest.raises(ConfigError, match=parameter):
+        AdaComp(**{parameter: bad})
+
+
+def test_the_residue_finds_the_optimum() -> None:
+    """A quadratic whose coordinates differ fivefold in curvature: with residue the optimum, without it a bias floor."""
+    layout = Layout.flat(200)
+    rng = np.random.default_rng(11)
+    curvature, optimum = rng.uniform(0.2, 1.0, 200), rng.normal(0.0, 3.0, 200)
+    codec = AdaComp(bin=20)
+
+    def distance(remember: bool) -> float:
+        x, state = np.zeros(200), codec.init(layout)
+        for t in range(600):
+            g = Update((0.05 * curvature * (x - optimum)).astype(np.float32), layout)
+            frame, after = codec.encode(g, state, KEY.at(round=t))
+            state = after if remember else state
+            x -= codec.decode(frame, layout)
+        return float(np.linalg.norm(x - optimum) / np.linalg.norm(optimum))
+
+    with_residue, without = distance(True), distance(False)
+    assert with_residue < 0.02
+    assert without > 5 * with_residue

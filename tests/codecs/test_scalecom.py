@@ -1,0 +1,309 @@
+"""ScaleCom's mathematics on vectors: conservation, the low-pass memory, linearity on one support, index blocks."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from codec_examples import LAYOUTS, model
+from codec_examples import update as an_update
+
+from fedcomp import wire
+from fedcomp.codecs import ScaleCom, TopK, get_codec
+from fedcomp.codecs.scalecom import FixedSupport, held_support, open_support, support_frame, support_id_of
+from fedcomp.codecs.similarity import similarity
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.layout import Layout, SmallDense, Update
+from fedcomp.rng import Key
+
+KEY = Key(3, "scalecom", round=1)
+LAYOUT = LAYOUTS["model"]
+
+
+def gradient(client: int, step: int, layout: Layout = LAYOUT) -> Update:
+    return an_update(layout, seed=1000 * client + step)
+
+
+def clt_round(codec: ScaleCom, states: list, updates: list[Update], leader: int, number: int = 1):
+    """One round of N clients; return their decoded vectors, new states and the support."""
+    layout = updates[0].layout
+    waiting = [codec.begin(u, s, KEY) for u, s in zip(updates, states, strict=True)]
+    supports = codec.choose(waiting[leader], layout, KEY)
+    done = [codec.send(w, supports, number, layout, KEY) for w in waiting]
+    fixed = codec.on(supports, number)
+    return [fixed.decode(frame, layout) for frame, _ in done], [state for _, state in done], supports
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
+@pytest.mark.parametrize("selector", ["exact", "chunk"])
+def test_memory_is_beta_times_what_was_not_sent(beta: float, selector: str) -> None:
+    """Spec 7.1.1: sum of sent + m / beta == sum of g, elementwise, for every client."""
+    codec = ScaleCom(0.05, beta=beta, selector=selector)
+    clients, rounds = 3, 30
+    states = [codec.init(LAYOUT) for _ in range(clients)]
+    made, sent = np.zeros((clients, LAYOUT.size)), np.zeros((clients, LAYOUT.size))
+    for t in range(rounds):
+        updates = [gradient(c, t) for c in range(clients)]
+        decoded, states, _ = clt_round(codec, states, updates, t % clients)
+        made += [u.vector.astype(np.float64) for u in updates]
+        sent += np.asarray(decoded, np.float64)
+    scale = np.abs(made).max() * rounds * 2.0**-22
+    for c in range(clients):
+        np.testing.assert_allclose(sent[c] + states[c]["memory"] / beta, made[c], atol=scale / beta)
+    # The variant that zeroes the memory where something was sent breaks the identity for beta < 1.
+    wrong = states[0]["memory"].copy()
+    wrong[np.concatenate([i + s.start for i, s in _last_support(codec, states[0])])] = 0.0
+    broken = np.abs(sent[0] + wrong / beta - made[0]).max()
+    assert broken > 100 * scale / beta if beta < 1 else broken <= scale
+
+
+def _last_support(codec: ScaleCom, state: dict):
+    held = held_support(state)
+    assert held is not None
+    return zip(open_support(held[1], codec, LAYOUT), codec.leader.stretches(LAYOUT), strict=True)
+
+
+def test_sending_commutes_with_the_mean() -> None:
+    """Spec 7.1.5: mean of decoded == decoded mean of p on the same support."""
+    codec = ScaleCom(0.05)
+    updates = [gradient(c, 0) for c in range(4)]
+    decoded, _, supports = clt_round(codec, [codec.init(LAYOUT)] * 4, updates, 2)
+    mean = Update(np.mean([u.vector for u in updates], axis=0, dtype=np.float64).astype(np.float32), LAYOUT)
+    fixed = codec.on(supports, 1)
+    frame, _ = fixed.encode(mean, {}, KEY)
+    np.testing.assert_allclose(np.mean(decoded, axis=0), fixed.decode(frame, LAYOUT), rtol=1e-5, atol=1e-6)
+    union = np.any([d[: LAYOUT.compressed_size] != 0 for d in decoded], axis=0)
+    assert np.count_nonzero(union) == sum(s.size for s in supports)
+    own = [codec.choose(codec.begin(u, codec.init(LAYOUT), KEY), LAYOUT, KEY) for u in updates]
+    apart = len({(s, i) for supports in own for s, part in enumerate(supports) for i in part.tolist()})
+    assert apart > 2 * sum(s.size for s in supports), "every client its own top-k would pass for CLT-k"
+
+
+def test_only_the_leader_decides() -> None:
+    codec = ScaleCom(0.05)
+    states = [codec.init(LAYOUT)] * 3
+    updates = [gradient(c, 0) for c in range(3)]
+    _, _, first = clt_round(codec, states, updates, 1)
+    others = [gradient(9, 0), updates[1], Update(-100 * updates[2].vector, LAYOUT)]
+    _, _, second = clt_round(codec, states, others, 1)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+    _, _, third = clt_round(codec, states, others, 0)
+    assert any(not np.array_equal(a, b) for a, b in zip(first, third, strict=True))
+
+
+def test_average_case_of_a_support_that_misses() -> None:
+    """Spec 7.2: with the q missed coordinates drawn uniformly the mean residual is at most q/k + (1 - q/k) gamma_0; the
+    deterministic form is false: y = (10, 1, .9, .1) with the set {1, 2} leaves .982, the formula says .504."""
+    rng = np.random.default_rng(0)
+    n, k = 200, 20
+    x = rng.standard_t(4, n)
+    energy = x @ x
+    order = np.argsort(-np.abs(x))
+    best = 1 - (x[order[:k]] ** 2).sum() / energy
+    for missed in (5, 10, 15, 20):
+        residuals = []
+        for _ in range(400):
+            kept = rng.choice(order[:k], k - missed, replace=False)
+            other = rng.choice(order[k:], missed, replace=False)
+            residuals.append(1 - (x[np.concatenate([kept, other])] ** 2).sum() / energy)
+        assert np.mean(residuals) <= missed / k + (1 - missed / k) * best + 1e-9
+    y = np.array([10.0, 1.0, 0.9, 0.1])
+    residual = 1 - (y[[1, 2]] ** 2).sum() / (y @ y)
+    formula = 0.5 + 0.5 * (1 - (y[[0, 1]] ** 2).sum() / (y @ y))
+    assert residual == pytest.approx(0.982, abs=1e-3)
+    assert formula == pytest.approx(0.504, abs=1e-3)
+    assert ScaleCom(0.5).contraction(LAYOUT) is None
+
+
+def test_memory_norms_of_constant_gradients() -> None:
+    """Spec 7.3: four clients with fixed Gaussian gradients, n = 300, k = 15. The rotating leader's memories stay below
+    15 times the gradient over 2000 rounds; supports taken from the mean let them exceed 100."""
+    layout = Layout.flat(300)
+    rng = np.random.default_rng(5)
+    updates = [Update(rng.normal(size=300).astype(np.float32), layout) for _ in range(4)]
+    lengths = [float(np.linalg.norm(u.vector)) for u in updates]
+
+    def final(of_the_mean: bool) -> float:
+        codec = ScaleCom(0.05)
+        states = [codec.init(layout) for _ in range(4)]
+        for t in range(2000):
+            waiting = [codec.begin(u, s, KEY) for u, s in zip(updates, states, strict=True)]
+            if of_the_mean:
+                mean = np.mean([codec.total(w, layout) for w in waiting], axis=0, dtype=np.float32)
+                supports = codec.choose_from(mean, layout, KEY)
+            else:
+                supports = codec.choose(waiting[t % 4], layout, KEY)
+            states = [codec.send(w, supports, t, layout, KEY)[1] for w in waiting]
+        return float(np.mean([np.linalg.norm(s["memory"]) / n for s, n in zip(states, lengths, strict=True)]))
+
+    assert final(of_the_mean=False) < 15
+    assert final(of_the_mean=True) > 100
+
+
+def test_an_update_without_a_support_joins_the_memory() -> None:
+    """(1 - beta) m + beta p, dense tensors included; what waited is gone after that and is not counted twice."""
+    for beta in (1.0, 0.4):
+        codec = ScaleCom(0.05, beta=beta)
+        state = codec.begin(gradient(0, 0), codec.init(LAYOUT), KEY)
+        assert codec.waits(state)
+        settled = codec.settle(state, LAYOUT)
+        np.testing.assert_allclose(settled["memory"], np.float32(beta) * gradient(0, 0).vector, rtol=1e-6)
+        assert not codec.waits(settled)
+        again = codec.settle(settled, LAYOUT)
+        np.testing.assert_array_equal(again["memory"], settled["memory"])
+        begun = codec.begin(gradient(0, 1), state, KEY)
+        np.testing.assert_array_equal(begun["memory"], settled["memory"])
+
+
+def test_rollback_puts_the_values_back() -> None:
+    codec = ScaleCom(0.05)
+    layout = LAYOUT
+    whole = Update(np.round(64 * gradient(0, 0).vector).astype(np.float32), layout)
+    waiting = codec.begin(whole, codec.init(layout), KEY)
+    supports = codec.choose(waiting, layout, KEY)
+    frame, after = codec.send(waiting, supports, 9, layout, KEY)
+    assert held_support(after)[0] == 9
+    back = codec.rollback(after, frame, layout)
+    np.testing.assert_array_equal(back["memory"], whole.vector)
+    assert held_support(back) is None
+    # Also after the codec's density was changed by the server.
+    np.testing.assert_array_equal(ScaleCom(0.001).rollback(after, frame, layout)["memory"], whole.vector)
+
+
+def test_no_memory_forgets() -> None:
+    codec = ScaleCom(0.05, memory=False)
+    state = codec.init(LAYOUT)
+    for t in range(3):
+        _, states, _ = clt_round(codec, [state], [gradient(0, t)], 0)
+        state = states[0]
+        assert not state["memory"].any()
+    waiting = codec.begin(gradient(0, 4), state, KEY)
+    assert not codec.settle(waiting, LAYOUT)["memory"].any()
+
+
+def test_bad_numbers_leave_the_state_alone() -> None:
+    """Spec 7.1.9: NaN and infinity raise before anything is touched; a zero leader makes an empty support."""
+    codec = ScaleCom(0.05)
+    state = codec.begin(gradient(0, 0), codec.init(LAYOUT), KEY)
+    kept = {name: array.copy() for name, array in state.items()}
+    for bad in (np.nan, np.inf):
+        vector = gradient(0, 1).vector.copy()
+        vector[7] = bad
+        with pytest.raises(NonFiniteUpdate):
+            codec.begin(Update(vector, LAYOUT), state, KEY)
+    huge = np.full(LAYOUT.size, 3e38, np.float32)
+    with pytest.raises(NonFiniteUpdate, match="overflows"):
+        codec.begin(Update(huge, LAYOUT), {"memory": huge}, KEY)
+    for name, array in state.items():
+        np.testing.assert_array_equal(array, kept[name])
+    zero = codec.begin(Update(np.zeros(LAYOUT.size, np.float32), LAYOUT), codec.init(LAYOUT), KEY)
+    supports = codec.choose(zero, LAYOUT, KEY)
+    assert all(s.size == 0 for s in supports)
+    frame, after = codec.send(zero, supports, 1, LAYOUT, KEY)
+    assert not codec.on(supports, 1).decode(frame, LAYOUT).any()
+    assert not after["memory"].any()
+
+
+def test_foreign_states_are_refused() -> None:
+    codec = ScaleCom(0.05)
+    for state in ({}, {"memory": np.zeros(3, np.float32)}, {"memory": np.zeros(LAYOUT.size)}):
+        with pytest.raises(StateError):
+            codec.begin(gradient(0, 0), state, KEY)
+    with pytest.raises(StateError, match="train first"):
+        codec.send(codec.init(LAYOUT), (np.zeros(0, np.int64),) * 2, 1, LAYOUT, KEY)
+    waiting = codec.begin(gradient(0, 0), codec.init(LAYOUT), KEY)
+    with pytest.raises(StateError, match="same model"):
+        codec.send(waiting, (np.zeros(0, np.int64),), 1, LAYOUT, KEY)
+
+
+def test_index_blocks_cost_indices_only() -> None:
+    """Spec 1.4: a block is the indices, values are the values: together as long as a sparse frame of both."""
+    layout = Layout.flat(100_000)
+    codec = ScaleCom(0.01)
+    waiting = codec.begin(an_update(layout), codec.init(layout), KEY)
+    supports = codec.choose(waiting, layout, KEY)
+    block = support_frame(supports, codec, layout)
+    values, _ = codec.send(waiting, supports, 1, layout, KEY)
+    both, _ = TopK(0.01, scope="layer").encode(an_update(layout), {}, KEY)
+    assert len(values) <= 4 * 1000 + 64
+    assert abs(len(block) + len(values) - len(both)) <= 64
+    for found, chosen in zip(open_support(block, codec, layout), supports, strict=True):
+        np.testing.assert_array_equal(found, chosen)
+    with pytest.raises(wire.WireError):
+        open_support(block, ScaleCom(0.005), layout)  # twice as many as this density allows
+    assert open_support(block, ScaleCom(0.005, dense=True), layout)[0].size == 1000
+
+
+def test_means_name_their_support() -> None:
+    codec = ScaleCom(0.05)
+    waiting = codec.begin(gradient(0, 0), codec.init(LAYOUT), KEY)
+    supports = codec.choose(waiting, LAYOUT, KEY)
+    mean = codec.mean(supports, 77)
+    frame, _ = mean.encode(gradient(0, 0), {}, KEY)
+    assert support_id_of(frame, codec, LAYOUT) == 77
+    with pytest.raises(wire.WireError):
+        codec.mean(supports, 78).decode(frame, LAYOUT)
+    dense = Layout.of(model(), SmallDense(min_size=10**6))
+    rest, _ = codec.mean((), 5).encode(an_update(dense), {}, KEY)
+    assert support_id_of(rest, codec, dense) is None
+
+
+def test_half_width_values_keep_their_rounding_in_the_memory() -> None:
+    codec = ScaleCom(0.05, values="bf16")
+    update = gradient(0, 0)
+    decoded, states, _ = clt_round(codec, [codec.init(LAYOUT)], [update], 0)
+    rest = states[0]["memory"]
+    np.testing.assert_allclose(decoded[0] + rest, update.vector, atol=1e-6)
+    sent = decoded[0] != 0
+    assert np.any(rest[sent] != 0), "rounding errors of sent values were dropped"
+
+
+def test_layer_densities_of_a_policy_are_honoured() -> None:
+    arrays = {"a": np.zeros((50, 40), np.float32), "b": np.zeros((50, 40), np.float32)}
+    layout = Layout.of(arrays, lambda name, shape, dtype: 0.1 if name == "a" else 0.01)
+    codec = ScaleCom(0.5)
+    supports = codec.choose(codec.begin(an_update(layout), codec.init(layout), KEY), layout, KEY)
+    assert [s.size for s in supports] == [200, 20]
+    with pytest.raises(ConfigError, match="scope"):
+        ScaleCom(0.5, scope="global").init(layout)
+
+
+def test_configuration() -> None:
+    for wrong in ({"beta": 0.0}, {"beta": 1.1}, {"selector": "best"}, {"probe": 2.0}, {"norm_guard": -1.0}):
+        with pytest.raises(ConfigError):
+            ScaleCom(0.1, **wrong)
+    with pytest.raises(ConfigError, match="memory=False"):
+        ScaleCom(0.1, memory=False, beta=0.5)
+    codec = ScaleCom(0.1, beta=0.5, selector="chunk", probe=0.25)
+    assert get_codec(json.loads(json.dumps(codec.to_config()))) == codec
+    assert codec.phases == 2
+    with pytest.raises(ConfigError, match="index block"):
+        FixedSupport((), 1).to_config()
+
+
+def test_similarity_figures_by_definition() -> None:
+    rng = np.random.default_rng(2)
+    memories = [rng.normal(size=60).astype(np.float32) for _ in range(5)]
+    totals = [rng.normal(size=60).astype(np.float32) for _ in range(5)]
+    weights = [1.0, 2.0, 3.0, 4.0, 5.0]
+    chosen = np.zeros(60, np.bool_)
+    chosen[[1, 5, 9, 40, 41]] = True
+    parts = [slice(0, 30), slice(30, 60)]
+    found = similarity(memories, totals, weights, chosen, parts)
+    cosines = [
+        float(a @ b) / float(np.linalg.norm(a) * np.linalg.norm(b))
+        for i, a in enumerate(memories)
+        for b in memories[:i]
+    ]
+    assert found.memory_distance == pytest.approx(1 - np.mean(cosines), rel=1e-5)
+    mean = np.average(np.asarray(totals, np.float64), axis=0, weights=weights)
+    best = set(np.argsort(-np.abs(mean[:30]))[:3].tolist()) | {30 + i for i in np.argsort(-np.abs(mean[30:]))[:2]}
+    assert found.overlap == pytest.approx(len(best & {1, 5, 9, 40, 41}) / 5)
+    assert found.energy_kept == pytest.approx((mean[chosen] ** 2).sum() / (mean**2).sum())
+    assert found.energy_best == pytest.approx((mean[sorted(best)] ** 2).sum() / (mean**2).sum())
+    same = similarity([memories[0]] * 3, totals[:3], weights[:3], chosen, parts)
+    assert same.memory_distance == pytest.approx(0.0, abs=1e-7)
+    lone = similarity([np.zeros(60, np.float32)] * 2, totals[:2], weights[:2], chosen, parts)
+    assert "similarity.memory_distance" not in lone.to_metrics()
