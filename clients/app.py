@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from clients.compressed import compression
+from clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import put_node
 from fedcomp.rng import Key
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from fedcomp.tasks.base import Task
 
-app = ClientApp(mods=[compression()])
+app = ClientApp(mods=[shared_support(), compression()])
 
 TASK_PREFIX = "task."
 

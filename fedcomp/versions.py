@@ -10,7 +10,7 @@ replicas are equal bit for bit, and a digest proves it for every version.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,32 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What turns version ``version - 1`` into ``version``."""
+    """What turns version ``version - 1`` into ``version``.
+
+    Attributes
+    ----------
+    version : int
+    frame : bytes
+        The change, or the model itself when the codec is lossless.
+    exact : bytes or None
+        The exact buffers.
+    support : bytes or None
+        The index block of a frame whose values lie on a shared support. It travels to replicas that lack it only.
+    """
 
     version: int
     frame: Frame
     exact: Frame | None
+    support: Frame | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel for this step."""
-        return len(self.frame) + len(self.exact or b"")
+        """Bytes that travel for this step at most."""
+        return len(self.frame) + len(self.exact or b"") + len(self.support or b"")
+
+
+CodecOf = Callable[[Step], Codec]
+"""Which codec reads a step; steps on a shared support have one each."""
 
 
 def digest(vector: Vector, exact: Arrays) -> bytes:
@@ -92,20 +108,50 @@ class Broadcast:
         NonFiniteUpdate
             When the model holds NaN or infinity.
         """
-        require_finite(Update(target, layout))
         if self.version == 0:
             check_codec(self.codec, layout)
-            self.reference = target.copy()
             self._state = self.codec.init(layout)
-        else:
-            if np.array_equal(target, self._target) and _same(exact, self.exact):
-                return self.version
-            sent = target if self.codec.lossless else target - self.reference
-            frame, self._state = self.codec.encode(Update(sent, layout), self._state, key)
-            step = Step(self.version + 1, frame, encode_exact(exact, layout))
-            self.reference = _apply(self.codec, frame, self.reference, layout)
-            self._steps.append(step)
-            self._trim(layout)
+            return self.adopt(target, exact, layout)
+        require_finite(Update(target, layout))
+        if np.array_equal(target, self._target) and _same(exact, self.exact):
+            return self.version
+        sent = target if self.codec.lossless else target - self.reference
+        frame, self._state = self.codec.encode(Update(sent, layout), self._state, key)
+        version = self.push(frame, self.codec, exact, layout)
+        self._target = target.copy()
+        return version
+
+    def adopt(self, target: Vector, exact: Arrays, layout: Layout) -> int:
+        """Make ``target`` the current model without a step that leads to it: every replica needs the full model.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When the model holds NaN or infinity.
+        """
+        require_finite(Update(target, layout))
+        self.reference = target.copy()
+        self._steps = []
+        return self._advance(self.reference, exact, layout)
+
+    def push(self, frame: Frame, codec: Codec, exact: Arrays, layout: Layout, support: Frame | None = None) -> int:
+        """Make the model that ``frame`` leads to the current one; for frames that were not made from a difference.
+
+        Parameters
+        ----------
+        frame : bytes
+        codec : Codec
+            What reads the frame, here as at the replicas.
+        support : bytes, optional
+            The index block, when the frame's values lie on a shared support.
+        """
+        step = Step(self.version + 1, frame, encode_exact(exact, layout), support)
+        self.reference = _apply(codec, frame, self.reference, layout)
+        self._steps.append(step)
+        self._trim(layout)
+        return self._advance(self.reference, exact, layout)
+
+    def _advance(self, target: Vector, exact: Arrays, layout: Layout) -> int:
         self.version += 1
         self.exact = {t.name: np.array(exact[t.name]) for t in layout.exact}
         self._target = target.copy()
@@ -144,8 +190,9 @@ class Broadcast:
         out |= {f"exact/{k}": v for k, v in self.exact.items()}
         for step in self._steps:
             out[f"step/{step.version}/frame"] = np.frombuffer(step.frame, np.uint8)
-            if step.exact is not None:
-                out[f"step/{step.version}/exact"] = np.frombuffer(step.exact, np.uint8)
+            for name, part in (("exact", step.exact), ("support", step.support)):
+                if part is not None:
+                    out[f"step/{step.version}/{name}"] = np.frombuffer(part, np.uint8)
         return out
 
     def load_state_dict(self, arrays: Arrays) -> None:
@@ -162,13 +209,14 @@ class Broadcast:
                 v,
                 arrays[f"step/{v}/frame"].tobytes(),
                 arrays[f"step/{v}/exact"].tobytes() if f"step/{v}/exact" in arrays else None,
+                arrays[f"step/{v}/support"].tobytes() if f"step/{v}/support" in arrays else None,
             )
             for v in versions
         ]
 
 
 def advance(
-    vector: Vector, exact: Arrays, version: int, steps: Sequence[Step], codec: Codec, layout: Layout
+    vector: Vector, exact: Arrays, version: int, steps: Sequence[Step], codec: Codec | CodecOf, layout: Layout
 ) -> tuple[Vector, dict[str, NDArray[Any]], int]:
     """Client half: apply the steps after ``version`` to a replica; return the new vector, buffers and version.
 
@@ -190,7 +238,7 @@ def advance(
     out = vector.copy() if todo else vector
     buffers = dict(exact)
     for step in todo:
-        out = _apply(codec, step.frame, out, layout)
+        out = _apply(codec if isinstance(codec, Codec) else codec(step), step.frame, out, layout)
         buffers = decode_exact(step.exact, layout)
     return out, buffers, version + len(todo)
 

@@ -19,16 +19,18 @@ from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYog
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
-from fedcomp.flower.payload import NODE_RECORD, put_frame
+from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
 from fedcomp.flower.protocol import OWN_CONFIG, RESYNC, STEP, Announcement
 from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_arrays, to_record
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
+from fedcomp.wire import Frame, tensor_bytes
 from strategies.replies import (
+    Arrays,
     Arrival,
     Peer,
     Rejected,
@@ -64,7 +66,8 @@ class Compressed(Strategy):
         What the server sends: compressed differences to nodes whose acknowledged version it knows, the full model to
         the others, every version checked by a digest. None sends the model as the inner strategy does.
     feedback : bool, optional
-        Whether to wrap ``codec`` in error feedback. Default: when it is biased and has no memory of its own.
+        Whether to wrap ``codec`` in error feedback. Default: when it is biased, has no memory of its own and does not
+        vote.
     policy : DensityPolicy, optional
         Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
     seed : int
@@ -80,7 +83,8 @@ class Compressed(Strategy):
     Raises
     ------
     ConfigError
-        When the codec needs several exchanges, or the inner strategy runs its own loop.
+        When the codec needs several exchanges, when it votes and the inner strategy is no weighted mean, or when the
+        inner strategy runs its own loop.
     """
 
     def __init__(
@@ -105,7 +109,13 @@ class Compressed(Strategy):
             raise ConfigError(
                 f"{chosen!r} needs {chosen.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
             )
-        wanted = not (chosen.lossless or chosen.unbiased or chosen.remembers) if feedback is None else feedback
+        if chosen.votes and not _is_mean(inner):
+            raise ConfigError(
+                f"{chosen!r} sends votes, of which only the weighted sum is an update; {type(inner).__name__} looks at "
+                f"single updates. Use one of {', '.join(c.__qualname__.split('.')[0] for c in _WEIGHTED_MEANS)}"
+            )
+        needless = chosen.lossless or chosen.unbiased or chosen.remembers or chosen.votes
+        wanted = not needless if feedback is None else feedback
         if wanted and not chosen.remembers and not chosen.lossless:
             chosen = ErrorFeedback(chosen)
         self.inner = inner
@@ -158,6 +168,11 @@ class Compressed(Strategy):
         # A strategy may put copies into its messages; one comparison per distinct record.
         distinct = {id(record): record for _, record in map(self._record, messages)}
         own = {key for key, record in distinct.items() if not same_model(record, arrays)}
+        if own and train and self.codec.votes:
+            raise ConfigError(
+                f"{type(self.inner).__name__} sends {len(own)} model(s) beside the global one; their updates cannot "
+                f"be put to the vote of {self.codec!r} with the others. Use a codec without votes"
+            )
         downlink = self._publish() if messages and not own else None
         # One full model for all nodes that need it: copies would cost the server a model for each.
         whole = (
@@ -258,7 +273,10 @@ class Compressed(Strategy):
                 errors.append(reply)
                 continue
             try:
-                arrivals.append(admit(sent, reply, self.codec, self._layout, self._model, weight_key, key))
+                arrival = admit(sent, reply, self.codec, self._layout, self._model, weight_key, key)
+                if self.codec.votes and arrival.plain is not None:
+                    arrival.frame = self._vote(arrival.plain, key.at(partition=take_node(reply) or 0))
+                arrivals.append(arrival)
                 self._note_version(sent, reply)
             except Rejected as reason:
                 report.reject(sent.node, str(reason))
@@ -266,8 +284,9 @@ class Compressed(Strategy):
         arrivals = consistent(arrivals, report)
         if not arrivals:
             return None, None
+        self._account(arrivals, report)
         # Models of their own for some nodes cannot be summed as changes of one model.
-        mean = type(self.inner).aggregate_train in _WEIGHTED_MEANS and all(a.sent.base is None for a in arrivals)
+        mean = _is_mean(self.inner) and all(a.sent.base is None for a in arrivals)
         aggregate = self._aggregate_mean if mean else self._aggregate_dense
         with np.errstate(over="ignore", invalid="ignore"):
             arrays, metrics = aggregate(server_round, arrivals, errors, report)
@@ -345,7 +364,7 @@ class Compressed(Strategy):
             factor = arrival.weight / total
             if arrival.frame is not None:
                 self.codec.accumulate(arrival.frame, factor, out)
-            else:
+            elif arrival.plain is not None:
                 vector = layout.flatten(arrival.plain)
                 if not self.codec.lossless:
                     vector -= start
@@ -354,6 +373,8 @@ class Compressed(Strategy):
             for name, array in arrival.exact.items():
                 # numpy's promotion here is Flower's: int64 buffers become float64 means.
                 exact[name] = exact[name] + array * factor if name in exact else array * factor
+        self.codec.conclude(out)
+        report.changed = int(np.count_nonzero(out.vector != start if self.codec.lossless else out.vector))
         if not self.codec.lossless:
             np.add(model, out.vector, out=out.vector)
         elif start is not model:
@@ -385,21 +406,51 @@ class Compressed(Strategy):
         layout = self._layout
         shared = layout.flatten(self._model)
         start = self._reference(shared)
+        changed = np.zeros(layout.size, np.bool_)
         messages = []
         for arrival in arrivals:
             base = shared if arrival.sent.base is None else layout.flatten(arrival.sent.base)
-            if arrival.frame is None:
+            trained_from = start if arrival.sent.base is None else base
+            if arrival.plain is not None:
                 vector = layout.flatten(arrival.plain)
-            else:
+            elif arrival.frame is not None:
                 vector = self.codec.decode(arrival.frame, layout)
-            if arrival.frame is not None and not self.codec.lossless:
+            if arrival.plain is None and not self.codec.lossless:
+                changed |= vector != 0.0
                 vector += base
-            elif start is not shared and arrival.sent.base is None:
-                vector += shared - start
+            else:
+                changed |= vector != trained_from
+                if start is not shared and arrival.sent.base is None:
+                    vector += shared - start
             arrival.content[arrival.record] = to_record(layout.unflatten(vector, arrival.exact))
             arrival.message.content = arrival.content
             messages.append(arrival.message)
+        report.changed = int(np.count_nonzero(changed))
         return self.inner.aggregate_train(server_round, [*messages, *errors])
+
+    def _vote(self, plain: Arrays, key: Key) -> Frame:
+        """Return the vote of a client without the mod: what the codec makes of its update.
+
+        Raises
+        ------
+        Rejected
+            When there is none, as for an update that is not finite.
+        """
+        layout = self._layout
+        vector = layout.flatten(plain)
+        with np.errstate(over="ignore"):
+            vector -= self._reference(layout.flatten(self._model))
+        try:
+            return self.codec.encode(Update(vector, layout), self.codec.init(layout), key)[0]
+        except FedcompError as error:
+            raise Rejected(f"{type(error).__name__}: {error}") from error
+
+    def _account(self, arrivals: list[Arrival], report: RoundReport) -> None:
+        """Note in ``report`` how many bytes of the frames that arrived each tensor took."""
+        names = self.codec.tensor_names(self._layout)
+        sizes = [tensor_bytes(a.frame) for a in arrivals if a.frame is not None and a.plain is None]
+        for name, each in zip(names, zip(*sizes, strict=True), strict=False):
+            report.tensor_bytes[name] = report.tensor_bytes.get(name, 0) + sum(each)
 
     def _reference(self, model: Vector) -> Vector:
         """Return the vector clients trained from, in the uplink's layout: ``model`` itself without a lossy downlink."""
@@ -448,6 +499,11 @@ class Compressed(Strategy):
         if self._broadcast is not None:
             prefix = "broadcast/"
             self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+
+
+def _is_mean(strategy: Strategy) -> bool:
+    """Whether the strategy aggregates as one of Flower's weighted means does."""
+    return type(strategy).aggregate_train in _WEIGHTED_MEANS
 
 
 def _fields(announcement: Announcement) -> dict[str, Any]:

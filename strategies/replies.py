@@ -7,6 +7,7 @@ the round's report; only then does an aggregation begin.
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -72,7 +73,7 @@ class Sent:
 
 @dataclass
 class Arrival:
-    """A checked reply: either a frame or, from a client without the mod, plain arrays.
+    """A checked reply: a frame, or the plain arrays of a client without the mod (both where they became a vote).
 
     The frame is kept as bytes, which are in the message anyway, and parsed again when it is added: parsed frames of all
     clients side by side would make memory grow with their number.
@@ -84,13 +85,15 @@ class Arrival:
     record: str
     exact: Arrays
     frame: Frame | None = None
-    plain: Arrays = field(default_factory=dict)
+    plain: Arrays | None = None
     metrics_name: str = ""
     weight: float = 1.0
     sequence: int = 0
     generation: int = 0
     rolled_back: bool = False
     unsupported: str = ""
+    memory: float | None = None
+    remark: str = ""
 
 
 @dataclass
@@ -113,6 +116,15 @@ class RoundReport:
         Clients that put an unacknowledged update back into their memory; clients whose memory began in this round.
     duplicates, unmatched : int
         Second replies of a node, and replies to nothing that was sent.
+    changed : int
+        Coordinates of the vector that the round's updates together changed: of the summed update those that are not
+        zero; where the inner strategy gets dense replies, those that at least one of them changed. Sparse updates of
+        many clients build up: from k when all send the same coordinates to clients times k.
+    tensor_bytes : dict
+        Bytes of each tensor of the frame, entry, indices and values, in all frames of the round together: per layer for
+        a codec that works by layer, else the compressed part and the dense rest.
+    memory : dict
+        ‖memory‖ / ‖update‖ of the clients that report it: it stays bounded while what is not sent is sent later.
     """
 
     round: int
@@ -127,6 +139,9 @@ class RoundReport:
     rolled_back: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    changed: int = 0
+    tensor_bytes: dict[str, int] = field(default_factory=dict)
+    memory: dict[int, float] = field(default_factory=dict)
 
     def reject(self, node: int, reason: str) -> None:
         """Record that the reply of ``node`` was not used."""
@@ -142,8 +157,10 @@ class RoundReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RoundReport:
         """Restore what :meth:`to_json` returned."""
+        by_node = ("rejected", "unsupported", "memory")
         fields: dict[str, Any] = {
-            k: {int(n): r for n, r in v.items()} if isinstance(v, dict) else v for k, v in value.items()
+            k: {int(n): r for n, r in v.items()} if k in by_node else dict(v) if isinstance(v, dict) else v
+            for k, v in value.items()
         }
         return cls(**fields)
 
@@ -224,6 +241,12 @@ def admit(
     arrival.rolled_back = header.get("rolled-back") is True
     unsupported = header.get("unsupported")
     arrival.unsupported = unsupported if isinstance(unsupported, str) else ""
+    memory = header.get("memory")
+    if isinstance(memory, float) and 0.0 <= memory < math.inf:
+        arrival.memory = memory
+    elif memory is not None:
+        # What is only reported costs nobody an update.
+        arrival.remark = shorten(f"a client's memory ratio is {memory!r}, expected a finite number >= 0; left out")
     return arrival
 
 
@@ -236,14 +259,18 @@ def consistent(arrivals: list[Arrival], report: RoundReport) -> list[Arrival]:
     kept = agreeing([(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node)
     for arrival in kept:
         node = arrival.sent.node
-        report.plain += arrival.frame is None
-        report.compressed += arrival.frame is not None
+        report.plain += arrival.plain is not None
+        report.compressed += arrival.plain is None
         if arrival.rolled_back:
             report.rolled_back.append(node)
         if arrival.generation and arrival.generation == arrival.sequence:
             report.fresh.append(node)
         if arrival.unsupported:
             report.unsupported[node] = shorten(arrival.unsupported)
+        if arrival.memory is not None:
+            report.memory[node] = arrival.memory
+        if arrival.remark:
+            report.notes.append(arrival.remark)
     return kept
 
 

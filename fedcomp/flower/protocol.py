@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.errors import StateError
 
@@ -22,7 +22,15 @@ PREFIX: Final = "fedcomp."
 UPDATE: Final = "fedcomp.update"
 EXACT: Final = "fedcomp.exact"
 STEP: Final = "fedcomp.step"
-"""Keys of frames: a client's update, its exact buffers, and the downlink's steps (``fedcomp.step.<version>``)."""
+SUPPORT: Final = "fedcomp.support"
+NEXT_SUPPORT: Final = "fedcomp.next-support"
+PROBE: Final = "fedcomp.probe"
+"""Keys of frames: a client's update, its exact buffers, the downlink's steps (``fedcomp.step.<version>``), the index
+block of a support all clients share, and samples of a client's memory for similarity figures."""
+
+LEADS: Final = 1
+LOOKS_AHEAD: Final = 2
+"""Bits of :attr:`Announcement.leader`: choose this round's support; choose the next round's from what is left."""
 
 OWN_CONFIG: Final = "fedcomp"
 """Name of the ConfigRecord that carries the announcement when the strategy sends none of its own."""
@@ -59,6 +67,10 @@ class Announcement:
         The model's version and the version its steps start from; base 0 means the message holds the full model.
     digest : bytes
         Names the model of ``version`` (:func:`fedcomp.versions.digest`).
+    support : int
+        In an exchange about a shared support: the support's id; 0 when none is meant.
+    leader : int
+        What a client that leads is asked for: :data:`LEADS`, :data:`LOOKS_AHEAD` or both.
     """
 
     record: str
@@ -74,6 +86,8 @@ class Announcement:
     version: int = 0
     base: int = 0
     digest: bytes = b""
+    support: int = 0
+    leader: int = 0
     protocol: int = PROTOCOL
 
     def write(self, config: ConfigRecord) -> None:
@@ -93,6 +107,8 @@ class Announcement:
             "version": self.version,
             "base": self.base,
             "digest": self.digest,
+            "support": self.support,
+            "leader": self.leader,
         }
         for name, value in put.items():
             if value not in (0, "", b""):
@@ -137,6 +153,8 @@ class Announcement:
             version=get("version", 0),
             base=get("base", 0),
             digest=get("digest", b""),
+            support=get("support", 0),
+            leader=get("leader", 0),
         )
 
     @staticmethod
@@ -144,6 +162,15 @@ class Announcement:
         """Remove every announcement field from ``config``, so that the app sees its own configuration only."""
         for name in [k for k in config if k.startswith(PREFIX)]:
             del config[name]
+
+
+def announce(content: RecordDict, announcement: Announcement) -> None:
+    """Merge the announcement into the message's only ConfigRecord, or into one of its own."""
+    configs = {k: v for k, v in content.items() if isinstance(v, ConfigRecord) and not k.startswith(PREFIX)}
+    name = next(iter(configs)) if configs else OWN_CONFIG
+    config = ConfigRecord(dict(configs.get(name, {})))
+    announcement.write(config)
+    content[name] = config
 
 
 def _to_json(config: dict[str, Any]) -> str:

@@ -124,11 +124,17 @@ class Uplink:
         )
 
 
+def remembered(context: Context, name: str) -> NDArray[Any] | None:
+    """Return one array of the codec memory as it is stored, None when there is none; unlike :meth:`Uplink.begin` this
+    asks neither for the layout nor what became of the last reply."""
+    memory = context.state.array_records.get(_MEMORY)
+    return None if memory is None or name not in memory else memory[name].numpy()
+
+
 def _rolled_back(state: State, reply: RecordDict, config: str, layout: Layout) -> State:
     frame = take_frame(reply, UPDATE)
-    if frame is None:
-        raise StateError("the pending reply in the client's state holds no frame")
-    return get_codec(json.loads(config)).rollback(state, frame, layout)
+    # A reply in the middle of a round may carry no update: then nothing of the memory left with it.
+    return state if frame is None else get_codec(json.loads(config)).rollback(state, frame, layout)
 
 
 def _fitted(state: State, initial: State) -> State:

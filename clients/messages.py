@@ -1,0 +1,201 @@
+"""What the client's mods do with every message: read the announcement, bring the model up to date, build the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, State, get_codec
+from fedcomp.codecs.clip import norm
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.exact import check_exact
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, take_frame
+from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, PROTOCOL, STEP, Announcement
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.state import Replica
+from fedcomp.layout import Layout, Update, policy_from_config
+from fedcomp.versions import CodecOf, Step, advance, digest
+
+CallNext = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, CallNext], Message]
+
+MOD_FAILED_PRECONDITION = 6
+"""Flower's ErrorCode of that name; the enumeration itself is private."""
+
+
+def find_announcement(content: RecordDict) -> Announcement | None:
+    for config in content.config_records.values():
+        found = Announcement.read(config)
+        if found is not None:
+            return found
+    return None
+
+
+def choose(
+    announcement: Announcement, config: dict[str, Any], accept: Collection[str] | None, *, phases: int = 1
+) -> tuple[Codec | None, str]:
+    """Return the codec of ``config``, or None and the reason why it cannot be used (none if none is announced).
+
+    ``phases`` is the number of exchanges the calling mod has for it.
+    """
+    if announcement.protocol != PROTOCOL:
+        return None, f"server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
+    if not config:
+        return None, ""
+    try:
+        codec = get_codec(config)
+    except ConfigError as error:
+        return None, str(error)
+    if codec.phases != phases:
+        return None, f"{codec!r} needs {codec.phases} exchanges; this client's mods offer {phases}"
+    refused = [] if accept is None else [i for i in _ids(config) if i not in accept]
+    if refused:
+        return None, f"this client accepts the codecs {sorted(accept or ())}, not {refused}"
+    return codec, ""
+
+
+def _ids(config: Any) -> list[str]:
+    if isinstance(config, dict):
+        own = [config["id"]] if isinstance(config.get("id"), str) else []
+        return own + [i for v in config.values() for i in _ids(v)]
+    return [i for v in config for i in _ids(v)] if isinstance(config, list) else []
+
+
+def receive(
+    content: RecordDict,
+    announcement: Announcement,
+    codec: Codec | None,
+    context: Context,
+    codec_of: Callable[[Layout], CodecOf] | None = None,
+) -> tuple[ArrayRecord, Replica | None]:
+    """Return the model of the message as an ordinary ArrayRecord, and the replica to keep, if any.
+
+    Without a usable downlink codec the node keeps no replica, and is sent the full model each time. ``codec_of`` gives
+    the codecs of steps that are not read by ``codec`` itself.
+
+    Raises
+    ------
+    FedcompError
+        When the replica cannot be brought to the announced version, or is not the announced model.
+    """
+    # Large frames ride in ArrayRecords, too.
+    models = {name: record for name, record in content.array_records.items() if not name.startswith(PREFIX)}
+    # A server of another protocol version does not name its record; there is only one model anyway.
+    plain = models.get(announcement.record) or (next(iter(models.values())) if len(models) == 1 else None)
+    if codec is None or announcement.base == 0:
+        if plain is None:
+            raise StateError(f"the message holds no ArrayRecord {announcement.record!r} and no steps this node can use")
+        if codec is None:
+            return plain, None
+        replica = Replica(announcement.version, to_arrays(plain))
+        layout = _downlink_layout(replica, announcement, codec)
+        vector = layout.flatten(replica.arrays)
+        exact = {t.name: replica.arrays[t.name] for t in layout.exact}
+    else:
+        held = Replica.load(context)
+        if held is None:
+            raise StateError(f"this node holds no model, but the message starts from version {announcement.base}")
+        layout = _downlink_layout(held, announcement, codec)
+        steps = [_step(content, v) for v in range(announcement.base + 1, announcement.version + 1)]
+        exact = {t.name: held.arrays[t.name] for t in layout.exact}
+        reads = codec if codec_of is None else codec_of(layout)
+        vector, exact, version = advance(layout.flatten(held.arrays), exact, held.version, steps, reads, layout)
+        replica = Replica(version, layout.unflatten(vector, exact))
+    if replica.version != announcement.version or digest(vector, exact) != announcement.digest:
+        raise StateError(
+            f"the replica (version {replica.version}) is not the server's model of version {announcement.version}: "
+            "digests differ"
+        )
+    record = plain if plain is not None else to_record(replica.arrays)
+    return record, replica
+
+
+def _downlink_layout(replica: Replica, announcement: Announcement, codec: Codec) -> Layout:
+    return Layout.of(dict(replica.arrays), policy_from_config(announcement.policy), cast_floats=not codec.lossless)
+
+
+def _step(content: RecordDict, version: int) -> Step:
+    frame = take_frame(content, f"{STEP}.{version}")
+    if frame is None:
+        raise StateError(f"the message lacks step {version} of the model")
+    exact, support = (take_frame(content, f"{STEP}.{version}.{part}") for part in ("exact", "support"))
+    return Step(version, frame, exact, support)
+
+
+def plain_content(content: RecordDict, announcement: Announcement, record: ArrayRecord) -> RecordDict:
+    """Return the message content as the app would have seen it without compression."""
+    out = RecordDict()
+    if announcement.record and announcement.record not in content:
+        out[announcement.record] = record
+    for name, value in content.items():
+        if name.startswith(PREFIX):
+            continue
+        if isinstance(value, ConfigRecord):
+            value = ConfigRecord(dict(value))
+            Announcement.erase(value)
+            if name == OWN_CONFIG and not value:
+                continue
+        out[name] = value
+    return out
+
+
+def reply_arrays(content: RecordDict) -> tuple[str, dict[str, NDArray[Any]]]:
+    records = content.array_records
+    if len(records) != 1:
+        raise ConfigError(
+            f"the reply holds {len(records)} ArrayRecords {sorted(records)}; compression() needs exactly "
+            "one, the trained model"
+        )
+    name, record = next(iter(records.items()))
+    return name, to_arrays(record)
+
+
+def partition_of(context: Context) -> int:
+    """Return the partition id, or a number drawn from the node id where the deployment configures none."""
+    value = context.node_config.get(PARTITION_KEY)
+    return value if isinstance(value, int) else context.node_id % (1 << 31)
+
+
+def learnt(
+    content: RecordDict, before: dict[str, NDArray[Any]], layout: Layout, *, lossless: bool = False
+) -> tuple[str, Update, dict[str, NDArray[Any]]]:
+    """Return what an app's reply changed: name of the model's record, the update, and the exact buffers.
+
+    The update is the model itself where ``lossless``.
+
+    Raises
+    ------
+    FedcompError
+        When the reply holds no model of this layout.
+    """
+    name, after = reply_arrays(content)
+    layout.check(after)
+    exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
+    vector = layout.flatten(after)
+    if not lossless:
+        vector -= layout.flatten(before)
+    return name, Update(vector, layout), exact
+
+
+def header_of(reply: RecordDict, context: Context, replica: Replica | None, unsupported: str = "") -> ConfigRecord:
+    """Return the reply's header: who answers, which model it holds now, and what it could not do."""
+    header = ConfigRecord(dict(reply.config_records.get(NODE_RECORD, {})))
+    header[PARTITION_KEY] = partition_of(context)
+    if replica is not None:
+        header["version"] = replica.version
+    if unsupported:
+        header["unsupported"] = unsupported
+    return header
+
+
+def memory_ratio(codec: Codec, state: State, update: Update) -> float | None:
+    """Return ‖memory‖ / ‖update‖ after sending: grows without bound when what is sent never catches up.
+
+    None when the codec keeps no memory, or the update is zero.
+    """
+    memory = codec.residual(state)
+    length = norm(update.vector)
+    return norm(memory) / length if memory is not None and length > 0.0 else None

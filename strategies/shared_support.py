@@ -1,0 +1,554 @@
+"""The server half of ScaleCom: a leader chooses the support, everybody sends on it, k values come back down.
+
+A round has two exchanges. In the first all clients train; the leader, whose turn goes round those present, answers with
+the support it chose and its values on it, the others answer that they are ready. In the second the others get the
+support and answer with their values. When the leader is lost, or its answer cannot be used, the next client that
+trained is asked to lead instead. The mean has as many values as the support, and that is what the next round's
+messages carry: neither it nor the support grows with the number of clients.
+
+With ``stale_leader`` the support comes from the client that led the round before and rides in the training message, so
+that one exchange is enough. That is a variant of ours (derived), not ScaleCom.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from numpy.typing import NDArray
+
+from fedcomp.codecs import get_codec
+from fedcomp.codecs.scalecom import ScaleCom, open_support
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
+from fedcomp.flower.protocol import (
+    LEADS,
+    LOOKS_AHEAD,
+    NEXT_SUPPORT,
+    PREFIX,
+    RESYNC,
+    STEP,
+    SUPPORT,
+    UPDATE,
+    Announcement,
+    announce,
+)
+from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
+from fedcomp.layout import DensityPolicy, Layout, Update, policy_config
+from fedcomp.rng import Key
+from fedcomp.versions import Broadcast
+from fedcomp.wire import Frame
+from strategies.replies import (
+    Peer,
+    Rejected,
+    RoundReport,
+    Sent,
+    admit_metrics,
+    agreeing,
+    match_replies,
+)
+from strategies.replies import _integer as integer
+from strategies.replies import _strip as strip
+from strategies.replies import _text as text
+from strategies.replies import _weight as weight_of
+from strategies.shared_replies import Client, Round
+
+log = logging.getLogger("fedcomp")
+
+Named = dict[str, NDArray[Any]]
+MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
+
+_NO_LAYOUT: Final = Layout(())
+
+
+class SharedSupport(ExchangeStrategy):
+    """Average updates on a support that one client chooses for all.
+
+    Parameters
+    ----------
+    codec : ScaleCom or dict, optional
+        Density, low-pass factor, selector, scope, value format; default 1 % with classical memory.
+    fraction_train, fraction_evaluate : float
+        Share of the connected nodes that trains, and that evaluates (0: none), in a round.
+    min_train_nodes : int
+        Fewer than these are never asked, unless fewer are connected.
+    server_lr : float
+        Step size of the server: model += server_lr * mean.
+    warmup_rounds : int
+        The first rounds are sent at density 1.
+    stale_leader : bool
+        One exchange per round; see the module.
+    weighted_by_key : str
+        The metric by which clients are weighed.
+    train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable, optional
+        As in Flower's FedAvg.
+    policy : DensityPolicy, optional
+        Per tensor: what travels dense, and which density the others have; default
+        :class:`fedcomp.layout.SmallDense`.
+    seed : int
+        Seed of the random streams.
+
+    Attributes
+    ----------
+    reports : dict of int to RoundReport
+    leaders : dict of int to int
+        Partition of the client whose support each round used (of the client that chose it, with ``stale_leader``).
+    """
+
+    def __init__(
+        self,
+        codec: ScaleCom | dict[str, Any] | None = None,
+        *,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 0.0,
+        min_train_nodes: int = 1,
+        server_lr: float = 1.0,
+        warmup_rounds: int = 0,
+        stale_leader: bool = False,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsAggregation | None = None,
+        evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
+        policy: DensityPolicy | None = None,
+        seed: int = 0,
+    ) -> None:
+        chosen = ScaleCom() if codec is None else get_codec(codec)
+        if not isinstance(chosen, ScaleCom):
+            raise ConfigError(f"a shared support needs a ScaleCom codec, got {chosen!r}; Compressed takes the others")
+        for name, value, least in (
+            ("fraction_train", fraction_train, False),
+            ("fraction_evaluate", fraction_evaluate, True),
+        ):
+            if not (0.0 < value <= 1.0 or (least and value == 0.0)):
+                raise ConfigError(f"{name}={value!r} is not a share of the nodes; give a number in (0, 1]")
+        if not 0.0 < server_lr < float("inf"):
+            raise ConfigError(f"server_lr={server_lr!r} is not valid: it must be a positive finite number")
+        for name, count, low in (("warmup_rounds", warmup_rounds, 0), ("min_train_nodes", min_train_nodes, 1)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < low:
+                raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= {low}")
+        defaults = FedAvg()
+        self.codec = chosen
+        self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate
+        self.min_train_nodes = min_train_nodes
+        self.server_lr = server_lr
+        self.warmup_rounds = warmup_rounds
+        self.stale_leader = stale_leader
+        self.weighted_by_key = weighted_by_key
+        self.arrayrecord_key, self.configrecord_key = arrayrecord_key, configrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn or defaults.train_metrics_aggr_fn
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or defaults.evaluate_metrics_aggr_fn
+        self.policy = policy
+        self.seed = seed
+        self.reports: dict[int, RoundReport] = {}
+        self.evaluations: dict[int, RoundReport] = {}
+        self.leaders: dict[int, int] = {}
+        self._session = secrets.token_bytes(8)
+        self._sequence = 0
+        self._peers: dict[int, Peer] = {}
+        self._partitions: dict[int, int] = {}
+        self._holds: dict[int, int] = {}
+        self._ahead: tuple[Frame, int] | None = None
+        self._broadcast = Broadcast(chosen)
+        self._layout = _NO_LAYOUT
+        self._model: Named = {}
+
+    def summary(self) -> None:
+        """Log the codec and the variant."""
+        variant = ", support of the last leader" if self.stale_leader else ""
+        log.info("\t├──> SharedSupport: %r%s", self.codec, variant)
+
+    def round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Train, agree on a support, gather the values on it; return the new model and the clients' metrics."""
+        nodes = self._nodes(grid, self.fraction_train, server_round)
+        warm = server_round > self.warmup_rounds
+        report = self.reports[server_round] = RoundReport(server_round, sent=len(nodes))
+        config["server-round"] = server_round
+        self._adopt(arrays)
+        now = self._round(report, self.codec if warm else replace(self.codec, dense=True))
+        ahead = self._ahead if self.stale_leader and warm else None
+        self._ahead = None
+        if ahead is not None:
+            now.block = ahead[0]
+            now.supports = open_support(ahead[0], now.codec, self._layout)
+            self.leaders[server_round] = ahead[1]
+        appointed = self._appoint(nodes, server_round)
+        extra = {SUPPORT: now.block} if ahead is not None else {}
+        sent = [
+            self._message(n, now, config, "train", leader=self._asks(now) if n == appointed else 0, frames=extra)
+            for n in nodes
+        ]
+        replies = yield [s.message for s in sent]
+        self._take_trained(sent, replies, now, appointed)
+        if now.supports is None:
+            yield from self._elect(now)
+        if now.supports is None:
+            report.notes.append("no client could choose a support: the model is unchanged")
+            return None, None
+        yield from self._gather(now)
+        return self._aggregate(now)
+
+    def evaluate_round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[MetricRecord | None]:
+        """Evaluate on a share of the clients, which get the last step unless they hold the model already."""
+        if self.fraction_evaluate == 0.0:
+            return None
+        config["server-round"] = server_round
+        self._adopt(arrays)
+        report = self.evaluations[server_round] = RoundReport(server_round)
+        now = self._round(report, self.codec)
+        nodes = self._nodes(grid, self.fraction_evaluate, server_round)
+        sent = [self._message(node, now, config, "evaluate") for node in nodes]
+        report.sent = len(sent)
+        replies = yield [s.message for s in sent]
+        usable = []
+        for each, reply in match_replies(sent, replies, report):
+            try:
+                self._refuse_errors(each, reply)
+                admit_metrics(reply, self.weighted_by_key)
+            except Rejected as reason:
+                report.reject(each.node, str(reason))
+                continue
+            self._note_version(each.node, reply)
+            usable.append((each, "", strip(reply.content)))
+        contents = {each.node: content for each, _, content in usable}
+        kept = agreeing(usable, report, lambda each: each.node)
+        if not kept:
+            return None
+        return self.evaluate_metrics_aggr_fn([contents[each.node] for each in kept], self.weighted_by_key)
+
+    def _round(self, report: RoundReport, codec: ScaleCom) -> Round:
+        return Round(report.round, codec, self.seed, self._layout, self._model, report)
+
+    def _nodes(self, grid: Grid, fraction: float, server_round: int) -> list[int]:
+        """Return the nodes that take part, in a fixed order."""
+        online = sorted(grid.get_node_ids(), key=lambda node: (self._partitions.get(node, 1 << 31), node))
+        count = min(len(online), max(self.min_train_nodes, int(len(online) * fraction)))
+        if count == len(online):
+            return online
+        key = Key(self.seed, "cohort", server_round)
+        drawn = set(sorted(online, key=lambda n: key.at(purpose=f"cohort/{self._partitions.get(n, n)}").u64())[:count])
+        return [node for node in online if node in drawn]
+
+    def _appoint(self, nodes: list[int], server_round: int) -> int | None:
+        """Return the node whose turn it is to lead, None while the partitions of some are unknown.
+
+        The turn goes by partition, since node ids are drawn anew in every run. Replies say which partition a node
+        holds, so in the first round nobody is appointed, on any engine, and the leader is chosen after training.
+        """
+        if not nodes or any(node not in self._partitions for node in nodes):
+            return None
+        return nodes[(server_round - 1) % len(nodes)]
+
+    def _adopt(self, arrays: ArrayRecord) -> None:
+        """Take ``arrays`` as the current model: the one that was broadcast last, or another one as a whole."""
+        self._model = to_arrays(arrays)
+        layout = Layout.of(self._model, self.policy)
+        vector = layout.flatten(self._model)
+        exact = {t.name: self._model[t.name] for t in layout.exact}
+        known = self._broadcast
+        same = (
+            known.version > 0
+            and self._layout in (layout, _NO_LAYOUT)  # the latter after a resumption
+            and np.array_equal(vector, known.reference)
+            and exact.keys() == known.exact.keys()
+            and all(np.array_equal(exact[n], known.exact[n], equal_nan=exact[n].dtype.kind == "f") for n in exact)
+        )
+        self._layout = layout
+        if not same:
+            known.adopt(vector, exact, layout)
+            self._holds = {}
+
+    def _asks(self, now: Round) -> int:
+        """Return what is asked of the leader: this round's support unless it is known, and the next one's."""
+        return (LEADS if now.supports is None else 0) | (LOOKS_AHEAD if self.stale_leader else 0)
+
+    def _message(
+        self,
+        node: int,
+        now: Round,
+        config: ConfigRecord,
+        kind: str,
+        *,
+        leader: int = 0,
+        frames: Mapping[str, Frame] | None = None,
+    ) -> Sent:
+        """Return one message with its announcement; training and evaluation carry the model as steps or whole."""
+        peer = self._peers.setdefault(node, Peer())
+        content = RecordDict({self.configrecord_key: ConfigRecord(dict(config))})
+        fields: dict[str, Any] = {"policy": policy_config(self.policy, self._layout)}
+        if kind != "query":
+            fields |= self._fill_model(content, node, peer)
+        if kind == "evaluate":
+            fields["downlink"] = now.codec.to_config()
+        else:
+            self._sequence += 1
+            fields |= {
+                "codec": now.codec.to_config(),
+                "session": self._session,
+                "sequence": self._sequence,
+                "acknowledged": peer.acknowledged,
+                "generation": peer.generation,
+                "support": now.number,
+                "leader": leader,
+            }
+        for key, frame in (frames or {}).items():
+            put_frame(content, key, frame)
+        announce(content, Announcement(record=self.arrayrecord_key, round=now.number, seed=self.seed, **fields))
+        message = Message(content, node, kind, group_id=str(now.number))
+        return Sent(message, node, fields.get("sequence", 0))
+
+    def _fill_model(self, content: RecordDict, node: int, peer: Peer) -> dict[str, Any]:
+        broadcast = self._broadcast
+        steps = broadcast.steps_from(peer.version)
+        if steps is None:
+            content[self.arrayrecord_key] = to_record(self._layout.unflatten(broadcast.reference, broadcast.exact))
+        else:
+            newest = steps[-1].version if steps else 0
+            for step in steps:
+                # Whoever sent on the last support still holds it; older ones are not kept.
+                held = step.version == newest and self._holds.get(node) == step.version
+                parts = {"": step.frame, ".exact": step.exact, ".support": None if held else step.support}
+                for suffix, part in parts.items():
+                    if part is not None:
+                        put_frame(content, f"{STEP}.{step.version}{suffix}", part)
+        base = 0 if steps is None else peer.version
+        return {"version": broadcast.version, "base": base, "digest": broadcast.digest}
+
+    def _refuse_errors(self, sent: Sent, reply: Message) -> None:
+        if reply.has_error():
+            if reply.error.reason and RESYNC in reply.error.reason:
+                self._peers[sent.node].version = 0
+            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
+
+    def _take_trained(self, sent: list[Sent], replies: Iterable[Message], now: Round, appointed: int | None) -> None:
+        """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
+        known = now.supports is not None
+        arrived: list[tuple[Client, str, RecordDict]] = []
+        for each, reply in match_replies(sent, replies, now.report):
+            try:
+                self._refuse_errors(each, reply)
+                client = self._trained(each, reply, now)
+                if known:
+                    now.take_values(client, reply)
+            except FedcompError as reason:
+                now.report.reject(each.node, str(reason))
+                continue
+            # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
+            if each.node != appointed or self._take_lead(client, reply, now):
+                arrived.append((client, "", client.content))
+        now.clients = agreeing(arrived, now.report, lambda client: client.sent.node)
+
+    def _trained(self, sent: Sent, reply: Message, now: Round) -> Client:
+        """Return what a client says after training.
+
+        Raises
+        ------
+        Rejected
+            When the reply cannot be used.
+        """
+        header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
+        if any(not name.startswith(PREFIX) for name in reply.content.array_records):
+            raise Rejected("the client answered with a model: its app lacks the mod shared_support()")
+        if integer(header, "sequence") != sent.sequence:
+            raise Rejected(f"the reply answers message {header['sequence']!r}, expected {sent.sequence}: a stale reply")
+        _, weight = weight_of(reply.content, self.weighted_by_key)
+        text(header, "record")
+        partition = take_node(reply)
+        if partition is None:
+            raise Rejected("the reply does not say which partition it comes from")
+        client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition)
+        client.sample = now.sample_in(reply)
+        self._partitions[sent.node] = partition
+        self._note_version(sent.node, reply)
+        self._note_header(client, reply, now)
+        if client.generation == sent.sequence:
+            now.report.fresh.append(sent.node)
+        if UPDATE not in reply.content:
+            # A reply without values takes nothing from the memory: it may be acknowledged at once.
+            peer = self._peers[sent.node]
+            peer.acknowledged, peer.generation = sent.sequence, client.generation
+        return client
+
+    def _note_version(self, node: int, reply: Message) -> None:
+        version = reply.content.config_records.get(NODE_RECORD, ConfigRecord()).get("version")
+        self._peers[node].version = self._broadcast.version if version == self._broadcast.version else 0
+
+    def _note_header(self, client: Client, reply: Message, now: Round) -> None:
+        header = reply.content.config_records[NODE_RECORD]
+        node = client.sent.node
+        if header.get("rolled-back") is True and node not in now.report.rolled_back:
+            now.report.rolled_back.append(node)
+        ratio = header.get("memory")
+        if isinstance(ratio, float) and 0.0 <= ratio < float("inf"):
+            now.report.memory[node] = ratio
+
+    def _take_lead(self, client: Client, reply: Message, now: Round) -> bool:
+        """Take the supports a leader chose, for this round unless it is known, and for the next with ``stale_leader``.
+
+        Return whether the client's own values can be used; what cannot is reported.
+        """
+        try:
+            if now.supports is None:
+                now.supports, now.block = now.support_in(reply, SUPPORT)
+                try:
+                    now.take_values(client, reply)
+                except FedcompError:
+                    now.supports = None
+                    raise
+                self.leaders[now.number] = client.partition
+        except FedcompError as reason:
+            now.report.reject(client.sent.node, f"as leader: {reason}")
+            return False
+        if self.stale_leader:
+            try:
+                _, block = now.support_in(reply, NEXT_SUPPORT)
+                self._ahead = (block, client.partition)
+            except FedcompError as reason:
+                now.report.notes.append(f"no support for the next round, which will have two exchanges: {reason}")
+        return True
+
+    def _elect(self, now: Round) -> Exchanges[None]:
+        """Ask those that trained, one after the other from the turn on, to lead until one does."""
+        waiting = [client for client in now.clients if client.frame is None]
+        waiting.sort(key=lambda client: (client.partition, client.sent.node))
+        turn = (now.number - 1) % len(waiting) if waiting else 0
+        for client in [*waiting[turn:], *waiting[:turn]]:
+            asked = self._query(client, now, leader=True)
+            now.silent.add(client.sent.node)
+            replies = yield [asked.message]
+            for each, reply in match_replies([asked], replies, now.report):
+                try:
+                    self._check_answer(each, reply, now, client)
+                except FedcompError as reason:
+                    now.report.reject(each.node, f"as leader: {reason}")
+                    continue
+                self._take_lead(client, reply, now)
+            if now.supports is not None:
+                return
+
+    def _gather(self, now: Round) -> Exchanges[None]:
+        """Send the index block to those that have not sent their values, and take their answers."""
+        waiting = {c.sent.node: c for c in now.clients if c.frame is None and c.sent.node not in now.silent}
+        if not waiting:
+            return
+        asked = [self._query(client, now, leader=False) for client in waiting.values()]
+        replies = yield [each.message for each in asked]
+        for each, reply in match_replies(asked, replies, now.report):
+            client = waiting[each.node]
+            try:
+                self._check_answer(each, reply, now, client)
+                now.take_values(client, reply)
+            except FedcompError as reason:
+                now.report.reject(each.node, str(reason))
+
+    def _query(self, client: Client, now: Round, *, leader: bool) -> Sent:
+        frames = {} if leader else {SUPPORT: now.block}
+        asks = self._asks(now) if leader else 0
+        return self._message(client.sent.node, now, ConfigRecord(), "query", leader=asks, frames=frames)
+
+    def _check_answer(self, asked: Sent, reply: Message, now: Round, client: Client) -> None:
+        """Check the header of an answer to a query; from now on the client's sequence is the query's."""
+        self._refuse_errors(asked, reply)
+        header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
+        if integer(header, "sequence") != asked.sequence:
+            raise Rejected(
+                f"the reply answers message {header['sequence']!r}, expected {asked.sequence}: a stale reply"
+            )
+        if integer(header, "generation") != client.generation:
+            raise Rejected("the client's memory is not the one it trained with")
+        client.sent = asked
+        self._note_header(client, reply, now)
+
+    def _aggregate(self, now: Round) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Sum the values in partition order, make the mean the next step, acknowledge what was used."""
+        report = now.report
+        senders = now.senders
+        total = sum(client.weight for client in senders)
+        if total <= 0:
+            report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
+            return None, None
+        layout = self._layout
+        out = Update(np.full(layout.size, -0.0, np.float32), layout)
+        exact: Named = {}
+        with np.errstate(over="ignore", invalid="ignore"):
+            for client in senders:
+                assert client.frame is not None
+                factor = client.weight / total
+                now.fixed.accumulate(client.frame, factor, out)
+                for name, array in client.exact.items():
+                    exact[name] = exact[name] + array * factor if name in exact else array * factor
+            if self.server_lr != 1.0:
+                out.vector[...] *= np.float32(self.server_lr)
+            finite = bool(np.isfinite(out.vector).all() and np.isfinite(self._broadcast.reference + out.vector).all())
+        if not finite:
+            report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
+            return None, None
+        assert now.supports is not None
+        mean = now.codec.mean(now.supports, now.number)
+        frame, _ = mean.encode(out, {}, Key(self.seed, "downlink", now.number))
+        sent = [client.exact for client in senders]
+        exact = to_arrays(restore_dtypes(to_record(exact), self._model, sent)) if exact else {}
+        version = self._broadcast.push(frame, mean, exact, layout, now.block)
+        for client in senders:
+            peer = self._peers[client.sent.node]
+            peer.acknowledged, peer.generation = client.sent.sequence, client.generation
+            self._holds[client.sent.node] = version
+        report.compressed = len(senders)
+        report.changed = int(np.count_nonzero(out.vector))
+        record = to_record(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
+        metrics = self.train_metrics_aggr_fn([client.content for client in senders], self.weighted_by_key)
+        return record, MetricRecord({**metrics, **now.similarity()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as plain data."""
+        peers = {str(node): [p.acknowledged, p.generation, p.version] for node, p in self._peers.items()}
+        return {
+            "codec": repr(self.codec),
+            "session": self._session,
+            "sequence": self._sequence,
+            "peers": peers,
+            "partitions": {str(node): partition for node, partition in self._partitions.items()},
+            "holds": {str(node): version for node, version in self._holds.items()},
+            "leaders": {str(r): partition for r, partition in self.leaders.items()},
+            "ahead": [] if self._ahead is None else list(self._ahead),
+            "reports": {str(r): report.to_json() for r, report in self.reports.items()},
+            "evaluations": {str(r): report.to_json() for r, report in self.evaluations.items()},
+            **{f"broadcast/{k}": v for k, v in self._broadcast.state_dict().items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        StateError
+            When it was saved with another codec.
+        """
+        if state["codec"] != repr(self.codec):
+            raise StateError(
+                f"the state was saved with {state['codec']}, not {self.codec!r}; resume with the same codec"
+            )
+        self._session = bytes(state["session"])
+        self._sequence = int(state["sequence"])
+        self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
+        self._partitions = {int(node): int(p) for node, p in state["partitions"].items()}
+        self._holds = {int(node): int(v) for node, v in state["holds"].items()}
+        self.leaders = {int(r): int(p) for r, p in state["leaders"].items()}
+        self._ahead = (bytes(state["ahead"][0]), int(state["ahead"][1])) if state["ahead"] else None
+        self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
+        self.evaluations = {int(r): RoundReport.from_json(v) for r, v in state["evaluations"].items()}
+        prefix = "broadcast/"
+        self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+        self._layout = _NO_LAYOUT

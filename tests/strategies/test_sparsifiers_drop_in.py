@@ -1,0 +1,216 @@
+"""Every compressor in the drop-in pair survives lost, late, duplicated, damaged and crashed replies and wiped nodes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from test_conservation import Sum, memory_of, residual
+from toy import client_app, fedavg, model, stack, update
+
+from clients.compressed import compression
+from fedcomp.codecs import (
+    DGC,
+    STC,
+    AdaComp,
+    ChunkTop1,
+    Clip,
+    Codec,
+    KeyRegion,
+    NaturalCompression,
+    RandomBlock,
+    ScaledSign,
+    SIDCo,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    chain,
+    known,
+)
+from fedcomp.flower.faults import RandomFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.payload import take_frame
+from fedcomp.flower.protocol import UPDATE
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+from strategies.compressed import Compressed
+
+# Whatever they send of integer updates is integers: nothing is rounded anywhere.
+EXACT: tuple[Codec, ...] = (
+    TopK(0.02, warmup=10),
+    RandomBlock(0.05),
+    ChunkTop1(0.02),
+    Threshold(1500.0),
+    SIDCo(0.02, scope="layer"),
+    KeyRegion(),
+    DGC(0.02, momentum=0.0, warmup=10),
+)
+# They send a common magnitude, a float: each sum with the memory rounds.
+ROUNDED: tuple[Codec, ...] = (AdaComp(bin=50), ScaledSign(), STC(0.02), TernGrad(clip=2.5))
+# Without memory, or with momentum in it, where conservation is not about the updates.
+OTHERS: tuple[Codec, ...] = (
+    TernGrad(),
+    NaturalCompression(),
+    RandomBlock(0.2, unbiased=True),
+    SignSGD(0.5),
+    chain(Clip(2000.0), SignSGD(0.5)),
+    DGC(0.02, momentum=0.5, nesterov=True, warmup=3, clip=1e4, clients=4),
+)
+NODES, ROUNDS = 4, 24
+FAULTS = {"lost_reply": 0.12, "duplicate": 0.1, "late": 0.1, "raise": 0.1, "corrupt": 0.05}
+
+
+def test_every_new_codec_is_here() -> None:
+    def ids(codec: Codec) -> set[str]:
+        return {codec.codec_id, *(ids(codec.codec) if codec.codec_id in ("feedback", "chain") else ())}
+
+    here = set().union(*map(ids, (*EXACT, *ROUNDED, *OTHERS)))
+    elsewhere = {"chain", "feedback", "identity", "qsgd", "randomk", "scalecom"}
+    assert here | elsewhere >= set(known())
+
+
+class Watched(Compressed):
+    """Keeps, per partition, the exact sum of what was consumed, and the largest value."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.delivered: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+        self.largest = 0.0
+
+    def _aggregate_dense(self, server_round, arrivals, errors, report):
+        for arrival in arrivals:
+            decoded = self.codec.decode(arrival.frame, self._layout)
+            self.largest = max(self.largest, float(np.abs(decoded).max()))
+            values = self._layout.unflatten(decoded, {})
+            partition = int(arrival.content["metrics"]["partition"])
+            self.delivered[partition] += np.concatenate([v.reshape(-1).astype(np.float64) for v in values.values()])
+        return super()._aggregate_dense(server_round, arrivals, errors, report)
+
+
+class Steps(Sum):
+    """Leaves the model where it is, so that a client's change of it is the toy's integers, exactly."""
+
+    def aggregate_train(self, server_round, replies):
+        list(replies)
+        return self.base, None
+
+
+def account(codec: Codec) -> tuple[np.ndarray, float, Watched]:
+    """Run under faults and wipes; return made - delivered - owed per partition, and the largest value in any sum."""
+    plan = RandomFaults(Key(11, "faults"), FAULTS, pushes=1)
+    grid = InProcessGrid(client_app([compression()]), NODES, seed=5, fault=plan)
+    strategy = Watched(Steps(), codec)
+    missing = {p: np.zeros(1230) for p in range(NODES)}
+    nodes = list(grid.get_node_ids())
+    partition = {n: int(grid.context(n).node_config["partition-id"]) for n in nodes}
+    peak = 0.0
+
+    def settle(node: int) -> None:
+        context = grid.context(node)
+        if "toy.sum" in context.state:
+            missing[partition[node]] += context.state.array_records["toy.sum"]["sum"].numpy()
+        missing[partition[node]] -= residual(context, strategy, node)
+
+    wipes = 0
+    for round_ in range(1, ROUNDS + 1):
+        replies = grid.send_and_receive(strategy.configure_train(round_, model(), ConfigRecord(), grid), timeout=9)
+        strategy.aggregate_train(round_, replies)
+        for node in nodes:
+            held = grid.context(node).state.array_records.get("fedcomp.uplink.memory")
+            if held is not None:
+                peak = max(peak, float(np.abs(memory_of({k: v.numpy() for k, v in held.items()})).max()))
+            if Key(13, "wipe", round_, partition[node]).uniform(1)[0] < 0.05:
+                settle(node)
+                grid.wipe(node)
+                wipes += 1
+    for node in nodes:
+        settle(node)
+    assert wipes >= 3
+    reports = strategy.reports.values()
+    assert sum(r.lost for r in reports) >= 10
+    assert sum(len(r.rejected) for r in reports) >= 10
+    assert sum(len(r.rolled_back) for r in reports) >= 10
+    assert sum(r.duplicates for r in reports) >= 5
+    assert sum(r.compressed for r in reports) >= 40
+    for p in missing:
+        missing[p] -= strategy.delivered[p]
+        assert np.abs(strategy.delivered[p]).max() > 1000
+    return np.array(list(missing.values())), peak + strategy.largest + 1000.0, strategy
+
+
+@pytest.mark.parametrize("codec", EXACT, ids=repr)
+def test_nothing_is_lost(codec: Codec) -> None:
+    """For every life of every node: updates made = delivered + owed, exactly."""
+    missing, _, strategy = account(codec)
+    np.testing.assert_array_equal(missing, 0.0)
+    assert strategy.codec.remembers
+
+
+@pytest.mark.parametrize("codec", ROUNDED, ids=repr)
+def test_nothing_is_lost_but_roundings(codec: Codec) -> None:
+    """A round adds the update, takes out what was sent and perhaps puts it back: three roundings, each of at most 2⁻²⁴
+    of the largest sum."""
+    missing, largest, _ = account(codec)
+    assert np.abs(missing).max() <= 3 * ROUNDS * 2.0**-24 * largest
+    assert 3 * ROUNDS * 2.0**-24 * largest < 5.0, "a lost update of up to 1000 would show"
+
+
+@pytest.mark.parametrize("codec", [ChunkTop1(0.02), AdaComp(bin=50)], ids=repr)
+def test_a_client_that_does_not_roll_back_is_noticed(codec: Codec, monkeypatch) -> None:
+    monkeypatch.setattr("fedcomp.flower.state._rolled_back", lambda state, reply, config, layout: state)
+    missing, largest, _ = account(codec)
+    assert np.abs(missing).max() > 100 * 3 * ROUNDS * 2.0**-24 * largest
+
+
+@pytest.mark.parametrize("codec", [*EXACT, *ROUNDED, *OTHERS], ids=repr)
+def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
+    """Around FedAvg, against the definition: per round Σ weight · decode(frame) of those whose reply was consumed."""
+    made: dict[tuple[int, int], bytes] = {}
+    honest = client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if not reply.has_error():
+            round_ = int(next(iter(msg.content.config_records.values()))["server-round"])
+            frame = take_frame(reply.content, UPDATE)
+            # A message that arrives twice is answered with the same bytes, by memory or by the key's randomness.
+            assert made.setdefault((round_, int(context.node_config["partition-id"])), frame) == frame
+        return reply
+
+    consumed: dict[int, list[int]] = {}
+
+    def collect(records: list[RecordDict], key: str) -> MetricRecord:
+        consumed[len(strategy.reports)] = [int(r["metrics"]["partition"]) for r in records]
+        return MetricRecord({"n": len(records)})
+
+    plan = RandomFaults(Key(17, "faults"), FAULTS, pushes=1)
+    grid = InProcessGrid(app, NODES, seed=5, fault=plan)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0, train_metrics_aggr_fn=collect), codec, seed=3)
+    arrays = model()
+    layout = Layout.of({k: v.numpy() for k, v in arrays.items()})
+    expected = layout.flatten({k: v.numpy() for k, v in arrays.items()})
+    for round_ in range(1, 11):
+        before = {k: v.numpy() for k, v in arrays.items()}
+        replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
+        arrays = strategy.aggregate_train(round_, replies)[0] or arrays
+        who = consumed.get(round_, [])
+        total = np.full(layout.size, -0.0, np.float32)
+        for p in who:
+            frame = made[round_, p]
+            if not strategy.codec.remembers:
+                # Without memory a frame is a function of the update and the key alone: made anew, it is the same.
+                after = {k: v + update(round_, p, v.shape, i) for i, (k, v) in enumerate(before.items())}
+                step = Update(layout.flatten(after) - layout.flatten(before), layout)
+                assert strategy.codec.encode(step, {}, Key(3, "uplink", round_, p))[0] == frame
+            total += np.float32((p + 1) / sum(q + 1 for q in who)) * strategy.codec.decode(frame, layout)
+        if who:
+            strategy.codec.conclude(Update(total, layout))
+            expected = expected + total
+        found = layout.flatten({k: v.numpy() for k, v in arrays.items()})
+        np.testing.assert_array_equal(found, expected)
+    assert sum(len(who) for who in consumed.values()) == sum(r.compressed for r in strategy.reports.values())
+    assert 20 < sum(map(len, consumed.values())) < 36, "some replies are lost, most are not"
+    assert np.abs(stack(arrays)).max() > 1.0

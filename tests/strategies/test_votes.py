@@ -1,0 +1,218 @@
+"""Codecs that vote: only the weighted sum of all votes is an update, whoever sends them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedYogi,
+    Krum,
+)
+from toy import client_app, fedavg, model, stack, update
+
+from clients.compressed import compression
+from fedcomp import wire
+from fedcomp.codecs import Clip, ErrorFeedback, ScaledSign, SignSGD, TopK, chain
+from fedcomp.errors import ConfigError
+from fedcomp.flower.faults import RandomFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.protocol import UPDATE
+from fedcomp.rng import Key
+from strategies.compressed import Compressed
+
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+STEP = np.float32(0.25)
+
+
+def run(strategy, app=None, *, nodes=5, rounds=3, **options):
+    grid = MeteredGrid(InProcessGrid(app or client_app([compression()]), nodes, seed=4, **options), Ledger())
+    return strategy.start(grid, model(), num_rounds=rounds, timeout=9).arrays
+
+
+def voting(step: float = float(STEP), **options) -> Compressed:
+    return Compressed(fedavg(fraction_evaluate=0.0), SignSGD(step), **options)
+
+
+def mixed(plain: set[int], examples: int = 10):
+    """Return an app that is without the mod on some partitions."""
+    bare, modded = client_app(examples=examples), client_app([compression()], examples=examples)
+
+    def either(msg: Message, context: Context) -> Message:
+        return (bare if context.node_config["partition-id"] in plain else modded)(msg, context)
+
+    return either
+
+
+def majority(rounds: int, nodes: int) -> np.ndarray:
+    """Return the weights of the toy model after ``rounds`` weighted majorities, from the definition."""
+    out = np.zeros((40, 30), np.float32)
+    for r in range(1, rounds + 1):
+        votes = sum((p + 1) * np.where(np.signbit(update(r, p, (40, 30))), -1, 1) for p in range(nodes))
+        out += STEP * np.sign(votes).astype(np.float32)
+    return out
+
+
+@pytest.mark.parametrize("codec", [SignSGD(0.25), chain(Clip(1e9), SignSGD(0.25))], ids=repr)
+def test_the_model_moves_by_the_sign_of_the_weighted_majority(codec) -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), codec)
+    arrays = run(strategy)
+    expected = majority(3, 5)
+    np.testing.assert_array_equal(arrays["weight"].numpy(), expected)
+    # What travels dense is averaged as always.
+    mean = sum(sum((p + 1) * update(r, p, (30,), 1).astype(np.float64) for p in range(5)) / 15 for r in range(1, 4))
+    np.testing.assert_allclose(arrays["bias"].numpy(), mean, rtol=1e-5, atol=1e-3)
+    assert [r.compressed for r in strategy.reports.values()] == [5, 5, 5]
+    # 5 voters of weights 1..5 can tie; a mean of signs without the final sign would show thirds and fifths of a step.
+    assert set(np.unique(expected / STEP)) <= {-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0}
+
+
+def test_wrappers_vote_as_their_codec_does() -> None:
+    assert SignSGD(0.1).votes
+    assert chain(Clip(1.0), SignSGD(0.1)).votes
+    assert not chain(Clip(1.0), TopK(0.1)).votes
+    assert not ErrorFeedback(TopK(0.1)).votes
+
+
+def test_votes_are_not_remembered() -> None:
+    """A memory of update minus vote would add quantities of different units."""
+    with pytest.raises(ConfigError, match="not in the update's unit"):
+        ErrorFeedback(SignSGD(0.1))
+    with pytest.raises(ConfigError, match="not in the update's unit"):
+        voting(feedback=True)
+    assert isinstance(voting().codec, SignSGD), "although it is biased, the default puts no feedback around it"
+    assert isinstance(Compressed(fedavg(), ScaledSign()).codec, ErrorFeedback)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: FedMedian(**ONE),
+        lambda: Krum(num_malicious_nodes=1, **ONE),
+        lambda: DifferentialPrivacyServerSideFixedClipping(fedavg(), 0.0, 1e9, 4),
+    ],
+    ids=["median", "krum", "dp"],
+)
+@pytest.mark.parametrize("codec", [SignSGD(0.1), chain(Clip(1.0), SignSGD(0.1))], ids=repr)
+def test_strategies_that_look_at_single_updates_are_refused(inner, codec) -> None:
+    with pytest.raises(ConfigError, match=r"only the weighted sum is an update.*FedAvg, FedAvgM"):
+        Compressed(inner(), codec)
+
+
+@pytest.mark.parametrize("inner", [FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi, FedProx])
+def test_weighted_means_are_accepted(inner) -> None:
+    options = {"proximal_mu": 0.1} if inner is FedProx else {}
+    strategy = Compressed(inner(**ONE, **options), SignSGD(0.1))
+    arrays = run(strategy, rounds=2)
+    assert np.isfinite(stack(arrays)).all()
+    assert stack(arrays).any()
+    assert strategy.reports[2].compressed == 5
+
+
+@pytest.mark.parametrize("downlink", [None, TopK(0.3)], ids=["plain", "downlink"])
+def test_a_plain_reply_is_a_vote_like_any_other(downlink) -> None:
+    """Some clients lack the mod: the model is that of a fleet in which all have it, bit for bit."""
+    # A step far above the updates' 1000: measured from the model instead of what the node got of it through the
+    # downlink, signs would be the downlink's.
+    everyone, some = voting(65536.0, downlink=downlink), voting(65536.0, downlink=downlink)
+    expected = run(everyone)
+    found = run(some, mixed({1, 3}))
+    assert [(r.plain, r.compressed) for r in some.reports.values()] == [(2, 3)] * 3
+    np.testing.assert_array_equal(found["weight"].numpy(), expected["weight"].numpy())
+    # Added as an update, a plain reply would leave fractions of a step.
+    assert set(np.unique(found["weight"].numpy() / 65536)) <= {-3, -2, -1, 0, 1, 2, 3}
+
+
+def test_a_plain_reply_that_cannot_vote_costs_itself_only() -> None:
+    """Its difference to the model overflows although both are finite."""
+    honest = client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] == 2:
+            arrays = {"weight": Array(np.full((40, 30), 3e38, np.float32)), "bias": Array(np.zeros(30, np.float32))}
+            reply.content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": reply.content["metrics"]})
+        return reply
+
+    strategy = voting()
+    grid = MeteredGrid(InProcessGrid(app, 4, seed=4), Ledger())
+    result = strategy.start(grid, model(-3e38), num_rounds=1, timeout=9)
+    report = strategy.reports[1]
+    assert (report.compressed, report.plain) == (3, 0)
+    assert all("NonFiniteUpdate" in reason for reason in report.rejected.values())
+    assert len(report.rejected) == 1
+    assert np.isfinite(stack(result.arrays)).all()
+
+
+class Personal(FedAvg):
+    """Sends every other node a model of its own."""
+
+    def configure_train(self, server_round, arrays, config, grid):
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        own = ArrayRecord({k: Array(v.numpy() + 1) for k, v in arrays.items()})
+        for message in messages[::2]:
+            message.content = RecordDict({**message.content, "arrays": own})
+        return messages
+
+
+def test_models_of_their_own_cannot_be_voted_about() -> None:
+    grid = InProcessGrid(client_app([compression()]), 4)
+    strategy = Compressed(Personal(**ONE), SignSGD(0.1))
+    with pytest.raises(ConfigError, match=r"Personal sends 1 model.*put to the vote"):
+        strategy.configure_train(1, model(), ConfigRecord(), grid)
+    # The same strategy with estimates instead of votes goes the dense way.
+    assert len(list(Compressed(Personal(**ONE), TopK(0.1)).configure_train(1, model(), ConfigRecord(), grid))) == 4
+
+
+def test_nobody_has_more_than_one_vote() -> None:
+    honest = client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] == 4:
+            loud = wire.Tensor(wire.SignScale(np.zeros(1200, np.bool_), np.full(1, 99, np.float32)), (1200,))
+            put_frame(reply.content, UPDATE, wire.encode([loud, wire.dense(np.zeros(30, np.float32))]))
+        return reply
+
+    strategy = voting()
+    arrays = run(strategy, app, rounds=2)
+    assert [(r.compressed, len(r.rejected)) for r in strategy.reports.values()] == [(4, 1)] * 2
+    np.testing.assert_array_equal(arrays["weight"].numpy(), majority(2, 4))
+
+
+def test_the_majority_is_of_those_whose_vote_arrived() -> None:
+    """Lost, late, duplicated and crashed replies: each round's step is the majority of what was delivered."""
+    delivered: dict[int, list[int]] = {}
+
+    def collect(records: list[RecordDict], key: str) -> MetricRecord:
+        found = [int(next(iter(r.metric_records.values()))["partition"]) for r in records]
+        delivered[len(strategy.reports)] = found
+        return MetricRecord({"n": len(records)})
+
+    plan = RandomFaults(
+        Key(11, "faults"), {"lost_reply": 0.15, "duplicate": 0.15, "late": 0.15, "raise": 0.15}, pushes=1
+    )
+    grid = InProcessGrid(client_app([compression()]), 6, seed=4, fault=plan)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0, train_metrics_aggr_fn=collect), SignSGD(float(STEP)))
+    arrays = model()
+    for round_ in range(1, 31):
+        replies = grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid), timeout=9)
+        arrays = strategy.aggregate_train(round_, replies)[0] or arrays
+    expected = np.zeros((40, 30), np.float32)
+    for r, who in delivered.items():
+        votes = sum((p + 1) * np.where(np.signbit(update(r, p, (40, 30))), -1, 1) for p in who)
+        expected += STEP * np.sign(votes).astype(np.float32)
+    assert len(delivered) > 25, "in a round or two nobody may be heard"
+    assert len({len(who) for who in delivered.values()}) > 3
+    assert sum(r.duplicates for r in strategy.reports.values()) > 10
+    np.testing.assert_array_equal(arrays["weight"].numpy(), expected)
