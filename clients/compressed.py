@@ -76,7 +76,8 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     if codec is not None:
         before = to_arrays(record)
         layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=not codec.lossless)
-        if codec.remembers:
+        # Whatever starts with a state keeps it: memory of what was not sent, or adaptation to what was seen.
+        if codec.init(layout):
             try:
                 uplink = Uplink.begin(context, announcement, codec, layout)
             except StaleMessage as error:

@@ -211,8 +211,14 @@ class _Run:
         report = getattr(self.strategy, "reports", {}).get(server_round)
         if report is not None:
             # Node ids are drawn anew in every run and mean nothing afterwards; numbers and reasons do.
-            for name in ("compressed", "plain", "lost", "duplicates"):
+            for name in ("compressed", "plain", "lost", "duplicates", "changed"):
                 metrics[f"report.{name}"] = getattr(report, name)
+            if report.tensor_bytes:
+                metrics["report.tensor_bytes"] = dict(report.tensor_bytes)
+            if report.memory:
+                ratios = list(report.memory.values())
+                metrics["report.memory_mean"] = sum(ratio / len(ratios) for ratio in ratios)
+                metrics["report.memory_max"] = max(ratios)
             for name in ("rolled_back", "fresh"):
                 metrics[f"report.{name}"] = len(getattr(report, name))
             for name in ("rejected", "unsupported"):

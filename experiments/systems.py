@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from experiments.rows import ROWS, Row
 from experiments.spec import RunSpec, Scalar
 from fedcomp.errors import ConfigError, nearest
 
@@ -241,56 +242,33 @@ def _downlink(settings: Settings) -> Codec | None:
     return None
 
 
-def _row(
-    name: str, title: str, paper: str, summary: str, *, codec: str = "", defaults: Settings | None = None
-) -> System:
-    make = functools.partial(_compressed, codec=codec) if codec else _plain
-    extra = {"downlink": ""} if codec else {}
-    prefixes = CODEC_PREFIXES if codec else PLAIN_PREFIXES
-    return System(name, title, paper, summary, make, {**extra, **(defaults or {})}, prefixes)
+def _shared_support(settings: Settings, seed: int) -> Strategy:
+    from fedcomp.codecs import get_codec
+    from strategies.shared_support import SharedSupport
+
+    if settings["inner"] != "fedavg":
+        raise ConfigError(
+            f"inner={settings['inner']!r} does not fit: a shared support is averaged by its own strategy; "
+            "use server_lr, or a system of the drop-in pair"
+        )
+    own = {key: settings[key] for key in ("server_lr", "warmup_rounds", "stale_leader")}
+    evaluated = 1.0 if settings["fraction_evaluate"] else 0.0  # as for inner strategies, the server draws cohorts
+    codec = get_codec({"id": "scalecom", **below(settings, CODEC_PREFIX)})
+    options: dict[str, Any] = {**own, "fraction_evaluate": evaluated, "seed": seed}
+    return SharedSupport(codec.to_config(), **options)
 
 
-_ROWS: Final = (
-    _row(
-        "fedavg",
-        "FedAvg",
-        "McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data",
-        "the whole model as plain float32 tensors; nothing of fedcomp is in the way",
-    ),
-    _row(
-        "identity",
-        "Identity codec",
-        "none; the reference point of the format",
-        "the whole model, bit for bit, as one frame",
-        codec="identity",
-    ),
-    _row(
-        "topk",
-        "Top-k",
-        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
-        "the largest entries of the update in magnitude; the rest is remembered and added to the next update",
-        codec="topk",
-        defaults={"feedback": True, "codec.density": 0.01},
-    ),
-    _row(
-        "randomk",
-        "Random-k",
-        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
-        "entries drawn at random, whose positions the server redraws from a seed; the rest is remembered",
-        codec="randomk",
-        defaults={"feedback": True, "codec.density": 0.05},
-    ),
-    _row(
-        "qsgd",
-        "QSGD",
-        "Alistarh et al. 2017, QSGD: communication-efficient SGD via gradient quantization and encoding",
-        "every entry of the update, randomly rounded to a few levels per bucket",
-        codec="qsgd",
-        defaults={"feedback": False},
-    ),
-)
+def _system(row: Row) -> System:
+    if row.strategy == "shared_support":
+        own = (TASK_PREFIX, CODEC_PREFIX)
+        return System(row.name, row.title, row.paper, row.summary, _shared_support, row.defaults, own)
+    make = functools.partial(_compressed, codec=row.codec) if row.codec else _plain
+    extra = {"downlink": ""} if row.codec else {}
+    prefixes = CODEC_PREFIXES if row.codec else PLAIN_PREFIXES
+    return System(row.name, row.title, row.paper, row.summary, make, {**extra, **row.defaults}, prefixes)
 
-SYSTEMS: Final[Mapping[str, System]] = MappingProxyType({row.name: row for row in _ROWS})
+
+SYSTEMS: Final[Mapping[str, System]] = MappingProxyType({row.name: _system(row) for row in ROWS})
 """The table, by name."""
 
 

@@ -23,12 +23,12 @@ from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
-from fedcomp.flower.protocol import OWN_CONFIG, RESYNC, STEP, Announcement
+from fedcomp.flower.protocol import RESYNC, STEP, Announcement, announce
 from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_arrays, to_record
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
-from fedcomp.wire import Frame, tensor_bytes
+from fedcomp.wire import Frame
 from strategies.replies import (
     Arrays,
     Arrival,
@@ -202,7 +202,7 @@ class Compressed(Strategy):
                 fields |= self._fill_model(content, name, peer, whole)
             if train or downlink is not None:
                 fields["policy"] = policy_config(self.policy, self._layout)
-            _announce(content, Announcement(**{**_fields(announcement), **fields}))
+            announce(content, Announcement(**{**_fields(announcement), **fields}))
             metadata = message.metadata
             addressed = Message(
                 content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
@@ -284,7 +284,8 @@ class Compressed(Strategy):
         arrivals = consistent(arrivals, report)
         if not arrivals:
             return None, None
-        self._account(arrivals, report)
+        frames = [a.frame for a in arrivals if a.frame is not None and a.plain is None]
+        report.account(self.codec, self._layout, frames)
         # Models of their own for some nodes cannot be summed as changes of one model.
         mean = _is_mean(self.inner) and all(a.sent.base is None for a in arrivals)
         aggregate = self._aggregate_mean if mean else self._aggregate_dense
@@ -445,13 +446,6 @@ class Compressed(Strategy):
         except FedcompError as error:
             raise Rejected(f"{type(error).__name__}: {error}") from error
 
-    def _account(self, arrivals: list[Arrival], report: RoundReport) -> None:
-        """Note in ``report`` how many bytes of the frames that arrived each tensor took."""
-        names = self.codec.tensor_names(self._layout)
-        sizes = [tensor_bytes(a.frame) for a in arrivals if a.frame is not None and a.plain is None]
-        for name, each in zip(names, zip(*sizes, strict=True), strict=False):
-            report.tensor_bytes[name] = report.tensor_bytes.get(name, 0) + sum(each)
-
     def _reference(self, model: Vector) -> Vector:
         """Return the vector clients trained from, in the uplink's layout: ``model`` itself without a lossy downlink."""
         if self._broadcast is None or self._broadcast.version == 0 or self._broadcast.codec.lossless:
@@ -508,12 +502,3 @@ def _is_mean(strategy: Strategy) -> bool:
 
 def _fields(announcement: Announcement) -> dict[str, Any]:
     return {name: getattr(announcement, name) for name in announcement.__dataclass_fields__}
-
-
-def _announce(content: RecordDict, announcement: Announcement) -> None:
-    """Merge the announcement into the message's only ConfigRecord, or into one of its own."""
-    configs = {k: v for k, v in content.items() if isinstance(v, ConfigRecord)}
-    name = next(iter(configs)) if configs else OWN_CONFIG
-    config = ConfigRecord(dict(configs.get(name, {})))
-    announcement.write(config)
-    content[name] = config

@@ -24,7 +24,7 @@ from fedcomp.flower.payload import NODE_RECORD, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
-from fedcomp.wire import Frame
+from fedcomp.wire import Frame, tensor_bytes
 
 T = TypeVar("T")
 Arrays = Mapping[str, NDArray[Any]]
@@ -147,6 +147,13 @@ class RoundReport:
         """Record that the reply of ``node`` was not used."""
         self.rejected[node] = shorten(reason)
 
+    def account(self, codec: Codec, layout: Layout, frames: Iterable[Frame]) -> None:
+        """Add up how many bytes of ``frames``, which ``codec`` has opened, each tensor took."""
+        names = codec.tensor_names(layout)
+        for frame in frames:
+            for name, size in zip(names, tensor_bytes(frame), strict=True):
+                self.tensor_bytes[name] = self.tensor_bytes.get(name, 0) + size
+
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-able dictionary; node ids become strings, as JSON keys are."""
         return {
@@ -216,21 +223,21 @@ def admit(
     content = reply.content
     try:
         header = content.config_records.get(NODE_RECORD, ConfigRecord())
-        metrics_name, weight = _weight(content, weight_key)
+        metrics_name, weight = weight_of(content, weight_key)
         frame = take_frame(content, UPDATE)
-        rest = _strip(content)
+        rest = strip(content)
         if frame is None:
             arrival = _admit_plain(sent, reply, rest, layout, model)
         else:
-            sequence = _integer(header, "sequence")
+            sequence = integer(header, "sequence")
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
             codec.verify(frame, layout, key.at(partition=take_node(reply) or 0))
             received = decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, model[t.name]) for t in layout.exact}
-            arrival = Arrival(sent, reply, rest, _text(header, "record"), exact, frame)
+            arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
             arrival.sequence = sequence
-            arrival.generation = _integer(header, "generation") if "generation" in header else 0
+            arrival.generation = integer(header, "generation") if "generation" in header else 0
         if arrival.record in rest or arrival.record.startswith(PREFIX):
             raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")
     except Rejected:
@@ -339,12 +346,19 @@ def _read_array(array: Array, spec: TensorSpec) -> NDArray[Any]:
         raise Rejected(f"tensor {spec.name!r} cannot be read: {error}") from error
 
 
-def _strip(content: RecordDict) -> RecordDict:
+def strip(content: RecordDict) -> RecordDict:
     """Return the content without arrays, frames and our header: metrics and whatever else the app sent."""
     return RecordDict({k: v for k, v in content.items() if not k.startswith(PREFIX) and not isinstance(v, ArrayRecord)})
 
 
-def _weight(content: RecordDict, key: str | None) -> tuple[str, float]:
+def weight_of(content: RecordDict, key: str | None) -> tuple[str, float]:
+    """Return the name of a reply's MetricRecord, and the weight that stands in it under ``key`` (1 without a key).
+
+    Raises
+    ------
+    Rejected
+        When there is no usable weight.
+    """
     metrics = [(k, v) for k, v in content.items() if isinstance(v, MetricRecord)]
     if any(name.startswith(PREFIX) for name, _ in metrics):
         raise Rejected(f"reply holds a MetricRecord under a reserved name ({PREFIX}...)")
@@ -367,17 +381,19 @@ def admit_metrics(reply: Message, weight_key: str | None) -> None:
     Rejected
         When they cannot be averaged.
     """
-    _weight(reply.content, weight_key)
+    weight_of(reply.content, weight_key)
 
 
-def _integer(header: ConfigRecord, name: str) -> int:
+def integer(header: ConfigRecord, name: str) -> int:
+    """Return an integer of a reply's header; raise :class:`Rejected` when it is none."""
     value = header.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise Rejected(f"header field {name!r} is {value!r}, expected an integer")
     return value
 
 
-def _text(header: ConfigRecord, name: str) -> str:
+def text(header: ConfigRecord, name: str) -> str:
+    """Return a name of a reply's header; raise :class:`Rejected` when it is none."""
     value = header.get(name)
     if not isinstance(value, str) or not value:
         raise Rejected(f"header field {name!r} is {value!r}, expected a name")

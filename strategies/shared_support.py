@@ -53,12 +53,12 @@ from strategies.replies import (
     Sent,
     admit_metrics,
     agreeing,
+    integer,
     match_replies,
+    strip,
+    text,
+    weight_of,
 )
-from strategies.replies import _integer as integer
-from strategies.replies import _strip as strip
-from strategies.replies import _text as text
-from strategies.replies import _weight as weight_of
 from strategies.shared_replies import Client, Round
 
 log = logging.getLogger("fedcomp")
@@ -506,6 +506,7 @@ class SharedSupport(ExchangeStrategy):
             peer.acknowledged, peer.generation = client.sent.sequence, client.generation
             self._holds[client.sent.node] = version
         report.compressed = len(senders)
+        report.account(now.fixed, layout, [client.frame for client in senders if client.frame is not None])
         report.changed = int(np.count_nonzero(out.vector))
         record = to_record(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
         metrics = self.train_metrics_aggr_fn([client.content for client in senders], self.weighted_by_key)

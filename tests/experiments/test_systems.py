@@ -13,6 +13,15 @@ from experiments.systems import COMMON, INNER, SYSTEMS, System, check, get_syste
 from fedcomp.errors import ConfigError
 
 SMALL = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "momentum": 0.9, "lr": 0.05}
+# Values that let two rounds of a sparse codec, or two steps of a vote, show that they learn; one per setting.
+AMPLE = {
+    "codec.density": 0.3,
+    "codec.level": 0.003,
+    "codec.key_density": 0.6,
+    "codec.sparse_density": 0.3,
+    "codec.bin": 50,
+    "codec.step": 0.01,
+}
 INNER_OPTIONS = {
     "fedtrimmedavg": {"inner.beta": 0.2},
     "krum": {"inner.num_malicious_nodes": 1},
@@ -30,9 +39,8 @@ def plain():
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_runs_end_to_end(name, plain):
-    # Density 0.3 lets two rounds of a sparse codec show that they learn.
-    sparse = {"codec.density": 0.3} if "codec.density" in SYSTEMS[name].defaults else {}
-    result = engines.run(RunSpec(name, rounds=2, clients=4, settings=SMALL | sparse))
+    ample = {key: value for key, value in AMPLE.items() if key in SYSTEMS[name].defaults}
+    result = engines.run(RunSpec(name, rounds=2, clients=4, settings=SMALL | ample))
     assert [record.round for record in result] == [0, 1, 2]
     assert [record.replies for record in result] == [0, 4, 4]
     assert all(record.failures == 0 for record in result)
@@ -43,6 +51,9 @@ def test_every_system_runs_end_to_end(name, plain):
     if SYSTEMS[name].prefixes != get_system("fedavg").prefixes:
         assert result.uplink_payload_bytes < plain.uplink_payload_bytes
         assert result.final.metrics["report.compressed"] == 4
+        assert result.final.metrics["report.changed"] > 0
+        remembers = get_system(name).make_strategy(SYSTEMS[name].resolve({}), 0).codec.remembers
+        assert ("report.memory_mean" in result.final.metrics) == remembers
 
 
 def test_the_identity_codec_changes_no_bit(plain):
@@ -117,6 +128,10 @@ def test_rows_describe_themselves():
         (RunSpec("topk", settings={"feedback": 1}), "expected true or false"),
         (RunSpec("topk", settings={"feedback": False, "feedback.beta": 0.5}), "need feedback=true"),
         (RunSpec("topk", settings={"downlink.density": 0.5}), "need a codec"),
+        (RunSpec("dgc", settings={"feedback": True}), "has memory of its own"),
+        (RunSpec("signsgd", settings={"feedback": True}), "not in the update's unit"),
+        (RunSpec("signsgd", settings={"inner": "fedmedian"}), "FedMedian looks at single updates"),
+        (RunSpec("threshold", settings={"codec.level": 0.0}), "level=0.0 is not valid"),
         (RunSpec("fedavg", settings={"codec.density": 0.5}), "has no setting 'codec.density'"),
         (RunSpec("fedavg", settings={"inner": "fedavgmm"}), "did you mean 'fedavgm'"),
         (RunSpec("fedavg", settings={"inner.server_lr": 1.0}), "has no parameter 'server_lr'"),

@@ -11,6 +11,7 @@ from test_conservation import Sum, memory_of, residual
 from toy import client_app, fedavg, model, stack, update
 
 from clients.compressed import compression
+from fedcomp import wire
 from fedcomp.codecs import (
     DGC,
     STC,
@@ -32,7 +33,9 @@ from fedcomp.codecs import (
 )
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -214,3 +217,22 @@ def test_the_model_is_the_mean_of_what_was_delivered(codec: Codec) -> None:
     assert sum(len(who) for who in consumed.values()) == sum(r.compressed for r in strategy.reports.values())
     assert 20 < sum(map(len, consumed.values())) < 36, "some replies are lost, most are not"
     assert np.abs(stack(arrays)).max() > 1.0
+
+
+def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
+    """After the warm-up as many values as in it are refused, although they would still open."""
+    honest = client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] == 1:
+            many = [wire.sparse((1200,), np.arange(120), np.ones(120, np.float32)), wire.dense(np.ones(30, np.float32))]
+            put_frame(reply.content, UPDATE, wire.encode(many))
+        return reply
+
+    grid = InProcessGrid(app, 3, seed=4)
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), DGC(0.01, warmup=1))
+    strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=3, timeout=9)
+    assert [r.compressed for r in strategy.reports.values()] == [3, 2, 2]
+    reasons = [reason for r in strategy.reports.values() for reason in r.rejected.values()]
+    assert all("120 values, round" in reason and "allows 12" in reason for reason in reasons)

@@ -1,0 +1,198 @@
+"""The rows of the table of systems: what each one is called, where it was published, and the settings it starts from.
+
+Data only; :mod:`experiments.systems` makes systems of it. ``codec`` is what clients send with, below
+:class:`strategies.compressed.Compressed`; a row without one is a strategy that sends whole models. Settings below
+``codec.`` are the codec's own parameters; only those that a user is likely to turn stand here with a default, the codec
+takes all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from experiments.spec import Scalar
+
+
+class Row(NamedTuple):
+    """One system.
+
+    Attributes
+    ----------
+    name, title, paper, summary : str
+        As in :class:`experiments.systems.System`.
+    codec : str
+        Id of the uplink's codec; empty for none.
+    strategy : str
+        The server's half: "compressed" (the drop-in pair, the default of rows with a codec), "shared_support".
+    defaults : mapping
+        Settings beyond the common ones, with their defaults.
+    """
+
+    name: str
+    title: str
+    paper: str
+    summary: str
+    codec: str = ""
+    defaults: Mapping[str, Scalar] = {}
+    strategy: str = "compressed"
+
+
+ROWS: Final[tuple[Row, ...]] = (
+    Row(
+        "fedavg",
+        "FedAvg",
+        "McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data",
+        "the whole model as plain float32 tensors; nothing of fedcomp is in the way",
+    ),
+    Row(
+        "identity",
+        "Identity codec",
+        "none; the reference point of the format",
+        "the whole model, bit for bit, as one frame",
+        codec="identity",
+    ),
+    Row(
+        "topk",
+        "Top-k",
+        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
+        "the largest entries of the update in magnitude; the rest is remembered and added to the next update",
+        codec="topk",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    Row(
+        "randomk",
+        "Random-k",
+        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
+        "entries drawn at random, whose positions the server redraws from a seed; the rest is remembered",
+        codec="randomk",
+        defaults={"feedback": True, "codec.density": 0.05},
+    ),
+    Row(
+        "randomblock",
+        "Random block",
+        "Foroutan Eghlidi, Jaggi 2020, Sparse communication for training deep networks",
+        "consecutive entries of each tensor from a start drawn at random, the same on all clients; the rest is "
+        "remembered",
+        codec="randomblock",
+        defaults={"feedback": True, "codec.density": 0.05},
+    ),
+    Row(
+        "chunk",
+        "Chunk top-1",
+        "Chen et al. 2020, ScaleCom: scalable sparsified gradient compression for communication-efficient distributed "
+        "training (its selector, on every client)",
+        "the largest entry of every chunk of each tensor; the rest is remembered",
+        codec="chunk",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    Row(
+        "threshold",
+        "Threshold",
+        "the simplest sparsifier; no single source",
+        "the entries whose magnitude exceeds a fixed level, however many these are; the rest is remembered",
+        codec="threshold",
+        defaults={"feedback": True, "codec.level": 0.05},
+    ),
+    Row(
+        "dgc",
+        "Deep gradient compression",
+        "Lin et al. 2018, Deep gradient compression: reducing the communication bandwidth for distributed training",
+        "the largest entries of a velocity that each client accumulates with momentum; many at first, few after a "
+        "warm-up",
+        codec="dgc",
+        defaults={"feedback": False, "codec.density": 0.01, "codec.momentum": 0.9, "codec.warmup": 4},
+    ),
+    Row(
+        "adacomp",
+        "AdaComp",
+        "Chen et al. 2018, AdaComp: adaptive residual gradient compression for data-parallel distributed training",
+        "per bin of each tensor the entries that the update carries to the bin's largest, as signs with one scale; the "
+        "rest is remembered",
+        codec="adacomp",
+        defaults={"feedback": False, "codec.bin": 500, "codec.conv_bin": 50},
+    ),
+    Row(
+        "sidco",
+        "SIDCo",
+        "Abdelmoniem et al. 2021, An efficient statistical-based gradient compression technique for distributed "
+        "training systems",
+        "the entries above a threshold that is estimated from moments of the magnitudes; the rest is remembered",
+        codec="sidco",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    Row(
+        "keyregion",
+        "Key regions",
+        "derived here; stands in for Guo, Liu, Zhang 2021 (Sensors 21, 1943), whose predictor is not public",
+        "a larger fraction of the blocks that hold most of the energy, above thresholds from running histograms; the "
+        "rest is remembered",
+        codec="keyregion",
+        defaults={"feedback": True, "codec.key_density": 0.1, "codec.sparse_density": 0.005},
+    ),
+    Row(
+        "stc",
+        "Sparse ternary compression",
+        "Sattler et al. 2020, Robust and communication-efficient federated learning from non-i.i.d. data",
+        "the signs of the largest entries and their mean magnitude; the rest is remembered",
+        codec="stc",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    Row(
+        "qsgd",
+        "QSGD",
+        "Alistarh et al. 2017, QSGD: communication-efficient SGD via gradient quantization and encoding",
+        "every entry of the update, randomly rounded to a few levels per bucket",
+        codec="qsgd",
+        defaults={"feedback": False},
+    ),
+    Row(
+        "terngrad",
+        "TernGrad",
+        "Wen et al. 2017, TernGrad: ternary gradients to reduce communication in distributed deep learning",
+        "every entry of the update, randomly rounded to zero or plus or minus the largest magnitude of its tensor",
+        codec="terngrad",
+        defaults={"feedback": False, "codec.clip": 0.0},
+    ),
+    Row(
+        "natural",
+        "Natural compression",
+        "Horváth et al. 2019, Natural compression for distributed deep learning",
+        "every entry of the update, randomly rounded to a power of two: sign and exponent",
+        codec="natural",
+        defaults={"feedback": False},
+    ),
+    Row(
+        "efsignsgd",
+        "EF-signSGD",
+        "Karimireddy et al. 2019, Error feedback fixes SignSGD and other gradient compression schemes",
+        "the sign of every entry and each tensor's mean magnitude; what that gets wrong is remembered",
+        codec="scaledsign",
+        defaults={"feedback": True},
+    ),
+    Row(
+        "signsgd",
+        "signSGD with majority vote",
+        "Bernstein et al. 2018, signSGD: compressed optimisation for non-convex problems",
+        "the sign of every entry as a vote; all entries move by the same step towards the majority",
+        codec="signsgd",
+        defaults={"feedback": False, "codec.step": 0.002},
+    ),
+    Row(
+        "scalecom",
+        "ScaleCom",
+        "Chen et al. 2020, ScaleCom: scalable sparsified gradient compression for communication-efficient distributed "
+        "training",
+        "entries that the round's leader chose, the same for all clients, so that their sum is as short as one update; "
+        "the rest is remembered",
+        codec="scalecom",
+        defaults={
+            "codec.density": 0.01,
+            "codec.beta": 1.0,
+            "server_lr": 1.0,
+            "warmup_rounds": 0,
+            "stale_leader": False,
+        },
+        strategy="shared_support",
+    ),
+)
