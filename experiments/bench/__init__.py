@@ -10,6 +10,6 @@ from __future__ import annotations
 # Name on the command line -> module and what it measures.
 BENCHMARKS: dict[str, tuple[str, str]] = {
     "wire": ("experiments.bench.wire", "size and speed of the FCW1 wire format against the naive ones"),
-    "kernels": ("experiments.bench.kernels", "top-k selection and the fused error-feedback step against a read pass"),
+    "kernels": ("experiments.bench.kernels", "selection, fused steps and threshold estimates against a read pass"),
     "engine": ("experiments.bench.engine", "client rounds per second in process against Ray, memory of the server"),
 }

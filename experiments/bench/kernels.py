@@ -1,9 +1,7 @@
 """Selection, error feedback and scatter-add against the cost of merely reading the vector, and against the usual ways.
 
-Absolute times of a shared machine say little. Everything here runs in one thread, as a simulated client does, so the
-thread's processor time is taken: it leaves out what other processes did meanwhile. And every time is divided by that of
-a read pass, the vectorised sum of |x|: one is taken before each call, the mean over a repetition is the repetition's
-limit, and the median of the ratios over interleaved repetitions is reported.
+Times are read passes, see :mod:`experiments.bench.readpass`. The kernels of the other sparsifiers stand in
+:mod:`experiments.bench.sparsifiers` and are part of the same run.
 
 Packing gates for Rice-coded indices. The default, ``index="auto"``, may try a byte compressor on large supports as
 well, which costs as much again and pays on clustered ones; its claim is reported and misses the goal at density 0.1.
@@ -12,14 +10,13 @@ well, which costs as much again and pays on clustered ones; its claim is reporte
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from statistics import fmean, median
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from experiments.bench.readpass import LAYERS, Times, Vector, layered, read_pass
+from experiments.bench.sparsifiers import sparsifiers
 from experiments.claims import Claim
 from fedcomp.codecs import TopK
 from fedcomp.feedback import ErrorFeedback
@@ -29,7 +26,6 @@ from fedcomp.rng import Key
 
 FULL: Final = 25_000_000
 QUICK: Final = 4_000_000
-LAYERS: Final = 60
 DENSITIES: Final = (0.001, 0.01, 0.1)
 SELECT_GOALS: Final = {0.001: 4.0, 0.01: 8.0, 0.1: 16.0}
 FEEDBACK_GOALS: Final = {0.001: 8.0, 0.01: 15.0, 0.1: 30.0}
@@ -38,11 +34,9 @@ ENCODE_SHARE: Final = 1.5
 GOAL: Final = "our goal, set from measurements of these kernels on a quiet machine"
 _WARM_ROUNDS: Final = 6
 
-Vector = NDArray[np.float32]
-
 
 def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Measure every method at every density.
+    """Measure every method at every density, and the other sparsifiers.
 
     Returns
     -------
@@ -66,24 +60,16 @@ def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -
         for density in DENSITIES:
             say(f"density {density}: {repetitions} interleaved repetitions")
             found = measure(vector, density, repetitions)
-            rows += found.rows()
+            rows += found.rows(density=density)
             claims += found.claims(against_limit=not quick)
+        more = sparsifiers(vector, repetitions, say, against_limit=not quick)
     finally:
         torch.set_num_threads(threads)
-    return {"rows": rows, "claims": claims}
+    return {"rows": rows + more["rows"], "claims": claims + more["claims"]}
 
 
-def layered(size: int, seed: int = 0) -> Vector:
-    """Return Student t(4) values in equal layers of log-normal scale, float32 of shape (size,)."""
-    rng = np.random.default_rng(seed)
-    vector = rng.standard_t(4, size).astype(np.float32)
-    for layer in np.array_split(vector, LAYERS):
-        layer *= np.float32(np.exp(rng.normal()))
-    return vector
-
-
-class Measured:
-    """Times of the methods at one density, repetition by repetition.
+class Measured(Times):
+    """Times of the methods at one density.
 
     Parameters
     ----------
@@ -92,37 +78,8 @@ class Measured:
     """
 
     def __init__(self, size: int, density: float) -> None:
-        self.size = size
+        super().__init__(size)
         self.density = density
-        self.seconds: dict[str, list[float]] = {}
-        self.limits: list[float] = []
-
-    def add(self, seconds: dict[str, float], limit: float) -> None:
-        """Record one repetition: every method's time and the mean read pass."""
-        for method, taken in seconds.items():
-            self.seconds.setdefault(method, []).append(taken)
-        self.limits.append(limit)
-
-    def multiple(self, method: str) -> float:
-        """Return the method's time in read passes."""
-        return median(s / limit for s, limit in zip(self.seconds[method], self.limits, strict=True))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one row per method."""
-        return [
-            {
-                "n": self.size,
-                "density": self.density,
-                "method": method,
-                "milliseconds": round(1e3 * median(times), 3),
-                "read passes": round(self.multiple(method), 2),
-            }
-            for method, times in self.seconds.items()
-        ]
-
-    def ratio(self, method: str, to: str) -> float:
-        """Return the median over repetitions of one method's time over another's."""
-        return median(a / b for a, b in zip(self.seconds[method], self.seconds[to], strict=True))
 
     def claims(self, *, against_limit: bool) -> list[Claim]:
         """Return the checks at this density."""
@@ -172,16 +129,8 @@ class Measured:
 
 def measure(vector: Vector, density: float, repetitions: int) -> Measured:
     """Time every method ``repetitions`` times, interleaved, a read pass before each."""
-    methods = _methods(vector, density)
-    limit = _limit(vector)
     found = Measured(vector.size, density)
-    for repetition in range(-1, repetitions):
-        limits, seconds = [], {}
-        for name, call in methods.items():
-            limits.append(_seconds(limit))
-            seconds[name] = _seconds(call)
-        if repetition >= 0:  # the first repetition warms caches and allocators
-            found.add(seconds, fmean(limits))
+    found.measure(_methods(vector, density), vector, repetitions)
     return found
 
 
@@ -223,7 +172,7 @@ def _methods(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
         step()
         feedback_bytes()
     return {
-        "read pass": _limit(vector),
+        "read pass": read_pass(vector),
         "top-k": lambda: select_topk(vector, k),
         "top-k, numpy tier": lambda: select_topk(vector, k, tier="numpy"),
         "top-k to bytes, Rice": lambda: rice.encode(Update(vector, layout), {}, Key(0)),
@@ -234,24 +183,3 @@ def _methods(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
         "np.partition + flatnonzero": by_partition,
         "torch.topk": lambda: torch.topk(tensor.abs(), k, sorted=False),
     }
-
-
-def _limit(vector: Vector) -> Callable[[], object]:
-    """Return one vectorised read pass: the sum of |x| in one thread."""
-    import numba
-
-    @numba.njit(nogil=True, fastmath=True)
-    def total(x: Vector) -> Any:
-        s = np.float32(0.0)
-        for i in range(x.size):
-            s += abs(x[i])
-        return s
-
-    total(vector[:1])
-    return lambda: total(vector)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.thread_time()
-    call()
-    return time.thread_time() - start

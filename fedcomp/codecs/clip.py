@@ -64,5 +64,7 @@ def norm(vector: np.ndarray) -> float:
     total = 0.0
     for start in range(0, vector.size, _BLOCK):
         block = vector[start : start + _BLOCK].astype(np.float64)
-        total += float(block @ block)
+        # No dot product: a threaded one stalls for milliseconds when other processes hold the cores (measured 14 ms).
+        block *= block
+        total += float(block.sum())
     return math.sqrt(total)

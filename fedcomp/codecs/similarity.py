@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.codecs.clip import norm
 from fedcomp.layout import Vector
 
 
@@ -89,11 +90,11 @@ def _mean_distance(memories: Sequence[Vector]) -> float:
     total, count = np.zeros(memories[0].size if memories else 0), 0
     for memory in memories:
         vector = memory.astype(np.float64)
-        length = float(np.sqrt(vector @ vector))
+        length = norm(memory)
         if length > 0.0:
             total += vector / length
             count += 1
     if count < 2:
         return float("nan")
     # The squared length of a sum of unit vectors is their number plus twice the sum of all pairs' cosines.
-    return 1.0 - (float(total @ total) - count) / (count * (count - 1))
+    return 1.0 - (float(np.square(total).sum()) - count) / (count * (count - 1))

@@ -17,7 +17,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numpy.typing import NDArray
 
-from fedcomp.kernels.compiled_bins import add_adaptive, bin_argmax, select_adaptive, take_scaled
+from fedcomp.kernels.compiled_adaptive import add_adaptive, select_adaptive, take_scaled
+from fedcomp.kernels.compiled_bins import bin_argmax
 from fedcomp.kernels.compiled_tails import find_above, select_above, tail_product, tail_sums
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, MAGNITUDE, Bits, Floats, Found
 from fedcomp.kernels.lanes import (

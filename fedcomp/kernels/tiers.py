@@ -13,7 +13,8 @@ from fedcomp.kernels.interface import Ops
 Tier = Literal["auto", "numba", "numpy"]
 
 SMALL: Final = 20_000
-"""Below this many elements the overhead of calling compiled code rules and ``tier="auto"`` takes numpy."""
+"""Below this many elements ``tier="auto"`` takes numpy, which is fast enough there: a process that only ever sees small
+vectors never imports numba, which costs it a second and more."""
 
 
 @functools.cache

@@ -7,8 +7,10 @@ import time
 import numpy as np
 
 from fedcomp.kernels import tiers
+from fedcomp.kernels.bins import adaptive_step, select_adaptive, select_bins
 from fedcomp.kernels.select import feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
+from fedcomp.kernels.tails import exceedances, select_above
 
 
 def warm() -> float | None:
@@ -24,4 +26,9 @@ def warm() -> float | None:
     tiers.ops("numba", 256).histogram(vector.view(np.int32))
     step = feedback_step(vector, vector, 3, tier="numba")
     scatter_add(step.memory, indices, step.values, 1.0, tier="numba")
+    select_bins(vector, 7, tier="numba")
+    select_adaptive(vector, vector, 7, tier="numba")
+    adaptive_step(vector, vector, 7, tier="numba")
+    exceedances(vector, 1.0, logs=True, tier="numba")
+    select_above(vector, 1.0, tier="numba")
     return time.perf_counter() - start

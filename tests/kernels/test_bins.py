@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -167,6 +168,16 @@ def test_adaptive_step_equals_its_parts(kind: str, tier: str) -> None:
         np.testing.assert_array_equal(update.view(np.int32), before[1].view(np.int32))
 
 
+def _calls(bad: np.ndarray, good: np.ndarray, length: int, tier: str) -> list[Callable[[], object]]:
+    return [
+        lambda: select_bins(bad, length, tier=tier),
+        lambda: select_adaptive(bad, good, length, tier=tier),
+        lambda: select_adaptive(good, bad, length, tier=tier),
+        lambda: adaptive_step(bad, good, length, tier=tier),
+        lambda: adaptive_step(good, bad, length, tier=tier),
+    ]
+
+
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_raises(bad: float, tier: str) -> None:
@@ -177,14 +188,7 @@ def test_non_finite_raises(bad: float, tier: str) -> None:
             x[at] = bad
             kept = x.copy()
             for length in (1, 10, 50, 64, 500, 50_000):
-                calls = (
-                    lambda length=length: select_bins(x, length, tier=tier),
-                    lambda length=length: select_adaptive(x, good, length, tier=tier),
-                    lambda length=length: select_adaptive(good, x, length, tier=tier),
-                    lambda length=length: adaptive_step(x, good, length, tier=tier),
-                    lambda length=length: adaptive_step(good, x, length, tier=tier),
-                )
-                for call in calls:
+                for call in _calls(x, good, length, tier):
                     with pytest.raises(NonFiniteUpdate, match=f"first at index {at}"):
                         call()
             np.testing.assert_array_equal(x, kept)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.bench.kernels import DENSITIES, LAYERS, Measured, layered, measure
+from experiments.bench import sparsifiers as other
+from experiments.bench.kernels import DENSITIES, Measured, measure
+from experiments.bench.readpass import LAYERS, Times, layered
+from fedcomp.kernels import select_bins
 
 
 def _recorded(slow: float) -> Measured:
@@ -35,6 +38,59 @@ def test_every_method_is_measured() -> None:
     scales = [np.abs(layer).mean() for layer in np.array_split(vector, LAYERS)]
     assert max(scales) / min(scales) > 10
     for density in DENSITIES:
-        rows = measure(vector, density, 2).rows()
+        rows = measure(vector, density, 2).rows(density=density)
         assert {row["method"] for row in rows} >= {"read pass", "top-k", "error feedback", "scatter-add", "torch.topk"}
         assert all(row["milliseconds"] >= 0 for row in rows)
+
+
+def _others_recorded(slow: float) -> tuple[Times, Times]:
+    """Times of exactly the figures the bounds come from, times ``slow``; torch takes forty read passes."""
+    by_density, adaptive = Times(1000), Times(1000)
+    for noise in (1.0, 3.0, 2.0):
+        figures = {"chunk top-1": other.CHUNKS[0.01]}
+        figures |= {f"SIDCo-E, {m} stage{'s' if m > 1 else ''}": figure for m, figure in other.SIDCO[0.01].items()}
+        peers = {f"{name}, torch": 40.0 for name in figures}
+        times = {name: slow * figure for name, figure in figures.items()} | peers
+        by_density.add({name: noise * t for name, t in times.items()}, noise)
+        adaptive.add({"AdaComp select": noise * slow * other.ADAPTIVE[50], "AdaComp step": noise * slow * 6.0}, noise)
+    return by_density, adaptive
+
+
+def test_the_other_sparsifiers_fail_when_slow() -> None:
+    """At the measured figures every claim holds, beyond the slack every bound fails, and so does torch's at last."""
+    for slow, failed_bounds, failed_peers in ((1.0, 0, 0), (1.4, 6, 0), (11.0, 6, 4)):
+        times, adaptive = _others_recorded(slow)
+        claims = other.density_claims(times, 0.01, against_limit=True) + other.adaptive_claims(adaptive, 50)
+        assert len(claims) == 10
+        assert all(claim.gate for claim in claims)
+        failed = [claim.name for claim in claims if not claim.ok]
+        assert sum("read passes" in name for name in failed) == failed_bounds
+        assert sum("torch" in name for name in failed) == failed_peers
+    assert not any("read passes" in claim.name for claim in other.density_claims(times, 0.01, against_limit=False))
+
+
+def test_the_torch_forms_do_the_same() -> None:
+    """A comparison with something that does less would be worth nothing."""
+    import torch
+
+    vector = layered(60_003)
+    tensor = torch.from_numpy(vector)
+    for length in (10, 100, 1000):
+        np.testing.assert_array_equal(other.chunks_torch(tensor, length).numpy(), select_bins(vector, length))
+    for stages in (1, 2, 4):
+        ours, theirs = other.sidco(vector, 0.01, stages), other.sidco_torch(tensor, 0.01, stages).numpy()
+        assert ours.size > 100
+        # Their means are float32 sums: thresholds differ in the last digits.
+        assert np.setxor1d(ours, theirs).size <= 2
+
+
+def test_every_sparsifier_is_measured() -> None:
+    vector = layered(30_000)
+    told: list[str] = []
+    for against_limit in (False, True):
+        result = other.sparsifiers(vector, 2, told.append, against_limit=against_limit)
+        methods = {(row.get("density"), row.get("bin length"), row["method"]) for row in result["rows"]}
+        assert len(methods) == len(result["rows"]) == 2 * (4 + 4 + 3) + 2 * 2
+        assert len(result["claims"]) == (11 if not against_limit else 11 + 11 + 4)
+    assert len(told) == 2 * 5
+    assert 1.0 < other.adaptive(vector, 50)[1] < 6.0

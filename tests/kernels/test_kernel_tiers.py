@@ -13,7 +13,18 @@ import pytest
 
 import fedcomp
 from fedcomp.errors import ConfigError, LayoutError
-from fedcomp.kernels import scatter_add, select_topk, tiers, warm
+from fedcomp.kernels import (
+    adaptive_step,
+    exceedances,
+    feedback_step,
+    scatter_add,
+    select_above,
+    select_adaptive,
+    select_bins,
+    select_topk,
+    tiers,
+    warm,
+)
 
 
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
@@ -81,6 +92,36 @@ def test_warm_is_idempotent_and_reports_one_line() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fedcomp.kernels: ")
     assert done.stdout.count("\n") == 1
+
+
+def test_warm_compiles_what_is_used() -> None:
+    """One specialisation of every kernel, and none more for read-only, strided or reused arrays."""
+    from fedcomp.kernels import compiled, compiled_adaptive, compiled_bins, compiled_tails
+
+    modules = (compiled, compiled_adaptive, compiled_bins, compiled_tails)
+    kernels = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if hasattr(value, "signatures")
+        and value.__module__ == module.__name__
+        and not value.targetoptions.get("forceinline")
+    ]
+    warm()
+    assert kernels
+    assert {len(kernel.signatures) for kernel in kernels} == {1}
+    x = np.random.default_rng(0).normal(size=300).astype(np.float32)
+    y = np.frombuffer(x.tobytes(), np.float32)
+    for vector, other in ((y, x), (x[::2], y[1::2]), (x[:1], y[:1])):
+        indices = select_topk(vector, 1, tier="numba")
+        total = feedback_step(vector, other, 1, tier="numba").memory
+        scatter_add(total, indices, other[indices], 0.5, tier="numba")
+        select_bins(vector, 3, tier="numba")
+        select_adaptive(vector, other, 3, tier="numba")
+        adaptive_step(total, other, 3, out=total, tier="numba")
+        exceedances(vector, np.float32(0.5), logs=True, tier="numba")
+        select_above(vector, 0, tier="numba")
+    assert {len(kernel.signatures) for kernel in kernels} == {1}
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,103 @@
+"""Timing in read passes: what a kernel costs relative to merely reading its vector once.
+
+Absolute times of a shared machine say little. Everything here runs in one thread, as a simulated client does, so the
+thread's processor time is taken: it leaves out what other processes did meanwhile. And every time is divided by that of
+a read pass, the vectorised sum of |x|: one is taken before each call, the mean over a repetition is the repetition's
+limit, and the median of the ratios over interleaved repetitions is reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import fmean, median
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAYERS: Final = 60
+Vector = NDArray[np.float32]
+
+
+def layered(size: int, seed: int = 0) -> Vector:
+    """Return Student t(4) values in equal layers of log-normal scale, float32 of shape (size,)."""
+    rng = np.random.default_rng(seed)
+    vector = rng.standard_t(4, size).astype(np.float32)
+    for layer in np.array_split(vector, LAYERS):
+        layer *= np.float32(np.exp(rng.normal()))
+    return vector
+
+
+class Times:
+    """Times of several methods on one vector, repetition by repetition.
+
+    Parameters
+    ----------
+    size : int
+        Elements of the vector.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.seconds: dict[str, list[float]] = {}
+        self.limits: list[float] = []
+
+    def add(self, seconds: Mapping[str, float], limit: float) -> None:
+        """Record one repetition: every method's time and the mean read pass."""
+        for method, taken in seconds.items():
+            self.seconds.setdefault(method, []).append(taken)
+        self.limits.append(limit)
+
+    def measure(self, methods: Mapping[str, Callable[[], object]], vector: Vector, repetitions: int) -> None:
+        """Time every method ``repetitions`` times, interleaved, a read pass over ``vector`` before each."""
+        limit = read_pass(vector)
+        for repetition in range(-1, repetitions):
+            limits, seconds = [], {}
+            for name, call in methods.items():
+                limits.append(_seconds(limit))
+                seconds[name] = _seconds(call)
+            if repetition >= 0:  # the first repetition warms caches and allocators
+                self.add(seconds, fmean(limits))
+
+    def multiple(self, method: str) -> float:
+        """Return the method's time in read passes."""
+        return median(s / limit for s, limit in zip(self.seconds[method], self.limits, strict=True))
+
+    def ratio(self, method: str, to: str) -> float:
+        """Return the median over repetitions of one method's time over another's."""
+        return median(a / b for a, b in zip(self.seconds[method], self.seconds[to], strict=True))
+
+    def rows(self, **columns: Any) -> list[dict[str, Any]]:
+        """Return one row per method, ``columns`` between the size and the method's name."""
+        return [
+            {
+                "n": self.size,
+                **columns,
+                "method": method,
+                "milliseconds": round(1e3 * median(times), 3),
+                "read passes": round(self.multiple(method), 2),
+            }
+            for method, times in self.seconds.items()
+        ]
+
+
+def read_pass(vector: Vector) -> Callable[[], object]:
+    """Return one vectorised read pass: the sum of |x| in one thread."""
+    import numba
+
+    @numba.njit(nogil=True, fastmath=True)
+    def total(x: Vector) -> Any:
+        s = np.float32(0.0)
+        for i in range(x.size):
+            s += abs(x[i])
+        return s
+
+    total(vector[:1])
+    return lambda: total(vector)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start

@@ -1,0 +1,168 @@
+"""The kernels of the sparsifiers beside top-k: SIDCo's estimate, the arg-max of chunks, AdaComp's rule.
+
+Bounds are figures in read passes that such kernels, one thread on 25 million values of the same distribution, took on a
+quiet machine, times a slack: load inflates a kernel by more than the read pass beside it. AdaComp's fused step had no
+such figure; its bound is our goal. The plain torch forms of SIDCo and of the chunks run beside ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.bench.readpass import Times, Vector
+from experiments.claims import Claim
+from fedcomp.codecs.sidco import FIRST, estimate_threshold
+from fedcomp.kernels import adaptive_step, select_above, select_adaptive, select_bins
+
+SLACK: Final = 1.25
+# Read passes by density: of the exponential fit with so many stages, and of the chunks' arg-max.
+SIDCO: Final = {0.001: {1: 4.2, 2: 4.2, 4: 6.4}, 0.01: {1: 6.0, 2: 5.2, 4: 7.2}, 0.1: {1: 8.0, 2: 7.8}}
+CHUNKS: Final = {0.001: 2.6, 0.01: 4.0, 0.1: 22.0}
+# Read passes by bin length: of AdaComp's selection, and what the step may take.
+ADAPTIVE: Final = {50: 15.0, 500: 8.5}
+ADAPTIVE_GOALS: Final = {50: 8.0, 500: 6.0}
+SOURCE: Final = f"measured on a quiet machine, times {SLACK:g}"
+GOAL: Final = "our goal, set from measurements of these kernels on a loaded machine"
+_WARM_ROUNDS: Final = 6
+
+
+def sparsifiers(
+    vector: Vector, repetitions: int, say: Callable[[str], None], *, against_limit: bool
+) -> dict[str, list[Any]]:
+    """Measure all kernels of this module.
+
+    Parameters
+    ----------
+    vector : float32 array of shape (n,)
+    repetitions : int
+    say : callable
+        Told what is measured next.
+    against_limit : bool
+        Whether the bounds in read passes are claimed.
+
+    Returns
+    -------
+    dict
+        ``rows``: median milliseconds and read passes by density and method, and by bin length and method.
+        ``claims``: those bounds, and that no plain torch form is faster than ours.
+    """
+    rows: list[dict[str, Any]] = []
+    claims: list[Claim] = []
+    for density in SIDCO:
+        say(f"SIDCo and chunks at density {density}: {repetitions} interleaved repetitions")
+        times = Times(vector.size)
+        times.measure(by_density(vector, density), vector, repetitions)
+        rows += times.rows(density=density)
+        claims += density_claims(times, density, against_limit=against_limit)
+    for length in ADAPTIVE:
+        say(f"AdaComp with bins of {length}: {repetitions} interleaved repetitions")
+        calls, sent = adaptive(vector, length)
+        times = Times(vector.size)
+        times.measure(calls, vector, repetitions)
+        rows += times.rows(**{"bin length": length, "sent per bin": round(sent, 2)})
+        if against_limit:
+            claims += adaptive_claims(times, length)
+    return {"rows": rows, "claims": claims}
+
+
+def by_density(vector: Vector, density: float) -> dict[str, Callable[[], object]]:
+    """Return the calls to be timed at one density; each does its whole work anew."""
+    import torch
+
+    tensor = torch.from_numpy(vector)
+    length = round(1 / density)
+    calls: dict[str, Callable[[], object]] = {
+        "chunk top-1": lambda: select_bins(vector, length),
+        "chunk top-1, torch": lambda: chunks_torch(tensor, length),
+    }
+    for stages in SIDCO[density]:
+        name = _sidco(stages)
+        calls[name] = lambda stages=stages: sidco(vector, density, stages)  # type: ignore[misc]
+        calls[f"{name}, torch"] = lambda stages=stages: sidco_torch(tensor, density, stages)  # type: ignore[misc]
+    return calls
+
+
+def density_claims(times: Times, density: float, *, against_limit: bool) -> list[Claim]:
+    """Return the checks of :func:`by_density`."""
+    figures = {"chunk top-1": CHUNKS[density], **{_sidco(stages): f for stages, f in SIDCO[density].items()}}
+    claims = []
+    for name, figure in figures.items():
+        at = f"{name} at density {density:g}"
+        claims.append(
+            Claim(f"{at}: times faster than plain torch", times.ratio(f"{name}, torch", name), ">=", 1.0, GOAL)
+        )
+        if against_limit:
+            claims.append(Claim(f"{at}: read passes", times.multiple(name), "<=", SLACK * figure, SOURCE))
+    return claims
+
+
+def adaptive(vector: Vector, length: int) -> tuple[dict[str, Callable[[], object]], float]:
+    """Return the calls of AdaComp's kernels on a residue that has settled, and how many elements a bin sends."""
+    size = vector.size
+    # A stream of different updates of one distribution: what the residue holds decides how many pass.
+    updates = [np.roll(vector, shift) for shift in (0, size // 3, size // 2)]
+    residue = np.zeros(size, np.float32)
+    held = {"round": 0}
+
+    def step() -> object:
+        held["round"] += 1
+        return adaptive_step(residue, updates[held["round"] % 3], length, out=residue)
+
+    for _ in range(_WARM_ROUNDS):
+        step()
+    total = residue + updates[0]
+    found = select_adaptive(total, updates[0], length)
+    calls: dict[str, Callable[[], object]] = {
+        "AdaComp select": lambda: select_adaptive(total, updates[0], length),
+        "AdaComp step": step,
+    }
+    return calls, found.indices.size / found.bins
+
+
+def adaptive_claims(times: Times, length: int) -> list[Claim]:
+    """Return the checks of :func:`adaptive`."""
+    at = f"with bins of {length}: read passes"
+    return [
+        Claim(f"AdaComp select {at}", times.multiple("AdaComp select"), "<=", SLACK * ADAPTIVE[length], SOURCE),
+        Claim(f"AdaComp step {at}", times.multiple("AdaComp step"), "<=", ADAPTIVE_GOALS[length], GOAL),
+    ]
+
+
+def _sidco(stages: int) -> str:
+    return f"SIDCo-E, {stages} stage{'s' if stages > 1 else ''}"
+
+
+def sidco(vector: Vector, density: float, stages: int) -> NDArray[np.int64]:
+    """Return the indices of what exceeds SIDCo's threshold, fitted by exponentials."""
+    return select_above(vector, estimate_threshold(vector, density, "exponential", stages).threshold)
+
+
+def sidco_torch(tensor: Any, density: float, stages: int) -> Any:
+    """The same in plain torch: one copy of the exceedances per stage."""
+    ratios = [density]
+    if stages > 1 and density < FIRST:
+        ratios = [FIRST] + [(density / FIRST) ** (1 / (stages - 1))] * (stages - 1)
+    magnitudes = tail = tensor.abs()
+    threshold = 0.0
+    for stage, ratio in enumerate(ratios):
+        if stage:
+            tail = tail[tail > threshold]
+        threshold -= (float(tail.mean()) - threshold) * math.log(ratio)
+    return (magnitudes > threshold).nonzero().squeeze(1)
+
+
+def chunks_torch(tensor: Any, length: int) -> Any:
+    """The index of the largest magnitude of every chunk of ``length`` elements, in plain torch."""
+    import torch
+
+    magnitudes = tensor.abs()
+    full = tensor.numel() // length * length
+    indices = magnitudes[:full].view(-1, length).argmax(dim=1) + torch.arange(0, full, length)
+    if full < tensor.numel():
+        indices = torch.cat([indices, magnitudes[full:].argmax().view(1) + full])
+    return indices
