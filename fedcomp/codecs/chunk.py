@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fedcomp.codecs import params
-from fedcomp.codecs.listed import ListedCodec
+from fedcomp.codecs.listed import VALUES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, Stretch
-from fedcomp.codecs.topk import VALUES
 from fedcomp.kernels import select_bins
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key

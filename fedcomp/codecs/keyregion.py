@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import params
 from fedcomp.codecs.base import State
-from fedcomp.codecs.listed import ListedCodec, without_densities
+from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
-from fedcomp.codecs.topk import INDICES
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.kernels import exceedances, select_above, select_topk, tiers
 from fedcomp.kernels.checks import bits_of

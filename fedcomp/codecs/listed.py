@@ -11,10 +11,15 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, require_values, stretches
-from fedcomp.codecs.topk import VALUES
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.wire import Expected, Limits, SchemaMismatch, Tensor
+
+VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
+"""How the kept values travel."""
+
+INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
+"""How the support travels."""
 
 
 class ListedCodec(PositionalCodec):

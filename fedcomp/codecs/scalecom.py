@@ -24,9 +24,10 @@ from fedcomp.codecs import params
 from fedcomp.codecs.base import Codec, State, all_finite, require_finite
 from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs.listed import VALUES
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.codecs.randomk import RandomK
-from fedcomp.codecs.topk import VALUES, TopK
+from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.layout import Layout, Update, Vector

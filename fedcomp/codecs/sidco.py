@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import params
 from fedcomp.codecs.base import State
-from fedcomp.codecs.listed import ListedCodec
+from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
-from fedcomp.codecs.topk import INDICES, VALUES
 from fedcomp.kernels import Exceedances, exceedances, select_above, select_topk
 from fedcomp.kernels.tiers import Tier
 from fedcomp.layout import Layout, Vector

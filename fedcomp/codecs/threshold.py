@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from fedcomp.codecs import params
-from fedcomp.codecs.listed import ListedCodec, without_densities
+from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec, without_densities
 from fedcomp.codecs.positional import SCOPES, Stretch
-from fedcomp.codecs.topk import INDICES, VALUES
 from fedcomp.kernels import select_above
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key

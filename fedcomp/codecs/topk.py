@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -10,23 +10,18 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import params
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
+from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec
+from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Bundle, Expected, Frame, LimitExceeded, Limits, SchemaMismatch, Tensor
-
-VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
-"""How the kept values travel."""
-
-INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
-"""How the support travels."""
+from fedcomp.wire import Bundle, Frame, LimitExceeded, Tensor
 
 _LONGEST_WARMUP = 10**6
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TopK(PositionalCodec):
+class TopK(ListedCodec):
     """Send the ``k = max(1, ceil(density * n))`` coordinates of largest magnitude.
 
     Ties go to the lowest index. Coordinates that are exactly +0.0 never travel: a zero vector is an empty frame. Nor do
@@ -99,27 +94,6 @@ class TopK(PositionalCodec):
         if not travels.all():
             indices, coded = indices[travels], VALUES[self.values](kept[travels])
         return wire.sparse((stretch.size,), indices, coded, index=self.index)
-
-    def expect(self, stretch: Stretch) -> Expected:
-        """Return the stretch's shape, the most values it may carry, and how their support may be written."""
-        k = self.most(stretch)
-        names = (*wire.PLAIN, "complement") if self.index == "auto" else self.index.split(":")
-        # "auto" writes the absent indices only where they are fewer: no reason to expand them for a short list.
-        allowed = [n for n in names if n != "complement" or self.index != "auto" or 2 * k > stretch.size]
-        return expected_sparse(stretch.size, VALUES[self.values], k, allowed)
-
-    def limits(self, layout: Layout) -> Limits:
-        """Return the schema's limits; who asks for a complement lists, and pays for, up to all the absent indices."""
-        schema = self.schema(layout)
-        if self.index.startswith("complement:"):
-            schema = tuple(replace(expected, max_k=None) for expected in schema)
-        return Limits.for_schema(schema)
-
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:
-        """Require sparse values of the chosen format."""
-        require_values(tensor, VALUES[self.values], sparse=True)
-        if not isinstance(tensor.index, str):
-            raise SchemaMismatch(f"{stretch.name}: expected a list of indices, the frame holds {tensor.index}")
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
         """Open, and require at most the values of the round of ``key``: a warm-up allows :meth:`open` more."""

@@ -8,8 +8,8 @@ from codec_examples import model, update
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, RandomK, TopK, chain
+from fedcomp.codecs.listed import INDICES
 from fedcomp.codecs.params import count
-from fedcomp.codecs.topk import INDICES
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
