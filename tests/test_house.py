@@ -80,8 +80,8 @@ def test_private_flower_imports_stand_in_one_file() -> None:
     [
         "fedcomp.wire, fedcomp.codecs, fedcomp.feedback, fedcomp.kernels, fedcomp.versions",
         "fedcomp.flower.grid, fedcomp.flower.ledger, fedcomp.flower.rounds, fedcomp.flower.state",
-        "clients.app, clients.compressed",
-        "strategies.compressed",
+        "clients.app, clients.compressed, clients.shared_support",
+        "strategies.compressed, strategies.shared_support",
         "coding",
         "experiments.run, experiments.systems, experiments.engines, experiments.bench",
     ],

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
+from experiments.experiment import Config, Experiment, Option, no_rows
+from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table
 from experiments.spec import RoundRecord, RunResult, RunSpec
 
 DATA = {"note": "numbers made by formula", "used": "offline", "verified": False, "substitute": False}
@@ -78,7 +79,7 @@ def rows(config: Config) -> list[RunSpec]:
     ]
 
 
-def claims(config: Config, results: Mapping[str, RunResult]) -> list[Claim]:
+def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
     gain = results["dense"].uplink_payload_bytes / results["sparse"].uplink_payload_bytes
     return [
         Claim("fewer bytes", gain, ">=", 5.0, "derived: 1 / density"),
@@ -105,4 +106,38 @@ TINY = Experiment(
     notes="First.\n\nSecond.",
 )
 
-CATALOG = {"tiny": TINY, "quickstart": "experiments.catalog.quickstart"}
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    losses = []
+    for i in range(config.rounds):
+        say(f"cell {i}")
+        losses.append(say.cell(f"cell {i}", lambda i=i: 2.0 / (1 + i + config.seed)))
+    return Findings(
+        tables=[Table("Measured <losses>", ["cell", "loss"], [[str(i), loss] for i, loss in enumerate(losses)])],
+        figures=[
+            Curves("Loss by cell", "cell", "loss", [Series("a < b", range(len(losses)), losses)], log_y=True),
+            HeatMap("Loss again", [str(i) for i in range(len(losses))], ["loss"], [losses], "nats", log=True),
+        ],
+        values={"last": losses[-1]},
+        tasks=[{"data": DATA}],
+    )
+
+
+def measured_claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+    return [Claim("the last loss", findings.values["last"], "<=", 1.0, "test")]
+
+
+MEASURED = Experiment(
+    name="measured",
+    question="Does measuring work?",
+    rows=no_rows,
+    claims=measured_claims,
+    baseline="",
+    options={},
+    rounds=4,
+    clients=2,
+    measure=measure,
+    notes="Measured.",
+)
+
+CATALOG = {"tiny": TINY, "measured": MEASURED, "quickstart": "experiments.catalog.quickstart"}

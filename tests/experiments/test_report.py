@@ -12,9 +12,11 @@ import pytest
 from fake_engine import DATA, TINY, FakeEngine
 
 from experiments.claims import Claim
+from experiments.findings import Curves, Findings, HeatMap, Series, Table
 from experiments.page import render_html
-from experiments.plots import Series, line_plot
+from experiments.plots import line_plot
 from experiments.report import (
+    aligned,
     data_sentence,
     duration,
     failed_claims,
@@ -64,15 +66,17 @@ class Page(HTMLParser):
         self.text += data
 
 
-def make(rounds: int = 5, claims: list[Claim] | None = None) -> tuple[dict[str, Any], Mapping[str, list[RoundRecord]]]:
+def make(
+    rounds: int = 5, claims: list[Claim] | None = None, findings: Findings | None = None
+) -> tuple[dict[str, Any], Mapping[str, list[RoundRecord]]]:
     config = TINY.configure(rounds=rounds)
     specs = TINY.specs(config)
     engine = FakeEngine()
     results: dict[str, RunResult] = {spec.label: engine(spec, on_round=None, checkpoint=None) for spec in specs}
     if claims is None:
-        claims = TINY.claims(config, results) if rounds else []
+        claims = TINY.claims(config, results, Findings()) if rounds else []
     series = {label: result.rounds for label, result in results.items()}
-    return summarise(TINY, config, specs, series, results, claims, "/somewhere/private/runs/x-tiny"), series
+    return summarise(TINY, config, specs, series, results, claims, "/somewhere/private/runs/x-tiny", findings), series
 
 
 def test_the_page_loads_nothing_and_is_well_formed() -> None:
@@ -107,6 +111,61 @@ def test_the_page_holds_question_figures_claims_and_plots() -> None:
     assert len([tag for tag in page.tags if tag == "figure"]) == 2
 
 
+def found(rows: int = 3) -> Findings:
+    table = Table("Cells <&>", ["cell", "loss"], [[f"cell {i}", 0.5 + i] for i in range(rows)], "a & b")
+    lines = [Series(f"line {i} <b>", [1, 10, 100], [1.0, 0.5, 0.1 * (i + 1)]) for i in range(3)]
+    return Findings(
+        tables=[table],
+        figures=[
+            HeatMap("Grid", ["0.01", "0.1"], ["a<b", "c"], [[1.0, None], [4.0, 2.5]], "loss / dense", log=True),
+            Curves("Loss", "bytes", "loss", lines, log_x=True, log_y=True, x_bytes=True, caption="as it falls"),
+        ],
+        values={"x": 1.0},
+    )
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    summary, series = make(findings=found())
+    text = render_html(summary, series)
+    page = Page(text)
+    assert page.open == []
+    for words in ("Cells <&>", "cell 2", "2.5", "a & b", "Grid", "a<b", "loss / dense", "line 2 <b>", "as it falls"):
+        assert words in page.text
+    assert 'style="--depth: 1.000">4.0<' in text
+    assert 'style="--depth: 0.661">2.5<' in text  # ln 2.5 / ln 4
+    assert 'style="--depth: 0.000">–<' in text
+    assert page.tags.count("figure") == 3, "few rows: accuracy is plotted, too"
+    assert "details" not in page.tags
+    for name in set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)):
+        assert len(re.findall(f'id="{re.escape(name)}"', text)) == 1
+
+
+def test_numbers_of_a_column_have_equally_many_decimals() -> None:
+    assert aligned([1.0, 1.05, None, "diverged", 20]) == ["1.00", "1.05", "–", "diverged", "20.00"]
+    assert aligned([18944, 1.5]) == ["18 944", "1.5"]
+    assert aligned([1e-6, 1.5]) == ["1e-06", "1.5"]
+    assert aligned(["a", None]) == ["a", "–"]
+    assert aligned([]) == []
+
+
+def test_long_tables_are_folded_and_many_rows_are_not_plotted() -> None:
+    summary, series = make(findings=found(rows=25))
+    assert Page(render_html(summary, series)).tags.count("details") == 1
+    many = summary | {"rows": [dict(row, label=f"{row['label']} {i}") for i in range(13) for row in summary["rows"]]}
+    page = Page(render_html(many, {row["label"]: series["dense"] for row in many["rows"]}))
+    assert page.tags.count("details") == 2
+    assert page.tags.count("figure") == 1, "the experiment has a figure of its own"
+    plain = many | {"findings": Findings().to_json()}
+    assert Page(render_html(plain, {row["label"]: series["dense"] for row in many["rows"]})).tags.count("figure") == 2
+
+
+def test_a_page_without_rows_has_no_empty_table() -> None:
+    summary, _ = make(findings=found())
+    page = Page(render_html(summary | {"rows": []}, {}))
+    assert page.tags.count("figure") == 1
+    assert "Uplink payload" not in page.text
+
+
 def test_element_ids_that_are_referred_to_are_unique_on_the_page() -> None:
     text = render_html(*make())
     referred = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
@@ -138,7 +197,7 @@ def test_a_goal_that_does_not_gate_is_no_failed_claim() -> None:
 def test_substituted_data_are_called_so() -> None:
     result = FakeEngine()(TINY.specs(TINY.configure())[0], on_round=None, checkpoint=None)
     result.notes = {"task": {"data": DATA | {"used": "local", "verified": True, "substitute": True}}}
-    text = data_sentence([result, result])
+    text = data_sentence([result.notes["task"]] * 2)
     assert text.count("numbers made by formula (read from local files, checksums verified).") == 1
     assert "substitute" in text
     assert data_sentence([]) == ""
@@ -162,20 +221,21 @@ def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() ->
 
 def test_a_plot_draws_every_series_once_in_the_pages_colours() -> None:
     lines = [Series(f"line {i}", [0, 1, 2], [0.1 * i, math.nan, 0.5]) for i in range(3)]
-    svg = line_plot(lines, title='accuracy "now"', x_label="round", y_label="%", salt="a")
+    curves = Curves('accuracy "now"', "round", "%", lines)
+    svg = line_plot(curves, salt="a")
     assert [svg.count(f"var(--series-{i})") > 0 for i in range(4)] == [True, True, True, False]
     assert re.search(r"#[0-9a-f]{6}\b", svg) is None  # a fixed colour would be unreadable on one of the two faces
     assert "&quot;now&quot;" in svg
-    assert svg == line_plot(lines, title='accuracy "now"', x_label="round", y_label="%", salt="a")
+    assert svg == line_plot(curves, salt="a")
 
 
 def test_a_logarithmic_plot_leaves_out_what_has_no_logarithm() -> None:
-    with_zero = line_plot(
-        [Series("a", [0, 10, 100], [1, 2, 3])], title="t", x_label="x", y_label="y", log_x=True, salt="s"
-    )
-    without = line_plot([Series("a", [10, 100], [2, 3])], title="t", x_label="x", y_label="y", log_x=True, salt="s")
-    assert with_zero == without
-    assert "100 B" in with_zero
+    def draw(x: list[float], y: list[float]) -> str:
+        return line_plot(Curves("t", "x", "y", [Series("a", x, y)], log_x=True, log_y=True, x_bytes=True), salt="s")
+
+    with_zeros = draw([0, 5, 10, 100], [1, 0, 2, 3])
+    assert with_zeros == draw([10, 100], [2, 3])
+    assert "100 B" in with_zeros
 
 
 @pytest.mark.parametrize(

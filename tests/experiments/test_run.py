@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,14 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from fake_engine import CATALOG, TINY, FakeEngine
+from fake_engine import CATALOG, MEASURED, TINY, FakeEngine
 
 from experiments.claims import Claim
-from experiments.experiment import Experiment
+from experiments.experiment import Config, Experiment
+from experiments.findings import Findings, Say
 from experiments.run import Setup, main
+from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +214,7 @@ def test_a_failing_claim_is_exit_code_1_and_a_missed_goal_is_not(call: Caller) -
 
 def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -> None:
     nan = Claim("nothing there", float("nan"), ">=", 0.0, "test")
-    experiment = Experiment(**{**vars(TINY), "claims": lambda config, results: [nan]})
+    experiment = Experiment(**{**vars(TINY), "claims": lambda config, results, findings: [nan]})
     assert call("tiny", "--json", experiment=experiment) == 1
     assert json.loads(call.stdout)["claims"][0]["value"] is None
 
@@ -290,6 +294,88 @@ def test_a_broken_run_is_one_line_and_resumes(call: Caller) -> None:
     (folder,) = call.folders
     assert "Traceback" in (folder / "error.txt").read_text()
     assert call("--resume", folder.name, engine=engine) == 0
+
+
+def test_an_experiment_may_only_measure(call: Caller) -> None:
+    assert call("measured", experiment=MEASURED) == 0
+    assert "4 rounds, 2 clients, seed 0" in call.stdout
+    assert "Measured <losses>" in call.stdout
+    assert "Loss again" in call.stdout
+    assert "cell 3" in call.stderr
+    (folder,) = call.folders
+    assert call("measured", "--json", "--rounds", "2", experiment=MEASURED) == 0
+    document = json.loads(call.stdout)
+    assert document["rows"] == []
+    assert document["findings"]["values"] == {"last": 1.0}
+    assert document["claims"][0]["value"] == 1.0
+    assert document["data"] == "numbers made by formula (nothing downloaded)."
+    assert "Measured &lt;losses&gt;" in (folder / "report.html").read_text()
+
+
+def test_rows_come_before_the_measurement_and_claims_see_both(call: Caller) -> None:
+    seen: list[object] = []
+
+    def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+        seen.append(sorted(results))
+        return Findings(values={"last": 0.5})
+
+    def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+        return [*TINY.claims(config, results, findings), *MEASURED.claims(config, results, findings)]
+
+    both = dataclasses.replace(TINY, measure=look, claims=claims)
+    assert call("tiny", "--json", experiment=both) == 0
+    assert seen == [["dense", "sparse"]]
+    assert [claim["name"] for claim in json.loads(call.stdout)["claims"]][-1] == "the last loss"
+    assert call("tiny", "--rounds", "0", experiment=both) == 0
+    assert len(seen) == 1, "no round was asked for"
+
+
+def test_an_experiment_without_rounds_is_measured_all_the_same(call: Caller) -> None:
+    def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+        return Findings(values={"last": 3.0})
+
+    assert call("measured", experiment=dataclasses.replace(MEASURED, rounds=0, measure=look)) == 1
+
+
+def test_an_interrupted_measurement_keeps_its_finished_cells(call: Caller) -> None:
+    assert call("measured", "--json", experiment=MEASURED) == 0
+    whole = json.loads(call.stdout)
+    made: list[str] = []
+
+    def interrupted(at: int) -> Experiment:
+        def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+            def tell(text: str) -> None:
+                if text == f"cell {at}":
+                    raise KeyboardInterrupt
+                made.append(text)
+
+            kept = Say(tell, say._kept, say._keep)
+            return MEASURED.measure(config, results, kept)  # type: ignore[misc]
+
+        return dataclasses.replace(MEASURED, measure=look)
+
+    assert call("measured", "--json", experiment=interrupted(0)) == 130
+    assert "nothing to keep" in call.stderr
+    assert call("measured", "--json", experiment=interrupted(2)) == 130
+    assert "2 parts of the measurement" in call.stderr
+    folder = call.folders[-1]
+    assert len((folder / "cells.jsonl").read_text().splitlines()) == 2
+    assert call("--resume", folder.name, "--json", experiment=MEASURED) == 0
+    resumed = json.loads(call.stdout)
+    assert resumed["findings"] == whole["findings"]
+    assert len((folder / "cells.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_measurement_that_breaks_is_a_broken_run(call: Caller) -> None:
+    def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+        say.cell("first", lambda: 1)
+        raise RuntimeError("no ground\nunder it")
+
+    assert call("measured", experiment=dataclasses.replace(MEASURED, measure=look)) == 3
+    assert call.stderr.splitlines()[-1].startswith("error: the run broke: RuntimeError: no ground under it")
+    (folder,) = call.folders
+    assert "Traceback" in (folder / "error.txt").read_text()
+    assert call("--resume", folder.name, experiment=MEASURED) == 0
 
 
 def test_flowers_logger_is_as_before_after_a_run(call: Caller) -> None:

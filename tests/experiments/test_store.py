@@ -105,6 +105,21 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert [item.name for item in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_finished_cells_are_on_disk_and_a_line_cut_short_is_none(folder: RunFolder) -> None:
+    assert folder.cells() == {}
+    folder.keep_cell("a", {"loss": 0.5})
+    folder.keep_cell("b", [1, None])
+    with (folder.path / "cells.jsonl").open("a") as file:
+        file.write('{"cell": "c", "cont')
+    assert folder.cells() == {"a": {"loss": 0.5}, "b": [1, None]}
+    folder.tidy()
+    folder.keep_cell("c", 3)  # a new line, not the end of the broken one
+    assert folder.cells() == {"a": {"loss": 0.5}, "b": [1, None], "c": 3}
+    assert not folder.discard_if_empty()
+    (folder.path / "cells.jsonl").unlink()
+    assert folder.discard_if_empty()
+
+
 def test_json_text_is_strict() -> None:
     document = {"a": math.nan, "b": [math.inf, np.float32(0.5), np.int64(3)], "c": {"d": (1, -math.inf)}}
     assert finite(document) == {"a": None, "b": [None, 0.5, 3], "c": {"d": [1, None]}}

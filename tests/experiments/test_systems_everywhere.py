@@ -15,7 +15,7 @@ from experiments.systems import SYSTEMS
 
 SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps": 4}
 COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name != "identity"]
-DEPLOYED = ["adacomp", "signsgd"]
+DEPLOYED = ["adacomp", "scalecom"]
 
 
 def spec(name: str, engine: str = "inprocess", clients: int = 2) -> RunSpec:
@@ -76,7 +76,7 @@ def deployed() -> dict[str, RunResult]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEPLOYED)
 def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
-    """AdaComp's residue goes through SuperNode's own state; a vote is concluded in a server app of its own process."""
+    """AdaComp's memory and ScaleCom's waiting update go through a SuperNode's own state, a process per message."""
     there = deployed[name]
     same(engines.run(spec(name, clients=1)), there)
     remembers = SYSTEMS[name].make_strategy(SYSTEMS[name].resolve({}), 0).codec.remembers

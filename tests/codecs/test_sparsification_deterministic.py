@@ -1,0 +1,528 @@
+"""The deterministic tests of the sparsifiers by number, 7.1.1 to 7.1.4, over every scheme they concern.
+
+A check is a function of the implementation: the same lines judge ours and the wrong variants of ``wrong_codecs``. What
+is declared is worked out a second time by ``naive_codecs``. Where the tests of a number are, in tests/ or tests/codecs/:
+
+=====  ===============================================================================================================
+7.1.1  here. Over messages with faults: strategies/test_sparsifiers_drop_in.py::test_nothing_is_lost and
+       ::test_nothing_is_lost_but_roundings, strategies/test_shared_support.py::test_conservation_under_faults. With
+       momentum: test_feedback.py::test_conservation_with_momentum
+7.1.2  here. Other k, any vector, guesses that mislead: kernels/test_select_topk.py. Bins, tails: kernels/test_bins.py,
+       kernels/test_tails.py
+7.1.3  here. What a receiver refuses: test_codec_protocol.py. Reported sizes of messages: flower/test_ledger.py
+7.1.4  here. Any n and chunk: test_chunk_top1.py::test_sends_the_largest_of_every_chunk
+7.1.5  test_sparsification_limits.py. Over messages: strategies/test_shared_support.py
+       ::test_mean_of_decoded_has_k_values_whatever_the_number_of_clients,
+       ::test_the_leader_rotates_over_all_present_clients, ::test_a_followers_gradient_never_changes_the_support
+7.1.6  test_sparsification_limits.py. Over messages: strategies/test_shared_support.py
+       ::test_memory_on_the_support_keeps_its_share
+7.1.7  test_sparsification_limits.py. Momentum at d = 1: test_dgc.py. N = 1 over messages: strategies/
+       test_shared_support.py::test_one_client_is_plain_top_k. PowerSGD, which the number also names, is no codec here
+7.1.8  test_sparsification_limits.py. By hand: test_adacomp.py::test_one_per_bin_identity
+7.1.9  test_sparsification_limits.py. The tensor is named: test_codec_protocol.py
+       ::test_non_finite_update_is_refused_and_state_untouched. Sums that overflow: test_feedback.py, test_adacomp.py,
+       test_scalecom.py
+7.2    test_sparsification_statistical.py
+7.3    test_sparsification_convergence.py
+=====  ===============================================================================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from codec_examples import EXAMPLES, LAYOUTS
+from codec_examples import update as an_update
+from naive_codecs import Naive, largest, only, parts_of, wanted
+from naive_frames import Section, frame_bounds, frame_length, inmost
+from wrong_codecs import (
+    ClearsSent,
+    ClipsInSecret,
+    ComparesG,
+    CutsInOrder,
+    DropsWaiting,
+    DropsZeros,
+    ForgetsQuantisation,
+    ForgetsRounding,
+    MeanOverAll,
+    NeverClears,
+    ScaleComClearsSent,
+    SendsRawValues,
+    SharesSearch,
+    caught,
+    ties_by_arrival,
+)
+
+from fedcomp import wire
+from fedcomp.codecs import (
+    DGC,
+    QSGD,
+    STC,
+    AdaComp,
+    ChunkTop1,
+    Clip,
+    Codec,
+    Identity,
+    KeyRegion,
+    NaturalCompression,
+    RandomBlock,
+    RandomK,
+    ScaleCom,
+    ScaledSign,
+    SIDCo,
+    TernGrad,
+    Threshold,
+    TopK,
+    chain,
+    known,
+    topk,
+)
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.kernels import select_topk, tiers
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+KEY = Key(11, "codec", partition=3)
+LAYOUT = LAYOUTS["model"]
+CUBES = Layout.of(
+    {"conv": np.zeros((6, 20, 3, 3), np.float32), "fc": np.zeros((40, 30), np.float32), "b": np.zeros(30, np.float32)}
+)
+INNER: tuple[Codec, ...] = (
+    Identity(),
+    TopK(0.05),
+    TopK(0.1, scope="layer", values="fp16"),
+    TopK(0.05, values="bf16", warmup=4),
+    RandomK(0.1),
+    RandomK(0.5, unbiased=True, shared=False),
+    RandomBlock(0.1),
+    QSGD(7, bucket=64),
+    ScaledSign(),
+    ScaledSign(scope="global", block=64),
+    TernGrad(),
+    TernGrad(clip=2.5),
+    NaturalCompression(),
+    STC(0.05),
+    ChunkTop1(0.05),
+    ChunkTop1(0.1, scope="global", values="bf16"),
+    Threshold(2.0),
+    SIDCo(0.05),
+    SIDCo(0.02, "exponential", 1, scope="layer"),
+    KeyRegion(sparse_density=0.02),
+)
+WITH_MEMORY: tuple[Codec, ...] = (
+    DGC(0.05, momentum=0.0),
+    DGC(0.1, momentum=0.0, warmup=0, scope="layer", values="fp16"),
+    AdaComp(),
+    AdaComp(bin=30, conv_bin=7, factor=3.0, guard=True),
+    ScaleCom(0.05),
+    chain(Clip(1e9), ErrorFeedback(TopK(0.05))),
+)
+
+
+def assert_same(left: dict, right: dict, what: str) -> None:
+    assert left.keys() == right.keys(), what
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=f"{what}: {name}")
+
+
+def missing(made: np.ndarray, found: np.ndarray, reach: np.ndarray, rounds: int, beta: float) -> None:
+    """A round rounds at most twelve times, each time by 2⁻²⁴ of the largest sum that coordinate has seen."""
+    slack = 12 * rounds * 2.0**-24 * reach / beta
+    assert (np.abs(found - made) <= slack).all(), "mass is missing"
+    assert slack.max() < 1e-3 * np.abs(made).max(), "nothing would be noticed"
+
+
+def check_conservation(codec: Codec, beta: float = 1.0, layout: Layout = CUBES, rounds: int = 20) -> None:
+    """Σ delivered + m/beta = Σ g, elementwise, when three frames of ten are lost and rolled back."""
+    rng = np.random.default_rng(1)
+    state = codec.init(layout)
+    made, delivered, reach = np.zeros((3, layout.size))
+    lost = 0
+    for t in range(1, rounds + 1):
+        g = an_update(layout, seed=t)
+        held = np.abs(codec.residual(state))
+        frame, after = codec.encode(g, state, KEY.at(round=t))
+        sent = codec.decode(frame, layout)
+        reach = np.maximum(reach, np.abs(g.vector) + held + np.abs(sent))
+        made += g.vector
+        if rng.random() < 0.3:
+            state = codec.rollback(after, frame, layout)
+            lost += 1
+        else:
+            state = after
+            delivered += sent
+    assert 0 < lost < rounds
+    missing(made, delivered + codec.residual(state) / beta, reach, rounds, beta)
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
+@pytest.mark.parametrize("inner", INNER, ids=repr)
+def test_7_1_1_error_feedback_conserves_around_every_codec(inner: Codec, beta: float) -> None:
+    """What arrived and what is remembered add up to all updates, whatever is inside and whatever was lost."""
+    check_conservation(ErrorFeedback(inner, beta=beta), beta)
+
+
+@pytest.mark.parametrize("codec", WITH_MEMORY, ids=repr)
+def test_7_1_1_codecs_with_a_memory_of_their_own_conserve(codec: Codec) -> None:
+    """DGC's velocity at mu = 0, AdaComp's residue, ScaleCom's memory: the same sum."""
+    check_conservation(codec)
+
+
+def test_7_1_1_covers_every_scheme_of_the_registry() -> None:
+    """Votes have no memory and chains none of their own; everything else that is known stands above."""
+    here = {c.codec_id for c in (*INNER, *WITH_MEMORY)} | {"feedback"}
+    assert here | {"signsgd", "chain"} == set(known())
+
+
+def check_step(codec: AdaComp, rounds: int = 6) -> None:
+    """AdaComp, every round: q + residue' = residue + dW, to the rounding of one sum and one difference."""
+    state = codec.init(CUBES)
+    for t in range(1, rounds + 1):
+        g = an_update(CUBES, seed=t)
+        frame, after = codec.encode(g, state, KEY.at(round=t))
+        q = codec.decode(frame, CUBES).astype(np.float64)
+        exact = state["memory"].astype(np.float64) + g.vector
+        slack = 2.0**-24 * (np.abs(exact) + np.abs(after["memory"])) * (1 + 1e-6)
+        assert (np.abs(q + after["memory"] - exact) <= slack).all(), "a step loses mass"
+        state = after
+
+
+@pytest.mark.parametrize("codec", [AdaComp(), AdaComp(bin=30, conv_bin=7, guard=True), AdaComp(factor=1.0)], ids=repr)
+def test_7_1_1_adacomp_conserves_step_by_step(codec: AdaComp) -> None:
+    """What is sent of a tensor and its new residue are its old residue and the update."""
+    check_step(codec)
+
+
+def check_shared_conservation(codec: ScaleCom, rounds: int = 24, clients: int = 4) -> None:
+    """Σ delivered + m/beta = Σ g for every client, when followers miss the indices and frames are lost."""
+    rng = np.random.default_rng(2)
+    states = [codec.init(CUBES) for _ in range(clients)]
+    made, delivered, reach = np.zeros((3, clients, CUBES.size))
+    ignorant = lost = 0
+    for t in range(1, rounds + 1):
+        updates = [an_update(CUBES, seed=100 * c + t) for c in range(clients)]
+        made += [g.vector for g in updates]
+        key = KEY.at(round=t)
+        states = [codec.begin(g, s, key) for g, s in zip(updates, states, strict=True)]
+        reach = np.maximum(reach, [np.abs(codec.total(s, CUBES)) + np.abs(s["memory"]) for s in states])
+        supports = codec.choose(states[t % clients], CUBES, key)
+        for c in range(clients):
+            if c != t % clients and rng.random() < 0.3:
+                ignorant += 1
+                continue
+            frame, after = codec.send(states[c], supports, t, CUBES, key.at(partition=c))
+            if rng.random() < 0.3:
+                states[c] = codec.rollback(after, frame, CUBES)
+                lost += 1
+            else:
+                states[c] = after
+                delivered[c] += codec.on(supports, t).decode(frame, CUBES)
+    assert min(ignorant, lost) > 10
+    owed = np.array([codec.settle(s, CUBES)["memory"] for s in states], np.float64)
+    missing(made, delivered + owed / codec.beta, reach, rounds, codec.beta)
+
+
+@pytest.mark.parametrize("selector", ["exact", "chunk"])
+@pytest.mark.parametrize(("beta", "values"), [(1.0, "float32"), (0.3, "float32"), (0.1, "bf16"), (1.0, "fp16")])
+def test_7_1_1_scalecom_conserves_when_followers_miss_the_index(beta: float, values: str, selector: str) -> None:
+    """For every client the delivered and memory / beta are all its updates, also of rounds it could not send in."""
+    check_shared_conservation(ScaleCom(0.05, beta=beta, values=values, selector=selector))
+
+
+def test_7_1_1_finds_wrong_memories() -> None:
+    """Zeroed on the support, taken from unrounded values, never cleared, dropped while waiting."""
+    check = check_conservation
+    caught(check, ClearsSent(TopK(0.05), beta=0.3), 0.3, match="mass is missing")
+    caught(check, ForgetsRounding(TopK(0.05, values="bf16")), match="mass is missing")
+    caught(check, ForgetsRounding(TopK(0.05, values="bf16"), beta=0.3), 0.3, match="mass is missing")
+    caught(check, NeverClears(TopK(0.05)), match="mass is missing")
+    caught(check, ForgetsQuantisation(), match="mass is missing")
+    caught(check_step, ForgetsQuantisation(), match="loses mass")
+    caught(check_shared_conservation, ScaleComClearsSent(0.05, beta=0.3), match="mass is missing")
+    caught(check_shared_conservation, DropsWaiting(0.05), match="mass is missing")
+    check(ClearsSent(TopK(0.05)))  # the same thing at beta = 1 with exact values: nothing is wrong with it
+    check(ForgetsRounding(TopK(0.05)))
+
+
+def data(kind: str, n: int) -> np.ndarray:
+    rng = np.random.default_rng(n)
+    made = {
+        "laplace": lambda: rng.laplace(size=n),
+        "t(2)": lambda: rng.standard_t(2, size=n),
+        "ties": lambda: rng.integers(-3, 4, size=n),
+        "equal": lambda: np.full(n, -1.5),
+        "99 % zeros": lambda: np.where(rng.random(n) < 0.01, rng.normal(size=n), 0.0),
+        "denormals": lambda: rng.integers(-9, 10, size=n) * 1.4e-45,
+        "zeros of both signs": lambda: np.where(rng.random(n) < 0.5, 0.0, -0.0),
+    }[kind]()
+    return made.astype(np.float32)
+
+
+KINDS = ("laplace", "t(2)", "ties", "equal", "99 % zeros", "denormals", "zeros of both signs")
+WAYS = tuple(itertools.product(("numba", "numpy"), (0, 1, 2**63)))
+
+
+def payload(select: Callable[..., np.ndarray], x: np.ndarray, k: int) -> bytes:
+    layout = Layout.flat(x.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk, "select_topk", select)
+        return TopK(k / x.size).encode(Update(x, layout), {}, KEY)[0]
+
+
+def check_exact(select: Callable[..., np.ndarray], kind: str, n: int) -> None:
+    """The magnitudes of a full sort's first k, ascending, the same indices and payload from any tier and seed."""
+    x = data(kind, n)
+    order = np.argsort(-np.abs(x), kind="stable")  # magnitude falling, then index rising
+    for k in sorted({1, n - 1, n} - {0}):
+        chosen = order[:k]
+        frames = set()
+        for tier, seed in WAYS if n < 10**6 else WAYS[::2]:
+            got = select(x, k, tier=tier, seed=seed)
+            assert (np.diff(got) > 0).all(), "indices do not ascend"
+            magnitudes = np.sort(np.abs(x[got]))[::-1]
+            np.testing.assert_array_equal(magnitudes, np.abs(x[chosen]), err_msg="not the largest")
+            np.testing.assert_array_equal(got, np.sort(chosen), err_msg="ties are not the lowest indices")
+            if n < 10**6 or k == 1:
+                frames.add(payload(functools.partial(select, tier=tier, seed=seed), x, k))
+        assert len(frames) <= 1, "the payload depends on tier or seed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1000, 10**6])
+def test_7_1_2_selection_is_the_full_sorts(kind: str, n: int) -> None:
+    """Exactly the k largest, ties to the lowest index, bit for bit from both tiers and every sampling seed."""
+    check_exact(select_topk, kind, n)
+
+
+@pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+def test_7_1_2_payloads_do_not_depend_on_the_tier(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every codec's frames and states are the same bits with numba and without, above the size where that counts."""
+    layout = Layout.flat(tiers.SMALL + 11)
+
+    def run() -> tuple[list[bytes], dict]:
+        state, frames = codec.init(layout), []
+        for t in range(1, 4):
+            frame, state = codec.encode(an_update(layout, seed=t), state, KEY.at(round=t))
+            frames.append(frame)
+        return frames, state
+
+    compiled, state = run()
+    monkeypatch.setattr(tiers, "has_numba", lambda: False)
+    portable, other = run()
+    assert compiled == portable
+    assert_same(state, other, "the states differ")
+
+
+def test_7_1_2_finds_ties_by_arrival() -> None:
+    """Whoever keeps the ties a scan meets first sends other bytes for another seed."""
+    for n in (63, 1000):
+        check_exact(ties_by_arrival, "laplace", n)  # without ties nothing is wrong with it
+        for kind in ("ties", "equal", "denormals"):
+            caught(check_exact, ties_by_arrival, kind, n, match="ties are not the lowest")
+
+
+def check_declared(codec: Codec, layout: Layout, declared: Codec | None = None, rounds: int = 5) -> None:
+    """decode(encode(x)) is what the rules of ``declared`` give, bit for bit, in frames of the formulas' length."""
+    declared = codec if declared is None else declared
+    naive, state = Naive(declared, layout), codec.init(layout)
+    for t in range(1, rounds + 1):
+        g, key = an_update(layout, seed=t), KEY.at(round=t)
+        if t == 2:
+            g.vector[::7], g.vector[3::7] = 0.0, -0.0
+        before = naive.memory.copy()
+        expected = naive.send(g, key)
+        frame, state = codec.encode(g, state, key)
+        decoded = codec.decode(frame, layout)
+        np.testing.assert_array_equal(decoded, expected, err_msg="not what is declared")
+        assert decoded.tobytes() == expected.tobytes(), "zeros of the wrong sign"
+        least, most = frame_bounds(declared, layout, before + g.vector, decoded)
+        assert least <= len(frame) <= most, f"{len(frame)} bytes, the formulas say {least}..{most}"
+        assert 21 <= len(frame) - sum(wire.tensor_bytes(frame)) < 31, "bytes that belong to no tensor"
+        if isinstance(inmost(declared), KeyRegion):  # later rounds: 7.1.4, and its histograms in test_keyregion.py
+            return
+
+
+@pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), CUBES], ids=[*LAYOUTS, "cubes"])
+def test_7_1_3_decoding_gives_the_declared_output(codec: Codec, layout: Layout) -> None:
+    """Every codec against rules written down a second time, its frames against the formulas of their size."""
+    check_declared(codec, layout)
+
+
+@pytest.mark.parametrize("index", ["rice", "bitmap"])
+@pytest.mark.parametrize("values", ["float32", "bf16"])
+def test_7_1_3_sizes_to_the_byte(index: str, values: str) -> None:
+    """With a named index codec nothing is left to choose: the formulas' least and most are one number."""
+    for density, n in itertools.product((0.001, 0.03, 0.4, 1.0), (1, 900, 20_000)):
+        codec, given = TopK(density, index=index, values=values), an_update(Layout.flat(n))
+        frame, _ = codec.encode(given, {}, KEY)
+        bounds = frame_bounds(codec, given.layout, given.vector, codec.decode(frame, given.layout))
+        assert bounds == (len(frame), len(frame))
+
+
+@pytest.mark.parametrize(("density", "bits"), [(0.001, 11.50), (0.01, 8.11), (0.1, 4.76)])
+def test_7_1_3_bits_per_index_at_a_million(density: float, bits: float) -> None:
+    """Rice-coded gaps cost what section 6 lists, so that a value and its index are 40.1 bits at one percent."""
+    n, k = 10**6, round(density * 10**6)
+    frame, _ = TopK(density, index="rice").encode(an_update(Layout.flat(n)), {}, KEY)
+    rest = frame_length([Section(n, k, 1, 0, 0, 4 * k)])
+    assert 8 * (len(frame) - rest) / k == pytest.approx(bits, abs=0.1)
+    assert 8 * len(frame) / k - 32 < bits + 0.5
+
+
+@pytest.mark.parametrize("values", ["float32", "bf16", "fp16"])
+def test_7_1_3_followers_frames_are_values_on_the_leaders_support(values: str) -> None:
+    """CLT-k delivers everybody's p on the leader's top k, in frames of values and eight bytes of name per tensor."""
+    codec, own = ScaleCom(0.05, values=values), TopK(0.05, scope="layer", values=values)
+    key, width = KEY.at(round=1), 4 if values == "float32" else 2
+    updates = [an_update(CUBES, seed=c) for c in range(4)]
+    states = [codec.begin(g, codec.init(CUBES), key) for g in updates]
+    supports = codec.choose(states[2], CUBES, key)
+    for g, state in zip(updates, states, strict=True):
+        frame, _ = codec.send(state, supports, 9, CUBES, key)
+        expected, sections = g.vector.copy(), []
+        for part in parts_of(own, CUBES):
+            support = largest(updates[2].vector[part.place], wanted(own, part))
+            expected[part.place] = only(g.vector[part.place], support, values)
+            sections.append(Section(part.size, support.size, 8, 0, 0, width * support.size))
+        rest = CUBES.dense_size
+        sections.append(Section(rest, rest, 0, 0, 0, 4 * rest, dense=True))
+        assert codec.on(supports, 9).decode(frame, CUBES).tobytes() == expected.tobytes()
+        assert len(frame) == frame_length(sections)
+
+
+def check_alone(codec: Codec, rounds: int = 16) -> None:
+    """Two clients in turn send what each would send alone: nothing is kept outside the state."""
+    layout = Layout.flat(2000)
+
+    def client(i: int, t: int) -> Update:
+        g = an_update(layout, seed=10 * t + i).vector
+        return Update(np.tanh(g) if i else g * np.abs(g), layout)
+
+    def run(clients: Sequence[int]) -> dict[int, list[bytes]]:
+        SharesSearch.shared.clear()
+        states = {i: codec.init(layout) for i in clients}
+        frames: dict[int, list[bytes]] = {i: [] for i in clients}
+        for t, i in itertools.product(range(1, rounds + 1), clients):
+            frame, states[i] = codec.encode(client(i, t), states[i], KEY.at(round=t, partition=i))
+            frames[i].append(frame)
+        return frames
+
+    assert run((0, 1)) == run((0,)) | run((1,)), "clients share a state"
+
+
+@pytest.mark.parametrize("codec", EXAMPLES, ids=repr)
+def test_7_1_3_frames_depend_on_update_state_and_key_only(codec: Codec) -> None:
+    """Adaptation, memory and draws of one client are untouched by another one's in the same process."""
+    check_alone(codec)
+
+
+def test_7_1_3_finds_wrong_outputs() -> None:
+    """A magnitude over all entries, raw values, zeros without a sign, an undeclared clip, a state of the class."""
+    for wrong, declared in (
+        (MeanOverAll(0.05), STC(0.05)),
+        (ErrorFeedback(MeanOverAll(0.05)), ErrorFeedback(STC(0.05))),
+        (SendsRawValues(), AdaComp()),
+        (ComparesG(), AdaComp()),
+        (ForgetsQuantisation(), AdaComp()),
+        (DropsZeros(), ScaledSign()),
+        (ErrorFeedback(DropsZeros()), ErrorFeedback(ScaledSign())),
+        (ClipsInSecret(), TernGrad()),
+        (ClearsSent(TopK(0.05), beta=0.3), ErrorFeedback(TopK(0.05), beta=0.3)),
+    ):
+        check_declared(declared, LAYOUT)
+        caught(check_declared, wrong, LAYOUT, declared, match="not what is declared")
+    options: dict[str, Any] = {"density": 0.01, "family": "exponential", "stages": 1}
+    check_alone(SIDCo(**options))
+    caught(check_alone, SharesSearch(**options), match="share a state")
+
+
+def check_top_k_of_its_count(codec: Codec, rounds: int = 8) -> None:
+    """Under error feedback, round by round: the output is the exact top-k of the count that the codec arrived at."""
+    layout = Layout.flat(4000)
+    outer = ErrorFeedback(codec)
+    state = outer.init(layout)
+    for t in range(1, rounds + 1):
+        g = an_update(layout, seed=t)
+        total = state["memory"] + g.vector
+        frame, state = outer.encode(g, state, KEY.at(round=t))
+        (tensor,) = codec.open(frame, layout).tensors
+        exact = only(total, largest(total, tensor.values.k), getattr(codec, "values", "float32"))
+        np.testing.assert_array_equal(codec.decode(frame, layout), exact, err_msg="not the top k of its own count")
+
+
+ESTIMATORS = (
+    SIDCo(0.01),
+    SIDCo(0.05, "exponential", 1),
+    SIDCo(0.02, "gamma-pareto", values="bf16"),
+    SIDCo(0.001, stages=4, adapt="published"),
+    SIDCo(0.01, "exponential", 1, adapt_first=True),
+    Threshold(2.0),
+    Threshold(3.0, values="fp16"),
+    TopK(0.01),
+)
+
+
+@pytest.mark.parametrize("codec", ESTIMATORS, ids=repr)
+def test_7_1_4_thresholds_send_the_top_k_of_their_own_count(codec: Codec) -> None:
+    """However well a threshold was guessed: nothing larger than what was sent stays behind."""
+    check_top_k_of_its_count(codec)
+
+
+def test_7_1_4_finds_a_surplus_cut_in_index_order() -> None:
+    """The first k above a threshold are not the largest."""
+    caught(check_top_k_of_its_count, CutsInOrder(0.01), match="not the top k")
+
+
+def test_7_1_4_key_regions_send_the_top_k_of_their_own_counts() -> None:
+    """KeyRegion: within the key blocks, and within the others, nothing larger than what was sent stays behind."""
+    codec, layout = KeyRegion(sparse_density=0.02), Layout.flat(8000)
+    outer = ErrorFeedback(codec)
+    state, sent = outer.init(layout), [0, 0]
+    for t in range(1, 9):
+        g = an_update(layout, seed=t)
+        g.vector[1024:1792] *= 8
+        total = state["memory"] + g.vector
+        frame, state = outer.encode(g, state, KEY.at(round=t))
+        travelled = codec.decode(frame, layout) != 0
+        is_key = np.repeat(codec.key_blocks(total), 256)[: layout.size]
+        for i, region in enumerate((is_key, ~is_key)):
+            k = np.count_nonzero(travelled & region)
+            sent[i] += k
+            expected = np.flatnonzero(region)[largest(total[region], k)]
+            np.testing.assert_array_equal(np.flatnonzero(travelled & region), expected)
+    assert min(sent) > 100
+
+
+def check_chunks(codec: ChunkTop1, n: int, kind: str) -> None:
+    """At most one index per chunk, one wherever something is not zero, and at least 1/c of the energy."""
+    layout = Layout.flat(n)
+    x = data(kind, n)
+    frame, _ = codec.encode(Update(x, layout), {}, KEY)
+    decoded = codec.decode(frame, layout).astype(np.float64)
+    c = min(n, round(1 / codec.density))
+    filled = [np.any(x[a : a + c]) for a in range(0, n, c)]
+    sent = [np.count_nonzero(decoded[a : a + c]) for a in range(0, n, c)]
+    assert sent == [int(f) for f in filled], "not one index per chunk"
+    # Exactly: the squares of the largest, times c, are at least all squares.
+    assert c * math.fsum(decoded**2) >= math.fsum(x.astype(np.float64) ** 2) * (1 - 1e-15), (
+        "less than 1/c of the energy"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_7_1_4_chunk_top_1_sends_one_index_per_chunk(kind: str) -> None:
+    """One index of each chunk that is not zero, and no less than a c-th of the energy, equal magnitudes included."""
+    for chunk, n in itertools.product((1, 7, 64, 3000), (1, 64, 1000, 1003)):
+        check_chunks(ChunkTop1(1 / chunk), n, kind)
+
+
+def test_7_1_4_finds_plain_top_k_instead_of_chunks() -> None:
+    """As many values, but not one of each chunk."""
+    caught(check_chunks, TopK(1 / 10), 1000, "t(2)", match="not one index per chunk")

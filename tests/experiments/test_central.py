@@ -1,0 +1,179 @@
+"""The simulation without messages: the same bits and bytes as with them, and the methods that cannot be sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experiments import engines
+from experiments.central import Led, Plan, Separate, simulate, sum_frame
+from experiments.findings import different_bytes
+from experiments.spec import RunSpec
+from fedcomp.codecs import Identity, TopK, get_codec
+from fedcomp.codecs.scalecom import ScaleCom
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+from fedcomp.tasks import get_task
+
+SMALL = {"task.hidden": "32", "lr": 0.2, "batch_size": 16}
+ONE_STEP = SMALL | {"max_steps": 1}
+LAYOUT = Layout.flat(2000)
+
+
+def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
+    drawn = [Key(5, "central", round_, i).uniform(size) - 0.5 for i in range(clients)]
+    return [Update(values.astype(np.float32), Layout.flat(size)) for values in drawn]
+
+
+@pytest.mark.parametrize(
+    ("system", "settings"),
+    [
+        ("fedavg", ONE_STEP),
+        ("identity", SMALL | {"epochs": 2, "momentum": 0.5}),
+        ("topk", ONE_STEP | {"feedback": True, "task.partition": "dirichlet:0.5"}),
+        ("topk", SMALL | {"feedback": False, "codec.scope": "layer", "weight_decay": 0.01}),
+        ("randomk", ONE_STEP),
+        ("qsgd", ONE_STEP),
+        ("signsgd", ONE_STEP | {"codec.step": 0.001}),
+        ("sidco", ONE_STEP),
+        ("adacomp", ONE_STEP),
+        ("scalecom", ONE_STEP | {"codec.beta": 0.3}),
+    ],
+)
+def test_a_system_ends_in_the_same_model_and_bytes_as_with_messages(system: str, settings: dict) -> None:
+    spec = RunSpec(system, rounds=4, clients=3, seed=2, settings=settings)
+    sent = engines.run(spec)
+    out = simulate(*Plan.of(spec))
+    assert different_bytes(sent.arrays, out.arrays) == 0
+    assert out.final.accuracy == sent.accuracy
+    if system != "fedavg":  # whose tensors travel as .npy files, not as frames
+        assert [e.uplink for e in out.exchanges] == [r.uplink_payload_bytes for r in sent.rounds[1:]]
+
+
+def test_the_downlink_of_a_shared_support_is_what_its_strategy_sends() -> None:
+    spec = RunSpec("scalecom", rounds=4, clients=3, settings=ONE_STEP)
+    sent, out = engines.run(spec), simulate(*Plan.of(spec))
+    # The first round's message holds the whole model. Each later one brings the mean of the round before it, which the
+    # last round's does not: so the blocks of a round and the means of the one before it come together.
+    messages = [r.downlink_payload_bytes for r in sent.rounds[2:]]
+    assert sum(messages) == pytest.approx(sum(e.downlink for e in out.exchanges[1:]), abs=16)
+
+
+def test_what_only_messages_can_do_is_refused() -> None:
+    for settings, word in (
+        ({"fraction": 0.5}, "fraction"),
+        ({"downlink": "topk", "downlink.density": 0.1}, "downlink"),
+        ({"inner": "fedadam"}, "inner"),
+        ({"inner.server_momentum": 0.5, "inner": "fedavgm"}, "inner"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            Plan.of(RunSpec("topk", clients=3, settings=SMALL | settings))
+    with pytest.raises(ConfigError, match="buffers"):
+        simulate(Plan(get_task("digits", model="cnn", batch_norm=True), 2, 1), Separate(Identity()))
+
+
+def test_the_leader_rotates_and_nobody_else_chooses() -> None:
+    scheme = Led(ScaleCom(0.01, scope="global"))
+    weights = [1.0] * 4
+    for number in range(1, 9):
+        plain = updates(4, number)
+        leader = (number - 1) % 4
+        done = scheme.round(plain, weights, scheme.start(LAYOUT, 4), Key(0, "uplink", number), look=False)
+        support = np.flatnonzero(done.mean)
+        assert np.array_equal(support, np.sort(np.argsort(-np.abs(plain[leader].vector), kind="stable")[:20]))
+        # Another update of somebody who does not lead moves values, never the support.
+        other = list(plain)
+        other[(leader + 1) % 4] = updates(1, 77)[0]
+        moved = scheme.round(other, weights, scheme.start(LAYOUT, 4), Key(0, "uplink", number), look=False)
+        assert np.array_equal(np.flatnonzero(moved.mean), support)
+        assert not np.array_equal(moved.mean, done.mean)
+
+
+@pytest.mark.parametrize(("beta", "oracle"), [(1.0, False), (0.3, False), (1.0, True)])
+def test_nothing_is_lost_on_a_shared_support(beta: float, oracle: bool) -> None:
+    scheme = Led(ScaleCom(0.05, beta=beta, scope="global"), oracle=oracle)
+    states = scheme.start(LAYOUT, 3)
+    total, sent = np.zeros(2000), np.zeros(2000)
+    for number in range(1, 30):
+        plain = updates(3, number)
+        total += np.mean([u.vector for u in plain], axis=0, dtype=np.float64)
+        done = scheme.round(plain, [2.0, 2.0, 2.0], states, Key(0, "uplink", number), look=False)
+        states = done.states
+        sent += done.mean
+        assert done.union == 100
+        assert done.kept == [100, 100, 100]
+    memory = np.mean([s["memory"] for s in states], axis=0, dtype=np.float64)
+    np.testing.assert_allclose(sent + memory / beta, total, atol=1e-5)
+
+
+def test_the_oracle_keeps_more_of_the_mean_than_any_leader() -> None:
+    plain = updates(4)
+    mean = np.mean([u.vector for u in plain], axis=0, dtype=np.float64)
+    best = np.sort(np.argsort(-np.abs(mean.astype(np.float32)), kind="stable")[:20])
+    key, weights = Key(0, "uplink", 1), [1.0] * 4
+    codec = ScaleCom(0.01, scope="global")
+    oracle, led = Led(codec, oracle=True), Led(codec)
+    seen = oracle.round(plain, weights, oracle.start(LAYOUT, 4), key, look=True)
+    guessed = led.round(plain, weights, led.start(LAYOUT, 4), key, look=True)
+    assert np.array_equal(np.flatnonzero(seen.mean), best)
+    assert seen.overlap == 1.0
+    assert guessed.overlap == np.intersect1d(np.flatnonzero(guessed.mean), best).size / 20 < 1.0
+    assert np.linalg.norm(seen.mean) > np.linalg.norm(guessed.mean)
+
+
+def test_a_shared_support_is_cheaper_both_ways_and_the_bytes_are_those_of_frames() -> None:
+    plain, weights, key = updates(8), [1.0] * 8, Key(0, "uplink", 1)
+    local, led = Separate(TopK(0.01)), Led(ScaleCom(0.01, scope="global", memory=False))
+    apart = local.round(plain, weights, local.start(LAYOUT, 8), key, look=False)
+    together = led.round(plain, weights, led.start(LAYOUT, 8), key, look=False)
+    assert apart.uplink == sum(len(TopK(0.01).encode(u, {}, key)[0]) for u in plain)
+    assert together.uplink < apart.uplink
+    assert together.downlink < apart.downlink
+    assert together.union == 20
+    assert 100 < apart.union <= 160
+    # Seeds stand for shared random supports; for individual ones the union has to be listed.
+    shared, single = (Separate(get_codec({"id": "randomk", "density": 0.01, "shared": s})) for s in (True, False))
+    costs = [s.round(plain, weights, s.start(LAYOUT, 8), key, look=False) for s in (shared, single)]
+    assert costs[0].uplink == costs[1].uplink == costs[0].downlink < costs[1].downlink / 4
+
+
+def test_the_frame_of_a_sum_is_dense_only_where_that_is_shorter() -> None:
+    few, many = np.zeros(2000, np.float32), np.ones(2000, np.float32)
+    few[::100] = 1.0
+    many[:4] = 0.0
+    lengths = [len(sum_frame(Update(v, LAYOUT))) for v in (few, many)]
+    assert lengths[0] < 20 * 4 + 20 * 2 + 60
+    assert 8000 < lengths[1] < 8060
+    assert TopK(0.01).decode(sum_frame(Update(few, LAYOUT)), LAYOUT).tobytes() == few.tobytes()
+
+
+def test_points_are_taken_when_due_and_a_run_that_diverges_says_so() -> None:
+    task = get_task("digits", hidden="16")
+    seen: list[int] = []
+    plan = Plan(task, 2, 5, 0, {"lr": 0.1, "max_steps": 1}, every=2)
+    out = simulate(plan, Separate(Identity()), lambda point: seen.append(point.round))
+    assert seen == [p.round for p in out.points] == [0, 2, 4, 5]
+    assert out.points[-1].loss < out.points[0].loss
+    assert out.points[-1].uplink == out.uplink
+    wild = Plan(task, 2, 50, 0, {"lr": 1e30, "max_steps": 1})
+    with np.errstate(over="ignore", invalid="ignore"):
+        lost = simulate(wild, Separate(TopK(0.1)))
+    assert lost.diverged is not None
+    assert lost.final.loss == np.inf
+    assert len(lost.exchanges) == lost.diverged - 1
+    assert all(np.isfinite(array).all() for array in lost.arrays.values()), "the last model that was one is kept"
+
+
+def test_other_models_than_the_shared_one_are_not_touched() -> None:
+    task = get_task("digits", hidden="16")
+    before = {name: tensor.clone() for name, tensor in task.model(0).state_dict().items()}
+    plan = Plan(task, 2, 2, 0, {"lr": 0.1, "max_steps": 1})
+    first = simulate(plan, Separate(TopK(0.1)))
+    assert different_bytes(first.arrays, simulate(plan, Separate(TopK(0.1))).arrays) == 0
+    assert all(np.array_equal(tensor, before[name]) for name, tensor in task.model(0).state_dict().items())
+
+
+def test_codecs_of_two_exchanges_need_a_leader() -> None:
+    with pytest.raises(ConfigError, match="Led"):
+        Separate(ScaleCom(0.01))

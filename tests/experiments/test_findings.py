@@ -1,0 +1,111 @@
+"""Findings: what a measurement returns survives JSON, and what is wrong with it is said at once."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, different_bytes, mean, spread
+
+
+def everything() -> Findings:
+    return Findings(
+        tables=[Table("T", ["name", "value"], [["a", 1.5], ["b", None]], "caption")],
+        figures=[
+            Curves("C", "x", "y", [Series("s", [1, 2], [3.0, 4.0])], log_x=True, x_bytes=True),
+            HeatMap("H", ["u", "v"], ["w"], [[1.0, None]], "value", log=True),
+        ],
+        values={"loss": 0.25},
+        tasks=[{"task": "digits", "data": {"note": "n"}}],
+    )
+
+
+def test_findings_come_back_from_json_as_they_were() -> None:
+    found = everything()
+    assert Findings.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False))) == found
+    assert Findings.from_json(Findings().to_json()) == Findings()
+    assert found
+    assert not Findings()
+
+
+def test_what_is_not_finite_becomes_a_gap_and_stays_nan_in_values() -> None:
+    found = Findings(
+        tables=[Table("T", ["a", "b", "c"], [[math.nan, math.inf, np.float32(0.5)]])],
+        figures=[Curves("C", "x", "y", [Series("s", [0.0], [math.nan])])],
+        values={"lost": math.nan},
+    )
+    assert found.tables[0].rows == ((None, None, 0.5),)
+    document = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert document["values"] == {"lost": None}
+    back = Findings.from_json(document)
+    assert math.isnan(back.values["lost"])
+    (curves,) = back.figures
+    assert isinstance(curves, Curves)
+    assert math.isnan(curves.series[0].y[0])
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 columns"):
+        Table("T", ["a", "b"], [["only one"]])
+    with pytest.raises(ValueError, match="1 rows of 2"):
+        HeatMap("H", ["u", "v"], ["w"], [[1.0]], "value")
+    with pytest.raises(ValueError, match="2 x and 1 y"):
+        Series("s", [1, 2], [3])
+    with pytest.raises(TypeError, match="a list"):
+        Table("T", ["a"], [[[1]]])  # type: ignore[list-item]
+
+
+def test_columns_of_numbers_are_told_from_text() -> None:
+    table = Table("T", ["name", "number", "mixed"], [["a", 1, 2], ["b", None, "diverged"], ["c", 0.5, True]])
+    assert table.numeric == (False, True, False)
+    assert table.rows[2][2] == "yes"
+    assert Table("T", ["a", "b"], []).numeric == (True, True)
+
+
+def test_colours_follow_the_size_of_the_value() -> None:
+    plain = HeatMap("H", ["a", "b", "c"], ["r"], [[1.0, 10.0, 100.0]], "v")
+    logarithmic = HeatMap("H", ["a", "b", "c"], ["r"], [[1.0, 10.0, 100.0]], "v", log=True)
+    assert [plain.depth(v) for v in (1.0, 100.0, None)] == [0.0, 1.0, 0.0]
+    assert plain.depth(10.0) == pytest.approx(1 / 11)
+    assert logarithmic.depth(10.0) == pytest.approx(0.5)
+    assert HeatMap("H", ["a"], ["r"], [[3.0]], "v").depth(3.0) == 0.0
+    assert logarithmic.as_table().rows == (("r", 1.0, 10.0, 100.0),)
+
+
+def test_a_kept_cell_is_not_made_again_and_is_what_json_makes_of_it() -> None:
+    said: list[str] = []
+    stored: dict[str, object] = {}
+    say = Say(said.append, {"old": {"loss": 1.0}}, stored.__setitem__)
+
+    def never() -> None:
+        raise AssertionError("a kept cell was made again")
+
+    say("one line")
+    assert say.cell("old", never) == {"loss": 1.0}
+    assert say.cell("new", lambda: {"pair": (1, math.nan), 3: np.float32(0.5)}) == {"pair": [1, None], "3": 0.5}
+    assert say.cell("new", never) == {"pair": [1, None], "3": 0.5}
+    assert stored == {"new": {"pair": [1, None], "3": 0.5}}
+    assert (say.has("old"), say.has("new"), say.has("other")) == (True, True, False)
+    assert said == ["one line"]
+    Say()("nobody listens")
+
+
+def test_a_mean_with_a_gap_is_no_number() -> None:
+    assert mean([1.0, 2.0]) == 1.5
+    assert spread([1.0, 4.0, 2.0]) == 1.5
+    for nothing in ([], [1.0, math.nan], [math.inf]):
+        assert math.isnan(mean(nothing))
+        assert math.isnan(spread(nothing))
+
+
+def test_different_bytes_sees_what_equality_of_numbers_does_not() -> None:
+    base = {"w": np.array([0.0, 1.0, np.nan], np.float32), "n": np.array([3], np.int64)}
+    assert different_bytes(base, {key: array.copy() for key, array in base.items()}) == 0
+    assert different_bytes(base, base | {"w": np.array([-0.0, 1.0, np.nan], np.float32)}) == 1
+    assert different_bytes(base, base | {"w": np.nextafter(base["w"], np.float32(9))}) > 0
+    assert different_bytes(base, {"n": base["n"], "w": base["w"]}) == 20  # another order is another model
+    assert different_bytes(base, base | {"n": np.array([3], np.int32)}) == 20
+    assert different_bytes(base, {"w": base["w"]}) == 20

@@ -1,0 +1,135 @@
+"""The experiments on sparsifiers, very small: all is measured, every setting is read, every claim has a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from experiments import engines
+from experiments.catalog import sparse_study, sparsifiers
+from experiments.claims import Claim
+from experiments.experiment import Config, Experiment
+from experiments.findings import Curves, Findings, HeatMap, Say
+from experiments.spec import RunResult
+
+
+class Read(Mapping[str, Any]):
+    """Settings that note which of them were asked for."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self.settings[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    def items(self) -> Any:
+        return self.settings.items()  # a row that takes settings by prefix sees all of them; that is no reading
+
+
+def run(experiment: Experiment, *assignments: str, **size: int) -> tuple[Config, Findings, list[Claim], set[str]]:
+    config = experiment.configure(assignments=assignments, **size)  # type: ignore[arg-type]
+    settings = Read(config.settings)
+    config = dataclasses.replace(config, settings=settings)
+    specs = experiment.specs(config)
+    results: dict[str, RunResult] = {spec.label: engines.run(spec) for spec in specs}
+    assert experiment.measure is not None
+    findings = experiment.measure(config, results, Say())
+    used = settings.read | {key for spec in specs for key in spec.settings}
+    return config, findings, experiment.claims(config, results, findings), used
+
+
+@pytest.fixture(scope="module")
+def table() -> tuple[Config, Findings, list[Claim], set[str]]:
+    small = ("seeds=1", "task.hidden=20", "check_rounds=2")
+    return run(sparsifiers.EXPERIMENT, *small, rounds=3, clients=3)
+
+
+@pytest.fixture(scope="module")
+def study() -> tuple[Config, Findings, list[Claim], set[str]]:
+    return run(sparse_study.EXPERIMENT, "seeds=1", "task.hidden=20", "densities=0.02,0.1", rounds=2, clients=3)
+
+
+def test_every_setting_is_read(table: tuple, study: tuple) -> None:
+    assert set(sparsifiers.OPTIONS) <= table[3]
+    assert set(sparse_study.OPTIONS) <= study[3]
+
+
+def test_the_table_has_every_method_on_both_partitions(table: tuple) -> None:
+    _, findings, _, _ = table
+    labels = [method.label for method in sparsifiers.METHODS]
+    assert len(set(labels)) == len(labels)
+    for found, partition in zip(findings.tables, sparsifiers.PARTITIONS, strict=False):
+        assert partition in found.title
+        assert [row[0] for row in found.rows] == labels
+        dense, oracle = found.rows[0], found.rows[1]
+        assert dense[4] == dense[5] == 1.0
+        assert all(isinstance(cell, float) for row in found.rows for cell in row[1:3])
+        assert oracle[8] is None
+        with_overlap = [row[0] for row in found.rows if row[8] is not None]
+        assert with_overlap == [label for label in labels if label.startswith("CLT-k")]
+    assert all(isinstance(figure, Curves) for figure in findings.figures)
+    assert len(findings.tasks) == 2
+
+
+def test_simulated_and_sent_runs_agree_to_the_bit(table: tuple) -> None:
+    _, findings, claims, _ = table
+    rows = findings.tables[-1].rows
+    assert [row[0] for row in rows] == [sparsifiers.DENSE, "top-k + EF", "CLT-k"]
+    assert all(row[2] == row[3] < row[4] and row[5] == 0 for row in rows)
+    exact = [claim for claim in claims if claim.op == "=="]
+    assert len(exact) == 6
+    assert all(claim.ok for claim in exact)
+
+
+def test_every_bound_of_the_table_is_claimed_for_both_partitions(table: tuple) -> None:
+    _, findings, claims, _ = table
+    bounded = [method for method in sparsifiers.METHODS if method.bound is not None]
+    named = {claim.name: claim for claim in claims}
+    for method in bounded:
+        claim = named[f"{method.label}: train loss over dense, the worse partition"]
+        assert claim.value == max(findings.values[f"{p}, {method.label}: loss / dense"] for p in sparsifiers.PARTITIONS)
+        assert claim.bound == method.bound
+    assert not any(math.isnan(claim.value) for claim in claims)
+
+
+def test_the_grid_is_complete_and_without_memory_is_another_codec(study: tuple) -> None:
+    config, findings, claims, _ = study
+    grid = sparse_study.places(config)
+    assert len(grid) == len(set(grid)) == 4 * 2 * 2 * 2 * 2
+    codecs = [repr(place.codec()) for place in grid]
+    assert len(set(codecs)) == len(grid)
+    (whole,) = findings.tables
+    assert len(whole.rows) == len(grid)
+    (heat,) = (figure for figure in findings.figures if isinstance(figure, HeatMap))
+    assert [len(row) for row in heat.values] == [4] * 16
+    assert all(len(figure.series) == 9 for figure in findings.figures if isinstance(figure, Curves))
+    assert not any(math.isnan(claim.value) for claim in claims)
+    # What holds in any run, however short.
+    assert all(claim.ok for claim in claims if claim.source.startswith("theory"))
+
+
+def test_densities_are_checked_before_anything_runs() -> None:
+    option = sparse_study.OPTIONS["densities"]
+    assert option.parse("densities", "0.1, 0.01") == "0.1, 0.01"
+    for wrong in ("", "0", "2", "0.1;0.2", "nan"):
+        with pytest.raises(ValueError, match="densities"):
+            option.parse("densities", wrong)
+
+
+def test_few_clients_still_hold_every_digit() -> None:
+    for clients, shards in ((1, 10), (3, 4), (5, 2), (8, 2)):
+        config = sparsifiers.EXPERIMENT.configure(clients=clients)
+        cell = sparsifiers.METHODS[0].cell(config, sparsifiers.SORTED, 0)
+        assert cell.options["partition"] == f"shards:{shards}"
