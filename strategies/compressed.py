@@ -375,7 +375,8 @@ class Compressed(Strategy):
                 # numpy's promotion here is Flower's: int64 buffers become float64 means.
                 exact[name] = exact[name] + array * factor if name in exact else array * factor
         self.codec.conclude(out)
-        report.changed = int(np.count_nonzero(out.vector != start if self.codec.lossless else out.vector))
+        moved = out.vector != start if self.codec.lossless else out.vector
+        report.changed = int(np.count_nonzero(moved[: layout.compressed_size]))
         if not self.codec.lossless:
             np.add(model, out.vector, out=out.vector)
         elif start is not model:
@@ -426,7 +427,7 @@ class Compressed(Strategy):
             arrival.content[arrival.record] = to_record(layout.unflatten(vector, arrival.exact))
             arrival.message.content = arrival.content
             messages.append(arrival.message)
-        report.changed = int(np.count_nonzero(changed))
+        report.changed = int(np.count_nonzero(changed[: layout.compressed_size]))
         return self.inner.aggregate_train(server_round, [*messages, *errors])
 
     def _vote(self, plain: Arrays, key: Key) -> Frame:

@@ -117,7 +117,7 @@ class RoundReport:
     duplicates, unmatched : int
         Second replies of a node, and replies to nothing that was sent.
     changed : int
-        Coordinates of the vector that the round's updates together changed: of the summed update those that are not
+        Compressible coordinates that the round's updates together changed: of the summed update those that are not
         zero; where the inner strategy gets dense replies, those that at least one of them changed. Sparse updates of
         many clients build up: from k when all send the same coordinates to clients times k.
     tensor_bytes : dict

@@ -507,7 +507,7 @@ class SharedSupport(ExchangeStrategy):
             self._holds[client.sent.node] = version
         report.compressed = len(senders)
         report.account(now.fixed, layout, [client.frame for client in senders if client.frame is not None])
-        report.changed = int(np.count_nonzero(out.vector))
+        report.changed = int(np.count_nonzero(out.vector[: layout.compressed_size]))
         record = to_record(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
         metrics = self.train_metrics_aggr_fn([client.content for client in senders], self.weighted_by_key)
         return record, MetricRecord({**metrics, **now.similarity()})

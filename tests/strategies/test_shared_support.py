@@ -109,7 +109,7 @@ def test_every_client_its_own_top_k_is_not_clt_k() -> None:
     """Spec 7.1.5, the wrong variant: with supports of their own the union is several times k."""
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.02, scope="layer"))
     strategy.start(metered(8), model(), num_rounds=1, timeout=9)
-    assert strategy.reports[1].changed - 30 > 4 * K
+    assert strategy.reports[1].changed > 4 * K
 
 
 def test_the_leader_rotates_over_all_present_clients() -> None:
@@ -294,7 +294,7 @@ def test_downlink_does_not_grow_with_the_number_of_clients(stale: bool) -> None:
     def per_client(nodes: int) -> float:
         strategy = SharedSupport(ScaleCom(0.02), stale_leader=stale)
         _, grid = run(strategy, nodes, rounds=6)
-        assert all(r.changed == K + 30 for r in strategy.reports.values())
+        assert all(r.changed == K for r in strategy.reports.values())
         return sum(grid.ledger.total("payload", round=r, direction="down") for r in (4, 5, 6)) / nodes / 3
 
     few, many = per_client(2), per_client(16)
@@ -368,7 +368,7 @@ def test_warm_up_is_dense_and_leaves_no_memory() -> None:
         for partition, values in strategy.values[round_].items():
             made = np.concatenate([update(round_, partition, s, i).ravel() for i, s in enumerate([(40, 30), (30,)])])
             np.testing.assert_allclose(values, made, atol=1e-3)
-    assert strategy.reports[3].changed == K + 30
+    assert strategy.reports[3].changed == K
     assert all(ratio == 0.0 for ratio in strategy.reports[2].memory.values())
 
 
