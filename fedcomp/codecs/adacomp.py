@@ -1,7 +1,7 @@
 """AdaComp: per bin of a layer, what a look-ahead lifts to the bin's largest magnitude, all of it with one scale.
 
 Chen, Choi, Brand, Agrawal, Zhang, Gopalakrishnan, "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel
-Distributed Training", AAAI 2018, arXiv:1712.02879. The abstract was read; the algorithm is recalled. It reproduces the
+Distributed Training", AAAI 2018, arXiv:1712.02679. The abstract was read; the algorithm is recalled. It reproduces the
 abstract's ratios, and its scale is the least-squares optimum (both derived). Edge cases are ours.
 """
 

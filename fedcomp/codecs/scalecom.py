@@ -175,7 +175,7 @@ class ScaleCom(Wrapper):
     norm_guard : float, optional
         Bound of ‖memory‖ in multiples of ‖g‖; see :class:`~fedcomp.codecs.feedback.ErrorFeedback`.
     dense : bool
-        Send every coordinate that is not zero, whatever ``density`` says: the rounds before compression starts.
+        Share the support of all coordinates, whatever ``density`` says: the rounds before compression starts.
     probe : float
         Share of the coordinates, in [0, 1], of which clients also send memory and p so that the server can report how
         similar they are. It costs 8 bytes per probed coordinate, client and round; 0 sends nothing.
@@ -227,7 +227,7 @@ class ScaleCom(Wrapper):
     @property
     def sampler(self) -> RandomK | None:
         """What samples memories for similarity figures, the same coordinates everywhere; None without ``probe``."""
-        return RandomK(self.probe, scope=self.scope) if self.probe else None
+        return _Sampler(self.probe, scope=self.scope) if self.probe else None
 
     def get_config(self) -> dict[str, Any]:
         """Return the parameters."""
@@ -278,16 +278,19 @@ class ScaleCom(Wrapper):
         return self.choose_from(total, layout, key)
 
     def choose_from(self, vector: Vector, layout: Layout, key: Key) -> Supports:
-        """Return the selector's support of ``vector``, float32 of the layout's size."""
+        """Return the selector's support of ``vector``, float32 of the layout's size; of all coordinates if dense."""
+        if self.dense:
+            return self.everything(layout)
         found = []
         for stretch in self.leader.stretches(layout):
-            if self.dense:
-                found.append(np.flatnonzero(vector[stretch.slice]))
-                continue
             indices = self.leader.pack(vector[stretch.slice], stretch, key.at(layer=stretch.index)).indices
             assert indices is not None  # selectors list theirs
             found.append(indices)
         return tuple(found)
+
+    def everything(self, layout: Layout) -> Supports:
+        """Return the support of all coordinates: coordinates that are zero at one client are not so at another."""
+        return tuple(np.arange(stretch.size) for stretch in self.leader.stretches(layout))
 
     def send(self, state: State, supports: Supports, support_id: int, layout: Layout, key: Key) -> tuple[Frame, State]:
         """Return the frame of the waiting update's p on ``supports``, and the state after it was sent.
@@ -333,6 +336,14 @@ class ScaleCom(Wrapper):
 
     def _feedback(self, codec: Codec) -> ErrorFeedback:
         return ErrorFeedback(codec, beta=self.beta if self.memory else 0.0, norm_guard=self.norm_guard)
+
+
+class _Sampler(RandomK):
+    """Draws the probed share of every tensor, whatever density a policy asks of what is sent."""
+
+    def count(self, stretch: Stretch) -> int:
+        """Return the number of probed coordinates of ``stretch``."""
+        return params.count(self.density, stretch.size)
 
 
 def support_frame(supports: Sequence[NDArray[np.int64]], codec: ScaleCom, layout: Layout) -> Frame:
@@ -381,7 +392,8 @@ def support_id_of(frame: Frame, codec: ScaleCom, layout: Layout) -> int | None:
     fedcomp.wire.WireError
         When the frame is not such a mean.
     """
-    everywhere = tuple(np.arange(s.size) for s in codec.leader.stretches(layout))
+    # Only the sizes matter here: one element stands for all, so that nothing of the model's size is allocated.
+    everywhere = tuple(np.broadcast_to(np.int64(0), (s.size,)) for s in codec.leader.stretches(layout))
     bundle = wire.decode(frame, codec.mean(everywhere, 0).schema(layout))
     for tensor in bundle.tensors:
         if isinstance(tensor.index, SharedSupport):
