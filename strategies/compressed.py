@@ -374,6 +374,10 @@ class Compressed(Strategy):
             for name, array in arrival.exact.items():
                 # numpy's promotion here is Flower's: int64 buffers become float64 means.
                 exact[name] = exact[name] + array * factor if name in exact else array * factor
+        # Infinities that are the model's own constants (masks), times a weight of 0, are not numbers.
+        for name, array in exact.items():
+            own = self._model[name]
+            exact[name] = np.where(np.isnan(array) & ~np.isfinite(own), own, array)
         self.codec.conclude(out)
         moved = out.vector != start if self.codec.lossless else out.vector
         report.changed = int(np.count_nonzero(moved[: layout.compressed_size]))

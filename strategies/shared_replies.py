@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.codecs.scalecom import FixedSupport, ScaleCom, Supports, open_support
+from fedcomp.codecs.scalecom import FixedSupport, ScaleCom, Supports, open_support, support_frame
 from fedcomp.codecs.similarity import similarity
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import take_frame
@@ -96,6 +96,10 @@ class Round:
         block = take_frame(reply.content, key)
         if block is None:
             raise Rejected(f"the client was asked to lead and sent no {key}")
+        if self.codec.dense:
+            # There is nothing to choose, so nothing of the leader's choice is read.
+            supports = self.codec.everything(self.layout)
+            return supports, support_frame(supports, self.codec, self.layout)
         return open_support(block, self.codec, self.layout), block
 
     def take_values(self, client: Client, reply: Message) -> None:

@@ -46,15 +46,16 @@ from fedcomp.layout import DensityPolicy, Layout, Update, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
+from strategies.cohort import draw_cohort
 from strategies.replies import (
     Peer,
     Rejected,
     RoundReport,
     Sent,
-    admit_metrics,
     agreeing,
     integer,
     match_replies,
+    shorten,
     strip,
     text,
     weight_of,
@@ -67,6 +68,11 @@ Named = dict[str, NDArray[Any]]
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
 
 _NO_LAYOUT: Final = Layout(())
+_CANDIDATES: Final = 4
+"""How many clients are asked to lead in one round before it is given up."""
+
+_NO_HANDLER: Final = "No query function registered"
+_NO_HANDLER_HINT: Final = "the client's app has no query handler: wrap it in clients.shared_support.answer_queries()"
 
 
 class SharedSupport(ExchangeStrategy):
@@ -78,8 +84,10 @@ class SharedSupport(ExchangeStrategy):
         Density, low-pass factor, selector, scope, value format; default 1 % with classical memory.
     fraction_train, fraction_evaluate : float
         Share of the connected nodes that trains, and that evaluates (0: none), in a round.
-    min_train_nodes : int
+    min_train_nodes, min_evaluate_nodes : int
         Fewer than these are never asked, unless fewer are connected.
+    min_available_nodes : int
+        A round begins when so many nodes are connected.
     server_lr : float
         Step size of the server: model += server_lr * mean.
     warmup_rounds : int
@@ -110,6 +118,8 @@ class SharedSupport(ExchangeStrategy):
         fraction_train: float = 1.0,
         fraction_evaluate: float = 0.0,
         min_train_nodes: int = 1,
+        min_evaluate_nodes: int = 1,
+        min_available_nodes: int = 1,
         server_lr: float = 1.0,
         warmup_rounds: int = 0,
         stale_leader: bool = False,
@@ -132,13 +142,19 @@ class SharedSupport(ExchangeStrategy):
                 raise ConfigError(f"{name}={value!r} is not a share of the nodes; give a number in (0, 1]")
         if not 0.0 < server_lr < float("inf"):
             raise ConfigError(f"server_lr={server_lr!r} is not valid: it must be a positive finite number")
-        for name, count, low in (("warmup_rounds", warmup_rounds, 0), ("min_train_nodes", min_train_nodes, 1)):
+        for name, count, low in (
+            ("warmup_rounds", warmup_rounds, 0),
+            ("min_train_nodes", min_train_nodes, 1),
+            ("min_evaluate_nodes", min_evaluate_nodes, 1),
+            ("min_available_nodes", min_available_nodes, 1),
+        ):
             if isinstance(count, bool) or not isinstance(count, int) or count < low:
                 raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= {low}")
         defaults = FedAvg()
         self.codec = chosen
         self.fraction_train, self.fraction_evaluate = fraction_train, fraction_evaluate
-        self.min_train_nodes = min_train_nodes
+        self.min_train_nodes, self.min_evaluate_nodes = min_train_nodes, min_evaluate_nodes
+        self.min_available_nodes = min_available_nodes
         self.server_lr = server_lr
         self.warmup_rounds = warmup_rounds
         self.stale_leader = stale_leader
@@ -160,6 +176,7 @@ class SharedSupport(ExchangeStrategy):
         self._broadcast = Broadcast(chosen)
         self._layout = _NO_LAYOUT
         self._model: Named = {}
+        self._warned = False
 
     def summary(self) -> None:
         """Log the codec and the variant."""
@@ -170,7 +187,7 @@ class SharedSupport(ExchangeStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Train, agree on a support, gather the values on it; return the new model and the clients' metrics."""
-        nodes = self._nodes(grid, self.fraction_train, server_round)
+        nodes = self._nodes(grid, "train", self.fraction_train, self.min_train_nodes, server_round)
         warm = server_round > self.warmup_rounds
         report = self.reports[server_round] = RoundReport(server_round, sent=len(nodes))
         config["server-round"] = server_round
@@ -179,11 +196,14 @@ class SharedSupport(ExchangeStrategy):
         ahead = self._ahead if self.stale_leader and warm else None
         self._ahead = None
         if ahead is not None:
-            now.block = ahead[0]
-            now.supports = open_support(ahead[0], now.codec, self._layout)
-            self.leaders[server_round] = ahead[1]
+            try:
+                now.supports = open_support(ahead[0], now.codec, self._layout)
+                now.block = ahead[0]
+                self.leaders[server_round] = ahead[1]
+            except FedcompError as reason:  # the model or the codec was changed since
+                report.notes.append(shorten(f"the last leader's support does not fit this round: {reason}"))
         appointed = self._appoint(nodes, server_round)
-        extra = {SUPPORT: now.block} if ahead is not None else {}
+        extra = {SUPPORT: now.block} if now.supports is not None else {}
         sent = [
             self._message(n, now, config, "train", leader=self._asks(now) if n == appointed else 0, frames=extra)
             for n in nodes
@@ -208,15 +228,15 @@ class SharedSupport(ExchangeStrategy):
         self._adopt(arrays)
         report = self.evaluations[server_round] = RoundReport(server_round)
         now = self._round(report, self.codec)
-        nodes = self._nodes(grid, self.fraction_evaluate, server_round)
+        nodes = self._nodes(grid, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes, server_round)
         sent = [self._message(node, now, config, "evaluate") for node in nodes]
         report.sent = len(sent)
         replies = yield [s.message for s in sent]
-        usable = []
+        usable, weights = [], {}
         for each, reply in match_replies(sent, replies, report):
             try:
                 self._refuse_errors(each, reply)
-                admit_metrics(reply, self.weighted_by_key)
+                _, weights[each.node] = weight_of(reply.content, self.weighted_by_key)
             except Rejected as reason:
                 report.reject(each.node, str(reason))
                 continue
@@ -224,32 +244,35 @@ class SharedSupport(ExchangeStrategy):
             usable.append((each, "", strip(reply.content)))
         contents = {each.node: content for each, _, content in usable}
         kept = agreeing(usable, report, lambda each: each.node)
-        if not kept:
+        if not any(weights[each.node] for each in kept):
+            if kept:
+                report.notes.append("all replies have weight 0: no metrics to average")
             return None
         return self.evaluate_metrics_aggr_fn([contents[each.node] for each in kept], self.weighted_by_key)
 
     def _round(self, report: RoundReport, codec: ScaleCom) -> Round:
         return Round(report.round, codec, self.seed, self._layout, self._model, report)
 
-    def _nodes(self, grid: Grid, fraction: float, server_round: int) -> list[int]:
-        """Return the nodes that take part, in a fixed order."""
-        online = sorted(grid.get_node_ids(), key=lambda node: (self._partitions.get(node, 1 << 31), node))
-        count = min(len(online), max(self.min_train_nodes, int(len(online) * fraction)))
-        if count == len(online):
-            return online
-        key = Key(self.seed, "cohort", server_round)
-        drawn = set(sorted(online, key=lambda n: key.at(purpose=f"cohort/{self._partitions.get(n, n)}").u64())[:count])
-        return [node for node in online if node in drawn]
+    def _nodes(self, grid: Grid, kind: str, fraction: float, least: int, server_round: int) -> list[int]:
+        """Return the nodes that take part, in the order of their partitions."""
+        return draw_cohort(
+            grid,
+            Key(self.seed, f"cohort/{kind}", server_round),
+            fraction=fraction,
+            least=least,
+            available=self.min_available_nodes,
+            partitions=self._partitions,
+        )
 
     def _appoint(self, nodes: list[int], server_round: int) -> int | None:
-        """Return the node whose turn it is to lead, None while the partitions of some are unknown.
+        """Return the node whose turn it is to lead among those whose partition is known, None when none is.
 
         The turn goes by partition, since node ids are drawn anew in every run. Replies say which partition a node
-        holds, so in the first round nobody is appointed, on any engine, and the leader is chosen after training.
+        holds, so in the first round nobody is appointed, on any engine, and the leader is chosen after training. The
+        first partition a node declares holds for good: who could change it would lead whenever it likes.
         """
-        if not nodes or any(node not in self._partitions for node in nodes):
-            return None
-        return nodes[(server_round - 1) % len(nodes)]
+        known = [node for node in nodes if node in self._partitions]
+        return known[(server_round - 1) % len(known)] if known else None
 
     def _adopt(self, arrays: ArrayRecord) -> None:
         """Take ``arrays`` as the current model: the one that was broadcast last, or another one as a whole."""
@@ -271,8 +294,12 @@ class SharedSupport(ExchangeStrategy):
             self._holds = {}
 
     def _asks(self, now: Round) -> int:
-        """Return what is asked of the leader: this round's support unless it is known, and the next one's."""
-        return (LEADS if now.supports is None else 0) | (LOOKS_AHEAD if self.stale_leader else 0)
+        """Return what is asked of the leader: this round's support unless it is known, and the next one's.
+
+        A dense round leaves nothing in the memory to choose the next support from.
+        """
+        ahead = self.stale_leader and not now.codec.dense
+        return (LEADS if now.supports is None else 0) | (LOOKS_AHEAD if ahead else 0)
 
     def _message(
         self,
@@ -330,7 +357,13 @@ class SharedSupport(ExchangeStrategy):
         if reply.has_error():
             if reply.error.reason and RESYNC in reply.error.reason:
                 self._peers[sent.node].version = 0
-            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
+            reason = f"error {reply.error.code}: {reply.error.reason}"
+            if _NO_HANDLER in reason:
+                reason = f"{_NO_HANDLER_HINT} ({reason})"
+                if not self._warned:
+                    log.warning("node %d: %s", sent.node, reason)
+                    self._warned = True
+            raise Rejected(reason)
 
     def _take_trained(self, sent: list[Sent], replies: Iterable[Message], now: Round, appointed: int | None) -> None:
         """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
@@ -360,7 +393,9 @@ class SharedSupport(ExchangeStrategy):
         """
         header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
         if any(not name.startswith(PREFIX) for name in reply.content.array_records):
-            raise Rejected("the client answered with a model: its app lacks the mod shared_support()")
+            said = header.get("unsupported")
+            why = said if isinstance(said, str) else "is it the first of its mods, and does it accept 'scalecom'?"
+            raise Rejected(f"the client answered with a model: its app lacks the mod shared_support() ({why})")
         if integer(header, "sequence") != sent.sequence:
             raise Rejected(f"the reply answers message {header['sequence']!r}, expected {sent.sequence}: a stale reply")
         _, weight = weight_of(reply.content, self.weighted_by_key)
@@ -368,9 +403,9 @@ class SharedSupport(ExchangeStrategy):
         partition = take_node(reply)
         if partition is None:
             raise Rejected("the reply does not say which partition it comes from")
+        partition = self._partitions.setdefault(sent.node, partition)
         client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition)
         client.sample = now.sample_in(reply)
-        self._partitions[sent.node] = partition
         self._note_version(sent.node, reply)
         self._note_header(client, reply, now)
         if client.generation == sent.sequence:
@@ -411,20 +446,26 @@ class SharedSupport(ExchangeStrategy):
         except FedcompError as reason:
             now.report.reject(client.sent.node, f"as leader: {reason}")
             return False
-        if self.stale_leader:
+        if self._asks(now) & LOOKS_AHEAD:
             try:
-                _, block = now.support_in(reply, NEXT_SUPPORT)
+                supports, block = now.support_in(reply, NEXT_SUPPORT)
+                if supports and not any(s.size for s in supports):
+                    raise Rejected("nothing is left in the leader's memory")
                 self._ahead = (block, client.partition)
             except FedcompError as reason:
-                now.report.notes.append(f"no support for the next round, which will have two exchanges: {reason}")
+                text = f"no support for the next round, which will have two exchanges: {reason}"
+                now.report.notes.append(shorten(text))
         return True
 
     def _elect(self, now: Round) -> Exchanges[None]:
-        """Ask those that trained, one after the other from the turn on, to lead until one does."""
+        """Ask a few of those that trained, one after the other from the turn on, to lead until one does.
+
+        Each that stays silent costs a timeout; a round in which several in a row do is better given up.
+        """
         waiting = [client for client in now.clients if client.frame is None]
         waiting.sort(key=lambda client: (client.partition, client.sent.node))
         turn = (now.number - 1) % len(waiting) if waiting else 0
-        for client in [*waiting[turn:], *waiting[:turn]]:
+        for client in [*waiting[turn:], *waiting[:turn]][:_CANDIDATES]:
             asked = self._query(client, now, leader=True)
             now.silent.add(client.sent.node)
             replies = yield [asked.message]
@@ -491,7 +532,9 @@ class SharedSupport(ExchangeStrategy):
                     exact[name] = exact[name] + array * factor if name in exact else array * factor
             if self.server_lr != 1.0:
                 out.vector[...] *= np.float32(self.server_lr)
-            finite = bool(np.isfinite(out.vector).all() and np.isfinite(self._broadcast.reference + out.vector).all())
+            moved = self._broadcast.reference + out.vector
+            layout.round_to_dtypes(moved)  # a finite float32 may be infinite as float16
+            finite = bool(np.isfinite(moved).all())
         if not finite:
             report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
             return None, None
@@ -499,6 +542,8 @@ class SharedSupport(ExchangeStrategy):
         mean = now.codec.mean(now.supports, now.number)
         frame, _ = mean.encode(out, {}, Key(self.seed, "downlink", now.number))
         sent = [client.exact for client in senders]
+        # Infinities in a model (masks) are constants, which a weight of 0 would turn into NaN.
+        exact = {n: np.where(np.isnan(v) & ~np.isfinite(self._model[n]), self._model[n], v) for n, v in exact.items()}
         exact = to_arrays(restore_dtypes(to_record(exact), self._model, sent)) if exact else {}
         version = self._broadcast.push(frame, mean, exact, layout, now.block)
         for client in senders:

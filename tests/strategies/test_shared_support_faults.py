@@ -1,0 +1,393 @@
+"""Shared supports against odd clients and odd rounds: what one client can do to a run, and where a variant gives way.
+
+Every test but the last failed once: a run ended, a model was destroyed, or nothing was learnt and nobody was told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from toy import client_app, fedavg, model, stack
+
+from clients.compressed import compression
+from clients.shared_support import answer_queries, shared_support
+from fedcomp import wire
+from fedcomp.codecs import ScaleCom, TopK
+from fedcomp.codecs.scalecom import support_frame, support_id_of
+from fedcomp.flower.faults import FaultPlan
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.protocol import NEXT_SUPPORT, SUPPORT, UPDATE
+from fedcomp.flower.rounds import drive, fit
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+from strategies.compressed import Compressed
+from strategies.shared_support import SharedSupport
+
+LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
+COMPRESSED = LAYOUT.compressed_size
+K = 24  # of the 1200 compressed coordinates at 2 %
+
+Change = Callable[[Message, Message, Context], None]
+Client = Callable[[Message, Context], Message]
+
+
+def grid_of(nodes: int = 4, client: Client | None = None, fault: FaultPlan | None = None) -> InProcessGrid:
+    return InProcessGrid(client or app(), nodes, seed=4, fault=fault)
+
+
+def app() -> ClientApp:
+    return answer_queries(client_app([shared_support(), compression()]))
+
+
+def altered(change: Change, base: Client | None = None) -> Client:
+    """Return an app whose replies ``change(reply, message, context)`` alters."""
+    inner = base or app()
+
+    def client(msg: Message, context: Context) -> Message:
+        asked = Message(RecordDict(dict(msg.content.items())), msg.metadata.dst_node_id, msg.metadata.message_type)
+        reply = inner(msg, context)
+        if not reply.has_error():
+            change(reply, asked, context)
+        return reply
+
+    return client
+
+
+def partition(context: Context) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def learner(
+    delta: Callable[[int, np.ndarray], np.ndarray], weight: Callable[[int], float] = lambda p: 1.0
+) -> ClientApp:
+    """Return an app that adds ``delta(partition, tensor)`` to the tensors that are finite."""
+    learns = ClientApp(mods=[shared_support()])
+
+    @learns.train()
+    def train(msg: Message, context: Context) -> Message:
+        (record,) = msg.content.array_records.values()
+        p, out = partition(context), {}
+        for name, array in record.items():
+            old = array.numpy()
+            moves = np.isfinite(old).all()
+            out[name] = Array(np.asarray(old + delta(p, old) if moves else old).astype(old.dtype))
+        metrics = MetricRecord({"num-examples": weight(p)})
+        return Message(RecordDict({"arrays": ArrayRecord(out), "m": metrics}), reply_to=msg)
+
+    return answer_queries(learns)
+
+
+class Exchanges(SharedSupport):
+    """Counts the exchanges of every round, and remembers who was appointed."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.exchanges: list[int] = []
+        self.appointed: list[int | None] = []
+
+    def round(self, *args):
+        steps, number = super().round(*args), 0
+        try:
+            messages = next(steps)
+            while True:
+                number += 1
+                replies = yield messages
+                messages = steps.send(replies)
+        except StopIteration as stop:
+            self.exchanges.append(number)
+            return stop.value
+
+    def _appoint(self, nodes, server_round):
+        self.appointed.append(super()._appoint(nodes, server_round))
+        return self.appointed[-1]
+
+
+# A stale leader's support.
+
+
+@pytest.mark.parametrize("codec", [ScaleCom(0.02), ScaleCom(0.02, values="fp16"), ScaleCom(0.02, beta=0.5)])
+def test_the_last_leaders_support_does_not_come_from_a_dense_round(codec: ScaleCom) -> None:
+    """After a dense round the memory holds nothing, or rounding errors everywhere: the first compressed round chooses
+    for itself, and is neither empty nor too long."""
+    strategy = Exchanges(codec, stale_leader=True, warmup_rounds=2)
+    strategy.start(grid_of(), model(), num_rounds=5, timeout=9)
+    assert [r.changed for r in strategy.reports.values()] == [COMPRESSED, COMPRESSED, K, K, K]
+    assert strategy.exchanges == [3, 2, 2, 1, 1]
+
+
+def test_a_leader_in_a_dense_round_cannot_end_the_run() -> None:
+    """A support for the next round that does not fit it costs one exchange."""
+    everything = support_frame((np.arange(COMPRESSED),), ScaleCom(1.0), LAYOUT)
+
+    def change(reply: Message, asked: Message, context: Context) -> None:
+        put_frame(reply.content, NEXT_SUPPORT, everything)
+
+    strategy = Exchanges(ScaleCom(0.02), stale_leader=True, warmup_rounds=2)
+    strategy.start(grid_of(client=altered(change)), model(), num_rounds=4, timeout=9)
+    assert [r.compressed for r in strategy.reports.values()] == [4] * 4
+    assert strategy.exchanges[2:] == [2, 2]
+
+
+def test_a_support_that_no_longer_fits_is_not_used() -> None:
+    """The codec was changed between two rounds."""
+    strategy, grid = Exchanges(ScaleCom(0.05), stale_leader=True), grid_of()
+    result = fit(strategy, grid, model(), 2, timeout=9)
+    strategy.codec = ScaleCom(0.01)
+    fit(strategy, grid, result.arrays, 4, start_round=3, timeout=9)
+    assert [r.changed for r in strategy.reports.values()] == [60, 60, 12, 12]
+    assert strategy.exchanges == [3, 1, 2, 1]
+    assert "does not fit" in strategy.reports[3].notes[0]
+
+
+@pytest.mark.parametrize("codec", [ScaleCom(0.02, memory=False), ScaleCom(1.0)])
+def test_an_empty_memory_chooses_nothing_for_the_next_round(codec: ScaleCom) -> None:
+    """With an empty support nothing compressible is sent: in every second round at density 1, in all without memory."""
+    strategy = SharedSupport(codec, stale_leader=True)
+    strategy.start(grid_of(), model(), num_rounds=4, timeout=9)
+    least = K if codec.density < 1 else COMPRESSED - 5
+    assert all(r.changed >= least for r in strategy.reports.values())
+
+
+# Warm-up.
+
+
+def test_warm_up_sends_what_is_zero_at_the_leader() -> None:
+    """Rows of an embedding that the leader's data does not touch are trained by the others all the same."""
+
+    def delta(p: int, old: np.ndarray) -> np.ndarray:
+        out = np.full(old.shape, float(p + 1))
+        if p == 0:
+            out[:1500] = 0.0
+        return out
+
+    initial = ArrayRecord({"w": Array(np.zeros(2000, np.float32))})
+    strategy = SharedSupport(ScaleCom(0.02), warmup_rounds=1)
+    result = strategy.start(grid_of(3, learner(delta)), initial, num_rounds=1, timeout=9)
+    assert strategy.leaders == {1: 0}
+    np.testing.assert_allclose(result.arrays["w"].numpy(), np.repeat([5 / 3, 2.0], [1500, 500]), rtol=1e-6)
+    assert set(strategy.reports[1].memory.values()) == {0.0}
+
+
+def test_a_leader_does_not_shorten_a_dense_round() -> None:
+    """There is nothing to choose: a leader that sends a shorter support is not followed."""
+    short = support_frame((np.arange(3),), ScaleCom(1.0), LAYOUT)
+
+    def change(reply: Message, asked: Message, context: Context) -> None:
+        if SUPPORT in reply.content and partition(context) == 0:
+            put_frame(reply.content, SUPPORT, short)
+            rest = wire.dense(np.ones(LAYOUT.dense_size, np.float32))
+            shared = wire.shared((COMPRESSED,), 1 << 20, np.ones(3, np.float32))
+            put_frame(reply.content, UPDATE, wire.encode([shared, rest]))
+
+    strategy = SharedSupport(ScaleCom(0.02), warmup_rounds=1)
+    strategy.start(grid_of(client=altered(change)), model(), num_rounds=1, timeout=9)
+    assert strategy.leaders == {1: 1}
+    assert strategy.reports[1].changed == COMPRESSED
+
+
+# Whose turn it is.
+
+
+def test_nobody_leads_more_often_by_claiming_other_partitions() -> None:
+    """Node 3 always claims the place in the order whose turn comes next; it leads when it is its turn."""
+
+    def change(reply: Message, asked: Message, context: Context) -> None:
+        if partition(context) == 3 and asked.metadata.message_type == "train":
+            place = int(asked.content["config"]["server-round"]) % 4
+            reply.content["fedcomp.node"]["partition-id"] = (0, 0, 1, 2**30)[place]
+
+    strategy = Exchanges(ScaleCom(0.02))
+    grid = grid_of(client=altered(change))
+    strategy.start(grid, model(), num_rounds=13, timeout=9)
+    leaders = [partition(grid.context(node)) for node in strategy.appointed if node is not None]
+    assert len(leaders) == 12
+    assert leaders.count(3) == 3
+    assert {p: leaders.count(p) for p in range(3)} == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_node_that_never_answers_costs_no_exchanges(stale: bool) -> None:
+    """Its partition stays unknown; the others take turns without it."""
+    fault: FaultPlan = lambda d: "silent" if d.partition == 2 else None  # noqa: E731
+    strategy = Exchanges(ScaleCom(0.02), stale_leader=stale)
+    strategy.start(grid_of(3, fault=fault), model(), num_rounds=6, timeout=9)
+    assert strategy.exchanges == [3, *[1 if stale else 2] * 5]
+    assert set(strategy.leaders.values()) == {0, 1}
+
+
+# What one client's numbers do to the model.
+
+
+def test_a_value_too_large_for_float16_does_not_enter_the_model() -> None:
+    """Finite as float32, infinite as the model's float16: the model is kept, and nobody's memory is dropped."""
+
+    def change(reply: Message, asked: Message, context: Context) -> None:
+        frame = take_frame(reply.content, UPDATE)
+        if partition(context) == 1 and asked.metadata.message_type == "query" and frame is not None:
+            (tensor,) = wire.decode(frame).tensors
+            huge = wire.shared(tensor.shape, tensor.index.support_id, np.full(tensor.values.k, 3e5, np.float32))
+            put_frame(reply.content, UPDATE, wire.encode([huge]))
+
+    def delta(p: int, old: np.ndarray) -> np.ndarray:
+        return Key(3, "half", partition=p).generator().integers(-9, 10, old.shape)
+
+    initial = ArrayRecord({"w": Array(np.zeros(2000, np.float16))})
+    strategy = SharedSupport(ScaleCom(0.02))
+    client = altered(change, learner(delta))
+    result = strategy.start(grid_of(3, client), initial, num_rounds=3, timeout=9)
+    assert np.isfinite(result.arrays["w"].numpy()).all()
+    assert ["kept" in " ".join(r.notes) for r in strategy.reports.values()] == [True, False, True]
+    assert [len(r.fresh) for r in strategy.reports.values()] == [3, 0, 0]
+    assert len(strategy.reports[2].rolled_back) == 3
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-60])
+def test_a_mask_survives_a_client_without_weight(weight: float) -> None:
+    """-inf times 0 is NaN."""
+    initial = ArrayRecord(
+        {"w": Array(np.zeros(2000, np.float32)), "mask": Array(np.array([0, -np.inf, np.inf], np.float32))}
+    )
+    client = learner(lambda p, old: np.ones(old.shape), lambda p: weight if p == 1 else 10.0)
+    strategy = SharedSupport(ScaleCom(0.02))
+    result = strategy.start(grid_of(3, client), initial, num_rounds=1, timeout=9)
+    assert strategy.reports[1].compressed == 3
+    np.testing.assert_array_equal(result.arrays["mask"].numpy(), [0, -np.inf, np.inf])
+
+
+def test_evaluation_without_any_weight_does_not_end_the_run() -> None:
+    def change(reply: Message, asked: Message, context: Context) -> None:
+        if asked.metadata.message_type == "evaluate":
+            reply.content["metrics"]["num-examples"] = 0
+
+    strategy = SharedSupport(ScaleCom(0.02), fraction_evaluate=1.0)
+    result = strategy.start(grid_of(client=altered(change)), model(), num_rounds=2, timeout=9)
+    assert [r.compressed for r in strategy.reports.values()] == [4, 4]
+    assert result.evaluate_metrics_clientapp == {}
+    assert "weight 0" in strategy.evaluations[2].notes[0]
+
+
+# What the user is told.
+
+
+def test_an_app_without_a_query_handler_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Rounds then hold the appointed leader's update only: the log says so once."""
+    with caplog.at_level(logging.WARNING, "fedcomp"):
+        strategy = SharedSupport(ScaleCom(0.02))
+        strategy.start(grid_of(3, client_app([shared_support()])), model(), num_rounds=3, timeout=9)
+    warnings = [r for r in caplog.records if r.name == "fedcomp" and "answer_queries" in r.getMessage()]
+    assert len(warnings) == 1
+    assert all("answer_queries" in reason for reason in strategy.reports[3].rejected.values())
+
+
+def test_a_client_that_does_not_accept_the_codec_says_so() -> None:
+    refusing = answer_queries(client_app([shared_support(["topk"]), compression(["topk"])]))
+    strategy = SharedSupport(ScaleCom(0.02))
+    strategy.start(grid_of(2, refusing), model(), num_rounds=1, timeout=9)
+    assert all("needs 2 exchanges" in reason for reason in strategy.reports[1].rejected.values())
+
+
+def test_what_a_leader_writes_does_not_fill_the_report() -> None:
+    def change(reply: Message, asked: Message, context: Context) -> None:
+        if NEXT_SUPPORT in reply.content:
+            del reply.content[NEXT_SUPPORT]
+            reply.content[NEXT_SUPPORT] = ConfigRecord({"x" * 100_000: 1})
+
+    strategy = SharedSupport(ScaleCom(0.02), stale_leader=True)
+    strategy.start(grid_of(client=altered(change)), model(), num_rounds=1, timeout=9)
+    assert strategy.reports[1].notes
+    assert sum(map(len, strategy.reports[1].notes)) < 1000
+
+
+# Figures and memory.
+
+
+def test_the_probe_is_the_share_that_was_asked_for() -> None:
+    """Also under a policy that asks other densities of what is sent."""
+    layout = Layout.of({"a": np.zeros((50, 40), np.float32)}, lambda name, shape, dtype: 0.01)
+    codec = ScaleCom(0.5, probe=0.25)
+    assert codec.sampler is not None
+    frame, _ = codec.sampler.encode(Update(np.ones(2000, np.float32), layout), {}, Key(1, "probe"))
+    assert codec.sampler.open(frame, layout).tensors[0].values.k == 500
+
+
+def test_reading_a_means_support_allocates_nothing_of_the_models_size() -> None:
+    tracemalloc = pytest.importorskip("tracemalloc")
+    layout, codec = Layout.flat(1_000_000), ScaleCom(0.001)
+    supports = (np.arange(0, 1_000_000, 1000),)
+    frame, _ = codec.mean(supports, 7).encode(Update(np.ones(1_000_000, np.float32), layout), {}, Key(1, "mean"))
+    tracemalloc.start()
+    try:
+        assert support_id_of(frame, codec, layout) == 7
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_nodes_of_two_servers_lose_rounds_but_no_run_ends() -> None:
+    """Two strategies take turns on the same nodes: a foreign replica is noticed, and a full model follows."""
+    grid = grid_of(3)
+    servers = [SharedSupport(ScaleCom(0.02)), SharedSupport(ScaleCom(0.03), stale_leader=True)]
+    models = [model(), model()]
+    for round_ in range(1, 7):
+        for index, strategy in enumerate(servers):
+            new, _ = drive(strategy.round(round_, models[index], ConfigRecord(), grid), grid, timeout=9)
+            models[index] = models[index] if new is None else new
+    for strategy, arrays in zip(servers, models, strict=True):
+        reports = strategy.reports.values()
+        reasons = [reason for report in reports for reason in report.rejected.values()]
+        assert reasons
+        assert all("resync" in reason for reason in reasons)
+        assert [r.compressed for r in reports].count(3) >= 3
+        # Memory of another session is not continued, and the reports say so.
+        assert sum(len(r.fresh) for r in reports) > 3
+        assert np.count_nonzero(stack(arrays)) > K
+
+
+def test_a_round_waits_until_enough_nodes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Flower's own strategies do; the nodes of this grid come one per look."""
+    from strategies import cohort
+
+    looks: list[int] = []
+
+    class Slow:
+        def get_node_ids(self) -> list[int]:
+            looks.append(1)
+            return list(range(10, 10 + len(looks)))
+
+    monkeypatch.setattr(cohort, "_POLL_SECONDS", 0.0)
+    found = cohort.draw_cohort(
+        Slow(), Key(1, "cohort/train", 3), fraction=0.5, least=1, available=6, partitions={15: 0, 10: 1}
+    )
+    assert len(looks) == 6
+    assert len(found) == 3
+    everyone = cohort.draw_cohort(
+        Slow(), Key(1, "cohort/train", 3), fraction=1.0, least=1, available=1, partitions={15: 0, 10: 1}
+    )
+    assert everyone == [15, 10, 11, 12, 13, 14, 16]
+
+
+def test_a_mask_survives_a_client_of_weight_zero_in_the_drop_in_pair() -> None:
+    """-inf times a weight of 0 is no number; the model's own constant is."""
+    app = ClientApp(mods=[compression()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        arrays = {k: Array(v.numpy()) for k, v in msg.content["arrays"].items()}
+        examples = 10 * int(context.node_config["partition-id"])
+        content = RecordDict({"arrays": ArrayRecord(arrays), "m": MetricRecord({"num-examples": examples})})
+        return Message(content, reply_to=msg)
+
+    mask = np.array([0.0, -np.inf, 0.0], np.float32)
+    initial = ArrayRecord({"weight": Array(np.ones(2000, np.float32)), "mask": Array(mask)})
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.1))
+    result = strategy.start(MeteredGrid(InProcessGrid(app, 2, seed=1), Ledger()), initial, num_rounds=2, timeout=9)
+    assert [r.compressed for r in strategy.reports.values()] == [2, 2]
+    np.testing.assert_array_equal(result.arrays["mask"].numpy(), mask)
