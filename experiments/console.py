@@ -13,7 +13,9 @@ from rich.progress import ProgressColumn as Column
 from rich.table import Table
 from rich.text import Text
 
-from experiments.report import duration, link_name, number, percent, ratio, short_bytes
+from experiments.findings import LONG, Findings, HeatMap
+from experiments.findings import Table as FoundTable
+from experiments.report import aligned, duration, link_name, number, percent, ratio, short_bytes
 from experiments.spec import RoundRecord, RunSpec
 
 if TYPE_CHECKING:
@@ -86,6 +88,10 @@ class Watch:
             update["accuracy"] = record.accuracy
         self._progress.update(self._tasks[spec.label], **update)
 
+    def say(self, text: str) -> None:
+        """A measurement tells how far it is."""
+        self._console.print(f"  {text}", soft_wrap=True)
+
     def done(self, spec: RunSpec, accuracy: float, *, kept: bool) -> None:
         """A row is finished; ``kept`` when it was finished by an earlier run."""
         task = self._tasks[spec.label]
@@ -122,6 +128,28 @@ def result_table(summary: Mapping[str, Any], width: int) -> Table:
             down.append(short_bytes(row["downlink_wire_bytes"]))
         simulated = duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–"
         table.add_row(row["label"] + lost, percent(row["accuracy"]), *up, *down, ratio(row["uplink_ratio"]), simulated)
+    return table
+
+
+def findings_tables(findings: Findings) -> list[tuple[str, Table | None]]:
+    """Return title and table of everything in ``findings`` that a terminal can show; None for what is too long.
+
+    Heat maps become tables of numbers; curves are for the report.
+    """
+    maps = [figure.as_table() for figure in findings.figures if isinstance(figure, HeatMap)]
+    return [(table.title, _found(table) if len(table.rows) <= LONG else None) for table in (*findings.tables, *maps)]
+
+
+def _found(found: FoundTable) -> Table:
+    table = _table()
+    table.padding = (0, 1, 0, 0)  # many columns: every blank counts
+    columns = [aligned(column) for column in zip(*found.rows, strict=True)] or [[] for _ in found.columns]
+    for i, (name, cells, numeric) in enumerate(zip(found.columns, columns, found.numeric, strict=True)):
+        # A name may go on in the next line, a number may not be cut.
+        least = max(map(len, [*name.split(), *cells])) if numeric and i else None
+        table.add_column(name, justify="right" if numeric and i else "left", min_width=least, overflow="fold")
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
     return table
 
 

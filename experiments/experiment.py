@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.claims import Claim
 from experiments.engines import ENGINES
+from experiments.findings import Findings, Say
 from experiments.spec import RunResult, RunSpec
 from fedcomp.errors import ConfigError, FedcompError, nearest
 
@@ -43,6 +44,8 @@ class Option:
         Text only: the values allowed; empty allows any.
     check : callable, optional
         Receives the parsed value and raises ``ValueError`` when it cannot work.
+    neutral : bool
+        The setting changes no figure (how many processes work); a report does not list it as changed.
     """
 
     default: Value
@@ -52,6 +55,7 @@ class Option:
     most: float | None = None
     choices: tuple[str, ...] = ()
     check: Callable[[Any], object] | None = None
+    neutral: bool = False
 
     def parse(self, key: str, text: str) -> Value:
         """Return ``text`` as a value of this setting's type, or raise :class:`ConfigError` that names ``key``."""
@@ -142,7 +146,13 @@ class Config:
 
 
 Rows = Callable[[Config], list[RunSpec]]
-Claims = Callable[[Config, Mapping[str, RunResult]], list[Claim]]
+Measure = Callable[[Config, Mapping[str, RunResult], Say], Findings]
+Claims = Callable[[Config, Mapping[str, RunResult], Findings], list[Claim]]
+
+
+def no_rows(config: Config) -> list[RunSpec]:
+    """Return no row: the ``rows`` of an experiment that only measures."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -157,16 +167,20 @@ class Experiment:
         One sentence that ends in a question mark.
     rows : callable
         From a :class:`Config` to one :class:`RunSpec` per system compared; labels are unique.
+        :func:`no_rows` for an experiment that only measures.
     claims : callable
-        From the configuration and the results by label to the list of :class:`Claim`.
+        From the configuration, the results by label and the findings to the list of :class:`Claim`.
     baseline : str
-        Label of the row the ratio column compares with.
+        Label of the row the ratio column compares with; empty without rows.
     options : mapping
         Every key of ``--set`` with its :class:`Option`.
     rounds, clients : int
         Default size of a run.
     notes : str
         What a reader must know to judge the result; plain text, paragraphs parted by an empty line.
+    measure : callable, optional
+        From the configuration, the results of the rows and a :class:`~experiments.findings.Say` to
+        :class:`~experiments.findings.Findings`; called when all rows are finished. Findings are empty without it.
     """
 
     name: str
@@ -179,6 +193,7 @@ class Experiment:
     clients: int
     notes: str = ""
     engines: tuple[str, ...] = tuple(ENGINES)
+    measure: Measure | None = None
 
     def configure(
         self,
@@ -218,13 +233,18 @@ class Experiment:
             raise ConfigError(f"experiment {self.name!r} has two rows called {twice[0]!r}; labels must be unique")
         return specs
 
+    def idle(self, config: Config) -> bool:
+        """Whether ``config`` asks for no round of an experiment that has rounds: nothing is measured or claimed."""
+        return self.rounds > 0 and config.rounds == 0
+
     def changed(self, config: Config) -> list[str]:
         """Return what ``config`` sets differently from the defaults, as ``key=value`` texts, the seed left out."""
         pairs: list[tuple[str, Value, Value]] = [
             ("rounds", config.rounds, self.rounds),
             ("clients", config.clients, self.clients),
         ]
-        pairs += [(key, config.settings[key], option.default) for key, option in self.options.items()]
+        matter = {key: option for key, option in self.options.items() if not option.neutral}
+        pairs += [(key, config.settings[key], option.default) for key, option in matter.items()]
         return [f"{key}={show_value(value)}" for key, value, default in pairs if value != default]
 
     def _assigned(self, assignments: Sequence[str]) -> dict[str, Value]:

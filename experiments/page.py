@@ -8,23 +8,31 @@ from html import escape
 from typing import Any
 
 from experiments.experiment import show_value
-from experiments.plots import Series, line_plot, swatch
-from experiments.report import COUNTED, duration, link_name, number, percent, ratio, short_bytes, verdict
+from experiments.findings import LONG, Curves, Findings, HeatMap, Series, Table
+from experiments.plots import line_plot, swatch
+from experiments.report import COUNTED, aligned, duration, link_name, number, percent, ratio, short_bytes, verdict
 from experiments.spec import RoundRecord
+
+FEW = 8
+"""Up to so many rows their accuracy is plotted also where an experiment has figures of its own."""
 
 
 def render_html(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
     """Return ``report.html``: one file, no script, nothing loaded from anywhere."""
     failed = [claim for claim in summary["claims"] if not claim["ok"]]
     state = "bad" if failed else "good" if summary["claims"] else "plain"
+    findings = Findings.from_json(summary["findings"])
     sections = [
         f'<p class="verdict {state}">{escape(verdict(summary))}</p>',
         _changed(summary),
-        _table(summary),
-        _plots(summary, rounds),
+        *(_findings_table(table) for table in findings.tables if len(table.rows) <= LONG),
+        _figures(findings),
+        *(_findings_table(table) for table in findings.tables if len(table.rows) > LONG),
+        _table(summary, findings) if summary["rows"] else "",
+        _plots(summary, rounds) if not findings.figures or len(summary["rows"]) <= FEW else "",
         _claims(summary["claims"]),
         _paragraphs("What to keep in mind", str(summary["notes"]).split("\n\n")),
-        _paragraphs("What is counted", COUNTED.values()),
+        _paragraphs("What is counted", COUNTED.values() if summary["rows"] else ()),
         _paragraphs("Data", [summary["data"]]),
         _facts("Configuration", _configuration(summary["config"])),
         _facts("Environment", summary["environment"]),
@@ -46,7 +54,66 @@ def _changed(summary: Mapping[str, Any]) -> str:
     return f'<p class="changed">Changed from the defaults the bounds were set for: {items}.</p>'
 
 
-def _table(summary: Mapping[str, Any]) -> str:
+def _findings_table(table: Table) -> str:
+    numeric = table.numeric
+    columns = [aligned(column) for column in zip(*table.rows, strict=True)]
+    heads = "".join(
+        f'<th scope="col"{_num(wide)}>{escape(text)}</th>' for text, wide in zip(table.columns, numeric, strict=True)
+    )
+    body = []
+    for row in zip(*columns, strict=True):
+        first, *others = map(escape, row)
+        cells = "".join(f"<td{_num(wide)}>{text}</td>" for text, wide in zip(others, numeric[1:], strict=True))
+        body.append(f'<tr><th scope="row"{_num(numeric[0])}>{first}</th>{cells}</tr>')
+    content = (
+        f"<div class='scroll'><table class='found'><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+    return f"<h2>{escape(table.title)}</h2>{_folded(content, len(table.rows))}{_caption(table.caption)}"
+
+
+def _num(numeric: bool) -> str:
+    return " class='num'" if numeric else ""
+
+
+def _folded(content: str, rows: int) -> str:
+    return f"<details><summary>{rows} rows</summary>{content}</details>" if rows > LONG else content
+
+
+def _caption(text: str) -> str:
+    return f"<p class='caption'>{escape(text)}</p>" if text else ""
+
+
+def _figures(findings: Findings) -> str:
+    maps = [_heat_map(figure) for figure in findings.figures if isinstance(figure, HeatMap)]
+    plots = [_curves(figure, f"found-{i}") for i, figure in enumerate(findings.figures) if isinstance(figure, Curves)]
+    return "".join([*maps, f"<h2>Curves</h2><div class='plots'>{''.join(plots)}</div>" if plots else ""])
+
+
+def _heat_map(heat: HeatMap) -> str:
+    heads = "".join(f'<th scope="col">{escape(label)}</th>' for label in heat.x_labels)
+    body = []
+    shown = iter(aligned([value for row in heat.values for value in row]))
+    for label, row in zip(heat.y_labels, heat.values, strict=True):
+        cells = "".join(f'<td style="--depth: {heat.depth(value):.3f}">{escape(next(shown))}</td>' for value in row)
+        body.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
+    return (
+        f"<h2>{escape(heat.title)}</h2><div class='scroll fit'><table class='heat'>"
+        f'<thead><tr><th scope="col">{escape(heat.value_label)}</th>{heads}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>{_caption(heat.caption)}"
+    )
+
+
+def _curves(curves: Curves, salt: str) -> str:
+    legend = "".join(f"<li>{swatch(i)}{escape(series.name)}</li>" for i, series in enumerate(curves.series))
+    caption = f"<figcaption>{escape(curves.caption)}</figcaption>" if curves.caption else ""
+    return (
+        f"<figure><h3>{escape(curves.title)}</h3>{line_plot(curves, salt=salt)}"
+        f"<ul class='legend'>{legend}</ul>{caption}</figure>"
+    )
+
+
+def _table(summary: Mapping[str, Any], findings: Findings) -> str:
     link = link_name(summary["config"]["settings"])
     lossy = any(row["failures"] for row in summary["rows"])
     heads = (
@@ -76,12 +143,20 @@ def _table(summary: Mapping[str, Any]) -> str:
             + "</tr>"
         )
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
-    caption = f"Totals over {summary['config']['rounds']} rounds and {summary['config']['clients']} clients. "
+    spans = [_span(name, [row[name] for row in summary["rows"]]) for name in ("rounds", "clients")]
+    caption = f"Totals over {' and '.join(spans)}. "
     caption += f"The ratio compares uplink payload with {summary['baseline']}."
-    return (
-        f"<h2>Result</h2><div class='scroll'><table class='figures'><thead><tr>{head}</tr></thead>"
-        f"<tbody>{''.join(body)}</tbody></table></div><p class='caption'>{escape(caption)}</p>"
+    table = (
+        f"<div class='scroll'><table class='figures'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table></div>"
     )
+    title = "Runs of whole systems" if findings else "Result"
+    return f"<h2>{title}</h2>{_folded(table, len(body))}{_caption(caption)}"
+
+
+def _span(name: str, counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least} {name}" if least == most else f"{least} to {most} {name}"
 
 
 def _plots(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
@@ -98,26 +173,21 @@ def _plots(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord
             sent.append(float(total))
         by_round.append(Series(label, [float(record.round) for record in records], accuracy))
         by_bytes.append(Series(label, sent, accuracy))
-    first = line_plot(
-        by_round,
-        title="Accuracy against rounds",
-        x_label="round",
-        y_label="test accuracy (%)",
-        salt="rounds",
-    )
-    second = line_plot(
+    y_label = "test accuracy (%)"
+    first = Curves("Accuracy against rounds", "round", y_label, by_round)
+    second = Curves(
+        "Accuracy against uplink payload",
+        "uplink payload so far, all clients (logarithmic)",
+        y_label,
         by_bytes,
-        title="Accuracy against uplink payload",
-        x_label="uplink payload so far, all clients (logarithmic)",
-        y_label="test accuracy (%)",
         log_x=True,
-        salt="bytes",
+        x_bytes=True,
     )
     legend = "".join(f"<li>{swatch(i)}{escape(label)}</li>" for i, label in enumerate(labels))
     return (
         f"<h2>Accuracy</h2><ul class='legend'>{legend}</ul><div class='plots'>"
-        f"<figure>{first}<figcaption>against rounds</figcaption></figure>"
-        f"<figure>{second}<figcaption>against uplink bytes</figcaption></figure></div>"
+        f"<figure>{line_plot(first, salt='rounds')}<figcaption>against rounds</figcaption></figure>"
+        f"<figure>{line_plot(second, salt='bytes')}<figcaption>against uplink bytes</figcaption></figure></div>"
     )
 
 
@@ -180,14 +250,14 @@ _STYLE = """
 :root {
   color-scheme: light dark;
   --page: #fbfbf9; --card: #ffffff; --ink: #1b1d21; --muted: #5c626b; --grid: #e2e3df; --accent: #14507d;
-  --good: #12703f; --good-back: #e4f3ea; --bad: #a3242b; --bad-back: #fae6e6;
+  --heat: 20 80 125; --good: #12703f; --good-back: #e4f3ea; --bad: #a3242b; --bad-back: #fae6e6;
   --series-0: #9aa3ad; --series-1: #1b1d21; --series-2: #0b6fb3; --series-3: #c8501e;
   --series-4: #16875c; --series-5: #8a4bb5; --series-6: #a88300; --series-7: #c2307f;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #15171a; --card: #1d2024; --ink: #e8e9ea; --muted: #a2a8b0; --grid: #34383e; --accent: #8cc4f0;
-    --good: #6fd39b; --good-back: #17301f; --bad: #f39a9a; --bad-back: #3a1c1e;
+    --heat: 40 110 170; --good: #6fd39b; --good-back: #17301f; --bad: #f39a9a; --bad-back: #3a1c1e;
     --series-0: #7f8892; --series-1: #f2f3f4; --series-2: #5db3f0; --series-3: #f08a55;
     --series-4: #4fc690; --series-5: #c194e6; --series-6: #dcbc45; --series-7: #f07fb8;
   }
@@ -229,6 +299,18 @@ figure { margin: 0; padding: .9rem .9rem .6rem; background: var(--card); border:
 .plot { display: block; width: 100%; height: auto; }
 .plot * { stroke-linejoin: round; }
 figcaption { text-align: center; }
+h3 { margin: 0 0 .5rem; font-size: 1rem; font-weight: 600; }
+figure .legend { margin-top: .5rem; font-size: .85rem; }
+details > summary { cursor: pointer; color: var(--accent); margin-bottom: .5rem; }
+.found thead th { white-space: normal; }
+.fit { width: fit-content; max-width: 100%; }
+.heat { width: auto; }
+.heat th, .heat td { padding: .45rem .9rem; }
+.heat td { text-align: center; font-variant-numeric: tabular-nums; border: 1px solid var(--card);
+  /* At most 0.6: the text stays readable on the deepest cell of either face. */
+  background: rgb(var(--heat) / calc(.6 * var(--depth))); print-color-adjust: exact; }
+.heat thead th { text-align: center; }
+.heat thead th:first-child { text-align: left; font-weight: 400; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .1rem 1.6rem; margin: 0; }
 dl div { display: flex; justify-content: space-between; gap: 1rem; border-bottom: 1px solid var(--grid);
   padding: .3rem 0; font-size: .92rem; }

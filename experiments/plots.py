@@ -10,10 +10,11 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
-from experiments.report import short_bytes
+from experiments.findings import Curves, Series
+from experiments.report import number, short_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,53 +34,33 @@ _WHOLE, _DASHED, _DOTTED = (0.0, ()), (0.0, (4.0, 1.6)), (0.0, (1.3, 1.5))
 _DASHES: tuple[tuple[float, tuple[float, ...]], ...] = (_WHOLE, _DASHED, _WHOLE, _DASHED, _DOTTED)
 
 
-@dataclass(frozen=True)
-class Series:
-    """One line: its name and its points. Points that are not finite are left out."""
+def line_plot(curves: Curves, *, salt: str) -> str:
+    """Return an ``<svg>`` element with one line per series, colours and dashes in the order of the series.
 
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-def line_plot(
-    series: Sequence[Series], *, title: str, x_label: str, y_label: str, log_x: bool = False, salt: str
-) -> str:
-    """Return an ``<svg>`` element with one line per series, colours and dashes in the order of ``series``.
-
-    ``salt`` tells apart the element ids of several plots on one page. On a logarithmic axis points with ``x
-    <= 0`` are left out.
+    ``salt`` tells apart the element ids of several plots on one page.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     # Text stays text, in the page's own font; ids do not depend on the time of day.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 11.5}):
         figure = Figure(figsize=(6.0, 3.9), layout="constrained")
         axes = figure.add_subplot()
-        for i, line in enumerate(series):
-            points = [
-                (x, y)
-                for x, y in zip(line.x, line.y, strict=True)
-                if math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x)
-            ]
+        drawn = []
+        for i, line in enumerate(curves.series):
+            points = _points(line, curves)
+            drawn += points
             if points:
                 _draw(axes, i, points)
-        if log_x:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if _decades(axes) < 3 else (1.0,)))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_bytes(x)))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel(x_label, color=_INK)
-        axes.set_ylabel(y_label, color=_INK)
+        _scale(axes, "x", [x for x, _ in drawn], log=curves.log_x, as_bytes=curves.x_bytes)
+        _scale(axes, "y", [y for _, y in drawn], log=curves.log_y)
+        axes.set_xlabel(curves.x_label, color=_INK, parse_math=False)
+        axes.set_ylabel(curves.y_label, color=_INK, parse_math=False)
         _dress(axes)
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    return _inline(buffer.getvalue(), title)
+    return _inline(buffer.getvalue(), curves.title)
 
 
 def swatch(index: int) -> str:
@@ -114,9 +95,30 @@ def _draw(axes: Axes, index: int, points: list[tuple[float, float]]) -> None:
     )
 
 
-def _decades(axes: Axes) -> float:
-    low, high = axes.get_xlim()
-    return math.log10(high / low)
+def _points(line: Series, curves: Curves) -> list[tuple[float, float]]:
+    """Return the points that can be drawn: finite, and above zero where the axis is logarithmic."""
+    return [
+        (x, y)
+        for x, y in zip(line.x, line.y, strict=True)
+        if math.isfinite(x) and math.isfinite(y) and (x > 0 or not curves.log_x) and (y > 0 or not curves.log_y)
+    ]
+
+
+def _scale(axes: Axes, which: str, values: Sequence[float], *, log: bool, as_bytes: bool = False) -> None:
+    """Give an axis its scale and readable marks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    if log and values:
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+        low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if math.log10(high / low) < 3 else (1.0,)))
+        axis.set_minor_formatter(NullFormatter())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value) if as_bytes else number(value)))
+    elif as_bytes:
+        axis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
+    elif which == "x":
+        axis.set_major_locator(MaxNLocator(integer=all(value == int(value) for value in values)))
 
 
 def _dress(axes: Axes) -> None:
@@ -138,5 +140,4 @@ def _inline(svg: str, title: str) -> str:
         rest = rest.replace(colour, variable)
     rest = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", rest, count=1, flags=re.DOTALL)
     rest = re.sub(r" font-family: [^;\"]*;?", "", rest)
-    label = title.replace('"', "&quot;")
-    return f'<svg class="plot" {box.group()} role="img" aria-label="{label}">{rest}'
+    return f'<svg class="plot" {box.group()} role="img" aria-label="{escape(title)}">{rest}'

@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.claims import Claim
 from experiments.experiment import Config, Experiment
+from experiments.findings import Findings
 from experiments.spec import RoundRecord, RunResult, RunSpec
 
 COUNTED = {
@@ -43,6 +44,7 @@ def make_row(spec: RunSpec, records: Sequence[RoundRecord], result: RunResult | 
         "system": spec.system,
         "label": spec.label,
         "rounds": sum(record.round > 0 for record in records),
+        "clients": spec.clients,
         "accuracy": evaluated[-1].accuracy if evaluated else None,
         "loss": evaluated[-1].loss if evaluated else None,
         **{column: sum(getattr(record, column) for record in records) for column in _BYTE_COLUMNS},
@@ -61,12 +63,14 @@ def summarise(
     results: Mapping[str, RunResult],
     claims: Iterable[Claim],
     run: str,
+    findings: Findings | None = None,
 ) -> dict[str, Any]:
     """Return the summary of a run as one JSON-able document.
 
     ``rounds`` and ``results`` go by label. Each row's ``uplink_ratio`` is the baseline's uplink payload
     over its own, ``None`` where either sent nothing.
     """
+    found = Findings() if findings is None else findings
     rows = [make_row(spec, rounds.get(spec.label, ()), results.get(spec.label)) for spec in specs]
     reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == experiment.baseline), None)
     for row in rows:
@@ -77,11 +81,13 @@ def summarise(
         "question": experiment.question,
         "config": config.to_json(),
         "changed": experiment.changed(config),
+        "idle": experiment.idle(config),
         "baseline": experiment.baseline,
         "rows": rows,
+        "findings": found.to_json(),
         "claims": [claim.to_json() for claim in claims],
         "environment": environment(),
-        "data": data_sentence(results.values()),
+        "data": data_sentence([*(r.notes.get("task", {}) for r in results.values()), *found.tasks]),
         "notes": experiment.notes,
         "run": run,
     }
@@ -153,6 +159,20 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
+def aligned(values: Sequence[float | str | None]) -> list[str]:
+    """Return the cells of a column for a reader: :func:`number` with equally many decimals where they are few."""
+    texts = ["–" if value is None else value if isinstance(value, str) else number(value) for value in values]
+    numbers = [value for value in values if isinstance(value, int | float)]
+    plain = [text for text, value in zip(texts, values, strict=True) if isinstance(value, int | float)]
+    decimals = max((len(text.partition(".")[2]) for text in plain), default=0)
+    if not 0 < decimals <= 4 or any("e" in text for text in plain) or any(abs(value) >= 1000 for value in numbers):
+        return texts
+    return [
+        f"{value:.{decimals}f}" if isinstance(value, int | float) else text
+        for text, value in zip(texts, values, strict=True)
+    ]
+
+
 def link_name(settings: Mapping[str, Any]) -> str:
     """Return the simulated uplink in words, ``"10 Mbit/s uplink"``; empty when none is set."""
     text = str(settings.get("link", ""))
@@ -169,7 +189,7 @@ def link_name(settings: Mapping[str, Any]) -> str:
 
 def verdict(summary: Mapping[str, Any]) -> str:
     """Return one sentence that says how the run ended."""
-    if not summary["config"]["rounds"]:
+    if summary["idle"]:
         return "No round was run: accuracy is that of the initial model, and no claim was checked."
     return verdict_of(summary["claims"])
 
@@ -184,11 +204,11 @@ def verdict_of(claims: Sequence[Mapping[str, Any]]) -> str:
     return f"{held} of {len(claims)} claims hold."
 
 
-def data_sentence(results: Iterable[RunResult]) -> str:
-    """Return which data the results rest on, one sentence per data set; empty when no result says."""
+def data_sentence(tasks: Iterable[Mapping[str, Any]]) -> str:
+    """Return which data the records of ``tasks`` name, one sentence per data set; empty when none does."""
     sentences: dict[str, None] = {}
-    for result in results:
-        source = result.notes.get("task", {}).get("data")
+    for task in tasks:
+        source = task.get("data")
         if not source:
             continue
         how = {"local": "read from local files", "library": "fetched by a library", "offline": "nothing downloaded"}

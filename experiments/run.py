@@ -23,6 +23,7 @@ from experiments import engines
 from experiments.catalog import CATALOG, get_experiment
 from experiments.commands import BROKEN, CLAIM_FAILED, INTERRUPTED, OK, WRONG_INPUT, clean_stdout, complain, invoke
 from experiments.experiment import Config, Experiment, show_value
+from experiments.findings import Findings, Say
 from experiments.page import render_html
 from experiments.report import failed_claims, summarise, verdict
 from experiments.spec import RoundRecord, RunResult, RunSpec
@@ -216,9 +217,12 @@ def _execute(
                 folder.save(result)
             results[spec.label] = result
             watch.done(spec, result.accuracy, kept=kept)
-    claims = experiment.claims(config, results) if config.rounds else []
+        idle, findings = experiment.idle(config), Findings()
+        if experiment.measure is not None and not idle:
+            findings = experiment.measure(config, results, Say(watch.say, folder.cells(), folder.keep_cell))
+    claims = [] if idle else experiment.claims(config, results, findings)
     rounds = {label: result.rounds for label, result in results.items()}
-    summary = summarise(experiment, config, specs, rounds, results, claims, str(folder.path))
+    summary = summarise(experiment, config, specs, rounds, results, claims, str(folder.path), findings)
     write_json(folder.path / "summary.json", summary)
     write_text(folder.path / "report.html", render_html(summary, rounds))
     return summary
@@ -235,11 +239,10 @@ def _recorder(folder: RunFolder, spec: RunSpec, watch: show.Watch) -> Callable[[
 def _announce(experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> None:
     console = show.make_console()
     console.print(f"{experiment.name}: {experiment.question}", style="bold")
-    console.print(
-        f"{len(specs)} systems, {config.rounds} rounds, {config.clients} clients, engine {config.engine}, "
-        f"seed {config.seed}",
-        soft_wrap=True,
-    )
+    size = f"{config.rounds} rounds, {config.clients} clients"
+    if specs:
+        size = f"{len(specs)} systems, {size}, engine {config.engine}"
+    console.print(f"{size}, seed {config.seed}", soft_wrap=True)
     console.print("offline: Flower's telemetry and update check are off", soft_wrap=True)
 
 
@@ -250,8 +253,13 @@ def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout:
         return
     console = show.make_console(file=stdout)
     console.print()
-    console.print(show.result_table(summary, console.width))
-    console.print()
+    for title, table in show.findings_tables(Findings.from_json(summary["findings"])):
+        console.print(title, style="bold", soft_wrap=True)
+        console.print("  in the report: too long to be shown here" if table is None else table)
+        console.print()
+    if summary["rows"]:
+        console.print(show.result_table(summary, console.width))
+        console.print()
     if summary["claims"]:
         console.print(show.claim_table(summary["claims"], console.width))
         console.print()
@@ -263,10 +271,12 @@ def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout:
 
 def _interrupted(folder: RunFolder, request: Request) -> int:
     finished = sum(len(records) for records in folder.rounds().values())
+    cells = len(folder.cells())
     if folder.discard_if_empty():
         print("interrupted before the first round was finished; nothing to keep", file=sys.stderr)
     else:
-        print(f"interrupted: {finished} finished rounds are kept in {folder.path}", file=sys.stderr)
+        measured = f" and {cells} parts of the measurement" if cells else ""
+        print(f"interrupted: {finished} finished rounds{measured} are kept in {folder.path}", file=sys.stderr)
         print(f"continue with: {_resume_command(folder, request)}", file=sys.stderr)
     return INTERRUPTED
 

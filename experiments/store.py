@@ -6,6 +6,7 @@
         config.json     what was asked: configuration and one spec per row
         rounds.jsonl    one line per finished round, written and flushed at once
         systems/<row>/  result.json and arrays.npz of a finished row, the checkpoint of an unfinished one
+        cells.jsonl     one line per finished part of a measurement
         summary.json    rows, claims and environment, once all rows are finished
         report.html     the same for a reader
         log.txt         what Flower and Python warnings said
@@ -17,16 +18,16 @@ moment leaves either the old or the new one.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.experiment import Config, Experiment
+from experiments.findings import finite
 from experiments.spec import RESULT_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.errors import ConfigError, StateError, nearest
 
@@ -110,10 +111,7 @@ class RunFolder:
     def append(self, spec: RunSpec, record: RoundRecord) -> None:
         """Add one finished round to ``rounds.jsonl``; it is on disk when this returns."""
         line = json.dumps({"label": spec.label, "system": spec.system, **finite(record.to_json())}, allow_nan=False)
-        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._append("rounds.jsonl", line)
 
     def rounds(self) -> dict[str, list[RoundRecord]]:
         """Return the rounds recorded so far, by label and in order.
@@ -122,20 +120,26 @@ class RunFolder:
         a crash is ignored.
         """
         found: dict[str, dict[int, RoundRecord]] = {spec.label: {} for spec in self.specs}
-        file = self.path / "rounds.jsonl"
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            try:
-                document = json.loads(line)
-            except ValueError:
-                continue
+        for document in self._lines("rounds.jsonl"):
             label = document.pop("label")
             document.pop("system")
             if label in found:
                 found[label][document["round"]] = RoundRecord.from_json(document)
         return {label: [records[i] for i in sorted(records)] for label, records in found.items()}
 
+    def keep_cell(self, name: str, content: Any) -> None:
+        """Add one finished part of a measurement to ``cells.jsonl``; it is on disk when this returns."""
+        self._append("cells.jsonl", json.dumps({"cell": name, "content": content}, allow_nan=False))
+
+    def cells(self) -> dict[str, Any]:
+        """Return the finished parts of a measurement by name; a line cut short by a crash is ignored."""
+        return {document["cell"]: document["content"] for document in self._lines("cells.jsonl")}
+
     def tidy(self) -> None:
-        """Rewrite ``rounds.jsonl`` with one whole line per round; called when a run is opened again."""
+        """Leave only whole lines in the files that grow line by line; called when a run is opened again."""
+        if (self.path / "cells.jsonl").exists():
+            cells = [json.dumps({"cell": name, "content": content}) for name, content in self.cells().items()]
+            write_text(self.path / "cells.jsonl", "".join(line + "\n" for line in cells))
         rounds = self.rounds()
         systems = {spec.label: spec.system for spec in self.specs}
         lines = [
@@ -143,7 +147,8 @@ class RunFolder:
             for label, records in rounds.items()
             for record in records
         ]
-        write_text(self.path / "rounds.jsonl", "".join(line + "\n" for line in lines))
+        if lines:
+            write_text(self.path / "rounds.jsonl", "".join(line + "\n" for line in lines))
 
     def row_folder(self, spec: RunSpec) -> Path:
         """Return the folder of one row, made when needed."""
@@ -169,10 +174,25 @@ class RunFolder:
 
     def discard_if_empty(self) -> bool:
         """Remove a run in which nothing was recorded; return whether it was removed."""
-        if (self.path / "rounds.jsonl").exists():
+        if any((self.path / name).exists() for name in ("rounds.jsonl", "cells.jsonl")):
             return False
         shutil.rmtree(self.path, ignore_errors=True)
         return True
+
+    def _append(self, name: str, line: str) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the documents of a file of JSON lines; none when there is no such file."""
+        file = self.path / name
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
 
 
 def write_text(path: Path, text: str) -> None:
@@ -196,17 +216,6 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 def to_json_text(document: Mapping[str, Any]) -> str:
     """Return ``document`` as strict JSON: NaN and infinity, which JSON lacks, become ``null``."""
     return json.dumps(finite(document), indent=2, allow_nan=False, ensure_ascii=False)
-
-
-def finite(value: Any) -> Any:
-    """Return ``value`` with every NaN or infinity replaced by ``None`` and numpy scalars by Python's."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _differences(before: Config, now: Config) -> list[tuple[str, Any, Any]]:

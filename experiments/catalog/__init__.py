@@ -11,6 +11,11 @@ from fedcomp.errors import ConfigError, nearest
 # Name on the command line -> module that defines EXPERIMENT.
 CATALOG: dict[str, str] = {
     "quickstart": "experiments.catalog.quickstart",
+    "sparsifiers": "experiments.catalog.sparsifiers",
+    "sparse_study": "experiments.catalog.sparse_study",
+    "adacomp": "experiments.catalog.adacomp",
+    "sidco": "experiments.catalog.sidco",
+    "scalecom": "experiments.catalog.scalecom",
 }
 
 

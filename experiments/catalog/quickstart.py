@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from experiments.claims import Claim
 from experiments.experiment import Config, Experiment, Option
+from experiments.findings import Findings, different_bytes
 from experiments.spec import RunResult, RunSpec
 
 TASK = "digits"
@@ -50,7 +49,7 @@ def rows(config: Config) -> list[RunSpec]:
     ]
 
 
-def claims(config: Config, results: Mapping[str, RunResult]) -> list[Claim]:
+def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
     """Feedback keeps the accuracy, the bytes are few, and a codec that drops nothing changes nothing."""
     dense, kept, lost = (results[label] for label in (FEDAVG, with_feedback(config), without_feedback(config)))
     return [
@@ -77,7 +76,7 @@ def claims(config: Config, results: Mapping[str, RunResult]) -> list[Claim]:
         ),
         Claim(
             "identity codec: bytes of the final model that differ from FedAvg's",
-            float(different_bytes(dense, results[IDENTITY])),
+            float(different_bytes(dense.arrays, results[IDENTITY].arrays)),
             "==",
             0.0,
             "theory: a codec that drops nothing changes nothing",
@@ -107,24 +106,6 @@ def without_feedback(config: Config) -> str:
 def both_ways(config: Config) -> str:
     """Return the label of the row whose downlink is compressed as well."""
     return f"top-k {_density(config)} up, {_percent(DOWNLINK['downlink.density'])} down"
-
-
-def different_bytes(first: RunResult, second: RunResult) -> int:
-    """Return how many bytes of two final models differ; every byte counts when names, shapes or types do."""
-    same_layout = list(first.arrays) == list(second.arrays) and all(
-        a.shape == b.shape and a.dtype == b.dtype
-        for a, b in zip(first.arrays.values(), second.arrays.values(), strict=True)
-    )
-    if not same_layout:
-        return sum(array.nbytes for array in first.arrays.values())
-    return sum(
-        int(np.count_nonzero(_bytes(a) != _bytes(b)))
-        for a, b in zip(first.arrays.values(), second.arrays.values(), strict=True)
-    )
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.frombuffer(array.tobytes(), np.uint8)
 
 
 def _density(config: Config) -> str:

@@ -86,4 +86,4 @@ class ChunkTop1(ListedCodec):
         if self.values == "fp16":
             return None
         kept = 1.0 / max((self.chunk(s) for s in self.stretches(layout)), default=1)
-        return kept * (1.0 - 2.0**-18) if self.values == "bf16" else kept
+        return kept * (1.0 - 2.0**-16) if self.values == "bf16" else kept

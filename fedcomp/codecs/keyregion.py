@@ -42,6 +42,9 @@ suffices for every f >= 1/512; what lies beyond either end counts in the last bi
 
 _KEY, _SPARSE = 0, 1
 _GAINS: Final = (1.0 / 8.0, 8.0)
+_FADED: Final = 1e-30  # counters below it are forgotten: their shares and quotients would under- and overflow
+_LEAST: Final = 1e-300  # a smaller fraction asks for one element as well, and would underflow on the way
+_CANCELLED: Final = 1e-9  # a rest of the sum below this share of it is summed anew: the difference is rounding errors
 _CHUNK: Final = 1 << 16
 
 
@@ -51,7 +54,7 @@ def _fine_edges() -> NDArray[np.float64]:
     values = bits.view(np.float32).astype(np.float64)
     values[0] = 2.0**-150  # half the smallest float32
     values[-1] = 2.0**128
-    return np.asarray(np.log2(values))
+    return np.array([math.log2(value) for value in values.tolist()])
 
 
 _FINE: Final = _fine_edges()
@@ -152,7 +155,10 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
         if whole.nonzero:
             key_values = _gathered(values, is_key)
             first = _Magnitudes.of(key_values)
-            regions = ((is_key, first), (~is_key, whole.without(first)))
+            rest = whole.without(first)
+            if rest.total < _CANCELLED * whole.total:
+                rest = _Magnitudes.of(_gathered(values, ~is_key))
+            regions = ((is_key, first), (~is_key, rest))
             indices = self._select(values, regions, after)
         return self.listed(indices, values[indices], stretch), after
 
@@ -184,11 +190,12 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
                 continue
             known = histograms[region].any()
             histograms[region] *= self.decay
+            histograms[region][histograms[region] < _FADED] = 0.0
             histograms[region] += seen.counters()
-            fraction = density * 2.0 ** (_entropy(histograms[region]) - 1.0)
+            fraction = max(_LEAST, density * 2.0 ** (_entropy(histograms[region]) - 1.0))
             wanted[region] = math.ceil(fraction * seen.size)
             if known:
-                level = _quantile(histograms[region], min(1.0, fraction * gains[region]))
+                level = _quantile(histograms[region], min(1.0, fraction * float(np.clip(gains[region], *_GAINS))))
                 thresholds[region] = seen.mean * 2.0**level
             else:
                 local = select_topk(_gathered(values, blocks), int(wanted[region]))
@@ -241,11 +248,9 @@ class _Magnitudes(NamedTuple):
         return cls(values.size, tail.count, tail.count * tail.mean if tail.count else 0.0, fine)
 
     def without(self, part: _Magnitudes) -> _Magnitudes:
-        """Return those of the rest."""
-        nonzero = self.nonzero - part.nonzero
-        # Where the part is everything but rounding errors, the smallest float32 stands for them.
-        total = max(self.total - part.total, nonzero * 2.0**-149)
-        return _Magnitudes(self.size - part.size, nonzero, total, self.fine - part.fine)
+        """Return those of the rest; the sum loses what the part's exceeds it by."""
+        total = self.total - part.total
+        return _Magnitudes(self.size - part.size, self.nonzero - part.nonzero, total, self.fine - part.fine)
 
     @property
     def mean(self) -> float:
@@ -286,7 +291,9 @@ def _gathered(values: Vector, blocks: NDArray[np.bool_]) -> Vector:
 def _entropy(histogram: NDArray[np.float64]) -> float:
     """Return the entropy of a histogram over that of one with equal bins, in [0, 1]."""
     share = histogram[histogram > 0.0] / histogram.sum()
-    return float(-(share * np.log(share)).sum()) / math.log(COUNTERS)
+    entropy = -math.fsum(s * math.log(s) for s in share.tolist()) / math.log(COUNTERS)
+    # Twelve digits: logarithms differ between processors in the last place, which must not decide how much is sent.
+    return min(1.0, max(0.0, round(entropy, 12)))
 
 
 def _quantile(histogram: NDArray[np.float64], fraction: float) -> float:

@@ -78,7 +78,7 @@ class ListedCodec(PositionalCodec):
         if self.values == "fp16":
             return None
         kept = 1.0 / max((s.size for s in self.stretches(layout)), default=1)
-        return kept * (1.0 - 2.0**-18) if self.values == "bf16" else kept
+        return kept * (1.0 - 2.0**-16) if self.values == "bf16" else kept
 
 
 def without_densities(layout: Layout, scope: str, codec: Any) -> tuple[Stretch, ...]:

@@ -16,6 +16,7 @@ from fedcomp import wire
 from fedcomp.codecs import params
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Expected, SchemaMismatch, Tensor
@@ -41,7 +42,7 @@ class ScaledSign(PositionalCodec):
     scope : {"layer", "global"}
         One scale per tensor, or for the whole model: its tensors differ in magnitude, so that one scale fits few.
     block : int
-        Coordinates that share a scale within a stretch; 0 for one scale per stretch.
+        Coordinates that share a scale within a stretch, at least 2; 0 for one scale per stretch.
     """
 
     codec_id: ClassVar[str] = "scaledsign"
@@ -55,6 +56,11 @@ class ScaledSign(PositionalCodec):
             scope=params.choice("scope", self.scope, SCOPES),
             block=params.integer("block", self.block, low=0, high=1 << 24),
         )
+        if self.block == 1:
+            raise ConfigError(
+                "block=1 is not valid: a scale for every coordinate makes frames longer than the float32 values, which "
+                "no receiver takes; block must be 0 or at least 2"
+            )
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""

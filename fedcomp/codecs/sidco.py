@@ -283,6 +283,8 @@ class SIDCo(AdaptiveCodec, ListedCodec):
         """Return the sparse tensor of what exceeds the estimate, and the state with this estimate counted."""
         k = self.count(stretch)
         search = _Search(*state["search"].tolist())
+        low, high = _FIRST_RANGE
+        search = search._replace(first=min(max(search.first, low), high))
         stages = min(max(search.stages, 1), self.most_stages(stretch))
         estimate = estimate_threshold(values, k / stretch.size, self.family, stages, search.first / _STEP)
         indices = select_above(values, estimate.threshold)

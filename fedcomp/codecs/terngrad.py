@@ -74,7 +74,7 @@ class TernGrad(PositionalCodec):
                 part = values[start : start + _BLOCK]
                 draws = (np.asarray(stream.random_raw(part.size), np.uint64) >> np.uint64(11)) * 2.0**-53
                 # At the scale and beyond the quotient is 1 or more, and every draw lies below 1.
-                sent = draws < np.abs(part) / np.float64(scale)
+                sent = draws < np.abs(part).astype(np.float64) / float(scale)
                 trits[start : start + _BLOCK] = np.where(sent, np.sign(part), 0.0)
         return Tensor(wire.Ternary(trits, float(scale)), (stretch.size,))
 
@@ -97,4 +97,4 @@ def _deviation(values: Vector) -> float:
     """Return the standard deviation about the mean, in two passes in float64 by blocks."""
     blocks = [values[i : i + _BLOCK] for i in range(0, values.size, _BLOCK)]
     mean = sum(float(b.sum(dtype=np.float64)) for b in blocks) / values.size
-    return math.sqrt(sum(float(np.square(b - np.float64(mean)).sum()) for b in blocks) / values.size)
+    return math.sqrt(sum(float(np.square(b.astype(np.float64) - mean).sum()) for b in blocks) / values.size)

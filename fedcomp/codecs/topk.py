@@ -108,10 +108,10 @@ class TopK(ListedCodec):
     def contraction(self, layout: Layout) -> float | None:
         """Return the smallest k/n of all stretches, after the warm-up: reached by equal magnitudes (derived).
 
-        bf16's relative rounding error of 2⁻⁹ costs a factor 1 - 2⁻¹⁸ for normal numbers; fp16 loses small numbers
+        bf16's relative rounding error, below 2⁻⁸, costs a factor 1 - 2⁻¹⁶ for normal numbers; fp16 loses small numbers
         altogether, so no bound holds for every vector.
         """
         if self.values == "fp16":
             return None
         kept = min((self.count(s) / s.size for s in self.stretches(layout)), default=1.0)
-        return kept * (1.0 - 2.0**-18) if self.values == "bf16" else kept
+        return kept * (1.0 - 2.0**-16) if self.values == "bf16" else kept

@@ -221,6 +221,18 @@ def test_guard_sends_one_element_per_bin_instead() -> None:
     assert ((g - q).astype(np.float64) ** 2).sum() == pytest.approx(energy - 20 * float(scale) ** 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(("small", "guarded"), [(0.8, True), (0.87, True), (0.98, False), (1.5, False)])
+def test_guard_acts_where_the_error_would_exceed_the_energy(small: float, guarded: bool) -> None:
+    """One bin with a single 4, one of ten equal elements: 11 s > 2 Σ |G| up to elements of 0.9655."""
+    g = np.zeros(20, np.float32)
+    g[3], g[10:] = 4.0, small
+    q, left = ours(np.zeros_like(g), g, 10, 2.0, guard=True)
+    assert np.count_nonzero(q) == (2 if guarded else 11)
+    unguarded = g - ours(np.zeros_like(g), g, 10, 2.0)[0]
+    assert ((unguarded**2).sum() > (g**2).sum()) == guarded
+    assert (left**2).sum() <= (g**2).sum()
+
+
 def test_guard_leaves_bins_of_zeros_empty() -> None:
     g = spike()
     g[200:300] = 0.0

@@ -84,6 +84,7 @@ def test_bound_is_reached_by_equal_magnitudes() -> None:
     assert codec.contraction(Layout.flat(10)) == 0.1
     assert ChunkTop1(0.02, values="fp16").contraction(Layout.flat(1000)) is None
     assert 0.0199 < ChunkTop1(0.02, values="bf16").contraction(Layout.flat(1000)) < 0.02
+    assert ChunkTop1(0.06).contraction(Layout.flat(10)) == 0.1, "a chunk is no longer than its tensor"
 
 
 @pytest.mark.parametrize(("values", "size"), [("float32", 4), ("fp16", 2), ("bf16", 2)])

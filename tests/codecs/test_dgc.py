@@ -291,6 +291,7 @@ def test_one_dimensional_tensors_travel_dense_when_the_policy_says_so() -> None:
         ({"clip": 0.0}, "clip"),
         ({"clip": float("inf")}, "clip"),
         ({"clients": 0}, "clients"),
+        ({"clip": 1e-200, "clients": 10**300}, "max_norm"),
         ({"scope": "model"}, "scope"),
         ({"values": "int8"}, "values"),
         ({"max_age": 0}, "max_age"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedcomp import wire
 from fedcomp.codecs import KeyRegion, TopK
-from fedcomp.codecs.keyregion import BLOCK
+from fedcomp.codecs.keyregion import BLOCK, COUNTERS, _entropy
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
@@ -115,6 +115,7 @@ def test_key_blocks_by_hand() -> None:
     assert KeyRegion().key_blocks(x).tolist() == [False, False, False, False, True]
     assert not KeyRegion(kappa=6.2).key_blocks(x).any()
     assert KeyRegion().key_blocks(np.ones(100, np.float32)).tolist() == [False]
+    assert not KeyRegion(kappa=1.0).key_blocks(np.ones(2 * BLOCK, np.float32)).any(), "a share above, not at"
 
 
 def test_the_first_round_is_the_exact_quantile() -> None:
@@ -149,6 +150,77 @@ def test_scale_does_not_matter_even_when_it_changes() -> None:
         a, plain, _ = sent(KeyRegion(), x, plain)
         b, scaled, _ = sent(KeyRegion(), x * np.float32(2.0 ** (-10 * (r % 3))), scaled)
         np.testing.assert_array_equal(a, b)
+
+
+def test_counters_that_fade_away_do_no_harm() -> None:
+    """A bin that is never met again fades below the smallest float64: after 320 rounds of decay 0.1, 7000 of 0.9."""
+    rng = np.random.default_rng(0)
+    state = None
+    for r in range(400):
+        x = (10.0 ** rng.uniform(-6, 3, 300)).astype(np.float32) if r == 0 else np.ones(300, np.float32)
+        with np.errstate(all="raise"):
+            indices, state, _ = sent(KeyRegion(decay=0.1), x, state)
+        assert indices.size > 0
+    assert np.count_nonzero(state["0.histograms"]) == 1
+
+
+def test_the_smallest_densities_send_the_largest_element() -> None:
+    """Fractions that underflow: of equal magnitudes half of 5e-324."""
+    for x in (draw("normal", np.random.default_rng(0), 3000), np.ones(700, np.float32), np.float32([1, -1, 0, 1])):
+        state = None
+        for _ in range(4):
+            with np.errstate(all="raise", under="ignore"):
+                indices, state, _ = sent(KeyRegion(5e-324, 5e-324), x, state)
+            assert np.argmax(np.abs(x)) in indices
+            assert indices.size <= 3
+
+
+def test_the_last_place_of_a_logarithm_decides_nothing() -> None:
+    """64 equal shares have the entropy 1, whatever they are in binary: 1 + 2e-16 can mean a coordinate more."""
+    for share in (0.1, 0.3, 1 / 3, 7.0, 1e9 / 7):
+        assert _entropy(np.full(COUNTERS, share)) == 1.0
+    assert _entropy(np.eye(1, COUNTERS, 3)[0]) == 0.0
+    assert _entropy(np.repeat([0.2, 0.0], 32)) == pytest.approx(5 / 6, abs=1e-12)
+
+
+@pytest.mark.parametrize("ratio", [1e6, 1e20])
+def test_quiet_blocks_send_their_largest_next_to_huge_ones(ratio: float) -> None:
+    """The sum of the quiet magnitudes is not what is left of the sum of all: at 1e20 nothing is left of it."""
+    x = draw("normal", np.random.default_rng(0), 40 * BLOCK)
+    x[: 2 * BLOCK] *= np.float32(ratio)
+    state = None
+    for _ in range(6):
+        indices, state, _ = sent(KeyRegion(), x, state)
+    wanted = KeyRegion.wanted(state)["0"]
+    assert wanted[1] > 30
+    assert 0.7 * wanted[1] <= (indices >= 2 * BLOCK).sum() <= 1.3 * wanted[1]
+
+
+def test_exact_zeros_are_elements_of_their_region() -> None:
+    """Half of the elements are 0.0: the fraction is of all, and so is what is found."""
+    rng = np.random.default_rng(4)
+    state = None
+    for _ in range(8):
+        x = draw("laplace", rng) * (rng.random(BLOCKS * BLOCK) < 0.3)
+        before = None if state is None else state["0.gains"].copy()
+        indices, state, _ = sent(KeyRegion(sparse_density=0.02), x.astype(np.float32), state)
+    wanted = KeyRegion.wanted(state)["0"]
+    assert 0.85 <= indices.size / sum(wanted) <= 1.15
+    assert 0.8 <= before[1] <= 1.25, "without much correction"
+
+
+def test_gains_stay_within_their_range() -> None:
+    """Ties: nothing or twice the fraction is found, so that the gain is pushed round after round."""
+    x = np.where(np.arange(40 * BLOCK) % 2, 1.0, 0.5).astype(np.float32)
+    state = None
+    seen = []
+    for _ in range(60):
+        _, state, _ = sent(KeyRegion(sparse_density=0.1, decay=1.0), x, state)
+        seen.append(float(state["0.gains"][1]))
+    assert all(1 / 8 <= gain <= 8 for gain in seen)
+    assert min(seen) == 1 / 8 or max(seen) == 8
+    for gain in (0.0, -1.0, 1e300):
+        assert sent(KeyRegion(), x, {**state, "0.gains": np.full(2, gain)})[0].size > 0
 
 
 def test_a_zero_tensor_is_an_empty_frame_and_teaches_nothing() -> None:

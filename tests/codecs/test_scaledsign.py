@@ -131,6 +131,16 @@ def test_other_blocks_are_refused() -> None:
             other.decode(frame, layout)
 
 
+def test_blocks_of_one_are_refused_and_all_others_fit_the_limits() -> None:
+    """33 bits for a float32: a receiver's limits, which come from raw values, refuse that from 5e5 values on."""
+    with pytest.raises(ConfigError, match="block=1 is not valid"):
+        ScaledSign(block=1)
+    layout = Layout.flat(600_000)
+    for block in (2, 3):
+        frame, _ = ScaledSign(block=block).encode(update(layout), {}, KEY)
+        ScaledSign(block=block).open(frame, layout)
+
+
 def test_memory_makes_the_average_right() -> None:
     """EF-signSGD: all that was sent plus the memory is all that was given, and the mean of what is sent approaches a
     constant update; without memory it stays where it is."""

@@ -7,7 +7,7 @@ import pytest
 from codec_examples import model, update
 
 from fedcomp import wire
-from fedcomp.codecs import Codec, RandomK, TopK, chain
+from fedcomp.codecs import ChunkTop1, Codec, RandomK, SIDCo, TopK, chain
 from fedcomp.codecs.listed import INDICES
 from fedcomp.codecs.params import count
 from fedcomp.errors import ConfigError, NonFiniteUpdate
@@ -81,6 +81,24 @@ def test_topk_error_bound_is_reached_by_equal_magnitudes() -> None:
     _, decoded = _sent(TopK(0.05), Update(x, layout))
     assert ((x - decoded) ** 2).sum() == 950
     assert TopK(0.05).contraction(layout) == 0.05
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [TopK(1.0, values="bf16"), TopK(0.4, values="bf16"), ChunkTop1(0.2, values="bf16"), SIDCo(0.1, values="bf16")],
+)
+@pytest.mark.parametrize("mantissa", [1 + 2.0**-8 + 2.0**-20, 1 + 3 * 2.0**-8, 2 - 2.0**-23])
+def test_bf16_costs_what_is_declared(codec: Codec, mantissa: float) -> None:
+    """Eight bits of precision: the relative error comes close to 2⁻⁸ just above 1 + 2⁻⁸. A cost of 2⁻¹⁸ is not kept."""
+    layout = Layout.flat(1000)
+    for exponent in (-100, 0, 127):
+        x = np.full(1000, mantissa * 2.0**exponent, np.float32)
+        _, decoded = _sent(codec, Update(x, layout))
+        error = ((x.astype(np.float64) - decoded) ** 2).sum() / (x.astype(np.float64) ** 2).sum()
+        assert error <= 1 - codec.contraction(layout)
+        kept = np.count_nonzero(decoded) / 1000
+        if mantissa < 1.004:
+            assert error > 1 - kept * (1 - 2.0**-17)
 
 
 def test_topk_sends_no_zeros_but_never_nothing() -> None:

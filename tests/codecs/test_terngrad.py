@@ -10,6 +10,7 @@ from codec_examples import model, update
 
 from fedcomp import wire
 from fedcomp.codecs import TernGrad
+from fedcomp.codecs.terngrad import _deviation
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -127,6 +128,12 @@ def test_blocks_do_not_show(clip: float) -> None:
         magnitude = np.minimum(magnitude, scale)
     sent = KEY.at(layer=0).uniform(x.size) < magnitude / np.float64(scale)
     np.testing.assert_array_equal(_through(x, TernGrad(clip)), np.where(sent, np.sign(x) * scale, 0))
+
+
+def test_the_deviation_is_that_of_float64() -> None:
+    """Formed in float32, as numpy 1 would with a scalar mean, it is off in the eighth digit and overflows early."""
+    for x in (update(Layout.flat(70_000)).vector, np.float32([3e38, -3e38, 1.0]), np.float32([1e-30, 2e-30])):
+        assert _deviation(x) == pytest.approx(x.astype(np.float64).std(), rel=1e-13)
 
 
 def test_layers_have_scales_of_their_own() -> None:

@@ -59,8 +59,9 @@ class AddsInPlace(ErrorFeedback):
     """Adds to the memory before it knows whether the update can be sent."""
 
     def encode(self, update: Update, state: dict, key: Key) -> tuple[bytes, dict]:
+        before = state["memory"].copy()
         state["memory"] += update.vector
-        return super().encode(Update(np.zeros_like(update.vector), update.layout), state, key)
+        return super().encode(update, state | {"memory": before}, key)
 
 
 class ScaleComClearsSent(ScaleCom):
@@ -161,6 +162,13 @@ class SeedsByName(RandomK):
 
     def _seed(self, stretch: Stretch, key: Key) -> int:
         return sum(stretch.name.encode()) + key.round
+
+
+class SharesInNameOnly(RandomK):
+    """Random-k that calls its support shared and draws it from the client's own key."""
+
+    def _seed(self, stretch: Stretch, key: Key) -> int:
+        return key.u64()
 
 
 class ReseedsAll(RandomK):

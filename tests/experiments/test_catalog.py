@@ -68,6 +68,12 @@ def test_values_take_the_type_of_the_default(option: Option, text: str, value: o
     assert type(parsed) is type(option.default)
 
 
+def test_a_setting_that_changes_no_figure_is_not_listed_as_changed() -> None:
+    options = {"workers": Option(1, "", neutral=True), "lr": Option(0.1, "")}
+    experiment = Experiment(**{**vars(TINY), "options": options})
+    assert experiment.changed(experiment.configure(assignments=["workers=4", "lr=0.2"])) == ["lr=0.2"]
+
+
 def test_an_options_own_check_becomes_one_line() -> None:
     def check(value: str) -> None:
         raise ValueError("no\nsuch thing")

@@ -159,6 +159,13 @@ def test_long_tables_are_folded_and_many_rows_are_not_plotted() -> None:
     assert Page(render_html(plain, {row["label"]: series["dense"] for row in many["rows"]})).tags.count("figure") == 2
 
 
+def test_the_caption_says_how_long_the_rows_were() -> None:
+    summary, series = make()
+    assert "Totals over 5 rounds and 4 clients." in Page(render_html(summary, series)).text
+    summary["rows"][1] |= {"rounds": 2, "clients": 8}
+    assert "Totals over 2 to 5 rounds and 4 to 8 clients." in Page(render_html(summary, series)).text
+
+
 def test_a_page_without_rows_has_no_empty_table() -> None:
     summary, _ = make(findings=found())
     page = Page(render_html(summary | {"rows": []}, {}))

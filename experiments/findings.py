@@ -1,0 +1,329 @@
+"""What a measurement found beside the runs of systems: tables, curves, heat maps, and the figures behind the claims.
+
+An experiment's ``measure`` returns :class:`Findings`. They are plain data: they go into ``summary.json`` and come back
+from there unchanged; :mod:`experiments.page` and :mod:`experiments.console` show them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Cell = str | int | float | None
+"""One cell of a table; None was not measured."""
+
+LONG = 24
+"""Tables with more rows are folded away in the report and left out on the terminal."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: its name and its points. Points that are not finite are left out."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"series {self.name!r} has {len(self.x)} x and {len(self.y)} y values")
+        object.__setattr__(self, "x", tuple(map(_number, self.x)))
+        object.__setattr__(self, "y", tuple(map(_number, self.y)))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under named columns. A column of numbers is set to the right; NaN and infinity become None.
+
+    Parameters
+    ----------
+    title : str
+    columns : sequence of str
+    rows : sequence of sequences of str, int, float or None
+        Each as long as ``columns``; the first cell names the row.
+    caption : str
+        What a reader must know to read it: units, what was averaged over what.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table {self.title!r}: {len(self.columns)} columns, but a row {row!r}")
+        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "rows", tuple(tuple(map(_cell, row)) for row in self.rows))
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Which columns hold nothing but numbers and gaps."""
+        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
+        return tuple(not any(isinstance(cell, str) for cell in column) for column in columns)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A plot of lines.
+
+    Parameters
+    ----------
+    title, x_label, y_label : str
+    series : sequence of Series
+        Colours and dashes go by their order; the first is drawn broad, as what the others are compared with.
+    log_x, log_y : bool
+        Logarithmic axes; what has no logarithm is left out.
+    x_bytes : bool
+        Whether x counts bytes and is to be written so.
+    caption : str
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    log_x: bool = False
+    log_y: bool = False
+    x_bytes: bool = False
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "series", tuple(self.series))
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Numbers by row and column, coloured by size: the larger, the deeper.
+
+    Parameters
+    ----------
+    title : str
+    x_labels, y_labels : sequence of str
+        Of the columns and of the rows.
+    values : sequence of sequences of float or None
+        One row per entry of ``y_labels``; None, NaN and infinity are shown as gaps.
+    value_label : str
+        What the numbers are, with their unit.
+    log : bool
+        Whether the colours follow the logarithm of the values.
+    caption : str
+    """
+
+    title: str
+    x_labels: Sequence[str]
+    y_labels: Sequence[str]
+    values: Sequence[Sequence[float | None]]
+    value_label: str
+    log: bool = False
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.y_labels) or any(len(row) != len(self.x_labels) for row in self.values):
+            raise ValueError(
+                f"heat map {self.title!r}: expected {len(self.y_labels)} rows of {len(self.x_labels)} values"
+            )
+        object.__setattr__(self, "x_labels", tuple(self.x_labels))
+        object.__setattr__(self, "y_labels", tuple(self.y_labels))
+        object.__setattr__(self, "values", tuple(tuple(map(_cell, row)) for row in self.values))
+
+    def depth(self, value: float | None) -> float:
+        """Return where ``value`` lies between the smallest (0) and the largest (1) value, on the colours' scale."""
+        known = [self._scaled(v) for row in self.values for v in row]
+        finite = [v for v in known if math.isfinite(v)]
+        place = self._scaled(value)
+        if not finite or not math.isfinite(place) or max(finite) == min(finite):
+            return 0.0
+        return (place - min(finite)) / (max(finite) - min(finite))
+
+    def as_table(self) -> Table:
+        """Return the same figures as a table, for where colours cannot be shown."""
+        rows = [[label, *row] for label, row in zip(self.y_labels, self.values, strict=True)]
+        return Table(self.title, (self.value_label, *self.x_labels), rows, self.caption)
+
+    def _scaled(self, value: float | None) -> float:
+        if value is None:
+            return math.nan
+        if not self.log:
+            return float(value)
+        return math.log(value) if value > 0 else math.nan
+
+
+Figure = Curves | HeatMap
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What ``measure`` returns.
+
+    Parameters
+    ----------
+    tables : sequence of Table
+    figures : sequence of Curves or HeatMap
+    values : mapping of str to float
+        What the claims read, by name; NaN for what could not be measured, which no claim accepts.
+    tasks : sequence of mappings
+        :meth:`fedcomp.tasks.base.Task.record` of every task used, so that the report says which data it rests on.
+    """
+
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+    tasks: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", tuple(self.tables))
+        object.__setattr__(self, "figures", tuple(self.figures))
+        object.__setattr__(self, "values", {str(key): float(value) for key, value in self.values.items()})
+        object.__setattr__(self, "tasks", tuple(dict(task) for task in self.tasks))
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.figures or self.values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able dictionary; NaN and infinity, which JSON lacks, become None."""
+        return {
+            "tables": [dict(vars(table)) for table in self.tables],
+            "figures": [
+                {"kind": type(figure).__name__.lower(), **vars(figure)}
+                | ({"series": [_series_json(s) for s in figure.series]} if isinstance(figure, Curves) else {})
+                for figure in self.figures
+            ],
+            "values": {key: _cell(value) for key, value in self.values.items()},
+            "tasks": list(self.tasks),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Findings:
+        """Read :meth:`to_json`'s dictionary."""
+        return cls(
+            tables=[Table(**table) for table in document["tables"]],
+            figures=[_figure(figure) for figure in document["figures"]],
+            values={key: math.nan if value is None else value for key, value in document["values"].items()},
+            tasks=document["tasks"],
+        )
+
+
+class Say:
+    """What a measurement is given: it tells how far it is, and it keeps what is finished.
+
+    Parameters
+    ----------
+    tell : callable, optional
+        Receives one line of text.
+    kept : mapping, optional
+        Cells that were finished before an interruption, by name.
+    keep : callable, optional
+        Receives name and content of each newly finished cell, to store them.
+
+    Examples
+    --------
+    >>> say = Say()
+    >>> say("1 of 2: top-k")
+    >>> say.cell("top-k/seed 0", lambda: {"loss": 0.25})
+    {'loss': 0.25}
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[str], object] | None = None,
+        kept: Mapping[str, Any] | None = None,
+        keep: Callable[[str, Any], object] | None = None,
+    ) -> None:
+        self._tell = tell
+        self._kept = dict(kept or {})
+        self._keep = keep
+
+    def __call__(self, text: str) -> None:
+        """Show one line of progress."""
+        if self._tell is not None:
+            self._tell(text)
+
+    def has(self, name: str) -> bool:
+        """Whether the cell ``name`` is finished."""
+        return name in self._kept
+
+    def cell(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, or what it returned before the run was interrupted.
+
+        Parameters
+        ----------
+        name : str
+            Names the cell within this run, whose configuration never changes: system, data, seed.
+        make : callable
+            Returns JSON-able data. What comes back is what JSON keeps of it, so that a resumed run computes with the
+            same values: tuples are lists, keys are text, NaN and infinity are None.
+        """
+        if name not in self._kept:
+            made = json.loads(json.dumps(finite(make()), allow_nan=False))
+            if self._keep is not None:
+                self._keep(name, made)
+            self._kept[name] = made
+        return self._kept[name]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of finite numbers, NaN of none or when one is not finite."""
+    found = list(values)
+    return math.fsum(found) / len(found) if found and all(map(math.isfinite, found)) else math.nan
+
+
+def spread(values: Iterable[float]) -> float:
+    """Return half the distance between the largest and the smallest of a few repetitions, NaN of none."""
+    found = list(values)
+    return (max(found) - min(found)) / 2 if found and all(map(math.isfinite, found)) else math.nan
+
+
+def different_bytes(first: Mapping[str, NDArray[Any]], second: Mapping[str, NDArray[Any]]) -> int:
+    """Return how many bytes of two models differ; every byte counts when names, their order, shapes or types do."""
+    pairs = list(zip(first.values(), second.values(), strict=False))
+    if list(first) != list(second) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
+        return sum(array.nbytes for array in first.values())
+    return sum(int(np.count_nonzero(_bytes(a) != _bytes(b))) for a, b in pairs)
+
+
+def _bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.frombuffer(array.tobytes(), np.uint8)
+
+
+def finite(value: Any) -> Any:
+    """Return ``value`` with every NaN or infinity replaced by ``None`` and numpy scalars by Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cell(value: Any) -> Any:
+    """Return one cell as plain Python data."""
+    plain = finite(value)
+    if isinstance(plain, bool):
+        return "yes" if plain else "no"
+    if plain is not None and not isinstance(plain, str | int | float):
+        raise TypeError(f"a cell holds text, a number or None, not a {type(value).__name__}")
+    return plain
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _series_json(series: Series) -> dict[str, Any]:
+    return {"name": series.name, "x": [_cell(x) for x in series.x], "y": [_cell(y) for y in series.y]}
+
+
+def _figure(document: Mapping[str, Any]) -> Figure:
+    content = dict(document)
+    if content.pop("kind") == "heatmap":
+        return HeatMap(**content)
+    return Curves(**{**content, "series": [Series(**series) for series in content["series"]]})

@@ -1,0 +1,166 @@
+"""Many simulated trainings, one after another or on several cores, with every finished one kept.
+
+A :class:`Cell` is one training of :mod:`experiments.central` as plain data, so that it can be given to another process.
+What it comes to depends on the cell alone: the number of workers changes the time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any
+
+from experiments.findings import Say
+from experiments.report import duration
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training.
+
+    Attributes
+    ----------
+    name : str
+        Unique within the run.
+    codec : mapping
+        The codec's configuration, as :func:`fedcomp.codecs.get_codec` takes it.
+    task, options : str, mapping
+        The task and its options.
+    clients, rounds, seed, training, every :
+        See :class:`experiments.central.Plan`.
+    oracle : bool
+        For ScaleCom: select from the mean of all clients.
+    """
+
+    name: str
+    codec: Mapping[str, Any]
+    task: str
+    options: Mapping[str, Any]
+    clients: int
+    rounds: int
+    seed: int
+    training: Mapping[str, Any] = field(default_factory=dict)
+    every: int = 0
+    oracle: bool = False
+
+    def run(self) -> Measured:
+        """Train."""
+        from experiments.central import Led, Plan, Scheme, scheme_of, simulate  # brings torch
+        from fedcomp.codecs import get_codec
+        from fedcomp.codecs.scalecom import ScaleCom
+        from fedcomp.tasks import get_task
+
+        codec = get_codec(dict(self.codec))
+        scheme: Scheme = scheme_of(codec)
+        if self.oracle and isinstance(codec, ScaleCom):
+            scheme = Led(codec, oracle=True)
+        task = get_task(self.task, **self.options)
+        plan = Plan(task, self.clients, self.rounds, self.seed, dict(self.training), self.every)
+        out = simulate(plan, scheme)
+        final = out.final
+        return Measured(
+            loss=final.loss,
+            accuracy=final.accuracy,
+            uplink=final.uplink,
+            downlink=final.downlink,
+            kept=out.kept,
+            union=out.union,
+            build_up=max((e.union / max(1, *e.kept) for e in out.exchanges), default=math.nan),
+            overlap=out.overlap,
+            diverged=out.diverged,
+            points=[(float(p.round), p.loss, float(p.uplink)) for p in out.points],
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a cell came to; NaN for what was not measured.
+
+    Attributes
+    ----------
+    loss, accuracy : float
+        Of the final global model, on all training examples and on the test split. Infinite loss: it diverged.
+    uplink, downlink : int
+        Bytes of all frames of the run, see :class:`experiments.central.Exchange`.
+    kept, union, overlap : float
+        Means over rounds (and clients): compressible values a client sent, coordinates at which the mean is not zero,
+        1 - q/k of the shared support.
+    build_up : float
+        The largest, over rounds, of the coordinates at which the mean is not zero, over the most values one client
+        sent. On a shared support it is at most 1.
+    diverged : int or None
+        The round in which the updates were no longer finite.
+    points : list
+        Round, loss and uplink bytes so far, of every evaluation.
+    """
+
+    loss: float
+    accuracy: float
+    uplink: int
+    downlink: int
+    kept: float
+    union: float
+    build_up: float
+    overlap: float
+    diverged: int | None
+    points: Sequence[tuple[float, float, float]]
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Measured:
+        """Read what a kept cell holds."""
+        values = {f.name: document[f.name] for f in fields(cls)}
+        missing = dict.fromkeys(("accuracy", "kept", "union", "build_up", "overlap"), math.nan)
+        values |= {name: value for name, value in missing.items() if values[name] is None}
+        values["loss"] = math.inf if values["loss"] is None else values["loss"]
+        values["points"] = [(x, math.inf if loss is None else loss, sent) for x, loss, sent in values["points"]]
+        return cls(**values)
+
+
+def run_cells(cells: Sequence[Cell], say: Say, workers: int = 1) -> dict[str, Measured]:
+    """Return what every cell came to, by name; finished cells are kept as they come.
+
+    Parameters
+    ----------
+    workers : int
+        Processes to use. 1 trains in this one.
+    """
+    waiting = [cell for cell in cells if not say.has(cell.name)]
+    if len(waiting) < len(cells):
+        say(f"{len(cells) - len(waiting)} of {len(cells)} trainings kept from before")
+    began = time.perf_counter()
+    for done, (cell, measured) in enumerate(_run_all(waiting, workers), 1):
+        content = say.cell(cell.name, partial(asdict, measured))
+        left = (time.perf_counter() - began) / done * (len(waiting) - done)
+        loss = "diverged" if content["loss"] is None else f"loss {content['loss']:.4f}"
+        say(f"{done + len(cells) - len(waiting)}/{len(cells)} {cell.name}: {loss}, {duration(left)} left")
+    return {cell.name: Measured.from_json(say.cell(cell.name, dict)) for cell in cells}
+
+
+def _run_all(cells: Sequence[Cell], workers: int) -> Iterable[tuple[Cell, Measured]]:
+    if workers <= 1 or len(cells) <= 1:
+        return ((cell, cell.run()) for cell in cells)
+    return _in_processes(cells, min(workers, len(cells)))
+
+
+def _in_processes(cells: Sequence[Cell], workers: int) -> Iterator[tuple[Cell, Measured]]:
+    # Spawned, not forked: a copy of a process that has threads of torch and Flower is not one that can be relied on.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_ignore_interrupt)
+    with contextlib.ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        yield from zip(cells, pool.map(_run, cells), strict=True)
+
+
+def _run(cell: Cell) -> Measured:
+    return cell.run()
+
+
+def _ignore_interrupt() -> None:
+    # Ctrl-C reaches all processes of a terminal; this one's parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,157 @@
+"""The experiment on AdaComp: bytes are counted per layer in real frames, and what is looked into is what was sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+
+from experiments import engines
+from experiments.catalog import adacomp
+from experiments.central import Separate
+from experiments.experiment import Config
+from experiments.findings import Curves, Findings, Say
+from experiments.spec import RoundRecord, RunResult
+from fedcomp.codecs import AdaComp
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
+
+SMALL = ("task.train_examples=40", "batch_size=8")
+CNN = {
+    "conv1.weight": (16, 1, 5, 5),
+    "conv2.weight": (32, 16, 5, 5),
+    "hidden.weight": (64, 1568),
+    "output.weight": (10, 64),
+}
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, dict[str, RunResult], Findings]:
+    """Every row for three rounds of two clients, on the images that need no file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FEDCOMP_DATA", raising=False)
+        config = adacomp.EXPERIMENT.configure(rounds=3, clients=2, assignments=SMALL)
+        results = {spec.label: engines.run(spec) for spec in adacomp.EXPERIMENT.specs(config)}
+        return config, results, adacomp.measure(config, results, Say())
+
+
+def made(sizes: dict[str, int], replies: int, rounds: int = 20, **last: int) -> RunResult:
+    """A result whose rounds report ``sizes``, the last tenth of them ``last``."""
+    config = adacomp.EXPERIMENT.configure(rounds=0)
+    result = FakeEngine()(adacomp.rows(config)[1], on_round=None, checkpoint=None)
+    late = sizes | {f"{name}.weight": size for name, size in last.items()}
+    result.rounds = [
+        RoundRecord(r, 0.5, 1.0, replies=replies, metrics={"report.tensor_bytes": late if r > rounds - 2 else sizes})
+        for r in range(1, rounds + 1)
+    ]
+    result.arrays = {name: np.zeros(shape, np.float32) for name, shape in CNN.items()}
+    return result
+
+
+def test_small_tensors_are_no_compressed_layers() -> None:
+    layers = adacomp.compressed_layers(made({}, 1))
+    assert [(layer.name, adacomp.kind(layer)) for layer in layers] == [
+        ("conv2.weight", adacomp.CONV),
+        ("hidden.weight", adacomp.FULL),
+    ]
+
+
+def test_a_ratio_is_four_bytes_per_element_and_reply_over_bytes() -> None:
+    result = made({"conv2.weight": 4 * 1280}, 4, conv2=4 * 640)
+    conv, full = adacomp.compressed_layers(result)
+    whole, first, last = adacomp.ratios(result, conv)
+    assert first == 4 * 12_800 / 1280 == 40.0
+    assert last == 2 * first
+    assert whole == pytest.approx(4 * 12_800 / (0.9 * 1280 + 0.1 * 640))  # of the bytes, not the mean of ratios
+    assert math.isnan(adacomp.ratios(result, full)[0])
+
+
+def test_bytes_of_the_layers_are_bytes_of_the_frames(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
+    _, results, _ = run
+    for label in adacomp.SPARSE:
+        for record in results[label].rounds[1:]:
+            tensors = record.metrics["report.tensor_bytes"]
+            assert set(tensors) == {"conv2.weight", "hidden.weight", "the dense rest"}
+            # A header of 16 bytes, an end mark with padding and 4 bytes of checksum belong to no tensor.
+            assert 20 <= (record.uplink_payload_bytes - sum(tensors.values())) / record.replies <= 32
+
+
+def test_the_run_without_messages_is_the_row(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
+    _, results, findings = run
+    assert findings.values["differs"] == 0.0
+    other = dataclasses.replace(results[adacomp.HARD], spec=results[adacomp.ADACOMP].spec)
+    assert adacomp.watch(other)["differs"] > 0
+
+
+def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
+    config, results, findings = run
+    losses, layers = findings.tables
+    assert [row[0] for row in losses.rows] == [adacomp.DENSE, *adacomp.SPARSE]
+    assert losses.rows[0][2] == losses.rows[0][4] == 1.0
+    assert [(row[0], row[1]) for row in layers.rows] == [
+        (layer, label) for layer in ("conv2.weight", "hidden.weight") for label in adacomp.SPARSE
+    ]
+    assert "1162 elements travel dense" in layers.caption
+    assert "conv1.weight" in layers.caption
+    assert all(isinstance(f, Curves) and all(s.y for s in f.series) for f in findings.figures)
+    claims = adacomp.claims(config, results, findings)
+    assert not any(math.isnan(claim.value) for claim in claims)
+    assert all(claim.ok for claim in claims if claim.source.startswith(("theory", "derived")))
+    used = {key for spec in adacomp.rows(config) for key in spec.settings}
+    assert set(adacomp.OPTIONS) <= used
+    assert findings.tasks[0]["options"]["train_examples"] == 40
+
+
+def test_the_look_ahead_of_a_watched_round_is_counted() -> None:
+    """What the update lifts over the largest of its bin is sent, twenty of each; with factor 1 only the largest is."""
+    layout = Layout.of({"w": np.zeros((4, 1000), np.float32)})
+    total = np.full(4000, 1e-3, np.float32)
+    total[::500] = 1.0
+    gradient = np.zeros(4000, np.float32)
+    gradient[np.arange(4000) % 500 < 20] = 2.0
+    state = {"memory": total - gradient}
+    for factor, expected in ((2.0, 20.0), (1.0, 1.0)):
+        codec = AdaComp(factor=factor)
+        watched = adacomp.Watched(Separate(codec), codec)
+        done = watched.round([Update(gradient, layout)], [1.0], [state], Key(0, "uplink", 1), look=False)
+        assert watched.per_bin == {"w": [expected]}
+        assert done.kept == [8 * expected]
+        assert watched.cosine["w"][0] == pytest.approx(adacomp.cosine(total - gradient, gradient))
+
+
+def test_cosine() -> None:
+    a = np.array([3.0, 4.0], np.float32)
+    assert adacomp.cosine(a, 2 * a) == pytest.approx(1.0)
+    assert adacomp.cosine(a, -a) == pytest.approx(-1.0)
+    assert adacomp.cosine(a, np.array([-4.0, 3.0], np.float32)) == pytest.approx(0.0)
+    assert adacomp.cosine(a, np.zeros(2, np.float32)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        ({f"loss/{adacomp.ADACOMP}": 1.11}, "train loss"),
+        ({f"ratio/{adacomp.ADACOMP}/conv2.weight": 39.0}, "convolutional layers, bins of 50"),
+        ({f"ratio/{adacomp.ADACOMP}/hidden.weight": 149.0}, "fully connected layers, bins of 500"),
+        ({"last per bin/hidden.weight": 12.0}, "elements sent per bin"),
+        ({f"first/{adacomp.HARD}/hidden.weight": 1000.0}, "factor 1"),
+        ({"differs": 1.0}, "differ"),
+    ],
+)
+def test_each_claim_can_fail(change: dict[str, Any], broken: str) -> None:
+    values = {f"loss/{adacomp.DENSE}": 1.0, f"loss/{adacomp.ADACOMP}": 1.09, "differs": 0.0}
+    values |= {f"ratio/{adacomp.ADACOMP}/conv2.weight": 41.0, f"ratio/{adacomp.ADACOMP}/hidden.weight": 151.0}
+    values |= {"first per bin/hidden.weight": 12.0, "last per bin/hidden.weight": 4.0}
+    values |= {f"first/{adacomp.HARD}/hidden.weight": 1300.0, f"last/{adacomp.HARD}/hidden.weight": 1310.0}
+    config, results = adacomp.EXPERIMENT.configure(), {adacomp.DENSE: made({}, 1)}
+    assert all(claim.ok for claim in adacomp.claims(config, results, Findings(values=values)))
+    failed = [claim for claim in adacomp.claims(config, results, Findings(values=values | change)) if not claim.ok]
+    assert len(failed) == 1
+    assert broken in failed[0].name
+    assert failed[0].gate

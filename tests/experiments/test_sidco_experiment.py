@@ -1,0 +1,187 @@
+"""The experiment on SIDCo: estimates are judged by what they select, on data and memories of the kind they are said."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import engines, estimates
+from experiments.catalog import sidco
+from experiments.experiment import Config
+from experiments.findings import Curves, Findings, HeatMap, Say
+from experiments.spec import RunResult
+from fedcomp.codecs.sidco import estimate_threshold
+from fedcomp.rng import Key
+
+pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
+
+KEY, SCALES = Key(3, "draws"), Key(3, "scales")
+SMALL = (
+    "task.hidden=20",
+    "mlp_steps=3",
+    "cnn_steps=2",
+    "cnn_examples=8",
+    "size=10000",
+    "timing_size=10000",
+    "draws=2",
+    "repetitions=1",
+)
+
+
+class Read(Mapping[str, Any]):
+    """Settings that note which of them were asked for."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self.settings[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    def items(self) -> Any:
+        return self.settings.items()  # a row that takes settings by prefix sees all of them; that is no reading
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
+    """Every row for two rounds and every measurement, very small, on data that need no file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FEDCOMP_DATA", raising=False)
+        config = sidco.EXPERIMENT.configure(rounds=2, clients=2, assignments=SMALL)
+        settings = Read(config.settings)
+        config = dataclasses.replace(config, settings=settings)
+        results = {spec.label: engines.run(spec) for spec in sidco.rows(config)}
+        return config, results, sidco.measure(config, results, Say()), settings
+
+
+def test_selected_over_wanted_is_counted_and_not_estimated() -> None:
+    values = estimates.synthetic("t(4)", 20_000, KEY, SCALES)
+    for family, stages in estimates.FITS:
+        threshold = estimate_threshold(values, 0.01, family, stages).threshold
+        expected = np.count_nonzero(np.abs(values) > np.float32(threshold)) / 200
+        assert estimates.achieved(values, 0.01, family, stages) == expected
+    assert set(estimates.judge(values, 0.01)) == {estimates.fit_name(*fit) for fit in estimates.FITS}
+
+
+def test_a_family_that_fits_selects_what_is_wanted_and_another_does_not() -> None:
+    laplace = estimates.judge(estimates.synthetic("Laplace", 200_000, KEY, SCALES), 0.01)
+    assert all(0.93 <= laplace[f"E, M = {stages}"] <= 1.07 for stages in (1, 2, 3, 4))
+    heavy = estimates.judge(estimates.synthetic("t(2.5)", 200_000, KEY, SCALES), 0.001)
+    assert heavy["E, M = 1"] > 5.0
+    assert 0.6 <= heavy["P, M = 2"] <= 1.5
+
+
+def test_draws_differ_and_the_scales_of_layers_stay() -> None:
+    def layered(key: Key, scales: Key = SCALES) -> np.ndarray:
+        return estimates.synthetic("60 layers x t(4)", 60_000, key, scales).reshape(60, 1000)
+
+    first, again, other = layered(KEY), layered(KEY), layered(KEY.at(round=1))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    widths = [np.median(np.abs(x), axis=1) for x in (first, other, layered(KEY, Key(4, "scales")))]
+    assert np.log(widths[0]).std() == pytest.approx(2.0, abs=0.6)
+    assert np.abs(np.log(widths[0] / widths[1])).max() < 0.3
+    assert np.abs(np.log(widths[0] / widths[2])).max() > 2.0
+
+
+def test_a_captured_memory_is_that_of_exact_selection_and_spoils_one_stage() -> None:
+    source = estimates.Source("MLP", "digits", {"hidden": "64"}, 30, 16, 0.2)
+    assert source.marks == (1, 3, 30)
+    rows = estimates.on_gradients(source, 0.01, "global", 0)
+    assert [(r["part"], r["what"], r["step"]) for r in rows] == [
+        ("all layers", what, step) for step in (1, 3, 30) for what in ("alone", "with memory")
+    ]
+    # There is no memory yet in the first step.
+    assert rows[0]["fits"] == rows[1]["fits"]
+    # Later all that is larger than the threshold has been sent, so that the tail the fit expects is not there.
+    alone, remembered = rows[-2]["fits"], rows[-1]["fits"]
+    assert alone["E, M = 1"] > 1.0
+    assert remembered["E, M = 1"] < 0.5
+    assert 0.5 <= remembered["P, M = 4"] <= 2.0
+    by_layer = estimates.on_gradients(dataclasses.replace(source, steps=1), 0.01, "layer", 0)
+    assert [r["part"] for r in by_layer[::2]] == ["layers.0.weight"]  # the output layer has less than 1024 weights
+
+
+def test_the_search_changes_stages_only_where_it_is_allowed_to() -> None:
+    found = estimates.search("t(4)", 10_000, KEY)
+    assert set(found) == set(estimates.SEARCHES)
+    assert all(len(s["stages"]) == len(s["achieved"]) == estimates.PERIODS for s in found.values())
+    assert set(found["fixed, E at 1"]["stages"]) == {1}
+    assert set(found["fixed, P at 4"]["stages"]) == {4}
+    # Fewer stages after too many selected: the fewest is one.
+    assert set(found["published, E from 1"]["stages"]) == {1}
+    assert found["published, E from 1"]["achieved"] == found["fixed, E at 1"]["achieved"]
+    assert max(found["reversing, E from 1"]["stages"]) >= 3
+
+
+def test_with_memory_one_stage_selects_ever_less_and_the_search_helps() -> None:
+    found = estimates.search(f"t(4){estimates.REMEMBERED}", 10_000, KEY)
+    assert found["fixed, E at 1"]["achieved"][-1] < 0.3
+    assert found["published, E from 1"]["stages"][-1] > 1
+    assert found["published, E from 1"]["achieved"][-1] > 0.4
+
+
+def test_exact_selection_and_estimates_are_timed_at_every_density() -> None:
+    times = estimates.timing(10_000, 1, KEY)
+    assert {name.rpartition("/")[2] for name in times} == {f"{d:g}" for d in estimates.DENSITIES}
+    assert {"exact", "torch.topk", "P, M = 2"} <= {name.rpartition("/")[0] for name in times}
+    assert all(value >= 0.0 for value in times.values())
+
+
+def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    config, results, findings, settings = run
+    used = settings.read | {key for spec in sidco.rows(config) for key in spec.settings}
+    assert set(sidco.OPTIONS) <= used
+    titles = [table.title for table in findings.tables]
+    assert len(titles) == len(set(titles)) == 6
+    training, known, summary, full, searches, times = findings.tables
+    assert [row[0] for row in training.rows] == list(results)
+    assert training.rows[1][4] == 1.0
+    assert len(known.rows) == len(estimates.FITS) + 3
+    assert len(summary.rows) == len(estimates.FITS)
+    # MLP: the whole, three layers; CNN: the whole, two layers; alone and with memory, the marked steps, the densities.
+    assert len(full.rows) == 2 * 3 * (4 * 2 + 3 * 2)
+    assert len(searches.rows) == len(estimates.CHANGING) * len(estimates.SEARCHES)
+    assert times.rows[0][0] == "exact"
+    assert times.rows[0][2] == 1.0
+    (heat,) = (figure for figure in findings.figures if isinstance(figure, HeatMap))
+    assert len(heat.values) == 3 * (4 + 3)
+    assert sum(isinstance(figure, Curves) for figure in findings.figures) == len(estimates.CHANGING) + 1
+    assert [task["task"] for task in findings.tasks] == ["digits", "mnist"]
+    assert Findings.from_json(findings.to_json()).values.keys() == findings.values.keys()
+
+
+def test_every_claim_has_a_value_and_a_source(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    claims = sidco.claims(*run[:3])
+    assert len({claim.name for claim in claims}) == len(claims)
+    # Processor time has a grain; a selection of ten thousand elements may take none of it.
+    assert not any(math.isnan(claim.value) for claim in claims if "processor time" not in claim.name)
+    assert all(claim.source for claim in claims)
+
+
+def test_each_claim_can_fail(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    config, results, findings, _ = run
+    for broken, direction in (("<=", 1e9), (">=", -1e9)):
+        values = dict.fromkeys(findings.values, direction if broken == "<=" else 1 / direction)
+        # Ratios of two values: the numerator decides.
+        values |= {f"loss/{sidco.DENSE}": 1.0} | {k: 1.0 for k in values if k.startswith("time/P")}
+        claims = sidco.claims(config, results, Findings(values=values))
+        wrong = [claim for claim in claims if claim.op == broken]
+        assert wrong
+        assert not any(claim.ok for claim in wrong)
+
+
+def test_a_share_counts_what_lies_within_a_factor_of_two() -> None:
+    assert sidco.within([0.5, 1.0, 2.0, 0.49, 2.01, 0.0]) == 0.5
