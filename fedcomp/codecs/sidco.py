@@ -190,8 +190,8 @@ class SIDCo(AdaptiveCodec, ListedCodec):
 
     What is sent is the exact top-k̂ for the k̂ the estimate turns out to give. A safety net of our own bounds it
     (derived): of k̂ > 2 k the exact top k travel, and of k̂ = 0 the single largest, so that a frame holds at least one
-    and at most 2 k coordinates of a vector that is not zero. A zero vector is an empty frame. :meth:`events` tells how
-    often that happened.
+    (where fp16 or bf16 do not round it to zero) and at most 2 k coordinates of a vector that is not zero. A zero vector
+    is an empty frame. :meth:`events` tells how often that happened.
 
     Parameters
     ----------

@@ -21,8 +21,8 @@ class Threshold(ListedCodec):
     """Send every coordinate x with ``|x| > level``.
 
     How many travel depends on the data; there may be none, and the frame is then empty. The bound on the error is
-    absolute, ``level² n`` per stretch of n coordinates, up to the rounding of fp16 and bf16: no contraction. What is
-    sent is the exact top-k for the k it turns out to be.
+    absolute, ``level² n`` per stretch of n coordinates, besides what fp16 and bf16 lose: no contraction. What is sent
+    is the exact top-k for the k it turns out to be.
 
     Parameters
     ----------

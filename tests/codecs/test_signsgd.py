@@ -103,6 +103,14 @@ def test_rounding_decides_no_vote(clients: int) -> None:
     assert broken
 
 
+def test_sums_up_to_an_8192th_are_ties() -> None:
+    edge = np.float32(2.0**-13)
+    above = np.nextafter(edge, np.float32(1.0))
+    out = Update(np.array([edge, -edge, above, -above, 1.0, -1.0, 0.0, -0.0], np.float32), Layout.flat(8))
+    CODEC.conclude(out)
+    np.testing.assert_array_equal(out.vector, [0.0, 0.0, STEP, -STEP, STEP, -STEP, 0.0, 0.0])
+
+
 def test_a_vote_weighs_what_its_update_would() -> None:
     updates = np.array([[1.0, 5.0], [-2.0, -1.0], [-3.0, -1.0]])
     np.testing.assert_array_equal(_vote(updates), [-STEP, -STEP])

@@ -128,6 +128,10 @@ def test_a_plain_reply_is_a_vote_like_any_other(downlink) -> None:
     expected = run(everyone)
     found = run(some, mixed({1, 3}))
     assert [(r.plain, r.compressed) for r in some.reports.values()] == [(2, 3)] * 3
+    # The votes the server made of plain replies were never on the wire.
+    for r in (1, 2, 3):
+        full, part = (sum(s.reports[r].tensor_bytes.values()) for s in (everyone, some))
+        assert part == full * 3 / 5
     np.testing.assert_array_equal(found["weight"].numpy(), expected["weight"].numpy())
     # Added as an update, a plain reply would leave fractions of a step.
     assert set(np.unique(found["weight"].numpy() / 65536)) <= {-3, -2, -1, 0, 1, 2, 3}

@@ -60,6 +60,10 @@ def test_damaged_frames_are_refused() -> None:
             wire.tensor_bytes(bad)
     with pytest.raises(wire.Corrupt, match="account"):
         wire.tensor_bytes(seal(frame[:-8]))
+    head = int.from_bytes(frame[12:16], "little")
+    longer = frame[:12] + (head + 1).to_bytes(4, "little") + frame[16:head] + b"\0" + frame[head:-4]
+    with pytest.raises(wire.Corrupt, match="account"):
+        wire.tensor_bytes(seal(longer))
     many = bytearray(frame[:-4])
     many[8:12] = (1 << 31).to_bytes(4, "little")
     with pytest.raises(wire.WireError):

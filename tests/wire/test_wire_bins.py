@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedcomp import wire
 from fedcomp.errors import ConfigError
 from fedcomp.wire.bins import Bins
-from fedcomp.wire.bits import pack
+from fedcomp.wire.bits import pack, put_varint
 from fedcomp.wire.choose import encode_support, require_index
 from fedcomp.wire.index import Support
 from fedcomp.wire.rice import Rice
@@ -199,6 +199,16 @@ def test_fields_that_are_no_support_are_corrupt(what: str, fields: list[int], em
     assert Bins().bounds(params, 10, k) == (len(section), len(section))
     with pytest.raises(wire.Corrupt, match=words):
         Bins().decode(params, section, 10, k)
+
+
+def test_an_empty_bin_after_an_open_one_is_corrupt_between_stretches_too() -> None:
+    """Fields are read 16384 at a time; the last of one stretch leaves its bin open, the first of the next is empty."""
+    for extra in (0, 1):
+        bins = (1 << 14) + extra
+        fields = np.append(np.full(bins - 1, 4), [0, 3])
+        params = bytes((1, 4)) + put_varint(1)
+        with pytest.raises(wire.Corrupt, match="empty bin follows"):
+            Bins().decode(params, pack(fields, 3), 4 * bins, bins)
 
 
 def test_offsets_beyond_their_bin_are_corrupt() -> None:
