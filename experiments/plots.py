@@ -112,7 +112,7 @@ def _scale(axes: Axes, which: str, values: Sequence[float], *, log: bool, as_byt
     if log and values:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
         low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if math.log10(high / low) < 3 else (1.0,)))
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if math.log10(high / low) < 2.5 else (1.0,)))
         axis.set_minor_formatter(NullFormatter())
         axis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value) if as_bytes else number(value)))
     elif as_bytes:
