@@ -97,7 +97,7 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
     """Return ``value`` when it is one of ``known``."""
     known = tuple(known)
     if isinstance(value, str) and value in known:
-        return value
+        return known[known.index(value)]
     listed = ", ".join(map(repr, known))
     advice = similar(value, known) if isinstance(value, str) else ""
     raise ConfigError(f"{name}={shown(value)} is not valid: {name} must be one of {listed}{advice}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedcomp import wire
 from fedcomp.codecs import KeyRegion, TopK
-from fedcomp.codecs.keyregion import BLOCK, COUNTERS, _entropy
+from fedcomp.codecs.keyregion import BLOCK, COUNTERS, _entropy, _quantile
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
@@ -150,6 +150,18 @@ def test_scale_does_not_matter_even_when_it_changes() -> None:
         a, plain, _ = sent(KeyRegion(), x, plain)
         b, scaled, _ = sent(KeyRegion(), x * np.float32(2.0 ** (-10 * (r % 3))), scaled)
         np.testing.assert_array_equal(a, b)
+
+
+def test_quantiles_of_a_histogram_by_hand() -> None:
+    """Bin i begins at i/4 - 7. In the last occupied bin the number above falls linearly, before it exponentially."""
+    alone, pair = np.zeros(COUNTERS), np.zeros(COUNTERS)
+    alone[40] = 8.0
+    pair[40], pair[41] = 75.0, 25.0
+    for histogram, fraction, place in ((alone, 1.0, 0.0), (alone, 0.25, 0.75), (pair, 0.5, 0.5), (pair, 0.25, 1.0)):
+        assert _quantile(histogram, fraction) == pytest.approx(3.0 + place / 4, abs=1e-12)
+    assert _quantile(pair, 0.05) == pytest.approx(3.25 + 0.8 / 4, abs=1e-12)
+    lowest = np.eye(1, COUNTERS)[0]
+    assert _quantile(lowest, 0.5) == -6.75, "its upper edge: what lies below is not resolved"
 
 
 def test_counters_that_fade_away_do_no_harm() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
-from fedcomp.kernels import adaptive_step, select_adaptive, select_bins
+from fedcomp.kernels import adaptive_step, select_adaptive, select_bins, tiers
 
 TIERS = ("numba", "numpy", "auto")
 SIZES = (1, 2, 63, 64, 65, 1000, 100_003)
@@ -176,6 +176,16 @@ def _calls(bad: np.ndarray, good: np.ndarray, length: int, tier: str) -> list[Ca
         lambda: adaptive_step(bad, good, length, tier=tier),
         lambda: adaptive_step(good, bad, length, tier=tier),
     ]
+
+
+@pytest.mark.parametrize("length", [1, 30, 50, 500])
+def test_tiers_add_the_peaks_in_the_same_order(length: int) -> None:
+    """Seen before the rounding to float32, on magnitudes so far apart that the order shows."""
+    total = (10.0 ** np.random.default_rng(0).uniform(-12, 0, 100_003)).astype(np.float32)
+    sums = [tiers.ops(t, total.size).select_adaptive(total, total, np.float32(1), length)[1] for t in TIERS[:2]]
+    peaks = np.maximum.reduceat(total, np.arange(0, total.size, length)).astype(np.float64)
+    assert sums == [sum(peaks.tolist())] * 2
+    assert length > 1 or sums[0] != peaks.sum()
 
 
 @pytest.mark.parametrize("tier", ["numba", "numpy"])
