@@ -63,7 +63,7 @@ class TernGrad(PositionalCodec):
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of trits and their scale."""
-        scale = np.maximum(values.max(), -values.min())
+        scale = np.abs(np.maximum(values.max(), -values.min()))
         if self.clip and (deviation := _deviation(values)):
             scale = np.float32(min(float(scale), self.clip * deviation))
         trits = np.zeros(values.size, np.int8)

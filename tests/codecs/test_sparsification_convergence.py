@@ -15,6 +15,7 @@ digits         here, a few rows; all rows, three seeds, clients sorted by label:
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -172,10 +173,11 @@ def test_7_3_the_error_of_top_k_with_memory_is_proportional_to_the_rate() -> Non
 
 
 def test_7_3_without_memory_the_error_does_not_fall_with_the_rate() -> None:
-    """A bias floor, .808 at both rates (.79 after two thirds of the steps)."""
+    """The same error at both rates all along, down to a bias floor: .808 in the end, .800 after 600 steps at .02."""
     plain = apart(TopK(0.1))
-    caught(check_proportional, plain, 8, match="0.7[89]. and 0.7[89].")
-    assert quadratics(plain, 0.02, 400) == pytest.approx(quadratics(plain, 0.005, 1600), rel=0.01)
+    caught(check_proportional, plain, 4, match="0.73. and 0.73.")
+    assert quadratics(plain, 0.02, 200) == pytest.approx(quadratics(plain, 0.005, 800), rel=0.001)
+    assert quadratics(plain, 0.02, 600) == pytest.approx(0.80, abs=0.01)
 
 
 def memory_of(scheme: Scheme, rounds: int = 1000) -> float:
@@ -309,9 +311,9 @@ TABLE = {
 FORGETFUL = led(ScaleCom(0.01, scope="global", memory=False))
 
 
-@pytest.mark.parametrize("name", ["local top-k", "CLT-k", "CLT-k, beta = .1"])
+@pytest.mark.parametrize("name", ["local top-k", "CLT-k"])
 def test_7_3_digits_with_memory_train_as_well_as_dense(name: str) -> None:
-    """One percent of the coordinates, identical clients, one seed: at most 1.15 times the dense loss, beta = .1 1.5."""
+    """One percent of the coordinates, identical clients, one seed: at most 1.15 times the dense loss."""
     check_digits(*TABLE[name])
 
 
@@ -320,6 +322,19 @@ def test_7_3_digits_without_memory_train_three_times_worse() -> None:
     caught(check_digits, FORGETFUL, 3.0, match="times the dense loss")
 
 
+# Five minutes of computing: with the deep profile. The experiment "sparsifiers" claims the same at another rate.
+deep = pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "deep", reason="set HYPOTHESIS_PROFILE=deep")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_label", [False, True], ids=["identical", "sorted"])
+@pytest.mark.parametrize("name", ["CLT-k, beta = .1", "SIDCo-E, 3 stages", "AdaComp, bins of 500"])
+def test_7_3_digits_rows(name: str, by_label: bool) -> None:
+    """Rows of other kinds, two seeds, identical clients and clients sorted by label."""
+    check_digits(*TABLE[name], by_label=by_label, seeds=(0, 1))
+
+
+@deep
 @pytest.mark.slow
 @pytest.mark.parametrize("by_label", [False, True], ids=["identical", "sorted"])
 @pytest.mark.parametrize("name", TABLE)
@@ -333,6 +348,7 @@ def test_7_3_digits_table(name: str, by_label: bool) -> None:
     check_digits(scheme, 1.4 if by_label and "chunks" in name else factor, by_label=by_label, seeds=(0, 1, 2))
 
 
+@deep
 @pytest.mark.slow
 @pytest.mark.parametrize("by_label", [False, True], ids=["identical", "sorted"])
 def test_7_3_digits_table_without_memory(by_label: bool) -> None:

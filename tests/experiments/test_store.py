@@ -12,6 +12,7 @@ import pytest
 from fake_engine import TINY, FakeEngine
 
 from experiments import store
+from experiments.experiment import Experiment, Option
 from experiments.spec import RoundRecord
 from experiments.store import RunFolder, finite, to_json_text, write_text
 from fedcomp.errors import ConfigError, StateError
@@ -103,6 +104,16 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
         write_text(path, "new and longer")
     assert path.read_text() == "old"
     assert [item.name for item in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    options = {"workers": Option(1, "", neutral=True), "lr": Option(0.1, "")}
+    experiment = Experiment(**{**vars(TINY), "options": options})
+    config = experiment.configure()
+    folder = RunFolder.create(tmp_path, config, experiment.specs(config))
+    folder.require_same(experiment, experiment.configure(assignments=["workers=8"]), folder.specs)
+    with pytest.raises(ConfigError, match=r"lr=0\.1, not 0\.2"):
+        folder.require_same(experiment, experiment.configure(assignments=["lr=0.2"]), folder.specs)
 
 
 def test_finished_cells_are_on_disk_and_a_line_cut_short_is_none(folder: RunFolder) -> None:
