@@ -45,7 +45,8 @@ class Option:
     check : callable, optional
         Receives the parsed value and raises ``ValueError`` when it cannot work.
     neutral : bool
-        The setting changes no figure (how many processes work); a report does not list it as changed.
+        The setting changes no figure (how many processes work): a report does not list it as changed, and a run may
+        be resumed with another value.
     """
 
     default: Value

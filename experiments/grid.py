@@ -88,7 +88,7 @@ class Measured:
     loss, accuracy : float
         Of the final global model, on all training examples and on the test split. Infinite loss: it diverged.
     uplink, downlink : int
-        Bytes of all frames of the run, see :class:`experiments.central.Exchange`.
+        Bytes of all frames of the run, see :class:`experiments.schemes.Exchange`.
     kept, union, overlap : float
         Means over rounds (and clients): compressible values a client sent, coordinates at which the mean is not zero,
         1 - q/k of the shared support.

@@ -92,13 +92,19 @@ class RunFolder:
         return self.path.name
 
     def require_same(self, experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> None:
-        """Raise :class:`ConfigError` unless ``config`` and ``specs`` are those the run was started with."""
+        """Raise :class:`ConfigError` unless ``config`` and ``specs`` are those the run was started with.
+
+        Settings that change no figure may differ.
+        """
         if set(self.config.settings) != set(config.settings):
             raise ConfigError(
                 f"run {self.name} was started by another version of experiment {experiment.name!r}: "
                 "its settings have other names; start a new run"
             )
+        neutral = {key for key, option in experiment.options.items() if option.neutral}
         for field, before, now in _differences(self.config, config):
+            if field in neutral:
+                continue
             raise ConfigError(
                 f"run {self.name} was started with {field}={before}, not {now}; resume without it, or start a new run"
             )

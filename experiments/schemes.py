@@ -1,0 +1,256 @@
+"""How the clients of a round agree on one update: each by itself, or all on the support that one of them chose.
+
+The arithmetic of a round's exchange without its messages, for :mod:`experiments.central`: what
+:mod:`clients.compressed` and :class:`strategies.compressed.Compressed` do with one update per client, and
+``clients/shared_support.py`` with ``strategies/shared_support.py`` do on a shared support.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import wire
+from fedcomp.codecs import Codec, ErrorFeedback, State
+from fedcomp.codecs.positional import Stretch, stretches
+from fedcomp.codecs.scalecom import ScaleCom, support_frame
+from fedcomp.codecs.similarity import similarity
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.rng import Key
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one round's communication cost and delivered.
+
+    Attributes
+    ----------
+    mean : float32 vector
+        The weighted mean of what the clients' frames decode to; for lossless codecs the mean model itself.
+    states : list of State
+        The clients' states after it.
+    uplink : int
+        Bytes of all frames from the clients.
+    downlink : int
+        Bytes of the frames that would tell every client the mean: on a support all clients know, its values alone; else
+        values and the union of all supports, or all values where that is shorter.
+    union : int
+        Compressible coordinates at which the mean is not zero.
+    kept : list of int
+        Values of compressible coordinates that each client sent.
+    overlap : float
+        Share of the true top k of the mean of memory plus update that lies in the shared support: 1 - q/k. NaN where
+        there is no shared support or nobody looked.
+    """
+
+    mean: Vector
+    states: list[State]
+    uplink: int
+    downlink: int
+    union: int
+    kept: list[int]
+    overlap: float = math.nan
+
+
+class Scheme(Protocol):
+    """How the clients of a round agree on one update."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the updates are the models themselves, not differences."""
+
+    def start(self, layout: Layout, clients: int) -> list[State]:
+        """Return the states of clients that have sent nothing yet."""
+
+    def round(
+        self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
+    ) -> Exchange:
+        """Send ``updates``, one per client in the order of partitions, with the clients' ``weights`` in the mean.
+
+        ``key`` is the round's key for purpose "uplink"; ``look`` asks for the figures that cost extra time.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When an update holds NaN or infinity.
+        """
+
+
+@dataclass(frozen=True)
+class Separate:
+    """Every client encodes by itself: what the drop-in pair does."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if self.codec.phases != 1:
+            raise ConfigError(f"{self.codec!r} needs {self.codec.phases} exchanges; use Led for a shared support")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the codec is."""
+        return self.codec.lossless
+
+    def start(self, layout: Layout, clients: int) -> list[State]:
+        """Return the codec's initial states."""
+        return [self.codec.init(layout) for _ in range(clients)]
+
+    def round(
+        self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
+    ) -> Exchange:
+        """Encode each update with its client's key and state; see :class:`Scheme`."""
+        layout = updates[0].layout
+        total = sum(weights)
+        out = _nothing(layout)
+        after: list[State] = []
+        kept: list[int] = []
+        uplink = 0
+        for i, (update, weight, state) in enumerate(zip(updates, weights, states, strict=True)):
+            # A codec that does not remember starts every message anew.
+            before = state if self.codec.remembers else self.codec.init(layout)
+            frame, state = self.codec.encode(update, before, key.at(partition=i))
+            uplink += len(frame)
+            content = self.codec.open(frame, layout)
+            self.codec.accumulate(content, weight / total, out)
+            kept.append(sum(t.values.k for t in content.tensors) - layout.dense_size)
+            after.append(state)
+        self.codec.conclude(out)
+        return Exchange(out.vector, after, uplink, self._downlink(out, key) * len(updates), _union(out), kept)
+
+    def _downlink(self, mean: Update, key: Key) -> int:
+        inner = self.codec
+        while hasattr(inner, "codec"):
+            inner = inner.codec
+        if inner.linear and getattr(inner, "shared", False):
+            # All clients redraw the support from the round's seed: only values travel.
+            frame, _ = inner.encode(mean, inner.init(mean.layout), key.at(partition=0))
+            return len(frame)
+        return len(sum_frame(mean))
+
+
+@dataclass(frozen=True)
+class Led:
+    """All clients send on one support: the choice of the round's leader, or, as an oracle, that of the mean.
+
+    Parameters
+    ----------
+    codec : ScaleCom
+        Selector, memory and filter.
+    oracle : bool
+        Select from the mean of all clients' memory plus update, which nobody can see before it was sent: the bound that
+        no leader beats. Its index block counts as if the leader had sent it.
+
+    Notes
+    -----
+    In round t, from 1, the client ``(t - 1) mod N`` leads, in the order of partitions. Sending on a fixed support with
+    the codec's filter is error feedback around :class:`~fedcomp.codecs.scalecom.FixedSupport`, as in the codec itself.
+    """
+
+    codec: ScaleCom
+    oracle: bool = False
+    lossless: bool = field(default=False, init=False)
+
+    def start(self, layout: Layout, clients: int) -> list[State]:
+        """Return the codec's initial states."""
+        return [self.codec.init(layout) for _ in range(clients)]
+
+    def round(
+        self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
+    ) -> Exchange:
+        """Choose the support, send on it, add up; see :class:`Scheme`."""
+        layout = updates[0].layout
+        codec, total, clients = self.codec, sum(weights), len(updates)
+        leader = (key.round - 1) % clients
+        if self.oracle:
+            chosen_from = _weighted_mean([_total(s, u) for s, u in zip(states, updates, strict=True)], weights)
+        else:
+            chosen_from = _total(states[leader], updates[leader])
+        supports = codec.choose_from(chosen_from, layout, key.at(partition=leader))
+        on_support = codec.on(supports, key.round)
+        feedback = ErrorFeedback(on_support, beta=codec.beta if codec.memory else 0.0, norm_guard=codec.norm_guard)
+        out = _nothing(layout)
+        after: list[State] = []
+        block = len(support_frame(supports, codec, layout))
+        uplink = block
+        for i, (update, weight, state) in enumerate(zip(updates, weights, states, strict=True)):
+            frame, sent = feedback.encode(update, state, key.at(partition=i))
+            uplink += len(frame)
+            on_support.accumulate(frame, weight / total, out)
+            after.append(sent)
+        answer, _ = codec.mean(supports, key.round).encode(out, {}, key)
+        return Exchange(
+            out.vector,
+            after,
+            uplink,
+            (clients - 1) * block + clients * len(answer),
+            _union(out),
+            [sum(s.size for s in supports)] * clients,
+            self._overlap(updates, states, weights, supports) if look else math.nan,
+        )
+
+    def _overlap(
+        self,
+        updates: Sequence[Update],
+        states: Sequence[State],
+        weights: Sequence[float],
+        supports: Sequence[NDArray[np.int64]],
+    ) -> float:
+        layout = updates[0].layout
+        parts = self.codec.leader.stretches(layout)
+        end = layout.compressed_size
+        chosen = np.zeros(end, np.bool_)
+        for stretch, indices in zip(parts, supports, strict=True):
+            chosen[indices + stretch.start] = True
+        totals = [_total(s, u)[:end] for s, u in zip(states, updates, strict=True)]
+        memories = [state["memory"][:end] for state in states]
+        return similarity(memories, totals, weights, chosen, [s.slice for s in parts]).overlap
+
+
+def scheme_of(codec: Codec) -> Scheme:
+    """Return the scheme in which ``codec`` is used."""
+    return Led(codec) if isinstance(codec, ScaleCom) else Separate(codec)
+
+
+def sum_frame(mean: Update) -> wire.Frame:
+    """Return the shortest plain frame of a mean: of each compressible tensor its non-zero values and their indices, or
+    all values where that is shorter; then the dense rest."""
+    layout = mean.layout
+    tensors = [_sum_tensor(mean.vector[s.slice], s) for s in stretches(layout, "layer")]
+    rest = mean.vector[layout.compressed_size :]
+    return wire.encode([*tensors, wire.dense(rest)] if rest.size else tensors)
+
+
+def _sum_tensor(values: Vector, stretch: Stretch) -> wire.Tensor:
+    indices = np.flatnonzero(values)
+    # A bitmap, the cheapest list of many indices, takes a bit per element: 1/32 of the values.
+    if indices.size > stretch.size * 31 // 32:
+        return wire.dense(values)
+    return wire.sparse((stretch.size,), indices, values[indices])
+
+
+def _total(state: State, update: Update) -> Vector:
+    """Return p, memory plus update: what a leader selects from."""
+    return state["memory"] + update.vector
+
+
+def _weighted_mean(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
+    """Return the mean in float64, rounded once."""
+    total = np.zeros(vectors[0].size)
+    for vector, weight in zip(vectors, weights, strict=True):
+        total += weight / sum(weights) * vector
+    return total.astype(np.float32)
+
+
+def _nothing(layout: Layout) -> Update:
+    # -0.0 is the exact identity of addition, as in the strategy: the first contribution is stored, not added to +0.0.
+    return Update(np.full(layout.size, -0.0, np.float32), layout)
+
+
+def _union(mean: Update) -> int:
+    return int(np.count_nonzero(mean.vector[: mean.layout.compressed_size]))
