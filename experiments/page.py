@@ -10,7 +10,18 @@ from typing import Any
 from experiments.experiment import show_value
 from experiments.findings import LONG, Curves, Findings, HeatMap, Series, Table
 from experiments.plots import line_plot, swatch
-from experiments.report import COUNTED, aligned, duration, link_name, number, percent, ratio, short_bytes, verdict
+from experiments.report import (
+    COUNTED,
+    aligned,
+    duration,
+    failed_claims,
+    link_name,
+    number,
+    percent,
+    ratio,
+    short_bytes,
+    verdict,
+)
 from experiments.spec import RoundRecord
 
 FEW = 8
@@ -19,8 +30,8 @@ FEW = 8
 
 def render_html(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
     """Return ``report.html``: one file, no script, nothing loaded from anywhere."""
-    failed = [claim for claim in summary["claims"] if not claim["ok"]]
-    state = "bad" if failed else "good" if summary["claims"] else "plain"
+    held = bool(summary["claims"]) and all(claim["ok"] for claim in summary["claims"])
+    state = "bad" if failed_claims(summary) else "good" if held else "plain"
     findings = Findings.from_json(summary["findings"])
     sections = [
         f'<p class="verdict {state}">{escape(verdict(summary))}</p>',
@@ -196,7 +207,7 @@ def _claims(claims: Sequence[Mapping[str, Any]]) -> str:
         return ""
     rows = []
     for claim in claims:
-        mark = "holds" if claim["ok"] else "fails"
+        mark = "holds" if claim["ok"] else "fails" if claim["gate"] else "missed"
         gate = "" if claim["gate"] else " <span class='goal'>goal</span>"
         rows.append(
             f"<tr><td><span class='mark {mark}'>{mark}</span></td><th scope='row'>{escape(claim['name'])}{gate}</th>"
@@ -289,6 +300,7 @@ tbody th { font-weight: 500; white-space: nowrap; }
 .mark { display: inline-block; padding: .05rem .5rem; border-radius: .3rem; font-size: .85rem; font-weight: 600; }
 .mark.holds { color: var(--good); background: var(--good-back); }
 .mark.fails { color: var(--bad); background: var(--bad-back); }
+.mark.missed { color: var(--muted); background: var(--grid); }
 .goal { color: var(--muted); font-weight: 400; font-size: .85rem; }
 .swatch { margin-right: .6rem; vertical-align: middle; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; margin: 0 0 .6rem; padding: 0;

@@ -199,6 +199,10 @@ def test_a_claim_without_a_value_and_one_without_a_bound_are_shown() -> None:
 def test_a_goal_that_does_not_gate_is_no_failed_claim() -> None:
     claims = [Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")]
     assert failed_claims(make(claims=claims)[0]) == ["rule"]
+    for made, state, marks in ((claims, "bad", {"missed", "fails"}), (claims[:1], "plain", {"missed"})):
+        text = render_html(*make(claims=made))
+        assert f'class="verdict {state}"' in text
+        assert set(re.findall("class='mark ([a-z]+)'", text)) == marks
 
 
 def test_substituted_data_are_called_so() -> None:
