@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import pytest
+from noted_settings import Read
 
 from experiments import engines, estimates
 from experiments.catalog import sidco
@@ -31,27 +30,6 @@ SMALL = (
     "draws=2",
     "repetitions=1",
 )
-
-
-class Read(Mapping[str, Any]):
-    """Settings that note which of them were asked for."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.settings = settings
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return self.settings[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.settings)
-
-    def __len__(self) -> int:
-        return len(self.settings)
-
-    def items(self) -> Any:
-        return self.settings.items()  # a row that takes settings by prefix sees all of them; that is no reading
 
 
 @pytest.fixture(scope="module")

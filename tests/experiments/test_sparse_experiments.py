@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pytest
+from noted_settings import Read
 
 from experiments import engines
 from experiments.catalog import sparse_study, sparsifiers
@@ -15,27 +14,6 @@ from experiments.claims import Claim
 from experiments.experiment import Config, Experiment
 from experiments.findings import Curves, Findings, HeatMap, Say
 from experiments.spec import RunResult
-
-
-class Read(Mapping[str, Any]):
-    """Settings that note which of them were asked for."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.settings = settings
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
-        return self.settings[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.settings)
-
-    def __len__(self) -> int:
-        return len(self.settings)
-
-    def items(self) -> Any:
-        return self.settings.items()  # a row that takes settings by prefix sees all of them; that is no reading
 
 
 def run(experiment: Experiment, *assignments: str, **size: int) -> tuple[Config, Findings, list[Claim], set[str]]:
