@@ -37,6 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m fedcomp.kernels
+	$(BIN)/python -m coding.kernels
 	touch $(STAMP)
 
 clean:

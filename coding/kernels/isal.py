@@ -1,0 +1,92 @@
+"""ISA-L's erasure-code product through ctypes: optional, never chosen by itself, a yardstick and a cross-check.
+
+Intel's library (BSD-3) takes any matrix over the same field. It is found as the system's ``libisal.so.2`` or as the
+copy in PyECLib's wheel, which is newer than what most distributions have. Its tables depend on the machine's
+instruction set and on the version: they are made for one call and never kept or sent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Library:
+    """One loaded copy of ISA-L.
+
+    Attributes
+    ----------
+    version : str
+        From the file's name where it says so: ``"2.30 (libisal.so.2)"``, else where the copy comes from.
+    """
+
+    version: str
+    _handle: ctypes.CDLL
+
+    def product(self, a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
+        """Write ``a @ b``, or add it to what is in ``out``; no dimension is zero, rows are contiguous."""
+        n, k = a.shape
+        size = b.shape[1]
+        target = np.empty((n, size), np.uint8) if accumulate else out
+        coefficients = np.ascontiguousarray(a)
+        tables = np.empty(32 * k * n, np.uint8)
+        self._handle.ec_init_tables(k, n, coefficients.ctypes.data, tables.ctypes.data)
+        sources, targets = _pointers(b), _pointers(target)
+        # Writes every byte of its outputs; only the sister that updates them needs them zeroed.
+        self._handle.ec_encode_data(size, k, n, tables.ctypes.data, sources.ctypes.data, targets.ctypes.data)
+        if accumulate:
+            np.bitwise_xor(out, target, out=out)
+
+
+def _pointers(rows: Bytes) -> NDArray[np.uintp]:
+    start, step = rows.ctypes.data, rows.strides[0]
+    return np.array([start + j * step for j in range(rows.shape[0])], np.uintp)
+
+
+@functools.cache
+def libraries() -> tuple[Library, ...]:
+    """Return the copies of ISA-L that can be loaded, the system's first."""
+    found = []
+    for path, version in _candidates():
+        try:
+            handle = ctypes.CDLL(path)
+            functions = handle.ec_init_tables, handle.ec_encode_data
+        except (OSError, AttributeError):
+            # Not installed, or built without erasure codes: the tier is reported as missing.
+            continue
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        functions[0].argtypes = [number, number, pointer, pointer]
+        functions[1].argtypes = [number, number, number, pointer, pointer, pointer]
+        functions[0].restype = functions[1].restype = None
+        found.append(Library(version or _version(handle), handle))
+    return tuple(found)
+
+
+def _candidates() -> list[tuple[str, str]]:
+    found = [("libisal.so.2", "")]
+    spec = importlib.util.find_spec("pyeclib")
+    if spec is not None and spec.origin is not None:
+        beside = Path(spec.origin).parent.parent / "pyeclib.libs"
+        found += [(str(path), f"in PyECLib's wheel ({path.name})") for path in sorted(beside.glob("libisal*.so*"))]
+    return found
+
+
+def _version(handle: ctypes.CDLL) -> str:
+    """Return the version in the name of the file that was loaded; the library itself does not tell."""
+    loaded = Path("/proc/self/maps")
+    if loaded.exists():
+        for line in loaded.read_text().splitlines():
+            path = Path(line.rpartition(" ")[2])
+            if path.name.startswith("libisal.so."):
+                parts = path.resolve().name.removeprefix("libisal.so.").split(".")
+                return f"{parts[0]}.{parts[-1]} ({handle._name})"
+    return handle._name

@@ -1,0 +1,110 @@
+"""What the compiled products share: numba's settings for all of them, and memory by address.
+
+A product touches memory as vectors at addresses it computes, which numba's own language has no words for.
+
+numba's disk cache looks at the file of the cached kernel only: whoever changes this file deletes ``__pycache__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import extending, njit, types
+from numba.core import cgutils
+
+# An intrinsic is called without the typing context it is defined with; no checker can know that.
+intrinsic: Any = extending.intrinsic
+literal_intrinsic: Any = extending.intrinsic(prefer_literal=True)
+
+I8: Final = ir.IntType(8)
+I32: Final = ir.IntType(32)
+I64: Final = ir.IntType(64)
+
+
+def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile for one signature when the module is imported, cached on disk where any cache directory is writable."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(signature, cache=True, nogil=True)(function)
+        except RuntimeError:
+            # Neither the package's nor the user's cache directory is writable: compile once per process instead.
+            return njit(signature, nogil=True)(function)
+
+    return decorate
+
+
+MATRIX: Final = types.Array(types.uint8, 2, "A", readonly=True)
+
+kernel: Final = compiled(
+    types.void(
+        MATRIX,
+        MATRIX,
+        types.Array(types.uint8, 2, "A"),
+        types.Array(types.uint64, 1, "C", readonly=True),
+        types.Array(types.uint8, 1, "C"),
+        types.boolean,
+    )
+)
+"""Of every tier's product: coefficients, sources, outputs, words, working memory, whether to add to the outputs.
+
+One signature for contiguous, strided, writable and read-only arrays: they share one compilation.
+"""
+
+
+def pointer(builder: Any, address: Any, target: Any) -> Any:
+    return builder.inttoptr(address, target.as_pointer())
+
+
+def load(builder: Any, address: Any, vector: Any) -> Any:
+    loaded = builder.load(pointer(builder, address, vector))
+    loaded.align = 1
+    return loaded
+
+
+def store(builder: Any, address: Any, value: Any) -> None:
+    stored = builder.store(value, pointer(builder, address, value.type))
+    stored.align = 1
+
+
+def offset(builder: Any, base: Any, *offsets: tuple[Any, Any]) -> Any:
+    """Return ``base`` plus the products of ``offsets``; Python integers are constants."""
+    for index, step in offsets:
+        left, right = (ir.Constant(I64, x) if isinstance(x, int) else x for x in (index, step))
+        base = builder.add(base, builder.mul(left, right))
+    return base
+
+
+@intrinsic
+def address(typingctx: Any, array: Any) -> Any:
+    """Return where an array's first element is."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, I64)
+
+    return types.intp(array), codegen
+
+
+@intrinsic
+def copy(typingctx: Any, target: Any, source: Any, size: Any) -> Any:
+    """Copy ``size`` bytes between addresses that do not overlap."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source = (pointer(builder, args[j], I8) for j in range(2))
+        cgutils.raw_memcpy(builder, target, source, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_word(typingctx: Any, target: Any, word: Any) -> Any:
+    """Store one 64-bit word at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        store(builder, args[0], args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.uint64), codegen

@@ -1,0 +1,295 @@
+"""The receiving end of TCP peer links: ``python -m coding.listener --listen HOST:PORT --store DIR``.
+
+Every connection brings one parcel, which is put into a spool and acknowledged when it is on disk. Whoever can reach the
+port can send, so nothing a peer does may cost more than its share: a parcel's size is checked before a byte of its body
+is read, connections are few and short, and whatever one of them does ends with itself. It listens where it is told and
+nowhere else, and it leaves with whoever started it: ``--until-closed FD`` names a pipe whose other end they hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from coding.errors import PacketError, TransportError
+from coding.parcels import HEADER_BYTES, MAX_PARCEL_BYTES, MAX_STORE_BYTES, Parcel, StoreFull, parcel_length
+from coding.spool import Spool
+from coding.transport import BUSY, FAILED, FULL, KEPT, REFUSED, acknowledgement, parse_host_port
+from fedcomp.errors import ConfigError, FedcompError
+
+_LOG: Final = logging.getLogger(__name__)
+_REPORT_SECONDS: Final = 10.0
+_CHUNK_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one peer, and all of them together, may take.
+
+    Attributes
+    ----------
+    parcel_bytes : int
+        Largest parcel, header included.
+    connections : int
+        Open at the same time; what comes above is told so and closed.
+    per_host : int
+        Of these, from one address.
+    buffered_bytes : int
+        Of unfinished parcels, all connections together. Counted as it arrives, never as announced: taking it up costs
+        a peer as much bandwidth.
+    seconds : float
+        From the opening of a connection to its end.
+    """
+
+    parcel_bytes: int = MAX_PARCEL_BYTES
+    connections: int = 128
+    per_host: int = 64
+    buffered_bytes: int = 4 * MAX_PARCEL_BYTES
+    seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.parcel_bytes < HEADER_BYTES:
+            raise ConfigError(f"parcel_bytes is {self.parcel_bytes}; a parcel's header alone has {HEADER_BYTES}")
+        if self.buffered_bytes < self.parcel_bytes:
+            raise ConfigError(
+                f"buffered_bytes is {self.buffered_bytes}, less than the {self.parcel_bytes} of the largest parcel"
+            )
+        if min(self.connections, self.per_host) < 1 or not self.seconds > 0:
+            raise ConfigError(
+                f"connections={self.connections}, per_host={self.per_host}, seconds={self.seconds:g}: all must be "
+                "positive, or nobody could send"
+            )
+
+
+class Listener:
+    """Accepts parcels until :meth:`stop`.
+
+    Parameters
+    ----------
+    store : Spool
+    limits : Limits
+
+    Attributes
+    ----------
+    refused : Counter of str
+        How many connections brought nothing, by kind of reason.
+    """
+
+    def __init__(self, store: Spool, limits: Limits) -> None:
+        self.refused: Counter[str] = Counter()
+        self._store = store
+        self._limits = limits
+        self._open: Counter[str] = Counter()
+        self._buffered = 0
+        self._told = 0
+        self._last = ""
+        self._stop = asyncio.Event()
+
+    async def run(self, host: str, port: int, ready: Callable[[str], object]) -> None:
+        """Listen on ``host`` and ``port`` until :meth:`stop`; call ``ready`` with the address once it is open.
+
+        Raises
+        ------
+        ConfigError
+            When the address cannot be bound.
+        """
+        try:
+            server = await asyncio.start_server(self._serve, host, port, backlog=self._limits.connections)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error}; choose an address of this machine and a free port"
+            ) from error
+        bound = server.sockets[0].getsockname()
+        ready(f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}")
+        reporter = asyncio.create_task(self._report())
+        try:
+            await self._stop.wait()
+        finally:
+            reporter.cancel()
+            server.close()
+        self._tell()
+
+    def stop(self) -> None:
+        """End :meth:`run`; connections that are open are dropped, and their senders know."""
+        self._stop.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        host = str(peer[0]) if peer else "?"
+        busy = self._open.total() >= self._limits.connections or self._open[host] >= self._limits.per_host
+        self._open[host] += 1
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                if busy:
+                    writer.write(self._refuse(BUSY, "busy", f"{host} came when all connections were taken"))
+                else:
+                    writer.write(await self._receive(host, reader))
+                await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            self._refuse(REFUSED, "broken off", f"{host}: {error!r}")
+            # A peer that dawdles gets no orderly end: its half of the connection would have to be waited for.
+            writer.transport.abort()
+        finally:
+            self._open[host] -= 1
+            if not self._open[host]:
+                del self._open[host]
+            writer.close()
+
+    async def _receive(self, host: str, reader: asyncio.StreamReader) -> bytes:
+        """Read one parcel and keep it; return the answer to it."""
+        header = await reader.readexactly(HEADER_BYTES)
+        try:
+            total = parcel_length(header, self._limits.parcel_bytes)
+        except PacketError as error:
+            return self._refuse(REFUSED, "no parcel", f"{host}: {error}", header)
+        chunks = [header]
+        arrived = 0
+        try:
+            while arrived < total - HEADER_BYTES:
+                chunk = await reader.read(min(total - HEADER_BYTES - arrived, _CHUNK_BYTES))
+                if not chunk:
+                    raise asyncio.IncompleteReadError(header, total)
+                if self._buffered + len(chunk) > self._limits.buffered_bytes:
+                    return self._refuse(BUSY, "busy", f"{host} sent more than there is memory for now", header)
+                chunks.append(chunk)
+                arrived += len(chunk)
+                self._buffered += len(chunk)
+            parcel = Parcel.from_bytes(b"".join(chunks), self._limits.parcel_bytes)
+            # Writing to a disk may take a while, and others need not wait for it.
+            await asyncio.to_thread(self._store.put, parcel)
+        except PacketError as error:
+            return self._refuse(REFUSED, "no parcel", f"{host}: {error}", header)
+        except StoreFull as error:
+            return self._refuse(FULL, "store full", f"{host}: {error}", header)
+        except TransportError as error:
+            return self._refuse(FAILED, "not written", f"{host}: {error}", header)
+        finally:
+            self._buffered -= arrived
+        return acknowledgement(KEPT, header)
+
+    def _refuse(self, status: int, kind: str, reason: str, header: bytes = b"") -> bytes:
+        """Count a connection that brought nothing; return the answer to it."""
+        self.refused[kind] += 1
+        self._last = reason
+        return acknowledgement(status, header)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_SECONDS)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Log what was refused since the last time: a line per interval, not one per connection of a stranger."""
+        if (total := self.refused.total()) > self._told:
+            kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(self.refused.items()))
+            _LOG.warning("%d connections brought nothing so far (%s); the last: %s", total, kinds, self._last)
+            self._told = total
+
+
+async def serve(
+    listen: tuple[str, int],
+    store: Spool,
+    limits: Limits,
+    *,
+    ready: Callable[[str], object],
+    until_closed: int | None = None,
+) -> None:
+    """Run a listener until SIGTERM, SIGINT, or the end of the pipe ``until_closed``.
+
+    With a pipe SIGINT is ignored: a Ctrl-C reaches the whole group of processes, and the one that holds the pipe
+    decides when it has ended.
+    """
+    listener = Listener(store, limits)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, listener.stop)
+    if until_closed is None:
+        loop.add_signal_handler(signal.SIGINT, listener.stop)
+    else:
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        os.set_blocking(until_closed, False)
+
+        def look() -> None:
+            with contextlib.suppress(BlockingIOError):
+                if not os.read(until_closed, 4096):
+                    loop.remove_reader(until_closed)
+                    listener.stop()
+
+        loop.add_reader(until_closed, look)
+    await listener.run(*listen, ready)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and listen; return 0 at the end, 1 with a message when it cannot begin."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="listener: %(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        listen = parse_host_port(args.listen)
+        limits = Limits(
+            parcel_bytes=args.parcel_bytes,
+            connections=args.connections,
+            per_host=args.per_host,
+            buffered_bytes=max(args.buffered_bytes, args.parcel_bytes),
+            seconds=args.seconds,
+        )
+        store = Spool(args.store, args.store_bytes, durable=True)
+        ready = _Ready(args.ready)
+        asyncio.run(serve(listen, store, limits, ready=ready, until_closed=args.until_closed))
+    except FedcompError as error:
+        print(f"python -m coding.listener: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if args.temporary:
+            shutil.rmtree(args.store, ignore_errors=True)
+    return 0
+
+
+class _Ready:
+    """Tells whoever started the listener that it is open."""
+
+    def __init__(self, pipe: int | None) -> None:
+        self._pipe = pipe
+
+    def __call__(self, address: str) -> None:
+        print(f"listening for parcels on {address}", flush=True)
+        if self._pipe is not None:
+            with os.fdopen(self._pipe, "w") as pipe:
+                pipe.write(f"{address}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = Limits()
+    parser = argparse.ArgumentParser(prog="python -m coding.listener", description="Receive parcels of peers.")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to listen, and nowhere else")
+    parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="where parcels are kept")
+    parser.add_argument("--store-bytes", type=int, default=MAX_STORE_BYTES, metavar="B", help="most bytes kept")
+    parser.add_argument("--parcel-bytes", type=int, default=defaults.parcel_bytes, metavar="B", help="largest parcel")
+    parser.add_argument("--connections", type=int, default=defaults.connections, metavar="N", help="most at a time")
+    parser.add_argument("--per-host", type=int, default=defaults.per_host, metavar="N", help="most from one address")
+    parser.add_argument(
+        "--buffered-bytes",
+        type=int,
+        default=defaults.buffered_bytes,
+        metavar="B",
+        help="most bytes of unfinished parcels in memory; never less than one parcel",
+    )
+    parser.add_argument("--seconds", type=float, default=defaults.seconds, metavar="S", help="longest connection")
+    parser.add_argument("--temporary", action="store_true", help="remove the store at the end")
+    parser.add_argument("--until-closed", type=int, metavar="FD", help="leave when the other end of this pipe closes")
+    parser.add_argument("--ready", type=int, metavar="FD", help="write the address to this pipe once it is open")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

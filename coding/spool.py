@@ -1,0 +1,302 @@
+"""A directory of parcels that several processes share: the listener puts, the client app takes.
+
+A parcel is one file whose name says where it belongs, so that finding a round's parcels opens no others. It is written
+beside its place and renamed into it: a reader sees all of it or nothing. Everybody who writes holds one lock, so that
+the limit holds with several writers, and a half-written file found under the lock belongs to a writer that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, unquote
+
+from coding.errors import PacketError, TransportError
+from coding.parcels import HEADER_BYTES, MAX_STORE_BYTES, RUN_BYTES, Parcel, Parcels, require_limit, require_room
+from fedcomp.errors import ConfigError
+
+KEEP_SECONDS: Final = 86_400.0
+LOCK_SECONDS: Final = 30.0
+
+_LOG: Final = logging.getLogger(__name__)
+_SUFFIX: Final = ".parcel"
+_PARTIAL: Final = ".partial"
+_LOCK: Final = ".lock"
+_MARK: Final = "parcel-spools"
+_SCHEME: Final = "spool:"
+
+Found = list[tuple[Path, Parcel]]
+Files = list[tuple[Path, int, float]]
+
+
+class Spool:
+    """Parcels as files in one directory; a :class:`~coding.parcels.ParcelStore`.
+
+    Parameters
+    ----------
+    directory : Path
+        Made when it does not exist, for this user alone.
+    max_store_bytes : int
+        Limit of all parcels together, headers included; it holds for all writers together when all were given the same.
+    keep_seconds : float
+        Parcels of other runs than the one whose round advances are removed when they are older than this.
+    durable : bool
+        Flush a parcel to the disk before it appears, so that it survives a power failure and not only the process.
+
+    Raises
+    ------
+    ConfigError
+        When the directory cannot be made or used, or the system has no file locks.
+
+    Notes
+    -----
+    Network file systems whose locks are not shared between machines do not keep the limit.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        max_store_bytes: int = MAX_STORE_BYTES,
+        *,
+        keep_seconds: float = KEEP_SECONDS,
+        durable: bool = False,
+    ) -> None:
+        self.directory = Path(directory)
+        self.max_store_bytes = require_limit(max_store_bytes)
+        self.keep_seconds = keep_seconds
+        self.durable = durable
+        try:
+            import fcntl  # noqa: F401  only asked for here, so that a missing one is found at the start
+        except ImportError as error:
+            raise ConfigError("parcels in a directory need POSIX file locks; use transport='hub' here") from error
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the parcel store {directory} cannot be made: {error}; choose another folder") from error
+
+    @property
+    def held(self) -> int:
+        """Bytes kept, headers included."""
+        return sum(size for _, size, _ in self._files())
+
+    def put(self, parcel: Parcel) -> bool:
+        """Keep ``parcel``; return False when it was there already. See :class:`~coding.parcels.ParcelStore`."""
+        data = parcel.to_bytes()
+        path = self.directory / _file_name(parcel, data)
+        with self._locked():
+            if path.exists():
+                return False
+            held = self.held
+            if held + len(data) > self.max_store_bytes:
+                held -= self._remove_stale(parcel.run)
+            require_room(parcel, held, self.max_store_bytes, f"the parcel store {self.directory}")
+            partial = path.with_suffix(_PARTIAL)
+            try:
+                with partial.open("wb") as file:
+                    file.write(data)
+                    if self.durable:
+                        file.flush()
+                        os.fsync(file.fileno())
+                os.replace(partial, path)
+                if self.durable:
+                    _flush_directory(self.directory)
+            except OSError as error:
+                with contextlib.suppress(FileNotFoundError):
+                    partial.unlink()
+                raise TransportError(f"a parcel of {len(data)} bytes could not be kept in {path}: {error}") from error
+        return True
+
+    def list(self, run: bytes, round: int) -> Parcels:
+        """Return what is kept for a round, ordered by kind, source and destination.
+
+        A file that no longer holds what its name promises is removed and logged: it is a loss like any other.
+        """
+        return [parcel for _, parcel in self._read(run, round)]
+
+    def take(self, run: bytes, round: int) -> Parcels:
+        """Return what is kept for a round, and keep it no longer."""
+        found = self._read(run, round)
+        for path, _ in found:
+            # Two takers may meet; then both have read the parcel, and one of them removes it.
+            path.unlink(missing_ok=True)
+        return [parcel for _, parcel in found]
+
+    def remove(self, parcel: Parcel) -> bool:
+        """Forget one parcel, as if it had never come; return whether it was there."""
+        path = self.directory / _file_name(parcel, parcel.to_bytes())
+        with self._locked():
+            kept = path.exists()
+            path.unlink(missing_ok=True)
+        return kept
+
+    def drop_before(self, run: bytes, round: int) -> int:
+        """Remove the run's parcels of rounds before ``round``, and stale ones of other runs; return the bytes freed."""
+        with self._locked():
+            freed = self._remove_stale(run)
+            for path, size, _ in self._files(run):
+                place = _place(path.name)
+                if place is not None and place[1] < round:
+                    path.unlink(missing_ok=True)
+                    freed += size
+        return freed
+
+    def count(self, run: bytes, round: int) -> int:
+        """Return how many parcels are kept for a round, without opening them."""
+        return sum(_place(path.name) == (run, round) for path, _, _ in self._files(run))
+
+    def _read(self, run: bytes, round: int) -> Found:
+        found = []
+        for path, size, _ in self._files(run):
+            if _place(path.name) != (run, round):
+                continue
+            try:
+                data = path.read_bytes()
+                parcel = Parcel.from_bytes(data, max(size, HEADER_BYTES))
+                if _file_name(parcel, data) != path.name:
+                    raise PacketError("its name does not fit what is in it")
+            except FileNotFoundError:
+                # Taken or dropped between the look at the directory and now.
+                continue
+            except PacketError as error:
+                _LOG.warning("removed the damaged parcel %s: %s", path, error)
+                path.unlink(missing_ok=True)
+                continue
+            found.append((path, parcel))
+        return sorted(found, key=lambda item: item[1].order)
+
+    def _files(self, run: bytes | None = None) -> Files:
+        """Return path, size and time of every parcel, of one run or of all."""
+        start = "" if run is None else run.hex()
+        files = []
+        try:
+            entries = list(os.scandir(self.directory))
+        except OSError as error:
+            raise TransportError(f"the parcel store {self.directory} cannot be read: {error}") from error
+        for entry in entries:
+            if entry.name.startswith(start) and entry.name.endswith(_SUFFIX):
+                # One that was taken meanwhile is not there any more.
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    files.append((self.directory / entry.name, status.st_size, status.st_mtime))
+        return files
+
+    def _remove_stale(self, run: bytes) -> int:
+        """Remove what other runs left behind long ago; return the bytes freed. The lock is held."""
+        before, freed = time.time() - self.keep_seconds, 0
+        for path, size, written in self._files():
+            place = _place(path.name)
+            if (place is None or place[0] != run) and written < before:
+                path.unlink(missing_ok=True)
+                freed += size
+        return freed
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the directory's lock; the system releases it when this process dies, however it dies."""
+        import fcntl
+
+        deadline = time.monotonic() + LOCK_SECONDS
+        try:
+            file = (self.directory / _LOCK).open("ab")
+        except OSError as error:
+            raise TransportError(f"the parcel store {self.directory} cannot be written: {error}") from error
+        with file as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise TransportError(
+                            f"the parcel store {self.directory} was locked by another process for {LOCK_SECONDS:g} s"
+                        ) from error
+                    time.sleep(0.005)
+            # Whoever wrote these held the lock, and no longer does.
+            for partial in self.directory.glob(f"*{_PARTIAL}"):
+                partial.unlink(missing_ok=True)
+            yield
+
+
+class SpoolRoot:
+    """Spools of several receivers below one folder of this machine: the peer links of a simulated federation.
+
+    The folder carries a mark that :meth:`create` leaves in it. Addresses arrive in messages; without the mark a client
+    would make files wherever a server says.
+    """
+
+    def __init__(self, root: Path, max_store_bytes: int = MAX_STORE_BYTES) -> None:
+        self.root = Path(root)
+        self.max_store_bytes = max_store_bytes
+        if not self.root.is_absolute() or not (self.root / _MARK).is_file():
+            raise ConfigError(
+                f"{root} is no folder for simulated peer links on this machine; peers of a deployment need "
+                "'python -m clients.edge --peer HOST:PORT', or use transport='hub'"
+            )
+
+    @classmethod
+    def create(cls, root: Path, max_store_bytes: int = MAX_STORE_BYTES) -> SpoolRoot:
+        """Make the folder, or take an existing one, and mark it."""
+        folder = Path(root).resolve()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / _MARK).write_text("Each folder beside this file holds the parcels of one simulated client.\n")
+        return cls(folder, max_store_bytes)
+
+    def spool(self, destination: int) -> Spool:
+        """Return the spool of ``destination``."""
+        return Spool(self._folder(destination), self.max_store_bytes)
+
+    def address(self, destination: int) -> str:
+        """Return the address of ``destination`` as :func:`parse_spool` reads it."""
+        return _SCHEME + quote(str(self._folder(destination)))
+
+    def _folder(self, destination: int) -> Path:
+        if isinstance(destination, bool) or not isinstance(destination, int) or destination < 0:
+            raise ConfigError(f"destination is {destination!r}; expected a partition, 0 or more")
+        return self.root / f"{destination:08d}"
+
+
+def parse_spool(address: str) -> Path:
+    """Return the absolute folder of ``spool:/folder``, percent-encoded where it holds unusual characters.
+
+    Raises
+    ------
+    ConfigError
+        When ``address`` is none.
+    """
+    path = Path(unquote(address.removeprefix(_SCHEME)))
+    if not address.startswith(_SCHEME) or not path.is_absolute() or ".." in path.parts:
+        raise ConfigError(f"peer address {address!r} is no spool; expected 'spool:/absolute/folder'")
+    return path
+
+
+def _file_name(parcel: Parcel, data: bytes) -> str:
+    digest = hashlib.blake2b(data, digest_size=12).hexdigest()
+    return (
+        f"{parcel.run.hex()}-{parcel.round:08x}-{parcel.kind:02x}-{parcel.source:08x}-{parcel.destination:08x}-"
+        f"{digest}{_SUFFIX}"
+    )
+
+
+def _place(name: str) -> tuple[bytes, int] | None:
+    """Return run and round of a parcel's file name, None for the name of something else."""
+    run, _, rest = name.partition("-")
+    round_, dash, _ = rest.partition("-")
+    try:
+        place = bytes.fromhex(run), int(round_, 16)
+    except ValueError:
+        return None
+    return place if dash and len(place[0]) == RUN_BYTES else None
+
+
+def _flush_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,433 @@
+"""Peer links: how a parcel gets from one client to another without passing the server.
+
+Flower has no messages between clients, so these links stand beside it. Two kinds, one interface:
+
+- ``tcp://host:port``: a listener (:mod:`coding.listener`) runs beside each SuperNode and puts what arrives into a
+  spool; the client app, a new process for every message, sends from within and finds in the spool what came meanwhile.
+- ``spool:/folder``: a simulated link on one machine. Sending is putting a file into the receiver's spool.
+
+A parcel on a TCP connection is its bytes as they are, its header saying how long it is, answered by one
+acknowledgement of 12 bytes: magic ``FCPA``, a status, three zeros, and the parcel's own CRC-32. It is sent after the
+parcel is on disk. Parcels travel in the clear unless their bodies are sealed.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from coding.errors import TransportError
+from coding.parcels import (
+    HEADER_BYTES,
+    MAX_PARCEL_BYTES,
+    MAX_STORE_BYTES,
+    MemoryStore,
+    Parcel,
+    Parcels,
+    ParcelStore,
+    StoreFull,
+    parcel_length,
+)
+from coding.spool import Spool, SpoolRoot, parse_spool
+from fedcomp.errors import ConfigError, nearest
+
+__all__ = [
+    "HEADER_BYTES",
+    "MAX_PARCEL_BYTES",
+    "MAX_STORE_BYTES",
+    "Delivery",
+    "DeliveryFailed",
+    "MemoryStore",
+    "Parcel",
+    "ParcelStore",
+    "PeerTransport",
+    "Spool",
+    "SpoolRoot",
+    "SpoolTransport",
+    "StoreFull",
+    "TcpTransport",
+    "deliver",
+    "parcel_length",
+    "parse_tcp",
+    "transport_of",
+]
+
+ACK: Final = struct.Struct("<4sB3xI")
+ACK_MAGIC: Final = b"FCPA"
+KEPT: Final = 0
+REFUSED: Final = 1
+FULL: Final = 2
+BUSY: Final = 3
+FAILED: Final = 4
+
+_SAID: Final = {
+    REFUSED: "it is no parcel that peer accepts; run the same release on all nodes and compare their size limits",
+    FULL: "that peer's store is full; raise its --peer-store-bytes",
+    BUSY: "that peer has no connection to spare",
+    FAILED: "that peer could not write it to its disk; its listener's messages say why",
+}
+_ADDRESSES: Final = ("tcp://host:port", "spool:/folder")
+_CRC_AT: Final = HEADER_BYTES - 4
+_POLL_SECONDS: Final = 0.05
+
+
+class DeliveryFailed(TransportError):
+    """A parcel was not acknowledged.
+
+    Attributes
+    ----------
+    handed_over : int
+        Bytes that were given to the connection all the same, all attempts together; they may have crossed the link.
+    """
+
+    def __init__(self, message: str, handed_over: int = 0) -> None:
+        super().__init__(message)
+        self.handed_over = handed_over
+
+
+class PeerTransport(Protocol):
+    """One client's end of its peer links.
+
+    Attributes
+    ----------
+    address : str
+        What other clients send to.
+    store : ParcelStore
+        Where parcels for this client are kept.
+    """
+
+    address: str
+    store: ParcelStore
+
+    def send(self, address: str, parcel: Parcel) -> int:
+        """Hand ``parcel`` to the client at ``address``; return the bytes handed over.
+
+        Raises
+        ------
+        DeliveryFailed
+            When that client does not acknowledge it, or its address, which is a peer's word, is of no use here.
+        """
+
+    def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
+        """Return the parcels that have come for a round, and leave them where they are.
+
+        Parameters
+        ----------
+        run, round
+        wait : float
+            Seconds to wait for more; 0 returns what there is.
+        expect : int, optional
+            Return as soon as there are so many. Without it the whole ``wait`` is waited.
+        """
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What became of one parcel.
+
+    Attributes
+    ----------
+    address : str
+    parcel : Parcel
+    handed_over : int
+        Bytes given to the link.
+    error : DeliveryFailed or None
+        Why it was not acknowledged; None when it was.
+    """
+
+    address: str
+    parcel: Parcel
+    handed_over: int
+    error: DeliveryFailed | None = None
+
+
+class SpoolTransport:
+    """Simulated peer links: every client has a spool on this machine.
+
+    Parameters
+    ----------
+    address : str
+        This client's own spool, ``spool:/folder``, below a folder marked by :meth:`SpoolRoot.create`.
+    max_store_bytes : int
+        Limit of each spool written to.
+    """
+
+    def __init__(self, address: str, max_store_bytes: int = MAX_STORE_BYTES) -> None:
+        self.address = address
+        self._limit = max_store_bytes
+        self.store: ParcelStore = self._spool(address)
+
+    def send(self, address: str, parcel: Parcel) -> int:
+        """Put ``parcel`` into the spool at ``address``. See :class:`PeerTransport`."""
+        try:
+            self._spool(address).put(parcel)
+        except (TransportError, ConfigError) as error:
+            raise DeliveryFailed(f"peer {address}: {error}") from error
+        return len(parcel)
+
+    def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
+        """Return the parcels that have come for a round. See :class:`PeerTransport`."""
+        return _receive(self.store, run, round, wait, expect)
+
+    def _spool(self, address: str) -> Spool:
+        folder = parse_spool(address)
+        # Raises when nobody on this machine marked the folder for the purpose.
+        SpoolRoot(folder.parent)
+        return Spool(folder, self._limit)
+
+
+class TcpTransport:
+    """Peer links over TCP; a listener puts what arrives for this client into ``store``.
+
+    Parameters
+    ----------
+    address : str
+        Where this client's listener is reached, ``tcp://host:port``.
+    store : Spool
+        The directory its listener writes to.
+    connect_timeout, send_timeout : float
+        Seconds to open a connection, and from then on to the acknowledgement.
+    max_parcel_bytes : int
+        Largest parcel to send.
+
+    Notes
+    -----
+    A parcel that is not acknowledged is sent once more: a receiver keeps equal parcels once. What a receiver refuses is
+    not sent again.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        store: Spool,
+        *,
+        connect_timeout: float = 3.0,
+        send_timeout: float = 20.0,
+        max_parcel_bytes: int = MAX_PARCEL_BYTES,
+    ) -> None:
+        parse_tcp(address)
+        for name, seconds in (("connect_timeout", connect_timeout), ("send_timeout", send_timeout)):
+            if not seconds > 0:
+                raise ConfigError(f"{name} is {seconds!r}; expected a positive number of seconds")
+        self.address = address
+        self.store: ParcelStore = store
+        self._connect_timeout = connect_timeout
+        self._send_timeout = send_timeout
+        self._limit = max_parcel_bytes
+
+    def send(self, address: str, parcel: Parcel) -> int:
+        """Send ``parcel`` to the listener at ``address`` and wait for its acknowledgement. See :class:`PeerTransport`.
+
+        The bytes of a first attempt that failed are part of what is returned.
+        """
+        try:
+            place = parse_tcp(address)
+        except ConfigError as error:
+            raise DeliveryFailed(str(error)) from error
+        if len(parcel) > self._limit:
+            raise DeliveryFailed(f"a parcel of {len(parcel)} bytes exceeds the {self._limit} a peer accepts")
+        data = parcel.to_bytes()
+        handed_over = 0
+        for last in (False, True):
+            attempt = _Attempt(place, data)
+            try:
+                attempt.run(self._connect_timeout, self._send_timeout)
+                return handed_over + attempt.handed_over
+            except (OSError, _Refused) as error:
+                handed_over += attempt.handed_over
+                if last or (isinstance(error, _Refused) and error.status != BUSY):
+                    raise DeliveryFailed(
+                        f"peer {address} did not take a parcel of {len(data)} bytes: {error}", handed_over
+                    ) from error
+            # A listener that just started, or has just closed a connection, needs a moment.
+            time.sleep(0.2)
+        raise AssertionError("the second attempt returns or raises")
+
+    def recv(self, run: bytes, round: int, wait: float = 0.0, *, expect: int | None = None) -> Parcels:
+        """Return the parcels that have come for a round. See :class:`PeerTransport`."""
+        return _receive(self.store, run, round, wait, expect)
+
+
+class _Refused(Exception):
+    """The peer answered that it does not keep the parcel."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(_SAID.get(status, f"it answered with the unknown status {status}"))
+        self.status = status
+
+
+class _Attempt:
+    """One connection that carries one parcel."""
+
+    def __init__(self, place: tuple[str, int], data: bytes) -> None:
+        self._place = place
+        self._data = data
+        self.handed_over = 0
+
+    def run(self, connect_timeout: float, send_timeout: float) -> None:
+        """Send and wait for the acknowledgement; raise :class:`OSError` or :class:`_Refused`."""
+        with socket.create_connection(self._place, connect_timeout) as connection:
+            deadline = time.monotonic() + send_timeout
+            try:
+                self._send(connection, deadline)
+            except (BrokenPipeError, ConnectionResetError):
+                # A peer that refuses answers before it has read everything; its answer says more than the reset.
+                if (status := self._answer(connection, deadline, strict=False)) is None:
+                    raise
+            else:
+                status = self._answer(connection, deadline, strict=True)
+        if status != KEPT:
+            raise _Refused(-1 if status is None else status)
+
+    def _send(self, connection: socket.socket, deadline: float) -> None:
+        view = memoryview(self._data)
+        while self.handed_over < len(view):
+            connection.settimeout(_left(deadline))
+            self.handed_over += connection.send(view[self.handed_over :])
+
+    def _answer(self, connection: socket.socket, deadline: float, *, strict: bool) -> int | None:
+        """Return the status the peer answers; without ``strict`` None when there is no answer."""
+        answer = b""
+        try:
+            while len(answer) < ACK.size:
+                connection.settimeout(_left(deadline))
+                more = connection.recv(ACK.size - len(answer))
+                if not more:
+                    raise ConnectionError("it closed the connection without an acknowledgement")
+                answer += more
+        except OSError:
+            if strict:
+                raise
+            return None
+        magic, status, checksum = ACK.unpack(answer)
+        (sent,) = struct.unpack_from("<I", self._data, _CRC_AT)
+        if magic != ACK_MAGIC:
+            raise ConnectionError(f"it answered {answer!r}, which is no acknowledgement: is another program there?")
+        if status == KEPT and checksum != sent:
+            raise ConnectionError("it acknowledged another parcel")
+        return int(status)
+
+
+def acknowledgement(status: int, header: bytes = b"") -> bytes:
+    """Return the answer to the parcel that began with ``header``; empty when there is none to speak of."""
+    checksum = struct.unpack_from("<I", header, _CRC_AT)[0] if len(header) >= HEADER_BYTES else 0
+    return ACK.pack(ACK_MAGIC, status, checksum)
+
+
+def deliver(transport: PeerTransport, outgoing: Iterable[tuple[str, Parcel]], *, workers: int = 8) -> list[Delivery]:
+    """Send many parcels, several at a time, so that peers that do not answer cost their timeout once and not in turn.
+
+    Parameters
+    ----------
+    transport : PeerTransport
+    outgoing : iterable of (str, Parcel)
+        Addresses and what goes there.
+    workers : int
+        Threads.
+
+    Returns
+    -------
+    list of Delivery
+        In the order of ``outgoing``. A failed delivery is a loss the code is there for, not an exception.
+    """
+
+    def one(item: tuple[str, Parcel]) -> Delivery:
+        address, parcel = item
+        try:
+            return Delivery(address, parcel, transport.send(address, parcel))
+        except DeliveryFailed as error:
+            return Delivery(address, parcel, error.handed_over, error)
+
+    items = list(outgoing)
+    if not items:
+        return []
+    with ThreadPoolExecutor(min(workers, len(items)), thread_name_prefix="peer-link") as pool:
+        return list(pool.map(one, items))
+
+
+def transport_of(
+    address: str,
+    store: Path | None = None,
+    *,
+    max_store_bytes: int = MAX_STORE_BYTES,
+    max_parcel_bytes: int = MAX_PARCEL_BYTES,
+) -> PeerTransport:
+    """Return the transport of the client that others reach at ``address``.
+
+    Parameters
+    ----------
+    address : str
+        ``tcp://host:port`` or ``spool:/folder``.
+    store : Path, optional
+        Directory its listener writes to; for ``tcp://`` only, and needed there.
+    max_store_bytes, max_parcel_bytes : int
+
+    Raises
+    ------
+    ConfigError
+        For an address of no known kind, or a store that is missing or superfluous.
+    """
+    if address.startswith("spool:"):
+        if store is not None:
+            raise ConfigError(f"{address} is its own store; leave out {store}")
+        return SpoolTransport(address, max_store_bytes)
+    if address.startswith("tcp:"):
+        parse_tcp(address)
+        if store is None:
+            raise ConfigError(f"{address} needs the folder its listener writes to; clients.edge calls it --peer-store")
+        return TcpTransport(address, Spool(store, max_store_bytes), max_parcel_bytes=max_parcel_bytes)
+    raise ConfigError(f"peer address {address!r} is of no known kind{nearest(address, _ADDRESSES)}")
+
+
+def parse_tcp(address: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://host:port``; an IPv6 host stands in brackets.
+
+    Raises
+    ------
+    ConfigError
+        When ``address`` is none.
+    """
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"peer address {address!r} is not 'tcp://host:port', for instance tcp://192.168.1.7:9100")
+    return parse_host_port(address.removeprefix("tcp://"))
+
+
+def parse_host_port(text: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``; an IPv6 host stands in brackets.
+
+    Raises
+    ------
+    ConfigError
+        When ``text`` is something else.
+    """
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    inner = host[1:-1] if bracketed else host
+    wrong = not colon or not inner or any(c in inner for c in "/@[] \t\n") or (":" in inner) != bracketed
+    try:
+        inner.encode("idna")  # as the resolver will, which has no error of its own for it
+    except UnicodeError:
+        wrong = True
+    if wrong or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigError(f"address {text!r}; expected HOST:PORT with a port from 1 to 65535, e.g. 192.168.1.7:9100")
+    return inner, int(port)
+
+
+def _receive(store: ParcelStore, run: bytes, round: int, wait: float, expect: int | None) -> Parcels:
+    deadline = time.monotonic() + wait
+    while (left := deadline - time.monotonic()) > 0 and (expect is None or store.count(run, round) < expect):
+        time.sleep(min(_POLL_SECONDS, left))
+    return store.list(run, round)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no acknowledgement came in time")
+    return left
