@@ -1,0 +1,341 @@
+"""What RLNC and MDS share: how a payload becomes symbols, what an encoder is, and how to get one.
+
+A payload is cut into generations of at most about 1 MiB, a generation into K symbols of S bytes, contiguous and in
+order; zeros fill the end. All generations of a payload are coded with the same coefficients, so that a packet carries
+one vector and one symbol of each generation, and the receiver inverts one matrix however long the payload is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coding.errors import PacketError
+from coding.field import GF256
+from coding.packet import DIGEST_BYTES, Mode, Packet, PacketLimits
+from coding.stream import SplitMix64
+from fedcomp.errors import ConfigError, nearest
+
+GENERATION_BYTES = 1 << 20
+"""Beyond this input and output leave the processor's caches, and products slow down several times (measured)."""
+
+ALIGN = 64
+"""Symbols are padded to a multiple of one cache line, which is also the widest vector register."""
+
+MAX_PAYLOAD = (1 << 32) - 1
+MAX_SYMBOLS = 1024
+
+FIELD = GF256()
+
+CodeName = Literal["rlnc", "mds"]
+EncoderMode = Literal["systematic", "random", "cauchy"]
+
+
+class Shape(NamedTuple):
+    """How a payload is cut: ``generations`` of ``symbols`` of ``symbol_bytes``, and ``private`` random ones in each."""
+
+    symbols: int
+    private: int
+    symbol_bytes: int
+    generations: int
+
+    @property
+    def coded(self) -> int:
+        """K of the packets: data symbols and private ones; so many independent packets decode."""
+        return self.symbols + self.private
+
+
+def symbols_for(payload_len: int, wanted: int) -> int:
+    """Return K for a payload: ``wanted``, but at most one symbol per 64 bytes when the payload has fewer than K bytes.
+
+    An empty payload has one symbol, of no bytes.
+
+    Raises
+    ------
+    ConfigError
+        When ``wanted`` is not in 1..1024.
+    """
+    if not 1 <= wanted <= MAX_SYMBOLS:
+        raise ConfigError(f"symbols = {wanted}; a generation has 1 to {MAX_SYMBOLS} symbols")
+    return wanted if payload_len >= wanted else max(1, -(-payload_len // 64))
+
+
+def shape_of(payload_len: int, wanted: int, *, private: int = 0, align: int = ALIGN) -> Shape:
+    """Return how a payload of ``payload_len`` bytes is cut into ``wanted`` symbols per generation.
+
+    Raises
+    ------
+    ConfigError
+        When the payload has 4 GiB or more, or a parameter is out of range.
+    """
+    if not 0 <= payload_len <= MAX_PAYLOAD:
+        raise ConfigError(f"a payload of {payload_len} bytes; a packet's header counts to {MAX_PAYLOAD}")
+    if private < 0:
+        raise ConfigError(f"private = {private}; the number of private symbols cannot be negative")
+    if not 1 <= align <= ALIGN:
+        raise ConfigError(f"align = {align}; symbols are padded to a multiple of 1 to {ALIGN} bytes")
+    symbols = symbols_for(payload_len, wanted)
+    wished = max(1, -(-payload_len // GENERATION_BYTES))
+    symbol_bytes = -(-payload_len // (wished * symbols) // align) * align
+    # Padding may have made room enough for all in fewer generations.
+    return Shape(symbols, private, symbol_bytes, max(1, -(-payload_len // max(1, symbols * symbol_bytes))))
+
+
+def payload_digest(payload: bytes | memoryview, hidden: bytes | memoryview = b"") -> bytes:
+    """Return the 8-byte BLAKE2b digest of a payload, of its private random symbols after it where there are some.
+
+    With private symbols the digest covers them too: a digest of the payload alone, readable in every packet, would let
+    a relay test guesses of what it must learn nothing about.
+    """
+    state = hashlib.blake2b(payload, digest_size=DIGEST_BYTES)
+    state.update(hidden)
+    return state.digest()
+
+
+class PayloadHead(NamedTuple):
+    """What all packets of one payload have in common; packets that differ in any of it never meet in one product."""
+
+    field: int
+    round: int
+    source: int
+    first_generation: int
+    generations: int
+    symbols: int
+    symbol_bytes: int
+    payload_bytes: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, packet: Packet) -> PayloadHead:
+        """Return the head of the payload that a packet belongs to."""
+        return cls(*(getattr(packet, name) for name in cls._fields))
+
+    def require_same(self, other: PayloadHead) -> None:
+        """Raise PacketError, naming what differs, unless the other head is equal."""
+        for name, mine, its in zip(self._fields, self, other, strict=True):
+            if mine != its:
+                raise PacketError(f"{name} = {its!r} among packets with {mine!r}; packets of two payloads never mix")
+
+
+def admit(packet: Packet, limits: PacketLimits, held: PayloadHead | None) -> PayloadHead:
+    """Return what the packet shares with others of its payload, or raise PacketError when it is not one to take in."""
+    if packet.field != 0:
+        raise PacketError(f"field {packet.field}; network codes of this package work in GF(2^8), field 0")
+    limits.check(
+        packet.symbols, packet.symbol_bytes, packet.payload_bytes, packet.first_generation + packet.generations
+    )
+    head = PayloadHead.of(packet)
+    if held is not None:
+        held.require_same(head)
+    return head
+
+
+class Encoder(ABC):
+    """Makes the packets of one payload. Packet i is always the same bytes, in whatever order packets are asked for.
+
+    Made by :func:`encoder`. The arguments are the same there.
+
+    Attributes
+    ----------
+    symbols : int
+        K of the packets, private symbols included: so many independent packets decode.
+    symbol_bytes, generations : int
+        S, and how many symbols a packet carries.
+    shards : int or None
+        How many packets there are; None when there is no end to them.
+    digest : bytes
+        What every packet carries of the payload, see :func:`payload_digest`.
+    """
+
+    code: ClassVar[CodeName]
+
+    def __init__(
+        self,
+        payload: bytes | memoryview,
+        *,
+        symbols: int,
+        round: int,
+        source: int,
+        run: int | bytes,
+        shards: int | None,
+        private: int = 0,
+        align: int = ALIGN,
+        insecure_seed: int | None = None,
+    ) -> None:
+        view = memoryview(payload).cast("B")
+        self.shape = shape_of(len(view), symbols, private=private, align=align)
+        self.symbols = self.shape.coded
+        self.symbol_bytes = self.shape.symbol_bytes
+        self.generations = self.shape.generations
+        for name, value in (("round", round), ("source", source)):
+            if not 0 <= value < 1 << 32:
+                raise ConfigError(f"{name} = {value}; a packet has 32 bits for it")
+        most = self._most_shards()
+        if shards is not None and shards < self.symbols:
+            raise ConfigError(
+                f"shards = {shards} of {self.symbols} symbols (private ones included); no receiver could ever decode. "
+                f"Make at least {self.symbols} shards, or fewer symbols"
+            )
+        if most is not None and max(self.symbols, shards or 0) > most:
+            raise ConfigError(
+                f"code {self.code!r} has at most {most} shards for {self.symbols} symbols; "
+                f"{max(self.symbols, shards or 0)} are needed. Take fewer symbols, or code 'rlnc' if none is private"
+            )
+        self.shards = most if shards is None else shards
+        self.round, self.source, self.run = round, source, run
+        self._payload_bytes = len(view)
+        self._data = self._cut(view, insecure_seed)
+        self.digest = payload_digest(view, self._data[:, self.shape.symbols :].tobytes())
+
+    def coefficients(self, index: int) -> NDArray[np.uint8]:
+        """Return the coefficients of packet ``index``, shape ``(symbols,)``."""
+        return self._rows(np.array([self._checked(index)]))[0]
+
+    def packet(self, index: int) -> Packet:
+        """Return packet ``index``.
+
+        Raises
+        ------
+        ConfigError
+            When there is no such packet.
+        """
+        return self.packets([index])[0]
+
+    def packets(self, indices: Iterable[int]) -> list[Packet]:
+        """Return several packets, in the order of ``indices``; all that are coded come from one product."""
+        wanted = [self._checked(index) for index in indices]
+        names = [self._name(index) for index in wanted]
+        coded = [place for place, (mode, _) in enumerate(names) if mode is not Mode.SYSTEMATIC]
+        bodies: dict[int, NDArray[np.uint8]] = {}
+        if coded:
+            rows = self._rows(np.array([wanted[place] for place in coded]))
+            made = np.empty((len(coded), self.generations, self.symbol_bytes), np.uint8)
+            for generation in range(self.generations):
+                FIELD.matmul(rows, self._data[generation], out=made[:, generation])
+            bodies = dict(zip(coded, made, strict=True))
+        return [
+            Packet(
+                mode=mode,
+                number=number,
+                vector=None,
+                round=self.round,
+                source=self.source,
+                symbols=self.symbols,
+                payload_bytes=self._payload_bytes,
+                digest=self.digest,
+                body=bodies[place] if place in bodies else self._data[:, number],
+            )
+            for place, (mode, number) in enumerate(names)
+        ]
+
+    @abstractmethod
+    def _most_shards(self) -> int | None:
+        """Return how many packets this code has at most for ``symbols``; None when there is no end to them."""
+
+    @abstractmethod
+    def _name(self, index: int) -> tuple[Mode, int]:
+        """Return how packet ``index`` names its coefficients."""
+
+    @abstractmethod
+    def _rows(self, indices: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return the coefficients of several packets, shape ``(len(indices), symbols)``."""
+
+    def _checked(self, index: int) -> int:
+        if index < 0 or (self.shards is not None and index >= self.shards):
+            raise ConfigError(f"packet {index}; this encoder makes packets 0 to {(self.shards or 0) - 1}")
+        return index
+
+    def _cut(self, view: memoryview, insecure_seed: int | None) -> NDArray[np.uint8]:
+        """Return the symbols, shape (generations, symbols, symbol_bytes); a view of the payload when it fits."""
+        symbols, private, symbol_bytes, generations = self.shape
+        whole = generations * symbols * symbol_bytes
+        if len(view) == whole:
+            flat = np.frombuffer(view, np.uint8) if whole else np.zeros(0, np.uint8)
+        else:
+            flat = np.zeros(whole, np.uint8)
+            flat[: len(view)] = np.frombuffer(view, np.uint8)
+        data = flat.reshape(generations, symbols, symbol_bytes)
+        if not private:
+            return data
+        hidden = private * generations * symbol_bytes
+        noise = os.urandom(hidden) if insecure_seed is None else SplitMix64(insecure_seed).bytes(hidden).tobytes()
+        drawn = np.array(memoryview(noise), np.uint8).reshape(generations, private, symbol_bytes)
+        return np.concatenate([data, drawn], axis=1)
+
+
+def encoder(
+    code: CodeName,
+    payload: bytes | memoryview,
+    *,
+    symbols: int,
+    round: int,
+    source: int,
+    run: int | bytes,
+    shards: int | None = None,
+    private: int = 0,
+    mode: EncoderMode = "systematic",
+    align: int = ALIGN,
+    insecure_seed: int | None = None,
+) -> Encoder:
+    """Return the encoder of a payload.
+
+    Parameters
+    ----------
+    code : {"rlnc", "mds"}
+        Random linear network code (any number of packets, can be recoded, K packets decode with probability 0.996) or
+        systematic Cauchy Reed-Solomon (any K packets decode, K and parities together at most 256).
+    payload : bytes
+    symbols : int
+        K that is wanted, 1 to 1024; short payloads get fewer, see :func:`symbols_for`.
+    round, source : int
+        Where the packets belong; a receiver mixes neither.
+    run : int or bytes
+        Name of the run; with round, source and packet number it seeds the coefficients of the random code.
+    shards : int, optional
+        How many packets will be asked for; for RLNC no limit by default, for MDS as many as the field has.
+    private : int
+        T. So many uniformly random symbols are coded along, such that any T packets are independent of the payload;
+        K + T packets decode. Code "mds" only; all packets are then Cauchy rows.
+    mode : {"systematic", "random", "cauchy"}
+        "systematic": the first K packets are the symbols themselves, and the code's rows follow. "random" (RLNC) and
+        "cauchy" (MDS): the code's rows from the first packet on.
+    align : int
+        Symbols are padded to a multiple of so many bytes, 1 to 64.
+    insecure_seed : int, optional
+        Draws the private symbols from a public stream instead of the operating system: for tests only.
+
+    Raises
+    ------
+    ConfigError
+        When the parameters do not make a code.
+    """
+    if code == "rlnc":
+        from coding.rlnc import RlncEncoder as kind
+    elif code == "mds":
+        from coding.mds import MdsEncoder as kind  # type: ignore[assignment]
+    else:
+        raise ConfigError(f"code = {code!r}{nearest(code, ('rlnc', 'mds'))}")
+    return kind(
+        payload,
+        symbols=symbols,
+        round=round,
+        source=source,
+        run=run,
+        shards=shards,
+        private=private,
+        mode=mode,
+        align=align,
+        insecure_seed=insecure_seed,
+    )
+
+
+def check_mode(code: CodeName, mode: str, known: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` unless the code has that mode."""
+    if mode not in known:
+        raise ConfigError(f"mode = {mode!r} of code {code!r}{nearest(mode, known)}")

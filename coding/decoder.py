@@ -1,0 +1,449 @@
+"""The decoder: packets of one payload in any order, of any mode, of the random code or of Reed-Solomon.
+
+It has two phases. While packets arrive only their coefficients are eliminated (:mod:`coding.elimination`), and bodies
+are stored untouched; when they are enough, an e x e system is solved and one product per generation makes the e symbols
+that did not arrive as themselves. That costs e * K * S multiplications, as much as encoding e packets, instead of the
+K * K * S of eliminating bodies row by row as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coding.code import ALIGN, FIELD, PayloadHead, admit, payload_digest
+from coding.elimination import Basis, recovery
+from coding.errors import CorruptGeneration, NotDecodable, PacketError
+from coding.kernels import reduce
+from coding.packet import Mode, Packet, PacketLimits
+from fedcomp.errors import ConfigError
+
+ATTEMPTS = 8
+"""How many packets are suspected, one after the other, when the digest of a decoded payload differs; and how many
+surplus packets are kept for it."""
+
+SCRATCH = 1 << 18
+"""Bytes of missing symbols made at a time: what the second-level cache holds beside the rows they are made from."""
+
+SymbolState = Literal["missing", "partial", "decoded"]
+
+
+@dataclass(frozen=True)
+class DecoderStats:
+    """What a decoder was given: ``received`` = ``innovative`` + ``dependent`` packets, and their ``bytes``.
+
+    ``repaired`` says whether a surplus packet replaced one that did not fit the digest.
+    """
+
+    received: int = 0
+    innovative: int = 0
+    dependent: int = 0
+    bytes: int = 0
+    repaired: bool = False
+
+
+class Decoder:
+    """Collects packets of one payload, in any order and of any mode, and decodes it when they are enough.
+
+    The first packet fixes what the payload is: its K, S, length, digest, round and source; others are refused. A forged
+    first packet therefore makes the payload undecodable, but never wrong.
+
+    Parameters
+    ----------
+    limits : PacketLimits, optional
+    expect : (round, source), optional
+        Refuse packets of any other.
+    private : int
+        T: how many of the K symbols are random ones that are thrown away, known from the plan.
+    """
+
+    def __init__(
+        self, *, limits: PacketLimits | None = None, expect: tuple[int, int] | None = None, private: int = 0
+    ) -> None:
+        if private < 0:
+            raise ConfigError(f"private = {private}; the number of private symbols cannot be negative")
+        self.limits = limits or PacketLimits()
+        self.expect = expect
+        self.private = private
+        self._held: _Held | None = None
+        self._surplus: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = []
+        self._received = self._dependent = self._bytes = 0
+        self._verified = self._repaired = False
+
+    @property
+    def rank(self) -> int:
+        """How many independent packets arrived."""
+        return 0 if self._held is None else self._held.basis.rank
+
+    @property
+    def symbols(self) -> int:
+        """K, private symbols included; 0 before the first packet."""
+        return 0 if self._held is None else self._held.head.symbols
+
+    @property
+    def needed(self) -> int:
+        """How many more independent packets it takes; before the first packet at least 1."""
+        return 1 if self._held is None else self.symbols - self.rank
+
+    @property
+    def complete(self) -> bool:
+        """Whether :meth:`payload` can be asked for."""
+        return self.needed == 0
+
+    @property
+    def stats(self) -> DecoderStats:
+        """What was received so far, packets of merged decoders included."""
+        innovative = self._received - self._dependent
+        return DecoderStats(self._received, innovative, self._dependent, self._bytes, self._repaired)
+
+    def add(self, packet: Packet) -> bool:
+        """Take a packet in; return whether it was innovative, i.e. raised the rank.
+
+        Duplicates and dependent packets are counted, and a few are kept in case the digest differs.
+
+        Raises
+        ------
+        PacketError
+            When the packet belongs to another payload, or is more than this receiver accepts. Nothing has changed then.
+        """
+        head = admit(packet, self.limits, None if self._held is None else self._held.head)
+        held = self._hold(head)
+        self._received += 1
+        self._bytes += packet.wire_bytes
+        symbol = packet.number if packet.mode is Mode.SYSTEMATIC else None
+        innovative = not self._verified and self._absorb(held, packet.row(), packet.body, symbol)
+        self._dependent += not innovative
+        return innovative
+
+    def merge(self, other: Decoder) -> int:
+        """Take in all that another decoder of the same payload received; return by how much the rank rose.
+
+        Raises
+        ------
+        PacketError
+            When the other decodes another payload.
+        ConfigError
+            When it was told of another number of private symbols.
+        """
+        if other.private != self.private:
+            raise ConfigError(f"private = {other.private} merged into a decoder with private = {self.private}")
+        if other._held is None or other is self:
+            return 0
+        if self._held is not None:
+            self._held.head.require_same(other._held.head)
+        held = self._hold(other._held.head)
+        gained = 0
+        if not self._verified:
+            for slot in range(other.rank):
+                gained += self._absorb(held, *other._held.packet_at(slot))
+            for vector, body in other._surplus:
+                gained += self._absorb(held, vector, body)
+        self._received += other._received
+        self._dependent += other._received - gained
+        self._bytes += other._bytes
+        return gained
+
+    def payload(self) -> bytes:
+        """Return the payload; its digest is checked.
+
+        When the digest differs and more than K packets arrived, at most 8 single packets are replaced, one at a time,
+        by what a surplus packet says they should have been.
+
+        Raises
+        ------
+        NotDecodable
+            When the rank is below K.
+        CorruptGeneration
+            When the digest differs and cannot be made to fit: a packet was forged, or is not of this payload.
+        """
+        held = self._complete()
+        data = self._assemble(held)
+        if not self._verified and self._digest(held, data) != held.head.digest:
+            data = self._repair(held)
+        self._verified = True
+        self._surplus.clear()
+        return data
+
+    def solve(self) -> int:
+        """Make the e symbols that did not arrive as themselves, one product per generation; return e.
+
+        This is the second phase, apart from the assembly and the digest; :meth:`payload` calls it. They take the place
+        of the combinations they are made from, so a second call has nothing left to do.
+
+        Raises
+        ------
+        NotDecodable
+            When the rank is below K.
+        """
+        return self._complete().solve()
+
+    def symbol(self, index: int) -> bytes:
+        """Return ``payload()[index * S : (index + 1) * S]`` as soon as it is determined; no digest vouches for it yet.
+
+        Raises
+        ------
+        NotDecodable
+            When what arrived does not determine it.
+        ConfigError
+            When the payload has no such symbol.
+        """
+        if self._held is None:
+            raise NotDecodable("no packet has arrived; nothing is known of the payload")
+        held, data_symbols = self._held, self.symbols - self.private
+        if not 0 <= index < data_symbols * held.head.generations:
+            raise ConfigError(f"symbol {index}; the payload has {data_symbols * held.head.generations}")
+        generation, column = divmod(index, data_symbols)
+        values = held.determined([column]).get(column)
+        if values is None:
+            raise NotDecodable(f"symbol {index} is not determined by the {self.rank} independent packets that arrived")
+        return values[generation].tobytes()[: held.length_of(index)]
+
+    def partial(self) -> dict[int, bytes]:
+        """Return every symbol that is determined, by its index; see :meth:`symbol`. Nothing that arrived is lost."""
+        if self._held is None:
+            return {}
+        held, data_symbols = self._held, self.symbols - self.private
+        found = {}
+        for column, values in held.determined(range(data_symbols)).items():
+            for generation, value in enumerate(values):
+                index = generation * data_symbols + column
+                found[index] = value.tobytes()[: held.length_of(index)]
+        return dict(sorted(found.items()))
+
+    def states(self) -> list[SymbolState]:
+        """Return how far each of the K symbols of a generation is; "partial" ones occur in packets that arrived."""
+        if self._held is None:
+            return []
+        reduced = self._held.reduced()
+        decoded, seen = reduced.determined(), np.any(reduced.form, axis=0)
+        return [
+            "decoded" if column in decoded else "partial" if seen[column] else "missing"
+            for column in range(self.symbols)
+        ]
+
+    def _complete(self) -> _Held:
+        """Return what is held, or raise NotDecodable when it is not enough."""
+        if self._held is None:
+            raise NotDecodable("no packet has arrived; nothing is known of the payload")
+        if not self.complete:
+            raise NotDecodable(
+                f"rank {self.rank} of {self.symbols}: {self.needed} more independent packets are needed; partial() has "
+                "the symbols that are determined already"
+            )
+        return self._held
+
+    def _hold(self, head: PayloadHead) -> _Held:
+        """Return the store of this payload, made now if this is its first packet.
+
+        The header's figures are bound to each other, so that what is allocated is the payload, which the limits bound,
+        with its padding and its private symbols.
+        """
+        if self._held is not None:
+            return self._held
+        if self.expect is not None and (head.round, head.source) != self.expect:
+            raise PacketError(f"round and source {head.round, head.source}; this decoder expects {self.expect}")
+        data_symbols = head.symbols - self.private
+        if data_symbols < 1:
+            raise PacketError(f"K = {head.symbols} with {self.private} private symbols; none is left for the payload")
+        if head.first_generation:
+            raise PacketError(f"first generation {head.first_generation}; this decoder takes packets of whole payloads")
+        length, row = head.payload_bytes, data_symbols * head.symbol_bytes
+        if head.generations != max(1, -(-length // max(1, row))):
+            raise PacketError(f"{head.generations} generations of {row} bytes each for a payload of {length}")
+        if (head.symbol_bytes - ALIGN) * data_symbols * head.generations >= max(length, 1):
+            raise PacketError(
+                f"S = {head.symbol_bytes} for a payload of {length} in {head.generations} x {data_symbols} symbols; "
+                f"padding is less than {ALIGN} bytes for a symbol"
+            )
+        self._held = _Held(head)
+        return self._held
+
+    def _absorb(
+        self, held: _Held, vector: NDArray[np.uint8], body: NDArray[np.uint8], symbol: int | None = None
+    ) -> bool:
+        if held.absorb(vector, body, symbol):
+            return True
+        if len(self._surplus) < ATTEMPTS and not held.has(vector, body):
+            self._surplus.append((vector, body))
+        return False
+
+    def _assemble(self, held: _Held) -> bytes:
+        """Return the payload, without its padding, in one copy of what arrived and what was made."""
+        pieces = held.pieces(range(self.symbols - self.private))
+        whole, rest = divmod(held.head.payload_bytes, max(1, held.head.symbol_bytes))
+        return b"".join(pieces[:whole] + [piece[:rest] for piece in pieces[whole : whole + 1]])
+
+    def _digest(self, held: _Held, data: bytes) -> bytes:
+        return payload_digest(data, b"".join(held.pieces(range(self.symbols - self.private, self.symbols))))
+
+    def _repair(self, held: _Held) -> bytes:
+        """Return the payload with one packet corrected by the surplus ones, or raise CorruptGeneration."""
+        for column, change in self._suspects(held):
+            held.correct(column, change)
+            data = self._assemble(held)
+            if self._digest(held, data) == held.head.digest:
+                self._repaired = True
+                return data
+            held.correct(column, change)
+        raise CorruptGeneration(
+            f"the decoded payload of source {held.head.source} in round {held.head.round} does not have its digest, "
+            f"with {len(self._surplus)} surplus packets to find out why; leave this source out"
+        )
+
+    def _suspects(self, held: _Held) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+        """Return for at most 8 packets that may be the wrong one how symbols depend on it, and by what it is wrong.
+
+        If packet i alone is wrong, by d, every surplus packet differs from what the others predict by its own multiple
+        of d: the one with which packet i enters the prediction. That narrows i down and gives d. Correcting packet i
+        is the same as decoding without it, from a surplus packet instead (derived).
+        """
+        if not self._surplus:
+            return []
+        vectors = np.stack([vector for vector, _ in self._surplus])
+        difference = held.encode(vectors) ^ np.stack([body for _, body in self._surplus], axis=1)
+        wrong = np.argwhere(difference.any(axis=1))
+        if not wrong.size:
+            return []  # all surplus agrees with what was decoded: no packet stands out
+        generation, place = wrong[0]
+        sample = difference[generation, :, place]
+        witness = int(np.flatnonzero(sample)[0])
+        inverse = held.reduced().transform
+        weights = FIELD.matmul(vectors, inverse)
+        fits = FIELD.multiply(weights, sample[witness]) == FIELD.multiply(sample[:, None], weights[witness][None, :])
+        slots = np.flatnonzero(fits.all(axis=0) & (weights[witness] != 0))[:ATTEMPTS]
+        factors = FIELD.reciprocal(weights[witness, slots])
+        return [
+            (inverse[:, slot], FIELD.multiply(difference[:, witness], factor))
+            for slot, factor in zip(slots, factors, strict=True)
+        ]
+
+
+class _Held:
+    """The independent packets of one payload; slot i holds the i-th of them.
+
+    ``vectors`` (K, K) are the coefficients as they came. ``rows`` (generations, K, S) are the bodies as they came,
+    until :meth:`solve` puts the missing symbols in the place of the combinations: a payload is held once.
+    """
+
+    def __init__(self, head: PayloadHead) -> None:
+        self.head = head
+        self.basis = Basis(head.symbols)
+        self.vectors = np.zeros((head.symbols, head.symbols), np.uint8)
+        self.rows = np.empty((head.generations, head.symbols, head.symbol_bytes), np.uint8)
+        # Where a symbol is that is there as itself, which symbol a slot holds then, and the other slots.
+        self.slot_of, self.symbol_at = np.full(head.symbols, -1, np.int64), np.zeros(head.symbols, np.int64)
+        self.coded: list[int] = []
+        self._reduced: _Reduced | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.basis.rank == self.head.symbols
+
+    def absorb(self, vector: NDArray[np.uint8], body: NDArray[np.uint8], symbol: int | None) -> bool:
+        """Store the packet if it is independent of those held; return whether it was. ``symbol`` is the one it is."""
+        slot = self.basis.rank
+        if not self.basis.add(vector):
+            return False
+        self.vectors[slot] = vector
+        self.rows[:, slot] = body
+        if symbol is None:
+            self.coded.append(slot)
+        else:
+            self.slot_of[symbol], self.symbol_at[slot] = slot, symbol
+        self._reduced = None
+        return True
+
+    def has(self, vector: NDArray[np.uint8], body: NDArray[np.uint8]) -> bool:
+        """Return whether this very packet was stored."""
+        same = np.flatnonzero((self.vectors[: self.basis.rank] == vector).all(axis=1))
+        if not same.size:
+            return False
+        stored = self.encode(vector[None, :])[:, 0] if self.complete else self.rows[:, same[0]]
+        return np.array_equal(stored, body)
+
+    def packet_at(self, slot: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8], int | None]:
+        """Return a packet that spans, with those of the other slots, what was received: vector, body and symbol."""
+        if slot in self.coded:
+            return self.vectors[slot], self.rows[:, slot], None
+        symbol = int(self.symbol_at[slot])
+        return np.eye(1, self.head.symbols, symbol, dtype=np.uint8)[0], self.rows[:, slot], symbol
+
+    def combine(self, weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return ``weights @ rows`` in every generation, shape (generations, len(weights), S)."""
+        made = np.empty((self.rows.shape[0], len(weights), self.rows.shape[2]), np.uint8)
+        for generation, rows in enumerate(self.rows):
+            FIELD.matmul(weights, rows[: self.basis.rank], out=made[generation])
+        return made
+
+    def solve(self) -> int:
+        """Put the symbols that did not arrive as themselves where the combinations are; return how many; at rank K."""
+        e = len(self.coded)
+        if not e:
+            return 0
+        coded = np.array(self.coded)
+        weights = recovery(self.vectors, coded, self.slot_of)
+        width = max(64, SCRATCH // e)
+        scratch = np.empty((e, min(width, self.head.symbol_bytes)), np.uint8)
+        for held in self.rows:
+            for start in range(0, self.head.symbol_bytes, width):
+                part = held[:, start : start + width]
+                part[coded] = FIELD.matmul(weights, part, out=scratch[:, : part.shape[1]])
+        missing = np.flatnonzero(self.slot_of < 0)
+        self.slot_of[missing], self.symbol_at[coded] = coded, missing
+        self.coded = []
+        return e
+
+    def encode(self, vectors: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return what packets with these coefficients would carry, shape (generations, len(vectors), S); at rank K."""
+        self.solve()
+        return self.combine(vectors.take(self.symbol_at, axis=1))
+
+    def correct(self, column: NDArray[np.uint8], change: NDArray[np.uint8]) -> None:
+        """Add ``change``, shape (generations, S), times ``column[p]`` to every symbol p; repeating takes it back."""
+        for symbol in np.flatnonzero(column):
+            self.rows[:, self.slot_of[symbol]] ^= FIELD.multiply(change, column[symbol])
+
+    def determined(self, columns: Iterable[int]) -> dict[int, NDArray[np.uint8]]:
+        """Return those of the symbols that are determined: values of shape (generations, S)."""
+        if self.complete:
+            self.solve()
+            return {symbol: self.rows[:, self.slot_of[symbol]] for symbol in columns}
+        combinations = self.reduced().determined()
+        found = {symbol: combinations[symbol] for symbol in columns if symbol in combinations}
+        weights = np.array(list(found.values()), np.uint8).reshape(-1, self.basis.rank)
+        return dict(zip(found, self.combine(weights).swapaxes(0, 1), strict=True))
+
+    def reduced(self) -> _Reduced:
+        """Return the reduced row echelon form of the coefficients that were received."""
+        if self._reduced is None:
+            rank, symbols = self.basis.rank, self.head.symbols
+            work = np.concatenate([self.vectors[:rank], np.eye(rank, dtype=np.uint8)], axis=1)
+            reduce(work, symbols)
+            self._reduced = _Reduced(work[:, :symbols], work[:, symbols:])
+        return self._reduced
+
+    def pieces(self, columns: range) -> list[memoryview]:
+        """Return these symbols, generation by generation, as views; at rank K."""
+        self.solve()
+        slots = self.slot_of[columns.start : columns.stop].tolist()
+        return [rows[slot].data for rows in self.rows for slot in slots]
+
+    def length_of(self, index: int) -> int:
+        """Return how many bytes of symbol ``index`` are payload."""
+        return max(0, min(self.head.symbol_bytes, self.head.payload_bytes - index * self.head.symbol_bytes))
+
+
+class _Reduced(NamedTuple):
+    """``form = transform @ vectors`` in reduced row echelon form: rows by pivot, pivots ascending."""
+
+    form: NDArray[np.uint8]
+    transform: NDArray[np.uint8]
+
+    def determined(self) -> dict[int, NDArray[np.uint8]]:
+        """Return for every symbol that is determined the combination of packets that is it."""
+        unit = np.flatnonzero(np.count_nonzero(self.form, axis=1) == 1)
+        return {int(self.form[row].argmax()): self.transform[row] for row in unit}

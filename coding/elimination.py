@@ -1,0 +1,110 @@
+"""Elimination over GF(2^8), on coefficients only: does a packet say anything new, and what do they say together?
+
+A :class:`Basis` keeps the row echelon form of the coefficient vectors that were independent when they came. One arrival
+costs O(K^2) whatever the symbols weigh, because no payload byte is touched. :func:`recovery` solves for the symbols that
+are missing, when there are enough. Both are compiled on first use and cached on disk (:mod:`coding.gauss`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coding.errors import NotDecodable
+from coding.kernels import tables
+from fedcomp.errors import ConfigError
+
+
+class Basis:
+    """The row space of the vectors added so far, in GF(2^8)/0x11D.
+
+    Parameters
+    ----------
+    symbols : int
+        K, the length of the vectors; at least 1.
+
+    Attributes
+    ----------
+    rank : int
+        How many vectors were independent of those before them.
+    """
+
+    __slots__ = ("_absorb", "_reciprocals", "_words", "rank", "symbols")
+
+    def __init__(self, symbols: int) -> None:
+        if symbols < 1:
+            raise ConfigError(f"symbols = {symbols}; a generation has at least one symbol")
+        self.symbols = symbols
+        self.rank = 0
+        # Row p is zero, or has its first non-zero element, a 1, in column p. The last row is for work on an arrival.
+        self._words = np.zeros((symbols + 1, -(-symbols // 64) * 8), np.uint64)
+        self._absorb = _loops().absorb
+        self._reciprocals = tables.reciprocals()
+
+    def add(self, vector: NDArray[np.uint8]) -> bool:
+        """Take in a vector of shape ``(K,)``; return whether it was outside the span of the former ones."""
+        if vector.shape != (self.symbols,) or vector.dtype != np.uint8:
+            raise ConfigError(
+                f"vector is {vector.dtype} {vector.shape}; this basis takes uint8 vectors of {(self.symbols,)}"
+            )
+        innovative = self.rank < self.symbols and bool(self._absorb(self._words, vector, self._reciprocals))
+        self.rank += innovative
+        return innovative
+
+
+def rank(matrix: NDArray[np.uint8]) -> int:
+    """Return the rank over GF(2^8) of a uint8 matrix of shape ``(n, K)``, K >= 1, by adding row after row."""
+    basis = Basis(matrix.shape[1])
+    for vector in matrix:
+        basis.add(vector)
+    return basis.rank
+
+
+def recovery(vectors: NDArray[np.uint8], coded: NDArray[np.int64], slot_of: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return how the missing symbols are made of K packets.
+
+    In the e packets that are combinations, b = A x + B y with x the missing symbols and y those that are there, so
+    x = A^-1 b + A^-1 B y: one e x e system, with B going along, gives e rows over all packets.
+
+    Parameters
+    ----------
+    vectors : uint8 array of shape (K, K)
+        Coefficients of the packets; slot i holds packet i.
+    coded : int64 array of shape (e,)
+        Slots of the packets that are combinations.
+    slot_of : int64 array of shape (K,)
+        The slot of every symbol that is there as itself; -1 for the e others.
+
+    Returns
+    -------
+    uint8 array of shape (e, K)
+        Times the bodies of all slots these are the missing symbols, ascending.
+
+    Raises
+    ------
+    NotDecodable
+        When the packets are not independent.
+    """
+    symbols, e = slot_of.size, coded.size
+    right = -(-e // 64) * 64
+    words = np.zeros((e, (right + -(-symbols // 64) * 64) // 8), np.uint64)
+    if not _loops().recover(words, vectors, coded, slot_of, right, tables.reciprocals()):
+        raise NotDecodable(f"the {e} combinations do not determine the {e} symbols that are missing")
+    return words.view(np.uint8)[:, right : right + symbols]
+
+
+def warm() -> None:
+    """Compile the loops now, or load them from the disk cache."""
+    one = np.ones((1, 1), np.uint8)
+    Basis(1).add(one[0])
+    recovery(one, np.zeros(1, np.int64), np.full(1, -1))
+
+
+@cache
+def _loops() -> ModuleType:
+    from coding import gauss
+
+    return gauss

@@ -1,0 +1,434 @@
+"""Relayed shards: everybody's payload spread over the others, so that its owner may vanish. No network in here.
+
+A contributor turns its payload, whatever bytes these are, into N packets of which any K (K + T with T private symbols)
+decode, and hands one to each of N relays. From the moment K have arrived nobody needs the contributor any more. The
+server asks relays for what they hold, as many of them as are needed and no more, decodes every source that is complete
+and leaves the others out whole: what is added up afterwards is bytes that were decoded and whose digest is right.
+Adding the packets themselves would be wrong, GF(2^8) adds by XOR (tests/coding/test_relay_plan.py shows it).
+
+Codes are :mod:`coding.rlnc` and :mod:`coding.mds`; construction: derived here, from network coding practice (recalled).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from coding.code import GENERATION_BYTES, CodeName, Encoder, encoder, payload_digest
+from coding.decoder import Decoder
+from coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
+from coding.packet import Packet, PacketLimits
+from coding.plan import shards as shards_for
+from coding.plan import success
+from fedcomp.errors import ConfigError
+
+DEFAULT_SYMBOLS: Final = 16
+"""K is chosen no larger than this: beyond it the gain in storage per relay is small and inverting costs more."""
+
+DEFAULT_LOSS: Final = 0.1
+"""Share of relays that is taken to vanish where nobody says."""
+
+
+def choose(
+    relays: int,
+    *,
+    code: str,
+    symbols: int = 0,
+    shards: int = 0,
+    loss: float | None = None,
+    target: float = 0.999,
+    private: int = 0,
+) -> tuple[int, int]:
+    """Return (K, N) for a round with so many possible relays.
+
+    Parameters
+    ----------
+    relays : int
+        Clients that can keep shards.
+    code : {"rlnc", "mds"}
+    symbols : int
+        K; 0 chooses the largest K <= 16 for which N relays decode with probability ``target``.
+    shards : int
+        N; 0 takes what K and ``loss`` ask for where both are given, otherwise all relays.
+    loss, target : float
+        Share of relays that vanishes, 0.1 where nobody says, and the wanted probability of decoding.
+    private : int
+        T random symbols on top of K.
+
+    Raises
+    ------
+    ConfigError
+        When the numbers contradict each other, whatever the number of relays.
+    NotDecodable
+        When these relays are too few for them: another round may have more.
+    """
+    check(code=code, symbols=symbols, shards=shards, private=private)
+    expected = DEFAULT_LOSS if loss is None else loss
+    order = None if code == "mds" else 256
+    if shards:
+        count = shards
+    elif symbols and loss is not None:
+        count = shards_for(symbols + private, loss, target, order=order)
+    else:
+        count = relays
+    if count > relays:
+        raise NotDecodable(f"{count} shards need as many relays, only {relays} take part in this round")
+    wanted = symbols or 1
+    if not symbols:
+        sizes = range(min(DEFAULT_SYMBOLS, count - private), 1, -1)
+        wanted = next((k for k in sizes if success(k + private, count, expected, order) >= target), 1)
+    if count < wanted + private:
+        raise NotDecodable(
+            f"{count} relays take part, but {wanted + private} shards are needed to decode (K = {wanted}, "
+            f"{private} private): set fewer symbols, or wait for more clients"
+        )
+    return wanted, count
+
+
+def check(*, code: str, symbols: int, shards: int, private: int) -> None:
+    """Refuse numbers that can never work.
+
+    Raises
+    ------
+    ConfigError
+        When N is less than K + T, the field has too few points, or a random code is asked to be private.
+    """
+    if private and code != "mds":
+        raise ConfigError(
+            f"private={private} needs code='mds': nothing guarantees that T shards of a random code tell nothing, some "
+            "combination of them may be free of the random symbols"
+        )
+    if shards and symbols and shards < symbols + private:
+        raise ConfigError(f"shards={shards} are fewer than the {symbols + private} that decoding needs (K + private)")
+    if shards and shards < 1 + private:
+        raise ConfigError(f"shards={shards} leave no symbol beside {private} private ones")
+    most = 256 if code == "mds" else 1024
+    if symbols + private > most:
+        raise ConfigError(f"symbols + private = {symbols + private}; code={code!r} has at most {most}")
+    if code == "mds" and shards > 256:
+        raise ConfigError(f"shards={shards}; a Reed-Solomon code over GF(2^8) has at most 256")
+
+
+@dataclass(frozen=True)
+class RelayPlan:
+    """What all parties of one round agree on.
+
+    Parameters
+    ----------
+    code : {"rlnc", "mds"}
+    symbols : int
+        K.
+    shards : int
+        N: how many packets are made of a payload; each goes to another relay, see :meth:`holders`.
+    private : int
+        T.
+    round, seed : int
+        Name the coefficient streams, with source and shard index.
+    max_payload : int
+        Bytes of the longest payload anybody accepts.
+
+    Raises
+    ------
+    ConfigError
+        When the numbers cannot work.
+    """
+
+    code: CodeName
+    symbols: int
+    shards: int
+    round: int
+    private: int = 0
+    seed: int = 0
+    max_payload: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        check(code=self.code, symbols=self.symbols, shards=self.shards, private=self.private)
+        if self.symbols < 1 or self.shards < self.needed:
+            raise ConfigError(f"{self.shards} shards of which {self.needed} decode: both must be at least 1, in order")
+        if self.max_payload < 1:
+            raise ConfigError(f"max_payload={self.max_payload} is not valid: it must be at least 1 byte")
+
+    @property
+    def needed(self) -> int:
+        """K + T: how many packets decode."""
+        return self.symbols + self.private
+
+    @property
+    def limits(self) -> PacketLimits:
+        """What is accepted of a packet, before anything is allocated."""
+        return PacketLimits(
+            max_symbols=self.needed,
+            max_symbol_bytes=min(self.max_payload, GENERATION_BYTES) // self.symbols + 128,
+            max_payload=self.max_payload,
+            max_generations=self.max_payload // GENERATION_BYTES + 2,
+        )
+
+    @property
+    def max_packet(self) -> int:
+        """Bytes of the longest packet of this plan: one symbol of every generation, its header and coefficients."""
+        return self.max_payload // self.symbols + 65 * self.limits.max_generations + 2 * self.needed + 64
+
+    def holders(self, source: int, clients: int) -> list[int]:
+        """Return which of ``clients`` get packets 0, 1, ... of a source: those that follow it, itself the last of all.
+
+        Every source begins at another client. So all of them hold, and are first asked for, equally much.
+        """
+        return [(source + 1 + i) % clients for i in range(min(self.shards, clients))]
+
+    def encode(self, source: int, payload: bytes, *, endless: bool = False) -> Encoder:
+        """Return the encoder of one source's payload.
+
+        Raises
+        ------
+        ConfigError
+            When the payload is longer than anybody accepts.
+        """
+        if len(payload) > self.max_payload:
+            raise ConfigError(
+                f"the payload has {len(payload)} bytes, more than the {self.max_payload} this round accepts: an update "
+                "cannot be that much larger than the model"
+            )
+        return encoder(
+            self.code,
+            payload,
+            symbols=self.symbols,
+            round=self.round,
+            source=source,
+            run=self.seed,
+            shards=None if endless else self.shards,
+            private=self.private,
+        )
+
+    def packets(self, source: int, payload: bytes) -> list[bytes]:
+        """Return the N packets of a payload, the one for holder i at index i; equal arguments give equal bytes.
+
+        (With private symbols they do not: those are drawn from the operating system each time.)
+        """
+        return [packet.to_bytes() for packet in self.encode(source, payload).packets(range(self.shards))]
+
+    def fresh(self, source: int, payload: bytes, count: int) -> list[bytes]:
+        """Return ``count`` more packets, other ones than those the relays got; fewer where the code has no more.
+
+        Private symbols are drawn anew each time, so with them there are none: packets of two drawings do not fit.
+        """
+        if self.private:
+            return []
+        made = self.encode(source, payload, endless=True)
+        most = self.shards + count if made.shards is None else min(made.shards, self.shards + count)
+        return [packet.to_bytes() for packet in made.packets(range(self.shards, most))]
+
+
+@dataclass(frozen=True)
+class Commitment:
+    """What a contributor says of its payload over a channel nobody else can write to.
+
+    Attributes
+    ----------
+    payload_bytes : int
+    digest : bytes
+        The 8 bytes every packet of it carries.
+    """
+
+    payload_bytes: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, packet: Packet) -> Commitment:
+        """Return what a packet says of its payload."""
+        return cls(packet.payload_bytes, packet.digest)
+
+
+@dataclass
+class _Version:
+    """The packets of one source that agree on what they are packets of."""
+
+    decoder: Decoder
+    packets: dict[tuple[int, int], Packet] = field(default_factory=dict)
+    tried: int = 0
+    """How many packets there were when decoding last failed."""
+
+
+@dataclass
+class _Source:
+    """What is known of one contributor."""
+
+    unasked: list[int]
+    expected: Commitment | None = None
+    versions: dict[tuple[int, int, int, bytes], _Version] = field(default_factory=dict)
+    payload: bytes | None = None
+    reason: str = ""
+    given_up: bool = False
+
+
+class Collector:
+    """Gathers the packets of one round at the server: who is asked next, what is decodable, what is wrong.
+
+    Nothing a peer sends raises: what cannot be used is in :attr:`refused`.
+
+    Parameters
+    ----------
+    plan : RelayPlan
+    sources : iterable of int
+        Contributors by index.
+    clients : int, optional
+        How many clients take part, all of them contributors where nobody says.
+
+    Attributes
+    ----------
+    received, innovative, dependent : int
+        Packets that were parsed, those that raised a rank, and those that did not.
+    refused : list of str
+        Why packets were thrown away.
+    """
+
+    def __init__(self, plan: RelayPlan, sources: Iterable[int], clients: int | None = None) -> None:
+        sources = list(sources)
+        count = len(sources) if clients is None else clients
+        self.plan = plan
+        self.received = self.innovative = self.dependent = 0
+        self.refused: list[str] = []
+        self._limits = plan.limits
+        self._sources = {source: _Source(plan.holders(source, count)) for source in sources}
+
+    def expect(self, source: int, commitment: Commitment) -> None:
+        """Accept only packets of this very payload from now on; those of others are as good as lost."""
+        self._sources[source].expected = commitment
+
+    def check(self, source: int, payload: bytes) -> None:
+        """Raise :class:`CorruptGeneration` when a payload is not the one its source announced."""
+        expected = self._sources[source].expected
+        if expected is not None and Commitment(len(payload), payload_digest(payload)) != expected:
+            raise CorruptGeneration(f"the payload of source {source} is not the one it announced; leave it out")
+
+    def give_up(self, source: int) -> None:
+        """Ask nobody for ``source`` any more: it shared nothing, or answers in another way."""
+        self._sources[source].given_up = True
+
+    def holds(self, relay: int, sources: Collection[int]) -> None:
+        """Take a relay's word that it keeps packets of ``sources`` only: it is not asked for others."""
+        for index, source in self._sources.items():
+            if index not in sources and relay in source.unasked:
+                source.unasked.remove(relay)
+
+    def add(self, relay: int, data: bytes, asked: Collection[int] | None = None) -> int | None:
+        """Take a packet that ``relay`` sent; return its source, None when it was refused.
+
+        Parameters
+        ----------
+        relay : int
+            Who sent it; a contributor that sends more of its own packets is told apart by a negative number.
+        data : bytes
+        asked : collection of int, optional
+            Sources that relay was asked for.
+        """
+        try:
+            packet = Packet.from_bytes(data, self._limits)
+            if packet.round != self.plan.round:
+                raise PacketError(f"it is of round {packet.round}, expected {self.plan.round}")
+            if packet.source not in self._sources or (asked is not None and packet.source not in asked):
+                raise PacketError(f"nobody asked for source {packet.source}")
+            source = self._sources[packet.source]
+            if source.expected is not None and Commitment.of(packet) != source.expected:
+                raise PacketError(f"it is of another payload than the one source {packet.source} announced")
+            if packet.recoded:
+                raise PacketError("it was recoded; in this plan packets travel as their source made them")
+            version = self._version(source, packet)
+            place = (relay, packet.number)
+            if place in version.packets or (relay >= 0 and any(r == relay for r, _ in version.packets)):
+                return packet.source  # delivered twice
+            innovative = version.decoder.add(packet)
+        except CodingError as error:
+            self.refused.append(f"relay {relay}: {error}")
+            return None
+        self.received += 1
+        self.innovative += innovative
+        self.dependent += not innovative
+        version.packets[place] = packet
+        self._try(packet.source)
+        return packet.source
+
+    @property
+    def waiting(self) -> list[int]:
+        """Sources that are still waited for, in order."""
+        return [i for i, source in self._sources.items() if source.payload is None and not source.given_up]
+
+    def missing(self, source: int) -> int:
+        """Return how many more packets ``source`` lacks at least: one more than enough when some are wrong."""
+        known = self._sources[source]
+        if known.payload is not None:
+            return 0
+        return min((max(1, v.decoder.needed) for v in known.versions.values()), default=self.plan.needed)
+
+    def arrived(self, source: int) -> int:
+        """Return how many packets of ``source`` came, of the payload that most of them agree on."""
+        return max((len(v.packets) for v in self._sources[source].versions.values()), default=0)
+
+    def ask(self, able: Collection[int], perhaps: Collection[int] = ()) -> dict[int, list[int]]:
+        """Return which relays to ask now, and each for which sources; nothing when there is no use in asking.
+
+        Of every source that waits, as many holders as it lacks packets, in the order of its plan. Since sources begin
+        at different clients, the first question asks everybody for equally much, one update's worth. A source that
+        lacks more packets than there are holders left to ask is given up: nobody is asked for its sake.
+
+        Parameters
+        ----------
+        able : collection of int
+            Relays that can be asked.
+        perhaps : collection of int
+            Relays that can be asked, but are thought to be away; asked only where the others do not suffice.
+        """
+        wanted: dict[int, list[int]] = {}
+        for index in self.waiting:
+            source, missing = self._sources[index], self.missing(index)
+            first = [relay for relay in source.unasked if relay in able]
+            chosen = [*first, *(relay for relay in source.unasked if relay in perhaps)][:missing]
+            if len(chosen) < missing:
+                continue
+            source.unasked = [relay for relay in source.unasked if relay not in chosen]
+            for relay in chosen:
+                wanted.setdefault(relay, []).append(index)
+        return dict(sorted(wanted.items()))
+
+    def payload(self, source: int) -> bytes:
+        """Return the bytes of a source.
+
+        Raises
+        ------
+        NotDecodable
+            When too few packets came.
+        CorruptGeneration
+            When enough came, but no choice of them gives what was announced.
+        """
+        known = self._sources[source]
+        if known.payload is not None:
+            return known.payload
+        if known.reason:
+            raise CorruptGeneration(known.reason)
+        most = max((v.decoder.rank for v in known.versions.values()), default=0)
+        raise NotDecodable(f"{most} independent shards of source {source} came, {self.plan.needed} are needed")
+
+    def _version(self, source: _Source, packet: Packet) -> _Version:
+        """Return the packets that agree with ``packet`` on length, digest and shape: a liar does not stop the rest."""
+        form = (packet.symbols, packet.symbol_bytes, packet.payload_bytes, packet.digest)
+        if form not in source.versions:
+            source.versions[form] = _Version(self._decoder(packet.source))
+        return source.versions[form]
+
+    def _decoder(self, source: int) -> Decoder:
+        return Decoder(limits=self._limits, expect=(self.plan.round, source), private=self.plan.private)
+
+    def _try(self, index: int) -> None:
+        """Decode a source if that is possible now."""
+        source = self._sources[index]
+        if source.payload is not None:
+            return
+        for version in source.versions.values():
+            if not version.decoder.complete or version.tried == len(version.packets):
+                continue
+            version.tried = len(version.packets)
+            try:
+                source.payload = version.decoder.payload()
+                return
+            except CorruptGeneration as error:
+                source.reason = str(error)  # one more packet may show which of them is wrong
