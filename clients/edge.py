@@ -2,30 +2,52 @@
 
 Starts Flower's SuperNode with the node configuration the generic client app reads, and with every switch that keeps it
 from talking to anybody but its SuperLink. The app itself arrives over the wire when a run starts.
+
+With ``--peer HOST:PORT`` a listener for other clients' parcels runs beside the SuperNode. It holds one end of a pipe,
+the SuperNode the other, without knowing of it: however the SuperNode ends, the pipe closes and the listener leaves.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
+from coding.transport import MAX_STORE_BYTES, parse_host_port
 from fedcomp.errors import ConfigError
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
+
+PEER_ADDRESS: Final = "peer-address"
+PEER_STORE: Final = "peer-store"
+"""Keys of the node configuration: where other clients reach this one's listener, and the folder it writes to."""
+
+_LISTENER_SECONDS: Final = 30.0
+_WILDCARDS: Final = ("0.0.0.0", "::", "*")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the arguments and become the SuperNode process; returns only by :class:`SystemExit` on an error."""
-    command, env = prepare(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    command, env = _prepare(parser, args)
+    if args.peer is not None:
+        try:
+            start_listener(args.peer, args.peer_store, args.peer_store_bytes, env, temporary=args.peer_temporary)
+        except ConfigError as error:
+            parser.error(str(error))
     # Replacing this process keeps one process id for whoever supervises the node.
     os.execve(command[0], command, env)
 
 
 def prepare(argv: Sequence[str] | None = None) -> tuple[list[str], dict[str, str]]:
-    """Return the SuperNode command line and its environment.
+    """Return the SuperNode command line and its environment; starts nothing, so a listener is not among it.
 
     Raises
     ------
@@ -33,7 +55,48 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[list[str], dict[str, str
         With status 2 and a message that says what to change, when the arguments cannot work.
     """
     parser = _parser()
-    args = parser.parse_args(argv)
+    return _prepare(parser, parser.parse_args(argv))
+
+
+def start_listener(listen: str, store: Path, store_bytes: int, env: Mapping[str, str], *, temporary: bool) -> int:
+    """Start the listener and return when it accepts connections.
+
+    It leaves when this process ends, or the one this process becomes: both hold the pipe's other end, which Python
+    closes in whatever they start.
+
+    Returns
+    -------
+    int
+        Its process id.
+
+    Raises
+    ------
+    ConfigError
+        When it does not start; it has said on standard error why.
+    """
+    closed, kept = os.pipe()
+    answer, ready = os.pipe()
+    command = [sys.executable, "-m", "coding.listener", "--listen", listen, "--store", str(store)]
+    command += ["--store-bytes", str(store_bytes), "--until-closed", str(closed), "--ready", str(ready)]
+    command += ["--temporary"] if temporary else []
+    # The listener must not hold the end whose closing it waits for.
+    listener = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(closed, ready), env=env)
+    os.close(closed)
+    os.close(ready)
+    try:
+        answered, _, _ = select.select([answer], [], [], _LISTENER_SECONDS)
+        said = os.read(answer, 1024) if answered else b""
+    finally:
+        os.close(answer)
+    if not said:
+        listener.kill()
+        listener.wait()
+        raise ConfigError(f"the listener on {listen} did not start; see its message above")
+    os.set_inheritable(kept, True)
+    return listener.pid
+
+
+def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     _check(parser, args)
     try:
         command = [program("flower-supernode"), "--superlink", args.superlink]
@@ -45,7 +108,12 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[list[str], dict[str, str
         command += ["--auth-supernode-private-key", str(args.key.resolve())]
     if args.max_wait is not None:
         command += ["--max-wait-time", str(args.max_wait)]
-    command += ["--node-config", f"partition-id={args.partition} num-partitions={args.of}"]
+    node_config = f"partition-id={args.partition} num-partitions={args.of}"
+    if args.peer is not None:
+        _place_store(parser, args)
+        # Single quotes: what is between them is taken as it stands.
+        node_config += f" {PEER_ADDRESS}='tcp://{args.peer_announce}' {PEER_STORE}='{args.peer_store}'"
+    command += ["--node-config", node_config]
     env = {**OFFLINE_ENVIRONMENT, **os.environ}
     # SuperNode starts its helpers by name; they must come from the same environment.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
@@ -82,6 +150,30 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="give up after S seconds without the SuperLink; default: never",
     )
+    peers = parser.add_argument_group("peer links", "direct links to other clients, for systems with transport=peers")
+    peers.add_argument(
+        "--peer",
+        metavar="HOST:PORT",
+        help="listen here for parcels of other clients; plain TCP, for a network you trust",
+    )
+    peers.add_argument(
+        "--peer-announce",
+        metavar="HOST:PORT",
+        help="where others reach --peer, when that is another address; default: the same",
+    )
+    peers.add_argument(
+        "--peer-store",
+        type=Path,
+        metavar="DIR",
+        help="where their parcels are kept; default: below --home, or a temporary folder",
+    )
+    peers.add_argument(
+        "--peer-store-bytes",
+        type=int,
+        default=MAX_STORE_BYTES,
+        metavar="B",
+        help="most bytes kept there (default: %(default)s)",
+    )
     return parser
 
 
@@ -102,6 +194,30 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"{option}: no file {path}")
     if args.key is not None and args.insecure:
         parser.error("--key needs TLS: give --root-certificates instead of --insecure")
+    if args.peer is None:
+        if args.peer_announce is not None or args.peer_store is not None:
+            parser.error("--peer-announce and --peer-store are of no use without --peer")
+        return
+    for option, address in (("--peer", args.peer), ("--peer-announce", args.peer_announce)):
+        try:
+            host = "" if address is None else parse_host_port(address)[0]
+        except ConfigError as error:
+            parser.error(f"{option}: {error}")
+        if host in _WILDCARDS and (option == "--peer-announce" or args.peer_announce is None):
+            parser.error(f"{option} is {address}, which others cannot dial; say where they can with --peer-announce")
+    args.peer_announce = args.peer_announce or args.peer
+
+
+def _place_store(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Decide where parcels are kept: a folder that was named, one below the node's home, or one that goes with it."""
+    args.peer_temporary = args.peer_store is None and args.home is None
+    if args.peer_temporary:
+        args.peer_store = Path(tempfile.mkdtemp(prefix="fedcomp-peer-"))
+    elif args.peer_store is None:
+        args.peer_store = args.home / "peer-store"
+    args.peer_store = args.peer_store.resolve()
+    if any(character in str(args.peer_store) for character in "'\n\r"):
+        parser.error(f"--peer-store {args.peer_store}: the app cannot be told a name with a quote or line break")
 
 
 def program(name: str) -> str:

@@ -7,7 +7,7 @@ server decides who takes part, by partition, and shows a strategy only those nod
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -153,10 +153,16 @@ class Cohorts(Grid):
         drawn = sorted(present, key=lambda partition: key.at(partition=partition).u64())[:size]
         return [present[partition] for partition in sorted(drawn)]
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
         """Send to the nodes and count what came of training messages; after them the evaluation cohort is shown."""
         batch = list(messages)
-        replies = list(self.grid.send_and_receive(batch, timeout=timeout))
+        replies = list(self.grid.send_and_receive(batch, timeout=timeout, enough=enough))
         trained = sum(message.metadata.message_type.partition(".")[0] == "train" for message in batch)
         if trained:
             good = sum(not reply.has_error() for reply in replies)
@@ -179,6 +185,10 @@ class Cohorts(Grid):
     ) -> Message:
         """Create a message the grid's way."""
         return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def record_peer(self, round: int, node_id: int, message_type: str, payload: int, wire: int) -> None:
+        """Count bytes between clients; see :meth:`fedcomp.flower.metered.MeteredGrid.record_peer`."""
+        self.grid.record_peer(round, node_id, message_type, payload, wire)
 
     def set_run(self, run: Any) -> None:
         """Set the run of the grid."""

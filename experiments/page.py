@@ -127,12 +127,15 @@ def _curves(curves: Curves, salt: str) -> str:
 def _table(summary: Mapping[str, Any], findings: Findings) -> str:
     link = link_name(summary["config"]["settings"])
     lossy = any(row["failures"] for row in summary["rows"])
+    # Only with links between clients; summaries of runs before there were any lack the figure.
+    linked = any(row.get("peer_wire_bytes") for row in summary["rows"])
     heads = (
         "System",
         "Accuracy",
         "Uplink payload",
         "Uplink wire",
         "Downlink wire",
+        *(("Between clients",) if linked else ()),
         "Uplink ratio",
         f"Time at {link}" if link else "Simulated time",
         *(("Lost replies",) if lossy else ()),
@@ -144,6 +147,7 @@ def _table(summary: Mapping[str, Any], findings: Findings) -> str:
             short_bytes(row["uplink_payload_bytes"]),
             short_bytes(row["uplink_wire_bytes"]),
             short_bytes(row["downlink_wire_bytes"]),
+            *((short_bytes(row.get("peer_wire_bytes", 0)),) if linked else ()),
             ratio(row["uplink_ratio"]),
             duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–",
             *((str(row["failures"]),) if lossy else ()),

@@ -30,6 +30,8 @@ _BYTE_COLUMNS = (
     "uplink_wire_bytes",
     "downlink_payload_bytes",
     "downlink_wire_bytes",
+    "peer_payload_bytes",
+    "peer_wire_bytes",
 )
 _PACKAGES = ("fedcomp", "flwr", "torch", "numpy", "numba", "scikit-learn")
 

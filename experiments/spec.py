@@ -213,8 +213,8 @@ class RoundRecord:
     accuracy, loss : float
         Of the global model on the task's test split after the round; NaN when it was not evaluated.
     uplink_payload_bytes, uplink_wire_bytes, downlink_payload_bytes, downlink_wire_bytes : int
-        Bytes of this round alone, all nodes and message types together; payload is what the codec produced
-        (or the plain tensors), wire is the whole serialised message.
+        Bytes of this round alone between nodes and server, all nodes and message types together; payload is what the
+        codec produced (or the plain tensors), wire is the whole serialised message.
     simulated_seconds : float
         Duration of the round on the simulated links, 0 where links are not simulated.
     wall_seconds : float
@@ -223,6 +223,9 @@ class RoundRecord:
         Replies to training messages with content, and messages that got an error or nothing.
     metrics : dict
         Aggregated client metrics and whatever the strategy reports.
+    peer_payload_bytes, peer_wire_bytes : int
+        Bytes of this round that clients handed to each other without the server, counted once, at the sender. They are
+        part of no other column.
     """
 
     round: int
@@ -237,6 +240,9 @@ class RoundRecord:
     replies: int = 0
     failures: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
+    # Last and with defaults: runs that were stored before clients had links of their own lack them.
+    peer_payload_bytes: int = 0
+    peer_wire_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able dictionary; NaN becomes ``null``, which JSON has."""
@@ -311,6 +317,16 @@ class RunResult:
     def downlink_wire_bytes(self) -> int:
         """Serialised messages from server to clients, whole run."""
         return sum(r.downlink_wire_bytes for r in self.rounds)
+
+    @property
+    def peer_payload_bytes(self) -> int:
+        """Bodies of what clients handed to each other without the server, whole run."""
+        return sum(r.peer_payload_bytes for r in self.rounds)
+
+    @property
+    def peer_wire_bytes(self) -> int:
+        """All that clients handed to each other without the server, whole run."""
+        return sum(r.peer_wire_bytes for r in self.rounds)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything except the arrays as a JSON-able dictionary."""

@@ -83,6 +83,11 @@ class Child:
         if self.returncode is None:
             os.kill(self.pid, signal.SIGTERM)
 
+    def kill(self) -> None:
+        """Kill the leader alone with SIGKILL and wait until it is gone; what it started is left as it is."""
+        self._process.kill()
+        self._process.wait()
+
     def stop(self, grace: float = 10.0) -> None:
         """End the process and all below it: ask the leader, then everybody, then insist."""
         self.terminate()
@@ -118,6 +123,21 @@ def groups_below(pid: int) -> set[int]:
             break
         family |= more
     return {pid} | {living[p][1] for p in family if p in living and living[p][1] in family}
+
+
+def processes_with(variable: str, value: str) -> dict[int, str]:
+    """Return the command lines of the living processes of this user that were started with ``variable=value``."""
+    found = {}
+    wanted = f"{variable}={value}".encode()
+    for pid in _living():
+        try:
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()
+        except (PermissionError, FileNotFoundError, ProcessLookupError):
+            # Somebody else's, or gone meanwhile.
+            continue
+    return found
 
 
 def _living() -> dict[int, tuple[int, int]]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from experiments.engines.processes import (
     Child,
     DeploymentError,
     free_ports,
+    processes_with,
     sigterm_raises,
     tail,
     wait_for_port,
@@ -38,6 +40,7 @@ from experiments.spec import (
     Scalar,
     format_value,
 )
+from experiments.systems import get_system
 from fedcomp.errors import ConfigError
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 
@@ -73,6 +76,8 @@ class Deployment:
     ----------
     nodes : int
         SuperNodes to start; node i holds partition i.
+    peers : bool
+        Give every node a listener of its own, so that the nodes can send to each other without the server.
     keep : bool
         Leave the folder with homes and logs behind, for looking at.
 
@@ -82,7 +87,7 @@ class Deployment:
         When a process does not start or dies; the message ends with the tail of its log.
     """
 
-    def __init__(self, nodes: int, *, keep: bool = False) -> None:
+    def __init__(self, nodes: int, *, peers: bool = False, keep: bool = False) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ConfigError(
                 f"a loopback deployment starts one operating-system process per client: clients={nodes} is outside "
@@ -93,7 +98,9 @@ class Deployment:
                 "the superlink engine finds its processes in /proc and runs on Linux only; use engine=ray"
             )
         self.nodes = nodes
+        self.peers = peers
         self.children: list[Child] = []
+        self._killed: set[int] = set()
         self._keep = keep
         self._stack = contextlib.ExitStack()
 
@@ -122,7 +129,8 @@ class Deployment:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        port, *node_ports = free_ports(1 + self.nodes)
+        port, *ports = free_ports(1 + self.nodes * (1 + self.peers))
+        node_ports, peer_ports = ports[: self.nodes], ports[self.nodes :]
         self.address = f"127.0.0.1:{port}"
         command = [edge.program("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
         link = self._launch("the SuperLink", "superlink", command)
@@ -130,8 +138,15 @@ class Deployment:
         for i, node_port in enumerate(node_ports):
             arguments = ["--insecure", "--superlink", self.address, "--port", str(node_port)]
             arguments += ["--partition", str(i), "--of", str(self.nodes)]
-            command, _ = edge.prepare(arguments)
-            self._launch(f"SuperNode {i}", f"node-{i}", command)
+            if self.peers:
+                # The entry point itself: it starts the listener, and becomes the SuperNode.
+                arguments += ["--peer", f"127.0.0.1:{peer_ports[i]}", "--peer-store", str(self.peer_store(i))]
+                command = [sys.executable, "-m", "clients.edge", *arguments]
+                # Where its modules are found, installed or not; the apps have those of their bundle.
+                self._launch(f"SuperNode {i}", f"node-{i}", command, cwd=Path(edge.__file__).parents[1])
+            else:
+                command, _ = edge.prepare(arguments)
+                self._launch(f"SuperNode {i}", f"node-{i}", command)
         for child, node_port in zip(self.children[1:], node_ports, strict=True):
             wait_for_port(node_port, child, START_LIMIT)
         (self.home("cli") / "config.toml").write_text(
@@ -139,6 +154,43 @@ class Deployment:
             f'[superlink.{CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n',
             encoding="utf-8",
         )
+
+    def peer_store(self, node: int) -> Path:
+        """Return the folder in which the listener of ``node`` keeps the parcels of other nodes."""
+        return self.home(f"node-{node}") / "peer-store"
+
+    def processes(self, node: int) -> dict[int, str]:
+        """Return the command line of every living process of ``node`` by its id.
+
+        The SuperNode, its listener, its helper and the app processes are known by their Flower home, which each of them
+        was started with, whoever its parent is by now.
+        """
+        return processes_with("FLWR_HOME", str(self.home(f"node-{node}")))
+
+    def kill(self, node: int, limit: float = 10.0) -> list[int]:
+        """Kill every process of ``node`` with SIGKILL, as a power cut would; return their ids.
+
+        From now on the node is not missed.
+
+        Raises
+        ------
+        DeploymentError
+            When some are still there after ``limit`` seconds.
+        """
+        self._killed.add(node)
+        killed: list[int] = []
+        deadline = time.monotonic() + limit
+        # The SuperNode first: it starts the others. What was started while we looked is found in the next round.
+        self.children[1 + node].kill()
+        while found := self.processes(node):
+            if time.monotonic() > deadline:
+                raise DeploymentError(f"processes of node {node} survived SIGKILL for {limit:g} s: {found}")
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            killed += [pid for pid in found if pid not in killed]
+            time.sleep(0.02)
+        return [self.children[1 + node].pid, *killed]
 
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``, made on first use."""
@@ -150,19 +202,20 @@ class Deployment:
         """Return the environment of the process called ``name``: offline, quiet, its own Flower home."""
         # Flower's helpers start each other by name; they must find the ones of this very environment.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        home = str(self.home(name))
-        return {**os.environ, **OFFLINE_ENVIRONMENT, "PATH": path, "FLWR_HOME": home, "PYTHONUNBUFFERED": "1"}
+        own = {"PATH": path, "FLWR_HOME": str(self.home(name)), "PYTHONUNBUFFERED": "1"}
+        return {**os.environ, **OFFLINE_ENVIRONMENT, **own}
 
-    def _launch(self, title: str, name: str, command: list[str]) -> Child:
+    def _launch(self, title: str, name: str, command: list[str], cwd: Path | None = None) -> Child:
         log = self.folder / f"{name}.log"
-        child = Child(title, command, env=self.env(name), log=log, cwd=self.home(name))
+        child = Child(title, command, env=self.env(name), log=log, cwd=cwd or self.home(name))
         self.children.append(child)
         return child
 
     def require_running(self) -> None:
-        """Raise :class:`DeploymentError` when a server or node has ended."""
-        for child in self.children:
-            child.require_running()
+        """Raise :class:`DeploymentError` when a server or node has ended that was not killed on purpose."""
+        for place, child in enumerate(self.children):
+            if place - 1 not in self._killed:
+                child.require_running()
 
     def flwr(
         self,
@@ -250,7 +303,9 @@ def run(
         )
     started = time.perf_counter()
     limit = 120.0 + 60.0 * spec.rounds
-    with sigterm_raises(), Deployment(spec.clients) as deployment:
+    # Where clients send to each other they do so over TCP here, and nowhere else.
+    peers = get_system(spec.system).resolve(spec.settings).get("transport") == "peers"
+    with sigterm_raises(), Deployment(spec.clients, peers=peers) as deployment:
         out = deployment.home("out")
         follow = _Follower(out / ROUNDS_FILE, on_round)
         log = deployment.run_app({**spec.to_run_config(), "out": str(out)}, limit=limit, watch=follow)

@@ -18,9 +18,16 @@ from flwr.app import Array, ArrayRecord, Context, Error, Message, Metadata, Reco
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SUPERLINK_NODE_ID, ErrorCode
-from flwr.common.serde import context_from_proto, context_to_proto, message_to_proto
+from flwr.common.serde import (
+    context_from_proto,
+    context_to_proto,
+    message_to_proto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+)
 from flwr.proto.message_pb2 import Context as ProtoContext
 from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER, SYSTEM_MESSAGE_TYPE
 from flwr.supercore.date import now
 from flwr.supercore.inflatable.inflatable_object import (
@@ -32,6 +39,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 __all__ = [
     "SUPERLINK_NODE_ID",
@@ -44,6 +52,8 @@ __all__ = [
     "acting_as",
     "adopt_identity",
     "claim_identity",
+    "content_from_bytes",
+    "content_to_bytes",
     "context_from_bytes",
     "context_to_bytes",
     "current_identity",
@@ -245,6 +255,25 @@ def context_to_bytes(context: Context) -> bytes:
 def context_from_bytes(data: bytes) -> Context:
     """Return a new context from its serialised form."""
     return context_from_proto(ProtoContext.FromString(data))
+
+
+def content_to_bytes(content: RecordDict) -> bytes:
+    """Serialise a message's content, records and entries in their order; the same content gives the same bytes."""
+    return bytes(recorddict_to_proto(content).SerializeToString(deterministic=True))
+
+
+def content_from_bytes(data: bytes) -> RecordDict:
+    """Return the content :func:`content_to_bytes` serialised.
+
+    Raises
+    ------
+    ValueError
+        When the bytes, which may come from anybody, are no content. Whoever reads the records checks them.
+    """
+    try:
+        return recorddict_from_proto(ProtoRecordDict.FromString(data))
+    except (DecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{len(data)} bytes are no message content: {error}") from error
 
 
 def current_identity() -> Identity:

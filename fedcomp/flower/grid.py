@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 from weakref import WeakKeyDictionary
@@ -241,16 +241,25 @@ class InProcessGrid(Grid):
         """
         return self._collect(message_ids, float("inf"))
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
         """Push ``messages`` and return the replies that came.
 
         ``timeout`` is in simulated seconds: slower replies are not returned (they can still be pulled later), and when
         any reply is missing the clock moves on by the whole timeout. Without a timeout a missing reply costs nothing.
+        ``enough`` is asked after every reply, in the order of their arrival: when it says so the exchange is over, and
+        slower replies are not returned.
         """
         deadline = float("inf") if timeout is None else self.clock + timeout
         ids = self.push_messages(messages)
-        replies = self._collect(ids, deadline)
-        if timeout is not None and any(message_id in self._flight for message_id in ids):
+        satisfied = None if enough is None else self._satisfied(ids, deadline, enough)
+        replies = self._collect(ids, deadline if satisfied is None else satisfied)
+        if satisfied is None and timeout is not None and any(message_id in self._flight for message_id in ids):
             self.clock = deadline
         return replies
 
@@ -467,6 +476,21 @@ class InProcessGrid(Grid):
             words = self._key.at(purpose="reply-order", round=self._pulls).bits(len(replies))
             replies = [replies[i] for i in np.argsort(words, kind="stable")]
         return replies
+
+    def _satisfied(
+        self, message_ids: Iterable[str], deadline: float, enough: Callable[[Sequence[Message]], bool]
+    ) -> float | None:
+        """Return the simulated second of the first reply with which there are ``enough``; None when that never is."""
+        flights = [self._flight[message_id] for message_id in dict.fromkeys(message_ids) if message_id in self._flight]
+        coming = [reply for flight in flights for reply in flight.replies if reply.available <= self.exchange]
+        arrived: list[Message] = []
+        for reply in sorted(coming, key=lambda reply: reply.arrival):
+            if reply.arrival > deadline:
+                break
+            arrived.append(unpack(reply.packed))
+            if enough(arrived):
+                return reply.arrival
+        return None
 
     def _expire(self) -> None:
         """Forget messages whose replies have been there, unpulled, for too long; the oldest come first."""

@@ -68,8 +68,9 @@ class Ledger:
 
     def __repr__(self) -> str:
         return (
-            f"Ledger({len(self)} messages, {self.total('wire', direction='up')} bytes up, "
-            f"{self.total('wire', direction='down')} bytes down)"
+            f"Ledger({len(self)} messages, {self.total('wire', direction='up', link='hub')} bytes up, "
+            f"{self.total('wire', direction='down', link='hub')} bytes down, "
+            f"{self.total('wire', link='peer')} bytes between peers)"
         )
 
     def record(

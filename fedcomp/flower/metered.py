@@ -196,8 +196,17 @@ class MeteredGrid(Grid):
         others = [reply for reply in replies if reply.metadata.reply_to_message_id not in ours]
         return join(sent, replies, self.partition_of) + others
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
         """Send ``messages`` and return at most one reply for each, in partition order; see :func:`join`.
+
+        When ``enough`` says of the replies so far that they are, no more are waited for; those that come later are
+        never pulled, nor counted.
 
         Raises
         ------
@@ -209,18 +218,21 @@ class MeteredGrid(Grid):
             return []
         if hasattr(self.inner, "wire_bytes"):
             # The in-process engine keeps simulated time and must see the timeout.
-            replies = list(self.inner.send_and_receive(batch, timeout=timeout))
+            early = {} if enough is None else {"enough": enough}
+            replies = list(self.inner.send_and_receive(batch, timeout=timeout, **early))
             self._count_down(batch, None, {m.metadata.message_id for m in batch})
         else:
             sizes = self._sizes_before(batch)
             ids = list(self.inner.push_messages(batch))
             self._count_down(batch, sizes, set(ids))
-            replies = self._await({message_id for message_id in ids if message_id}, timeout)
+            replies = self._await({message_id for message_id in ids if message_id}, timeout, enough)
         self._count_up(replies)
         return join(addressed(batch), replies, self.partition_of)
 
-    def _await(self, missing: set[str], timeout: float | None) -> list[Message]:
-        """Look for replies until all of ``missing`` have one or ``timeout`` real seconds are over."""
+    def _await(
+        self, missing: set[str], timeout: float | None, enough: Callable[[Sequence[Message]], bool] | None = None
+    ) -> list[Message]:
+        """Look for replies until none of ``missing`` is left, ``timeout`` real seconds are over, or it is enough."""
         end = None if timeout is None else time.monotonic() + timeout
         replies: list[Message] = []
         while missing:
@@ -229,8 +241,34 @@ class MeteredGrid(Grid):
             missing = missing - {reply.metadata.reply_to_message_id for reply in arrived}
             if not missing or (end is not None and time.monotonic() >= end):
                 break
+            if enough is not None and arrived and enough(replies):
+                break
             time.sleep(self.poll_seconds)
         return replies
+
+    def record_peer(self, round: int, node_id: int, message_type: str, payload: int, wire: int) -> None:
+        """Count bytes that a client handed to another one without the server; they crossed no link seen here.
+
+        Parameters
+        ----------
+        round : int
+            Server round they belong to.
+        node_id : int
+            The sender, which is what the row counts for (link "peer", direction "up").
+        message_type : str
+            Of the message in whose answer they were reported, e.g. ``train``.
+        payload, wire : int
+            Bytes of the bodies, and of all that was handed to the transport. Both are the sender's word, or that of
+            receivers who hold the parcels.
+
+        Raises
+        ------
+        ConfigError
+            For negative numbers.
+        """
+        partition = self.partition_of(node_id)
+        node = node_id if partition is None else partition
+        self.ledger.record(round, node, "up", message_type, "peer", payload, wire)
 
     # Resuming.
 

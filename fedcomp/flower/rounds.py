@@ -1,6 +1,7 @@
 """A round is a generator of exchanges; this is what drives it.
 
     replies = yield messages
+    replies = yield Push(messages, timeout=5.0)
 
 An exchange is one push of messages and the replies that came back. A strategy that needs several per round (gossip,
 PowerSGD, support agreement) reads as straight-line code, and one driver sends, joins, times out and counts for all
@@ -9,9 +10,10 @@ of them. Flower's own strategies, with their four hooks, are adapted to the same
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
 
@@ -28,6 +30,42 @@ Exchanges = Generator[Iterable[Message], list[Message], T]
 """Yields the messages of an exchange, receives its replies in partition order, returns what the round came to."""
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+
+Enough = Callable[[Sequence[Message]], bool]
+"""Whether the replies that have come are all that is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """An exchange with a deadline of its own, for a round whose exchanges do not all last as long as training.
+
+    Parameters
+    ----------
+    messages : iterable of Message
+    timeout : float, optional
+        Seconds to wait for the replies. The driver's own timeout holds as well: the shorter one counts. None leaves it
+        to the driver.
+    enough : callable, optional
+        ``(replies so far) -> bool``: when true no more replies are waited for. Of several rounds driven side by side,
+        and on a grid that cannot stop early, all replies are waited for.
+
+    Raises
+    ------
+    ConfigError
+        When ``timeout`` is not a positive number.
+    """
+
+    messages: Iterable[Message]
+    timeout: float | None = None
+    enough: Enough | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout!r} of an exchange is not valid: give seconds > 0, or None")
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self.messages)
+
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -76,8 +114,9 @@ def drive(round: Exchanges[T], grid: Grid, *, timeout: float | None = None) -> T
 def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | None = None) -> list[T]:
     """Run several rounds side by side, one exchange of each at a time in one push; return their values in order.
 
-    An exchange with no messages is answered with no replies, without asking the engine. Whatever happens, every
-    generator is closed at the end, so that its ``finally`` blocks run.
+    An exchange with no messages is answered with no replies, without asking the engine. Exchanges that share a push
+    wait together: as long as the one among them that waits longest. Whatever happens, every generator is closed at the
+    end, so that its ``finally`` blocks run.
 
     Raises
     ------
@@ -88,11 +127,16 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
     partition_of = partition_lookup(grid)
     values: dict[int, T] = {}
     waiting: dict[int, list[Message]] = {}
+    limits: dict[int, float | None] = {}
+    enough: dict[int, Enough | None] = {}
 
     def advance(index: int, replies: list[Message] | None) -> None:
         try:
             # send(None) starts a generator; after that every send carries the replies.
-            waiting[index] = _as_messages(rounds[index].send(cast(Any, replies)))
+            pushed = rounds[index].send(cast(Any, replies))
+            waiting[index] = _as_messages(pushed)
+            limits[index] = _shorter(timeout, pushed.timeout if isinstance(pushed, Push) else None)
+            enough[index] = pushed.enough if isinstance(pushed, Push) else None
         except StopIteration as stop:
             waiting.pop(index, None)
             values[index] = stop.value
@@ -103,13 +147,32 @@ def drive_many(rounds: Sequence[Exchanges[T]], grid: Grid, *, timeout: float | N
         while waiting:
             _refuse_shared_nodes(waiting.values())
             batch = [message for messages in waiting.values() for message in messages]
-            replies = list(grid.send_and_receive(batch, timeout=timeout)) if batch else []
+            longest = _longest(limits[index] for index, messages in waiting.items() if messages)
+            alone = enough[next(iter(waiting))] if len(waiting) == 1 else None
+            replies = _exchange(grid, batch, longest, alone) if batch else []
             for index, messages in list(waiting.items()):
                 advance(index, join(addressed(messages), replies, partition_of))
     finally:
         for generator in rounds:
             generator.close()
     return [values[index] for index in range(len(rounds))]
+
+
+def _exchange(grid: Grid, batch: list[Message], timeout: float | None, enough: Enough | None) -> list[Message]:
+    # Flower's own grids wait for all replies; those of this project can stop at enough of them.
+    if enough is None or "enough" not in inspect.signature(grid.send_and_receive).parameters:
+        return list(grid.send_and_receive(batch, timeout=timeout))
+    return list(cast(Any, grid).send_and_receive(batch, timeout=timeout, enough=enough))
+
+
+def _shorter(a: float | None, b: float | None) -> float | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _longest(limits: Iterable[float | None]) -> float | None:
+    """Return the longest of ``limits``; None, which waits for ever, is longer than any number."""
+    found = list(limits)
+    return None if None in found else max((limit for limit in found if limit is not None), default=None)
 
 
 def _as_messages(yielded: object) -> list[Message]:

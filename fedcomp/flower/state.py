@@ -85,6 +85,10 @@ class Uplink:
             return cls({}, generation, redelivery=reply)
         memory = context.state.array_records.get(_MEMORY)
         state: State = {} if memory is None else to_arrays(memory)
+        if generation == announcement.generation and announcement.acknowledged > pending:
+            # The server consumed a frame this memory knows nothing of: it is an older copy, restored after a crash.
+            # Rolling back its own last frame, which was consumed too, would send that one twice.
+            return fresh
         lost = not (pending == announcement.acknowledged and generation == announcement.generation)
         try:
             if lost:

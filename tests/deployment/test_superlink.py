@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,3 +122,47 @@ def test_every_process_is_offline_and_has_a_home_of_its_own(tmp_path, monkeypatc
     assert env["FLWR_TELEMETRY_ENABLED"] == "0"
     assert env["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+
+
+@pytest.mark.parametrize(("system", "linked"), [("relay-mds", True), ("topk", False)])
+def test_nodes_get_links_to_each_other_where_the_system_uses_them(system, linked, monkeypatch):
+    asked = []
+
+    class Stop(Exception):
+        pass
+
+    def started(nodes, *, peers):
+        asked.append((nodes, peers))
+        raise Stop
+
+    monkeypatch.setattr(superlink, "Deployment", started)
+    for transport in ("peers", "hub") if linked else ("",):
+        settings = {"transport": transport} if transport else {}
+        with pytest.raises(Stop):
+            superlink.run(RunSpec(system, engine="superlink", clients=3, settings=settings))
+    assert asked == ([(3, True), (3, False)] if linked else [(3, False)])
+
+
+def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
+    sleeper = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '60'])"]
+    deployment = Deployment(2)
+    deployment.folder = tmp_path
+    for i, name in enumerate(("superlink", "node-0", "node-1")):
+        deployment._launch(name, name, sleeper)
+        assert deployment.children[i].returncode is None
+    try:
+        deadline = time.monotonic() + 20
+        while len(deployment.processes(1)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        there = deployment.processes(1)
+        assert set(there) == set(deployment.kill(1))
+        assert deployment.processes(1) == {}
+        deployment.require_running()
+        assert "sleep" in " ".join(deployment.processes(0).values())
+        deployment.children[1].kill()
+        with pytest.raises(DeploymentError, match="node-0 ended"):
+            deployment.require_running()
+    finally:
+        deployment.close()
+    assert not tmp_path.exists()

@@ -14,6 +14,7 @@ from experiments.engines.processes import (
     DeploymentError,
     free_ports,
     members,
+    processes_with,
     sigterm_raises,
     tail,
     wait_for_port,
@@ -53,6 +54,33 @@ def test_stop_ends_grandchildren_that_ignore_sigterm(tmp_path):
     child.stop(grace=0.3)
     assert members(child.pid) == []
     assert child.returncode == -signal.SIGKILL
+
+
+def test_processes_are_found_by_what_they_were_started_with_whoever_their_parent_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHILD_MARK", str(tmp_path))
+    orphans = (
+        "import os, subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    )
+    child = start(tmp_path, f"{orphans}\nif os.fork() == 0: time.sleep(60)")
+    wait_until(lambda: child.returncode is not None)
+    wait_until(lambda: len(processes_with("CHILD_MARK", str(tmp_path))) == 2)
+    assert child.pid not in processes_with("CHILD_MARK", str(tmp_path))
+    assert any("import time" in command for command in processes_with("CHILD_MARK", str(tmp_path)).values())
+    assert processes_with("CHILD_MARK", str(tmp_path)[:-1]) == {}
+    for pid in processes_with("CHILD_MARK", str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: processes_with("CHILD_MARK", str(tmp_path)) == {})
+
+
+def test_kill_asks_nobody_and_ends_the_leader_alone(tmp_path):
+    child = start(tmp_path, STUBBORN)
+    wait_until(lambda: child.tail().count("ready") == 2)
+    child.kill()
+    assert child.returncode == -signal.SIGKILL
+    assert len(members(child.pid)) == 1
+    child.kill()  # a dead child may be killed again
+    child.stop(grace=0.3)
+    assert members(child.pid) == []
 
 
 def test_stop_reaches_orphans_of_a_leader_that_already_ended(tmp_path):

@@ -13,7 +13,7 @@ from fedcomp.flower.faults import Fault, RandomFaults, ScriptedFaults, late
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_node
-from fedcomp.flower.rounds import ExchangeStrategy, RoundOutcome, drive, drive_many, fit
+from fedcomp.flower.rounds import ExchangeStrategy, Push, RoundOutcome, drive, drive_many, fit
 from fedcomp.rng import Key
 
 NODES = 6
@@ -92,6 +92,55 @@ def test_replies_reach_the_round_joined_once_and_in_order() -> None:
         assert error.metadata.src_node_id == grid.node_id_of(2)
         assert len({r.metadata.reply_to_message_id for r in replies}) == len(replies) == 4
         assert {m.metadata.message_id for m in messages} > {r.metadata.reply_to_message_id for r in replies}
+
+
+class Patient:
+    """Notes how long each exchange may wait."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.timeouts = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        self.timeouts.append(timeout)
+        return self.inner.send_and_receive(messages, timeout=timeout)
+
+
+def test_an_exchange_may_have_a_shorter_deadline_of_its_own() -> None:
+    def exchanges(nodes, *limits):
+        seen = []
+        for i, limit in enumerate(limits):
+            seen.append(answers((yield Push(ask(nodes, i), timeout=limit))))
+        return seen
+
+    with InProcessGrid(echo, 4) as inner:
+        grid = Patient(inner)
+        nodes = inner.get_node_ids()
+        assert drive(exchanges(nodes, 2.0, None, 90.0), grid, timeout=30.0) == [
+            [(p, i) for p in range(4)] for i in range(3)
+        ]
+        assert grid.timeouts == [2.0, 30.0, 30.0], "the shorter of the exchange's and the driver's"
+        drive(exchanges(nodes, 2.0, None), grid)
+        assert grid.timeouts[3:] == [2.0, None]
+        # Exchanges that share a push wait for the most patient among them; an empty one does not count.
+        drive_many([exchanges(nodes[:1], 2.0), exchanges(nodes[1:], 7.0), exchanges([], None)], grid)
+        drive_many([exchanges(nodes[:1], 2.0), exchanges(nodes[1:], None)], grid)
+        assert grid.timeouts[5:] == [7.0, None]
+
+
+def test_a_slow_reply_misses_the_short_deadline_only() -> None:
+    def exchanges(nodes):
+        short = yield Push(ask(nodes, 1), timeout=1.0)
+        late_ = yield ask(nodes, 2)
+        return len(short), len(late_)
+
+    with InProcessGrid(echo, 3, compute_seconds=5.0) as grid:
+        assert drive(exchanges(grid.get_node_ids()), grid, timeout=60.0) == (0, 3)
+        for wrong in (0, -1.0, float("nan")):
+            with pytest.raises(ConfigError, match="seconds > 0"):
+                Push([], timeout=wrong)
 
 
 def test_a_generator_is_closed_on_success_on_its_own_error_and_on_the_engines() -> None:

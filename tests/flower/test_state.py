@@ -55,6 +55,18 @@ def test_an_acknowledged_frame_stays_sent() -> None:
     np.testing.assert_array_equal(owed + CODEC.decode(frame, LAYOUT), vector(1))
 
 
+def test_an_older_copy_of_the_memory_sends_nothing_twice() -> None:
+    """The server consumed frame 6, then the node came back with what it held after frame 5, which was consumed too."""
+    ctx = context()
+    answer(ctx, say(5), 1)
+    found = Uplink.begin(ctx, say(7, acknowledged=6, generation=5), CODEC, LAYOUT)
+    assert found.fresh
+    assert not found.rolled_back
+    assert not any(v.any() for v in found.state.values()), "neither frame 5 nor what was left of it is sent again"
+    # An acknowledgement of another generation's frame says nothing about this memory.
+    assert Uplink.begin(ctx, say(7, acknowledged=6, generation=4), CODEC, LAYOUT).rolled_back
+
+
 def test_a_lost_frame_comes_back() -> None:
     ctx = context()
     answer(ctx, say(5), 1)

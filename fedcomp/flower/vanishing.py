@@ -1,0 +1,263 @@
+"""The in-process engine with devices that vanish inside a round, by the clock and by the bytes they really send.
+
+:mod:`fedcomp.timing.dropout` says when a device can be reached and how long bytes take; this grid lets the messages of
+a run live or die by it. A device that is away when a message comes does not get it; a reply that does not get through
+in time, or before its sender leaves, is lost although the client has run. What clients send each other is none of the
+grid's messages: a hook follows them and says when a client was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.flower._private import Packer, Run
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.nodes import GridError
+from fedcomp.timing.dropout import NEVER, Compute, Failures, Situation
+from fedcomp.timing.links import Link
+
+Trained = Mapping[int, tuple[float, Message]]
+"""By client: when it has trained, and the message it was asked with."""
+
+Shared = Callable[[Situation, Trained], Mapping[int, float]]
+"""From the situation and who trained to when each has sent its peers everything, infinity if it never has. Called when
+all clients of an exchange have run: what would not have reached a peer is to be taken away there and then."""
+
+SETUP: Final = ("query", "query.coded_hello")
+"""Message types that pass whoever is away and take no time: the roll call and the greeting, once per run."""
+
+
+@dataclass
+class RoundLog:
+    """What became of the messages of one round.
+
+    Attributes
+    ----------
+    seconds : float
+        How long the round lasted.
+    last : float
+        When the last reply came that the server got.
+    trained, answered : set of int
+        Clients that ran the training message, and those whose reply to it got through.
+    spent : dict of str to float
+        By message type, bytes of replies that left clients and came to nothing.
+    """
+
+    seconds: float = 0.0
+    last: float = 0.0
+    trained: set[int] = field(default_factory=set)
+    answered: set[int] = field(default_factory=set)
+    spent: dict[str, float] = field(default_factory=dict)
+
+
+class VanishingGrid(Grid):
+    """Passes on what gets through.
+
+    Parameters
+    ----------
+    inner : InProcessGrid
+        Without links, compute time and faults of its own.
+    failures : callable
+        From round and partition to when the device can be reached.
+    compute : Compute
+    server, peer : Link
+        Every device's links, to the server and to each other.
+    share_by : float
+        Seconds from a round's beginning until shards no longer land.
+    end : float
+        Seconds from a round's beginning after which the server takes nothing more.
+    chunk : int
+        Bytes of a reply that survive when its sender leaves and comes back; 0: a reply begins anew.
+    shared : callable, optional
+        Follows what clients send each other.
+
+    Attributes
+    ----------
+    clock : float
+        Simulated seconds of all rounds so far.
+    log : dict of int to RoundLog
+
+    Notes
+    -----
+    An exchange ends with its last reply, or at its timeout when one is missing; without a timeout, at the round's end.
+    """
+
+    def __init__(
+        self,
+        inner: InProcessGrid,
+        failures: Failures,
+        compute: Compute,
+        *,
+        server: Link,
+        peer: Link,
+        share_by: float,
+        end: float,
+        chunk: int = 0,
+        shared: Shared | None = None,
+    ) -> None:
+        self.inner = inner
+        self.log: dict[int, RoundLog] = {0: RoundLog()}
+        self._failures = failures
+        self._compute = compute
+        self._server = server
+        self._peer = peer
+        self._deadlines = (share_by, end)
+        self._chunk = chunk
+        self._shared = shared
+        self._round = 0
+        self._before = 0.0
+        self._now = 0.0
+        self._situation = self._begin()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def clock(self) -> float:
+        """Simulated seconds since the first round began."""
+        return self._before + self._now
+
+    @property
+    def round(self) -> int:
+        """The current round; setting it begins one."""
+        return self._round
+
+    @round.setter
+    def round(self, value: int) -> None:
+        self.inner.round = value
+        self._before, self._now = self.clock, 0.0
+        self._round = value
+        self.log[value] = RoundLog()
+        self._situation = self._begin()
+
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
+        """Send ``messages`` and return the replies that got through before ``timeout``, or until there are
+        ``enough``."""
+        batch = list(messages)
+        if all(message.metadata.message_type in SETUP for message in batch):
+            return self.inner.send_and_receive(batch)
+        limit = self._situation.end if timeout is None else min(self._situation.end, self._now + timeout)
+        begins = self._arrivals(batch, limit)
+        taken = [message for message in batch if message.metadata.dst_node_id in begins]
+        replies = self.inner.send_and_receive(taken) if taken else []
+        starts = self._starts(taken, replies, begins)
+        arrived: list[tuple[float, int, Message]] = []
+        for client, (start, reply) in starts.items():
+            at = self._travel(reply, client, start, limit)
+            if at <= limit:
+                arrived.append((at, client, reply))
+        arrived.sort(key=lambda item: item[:2])
+        come: list[Message] = []
+        for at, _, reply in arrived:
+            come.append(reply)
+            self.log[self._round].last = at
+            if enough is not None and enough(come):
+                self._advance(at)
+                return come
+        complete = len(come) == len(batch)
+        self._advance(max((at for at, _, _ in arrived), default=self._now) if complete else limit)
+        return come
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Refused: what gets through depends on how long the server waits.
+
+        Raises
+        ------
+        GridError
+            Always.
+        """
+        raise GridError("devices vanish in whole exchanges only; use send_and_receive, or the grid inside this one")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pull from the inner grid."""
+        return self.inner.pull_messages(message_ids)
+
+    def get_node_ids(self) -> list[int]:
+        """Return all nodes, whether or not they can be reached."""
+        return self.inner.get_node_ids()
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message the inner grid's way."""
+        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def set_run(self, run: Run) -> None:
+        """Set the run of the inner grid."""
+        self.inner.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """The inner grid's run."""
+        return self.inner.run
+
+    def _begin(self) -> Situation:
+        """Return the current round: who is there when. When a client is ready is known when it has trained."""
+        presence = [self._failures(self._round, client) for client in range(max(self.inner.partitions, default=-1) + 1)]
+        return Situation(presence, [NEVER] * len(presence), self._server, self._peer, *self._deadlines)
+
+    def _arrivals(self, batch: Sequence[Message], limit: float) -> dict[int, float]:
+        """Return when each message reaches its node, for those that do in time."""
+        packer = Packer()
+        begins: dict[int, float] = {}
+        for message in batch:
+            client = self.inner.partition_of(message.metadata.dst_node_id)
+            if client is None:
+                continue
+            seconds = 8.0 * packer.pack(message).wire / self._server.down_bits_per_s
+            there = self._situation.presence[client].whole(self._now, seconds) + self._server.latency_s
+            if there < limit:
+                begins[message.metadata.dst_node_id] = there
+        return begins
+
+    def _starts(
+        self, taken: Sequence[Message], replies: Sequence[Message], begins: Mapping[int, float]
+    ) -> dict[int, tuple[float, Message]]:
+        """Return by client its reply and when it begins to send it."""
+        asked = {message.metadata.message_id: message for message in taken}
+        starts: dict[int, tuple[float, Message]] = {}
+        trained: dict[int, tuple[float, Message]] = {}
+        for reply in replies:
+            message = asked[reply.metadata.reply_to_message_id]
+            node = message.metadata.dst_node_id
+            client = cast(int, self.inner.partition_of(node))
+            starts[client] = begins[node], reply
+            if _trains(message):
+                trained[client] = begins[node] + self._compute(self._round, client), message
+        self.log[self._round].trained |= set(trained)
+        done = {client: at for client, (at, _) in trained.items()}
+        if self._shared is not None and trained:
+            done |= self._shared(self._situation, trained)
+        return starts | {client: (at, starts[client][1]) for client, at in done.items()}
+
+    def _travel(self, reply: Message, client: int, start: float, limit: float) -> float:
+        """Return when ``reply`` is at the server; what left its sender of one that is too late, or lost, is noted."""
+        log, kind, size = self.log[self._round], reply.metadata.message_type, self.inner.wire_bytes(reply)
+        at = self._situation.upload(client, start, size, self._chunk)
+        if at > limit:
+            log.spent[kind] = log.spent.get(kind, 0.0) + self._situation.spent(client, start, size, limit)
+            return NEVER
+        if _trains(reply):
+            log.answered.add(client)
+        return at
+
+    def _advance(self, to: float) -> None:
+        self._now = max(self._now, to)
+        self.log[self._round].seconds = self._now
+
+
+def _trains(message: Message) -> bool:
+    return message.metadata.message_type.partition(".")[0] == "train"

@@ -1,0 +1,241 @@
+"""An edge node's listener: the app is told where it is, and it leaves with the SuperNode, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from flwr.common.config import parse_config_args
+
+from clients.edge import PEER_ADDRESS, PEER_STORE, prepare
+from coding.transport import DeliveryFailed, Parcel, Spool, TcpTransport, transport_of
+from experiments.engines.processes import processes_with
+
+HERE = Path(__file__).parents[2]
+GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def node_config(*options: str) -> dict[str, object]:
+    """Return the node configuration as SuperNode itself reads it from the command line."""
+    command, _ = prepare([*GOOD, *options])
+    return parse_config_args([command[command.index("--node-config") + 1]])
+
+
+# What the app is told.
+
+
+def test_the_app_finds_address_and_store_under_the_names_it_looks_for(tmp_path: Path) -> None:
+    config = node_config("--peer", "127.0.0.1:9100", "--peer-store", str(tmp_path / "with space"))
+    assert config == {
+        "partition-id": 1,
+        "num-partitions": 4,
+        PEER_ADDRESS: "tcp://127.0.0.1:9100",
+        PEER_STORE: str(tmp_path / "with space"),
+    }
+    transport = transport_of(str(config[PEER_ADDRESS]), Path(str(config[PEER_STORE])))
+    assert isinstance(transport, TcpTransport)
+
+
+def test_without_peer_nothing_of_it_is_said() -> None:
+    assert set(node_config()) == {"partition-id", "num-partitions"}
+
+
+def test_the_store_lies_below_the_home_or_in_a_folder_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    assert node_config("--peer", "127.0.0.1:9100", "--home", str(tmp_path))[PEER_STORE] == str(tmp_path / "peer-store")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = Path(str(node_config("--peer", "127.0.0.1:9100")[PEER_STORE]))
+    assert store.parent == tmp_path
+    assert store.stat().st_mode & 0o077 == 0
+
+
+def test_a_node_that_listens_everywhere_says_where_it_is_reached(tmp_path: Path) -> None:
+    config = node_config("--peer", "0.0.0.0:9100", "--peer-announce", "edge-7.lan:9107", "--peer-store", str(tmp_path))
+    assert config[PEER_ADDRESS] == "tcp://edge-7.lan:9107"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--peer", "9100"], "--peer: address '9100'; expected HOST:PORT"),
+        (["--peer", "127.0.0.1:0"], "expected HOST:PORT with a port from 1 to 65535"),
+        (["--peer", "tcp://127.0.0.1:9100"], "expected HOST:PORT"),
+        (["--peer", "0.0.0.0:9100"], "which others cannot dial; say where they can with --peer-announce"),
+        (["--peer", "[::]:9100"], "which others cannot dial"),
+        (["--peer", "127.0.0.1:9100", "--peer-announce", "0.0.0.0:9100"], "--peer-announce is 0.0.0.0:9100"),
+        (["--peer", "127.0.0.1:9100", "--peer-announce", "nowhere"], "--peer-announce: address 'nowhere'"),
+        (["--peer", "127.0.0.1:9100", "--peer-store", "/tmp/it's"], "a name with a quote"),
+        (["--peer-store", "/tmp"], "of no use without --peer"),
+        (["--peer-announce", "10.0.0.1:1"], "of no use without --peer"),
+    ],
+)
+def test_wrong_peer_arguments_say_what_to_change(options: list[str], said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        prepare([*GOOD, *options])
+    assert leaving.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+# Coming and going, with a program in the SuperNode's place that starts a helper of its own, as SuperNode does.
+
+SUPERNODE = """#!{python}
+import os, subprocess, sys, time
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("supernode", os.getpid(), helper.pid, sys.argv[sys.argv.index("--node-config") + 1], flush=True)
+if {ends}:
+    sys.exit(3)
+time.sleep(60)
+"""
+
+ENTRY = "import sys; from clients import edge; edge.program = lambda name: sys.argv[1]; edge.main(sys.argv[2:])"
+
+
+class Node:
+    """The entry point with a stand-in for SuperNode."""
+
+    def __init__(self, folder: Path, *options: str, ends: bool = False, port: int | None = None) -> None:
+        self.mark = str(folder / "mark")
+        self.port = free_port() if port is None else port
+        program = folder / "flower-supernode"
+        program.write_text(SUPERNODE.format(python=sys.executable, ends=ends))
+        program.chmod(0o755)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ENTRY, str(program), *GOOD, "--peer", f"127.0.0.1:{self.port}", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=HERE,
+            env={**os.environ, "NODE_MARK": self.mark, "TMPDIR": str(folder)},
+        )
+
+    def started(self) -> tuple[int, int, dict[str, object]]:
+        """Return the ids of SuperNode and its helper, and the node configuration."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("supernode "):
+                _, pid, helper, config = line.split(" ", 3)
+                return int(pid), int(helper), parse_config_args([config])
+        raise AssertionError(self.process.communicate()[1])
+
+    def listeners(self) -> list[int]:
+        found = processes_with("NODE_MARK", self.mark)
+        return [pid for pid, command in found.items() if "coding.listener" in command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def begin(*options: str, **settings: object) -> Node:
+        nodes.append(Node(tmp_path, *options, **settings))  # type: ignore[arg-type]
+        return nodes[-1]
+
+    yield begin
+    for node in nodes:
+        for pid in processes_with("NODE_MARK", node.mark):
+            os.kill(pid, signal.SIGKILL)
+        node.process.communicate()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_listener_leaves_when_the_node_is_killed_although_its_helper_lives_on(start, tmp_path, number) -> None:
+    node = start()
+    pid, helper, config = node.started()
+    # The entry point became the SuperNode: whoever supervises it keeps the right process id.
+    assert pid == node.process.pid
+    assert len(node.listeners()) == 1
+    store = Path(str(config[PEER_STORE]))
+    sender = TcpTransport("tcp://127.0.0.1:9", Spool(tmp_path / "other"))
+    parcel = Parcel(b"run-0001", 1, 0, 0, 1, b"shard")
+    assert sender.send(str(config[PEER_ADDRESS]), parcel) == 41
+    assert Spool(store).list(b"run-0001", 1) == [parcel]
+
+    os.kill(pid, number)
+    wait_until(lambda: node.listeners() == [])
+    assert alive(helper)
+    assert not store.exists()  # a folder made for this node goes with it
+    with pytest.raises(DeliveryFailed, match="refused"):
+        sender.send(str(config[PEER_ADDRESS]), parcel)
+
+
+def test_the_listener_leaves_when_the_node_ends_by_itself(start, tmp_path) -> None:
+    node = start("--peer-store", str(tmp_path / "store"), ends=True)
+    node.started()
+    assert node.process.wait(10) == 3
+    wait_until(lambda: node.listeners() == [])
+    assert (tmp_path / "store").is_dir()  # a folder that was named stays
+
+
+def test_nothing_but_the_node_holds_the_pipe(start) -> None:
+    node = start()
+    _, helper, _ = node.started()
+    (listener,) = node.listeners()
+    command = Path(f"/proc/{listener}/cmdline").read_bytes().split(b"\0")
+    pipe = os.readlink(f"/proc/{listener}/fd/{command[command.index(b'--until-closed') + 1].decode()}")
+
+    def holds(process: int) -> int:
+        return sum(os.readlink(entry) == pipe for entry in Path(f"/proc/{process}/fd").iterdir())
+
+    assert (holds(node.process.pid), holds(listener), holds(helper)) == (1, 1, 0)
+
+
+def test_a_node_whose_port_is_taken_does_not_start(start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        node = start(port=port)
+        out, err = node.process.communicate(timeout=20)
+    assert node.process.returncode == 2
+    assert "supernode" not in out
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+    assert f"the listener on 127.0.0.1:{port} did not start" in err
+    assert node.listeners() == []
+
+
+@pytest.mark.slow
+def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
+    port, own = free_port(), free_port()
+    arguments = ["--superlink", f"127.0.0.1:{free_port()}", "--partition", "0", "--of", "1", "--insecure"]
+    arguments += ["--port", str(own), "--home", str(tmp_path), "--peer", f"127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "clients.edge", *arguments]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=HERE, stdout=log, stderr=log, start_new_session=True)
+
+    def family() -> dict[int, str]:
+        return processes_with("FLWR_HOME", str(tmp_path))
+
+    try:
+        wait_until(lambda: "flower-supernode" in family().get(process.pid, ""), 30)
+        # Its helper has started, which could have taken over the pipe.
+        wait_until(lambda: any("superexec" in command for command in family().values()), 60)
+        (listener,) = [pid for pid, command in family().items() if "coding.listener" in command]
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        process.kill()
+        process.wait()
+        wait_until(lambda: not alive(listener))
+    finally:
+        for pid in family():
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
