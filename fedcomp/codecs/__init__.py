@@ -8,6 +8,7 @@ from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.clip import Clip
 from fedcomp.codecs.dgc import DGC
 from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.codecs.fixedpoint import FixedPoint, fixed_point_of
 from fedcomp.codecs.identity import Identity
 from fedcomp.codecs.keyregion import KeyRegion
 from fedcomp.codecs.natural import NaturalCompression
@@ -51,6 +52,7 @@ for _codec in (
     Threshold,
     SIDCo,
     KeyRegion,
+    FixedPoint,
 ):
     register(_codec)
 register_transform(Clip)
@@ -66,6 +68,7 @@ __all__ = [
     "Clip",
     "Codec",
     "ErrorFeedback",
+    "FixedPoint",
     "Identity",
     "KeyRegion",
     "NaturalCompression",
@@ -85,6 +88,7 @@ __all__ = [
     "Transform",
     "UnknownCodec",
     "chain",
+    "fixed_point_of",
     "get_codec",
     "get_transform",
     "known",

@@ -24,6 +24,7 @@ from fedcomp.codecs import (
     ChunkTop1,
     Clip,
     Codec,
+    FixedPoint,
     Identity,
     KeyRegion,
     NaturalCompression,
@@ -61,6 +62,11 @@ def parts_of(codec: Codec, layout: Layout) -> list[Part]:
     """The vector's parts: everything, everything compressible, or every compressible tensor."""
     if isinstance(codec, Identity):
         return [Part(0, slice(0, layout.size), (layout.size,), None)] if layout.size else []
+    if isinstance(codec, FixedPoint):
+        parts = parts_of(codec.codec, layout)
+        end = parts[-1].place.stop if parts else 0
+        rest = Part(len(parts), slice(end, layout.size), (layout.size - end,), 1.0)
+        return [*parts, rest] if rest.size else parts
     tensors = [t for t in layout.tensors if t.density != 1.0]
     if getattr(codec, "scope", "global") == "layer":
         return [Part(i, t.slice, t.shape, t.density) for i, t in enumerate(tensors)]
@@ -152,6 +158,18 @@ def randomk(codec: RandomK, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
     indices = drawn(codec, part, key)
     out = only(x, indices)
     return out * F32(x.size / indices.size) if codec.unbiased else out
+
+
+def fixedpoint(codec: FixedPoint, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
+    """Of the inner codec's coordinates, the dense rest being one more part; floor(x / step + u) steps, cut before."""
+    indices = drawn(codec.codec, part, key)
+    draws = key.at(purpose=key.purpose + "/fixedpoint", layer=part.index).uniform(indices.size)
+    step = float(F32(codec.clip / codec.levels))
+    out = np.zeros(x.size, F32)
+    for i, u in zip(indices.tolist(), draws.tolist(), strict=True):
+        inside = min(max(float(x[i]) / step, -codec.levels), codec.levels)
+        out[i] = F32(math.floor(inside + u)) * F32(step)
+    return out + F32(0)
 
 
 def qsgd(codec: QSGD, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
@@ -310,6 +328,7 @@ RULES: dict[type[Codec], Callable[..., np.ndarray]] = {
     Threshold: threshold,
     SIDCo: sidco,
     KeyRegion: key_region,
+    FixedPoint: fixedpoint,
 }
 
 

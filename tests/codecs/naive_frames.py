@@ -16,6 +16,7 @@ from fedcomp.codecs import (
     Chain,
     ChunkTop1,
     Codec,
+    FixedPoint,
     Identity,
     NaturalCompression,
     RandomBlock,
@@ -109,6 +110,12 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray) -> Section:
             density = codec.density if part.density is None else part.density
             k = max(1, int(density * n + 1e-9)) if isinstance(codec, RandomBlock) else wanted(codec, part)
             return Section(n, k, 9, 0, 0, 4 * k)
+        case FixedPoint():
+            values = 6 + fields(n, (2 * codec.levels).bit_length())
+            if part.density == 1.0:  # the dense rest
+                return Section(n, n, 0, 0, 3, values, True)
+            k = values_of(codec.codec, part, x, y).k
+            return Section(n, k, 9, 0, 3, 6 + fields(k, (2 * codec.levels).bit_length()))
         case QSGD():
             norms = np.sqrt(np.add.reduceat(x.astype(np.float64) ** 2, range(0, n, codec.bucket)))
             spread = np.repeat(np.where(norms > 0, norms, 1), codec.bucket)[:n]

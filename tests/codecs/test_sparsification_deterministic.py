@@ -68,6 +68,7 @@ from fedcomp.codecs import (
     ChunkTop1,
     Clip,
     Codec,
+    FixedPoint,
     Identity,
     KeyRegion,
     NaturalCompression,
@@ -114,6 +115,7 @@ INNER: tuple[Codec, ...] = (
     SIDCo(0.05),
     SIDCo(0.02, "exponential", 1, scope="layer"),
     KeyRegion(sparse_density=0.02),
+    FixedPoint(RandomK(0.1), clip=2.0, levels=7),
 )
 WITH_MEMORY: tuple[Codec, ...] = (
     DGC(0.05, momentum=0.0),

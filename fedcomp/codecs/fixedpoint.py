@@ -1,0 +1,276 @@
+"""Fixed point: the values of a codec whose frames share one support, as integers on one grid that all clients share.
+
+Integers can be added exactly, and added by whoever must not know them: in a prime field, behind masks, in coded shards.
+That needs one scale for everybody, agreed on beforehand, where other quantisers choose theirs from the update; and one
+support, or the sum would add what does not belong together. Derived here; a shared scale with stochastic rounding is
+the usual preparation for secure aggregation (recalled).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp import wire
+from fedcomp.codecs import params
+from fedcomp.codecs.base import Codec, State
+from fedcomp.codecs.registry import codecs
+from fedcomp.codecs.wrapper import Wrapper
+from fedcomp.errors import ConfigError, LayoutError
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.rng import Key
+from fedcomp.wire import Bundle, Frame, Schema, SchemaMismatch, Tensor
+
+_BLOCK = 1 << 16
+_VALUES = frozenset({wire.Uniform.name})
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class FixedPoint(Wrapper):
+    """Round what ``codec`` sends to multiples of one step, at random and without bias, and cut it at ``clip``.
+
+    The frame is the codec's, with ``ceil(log2(2 levels + 1))`` bits for each of its float32 values; tensors that travel
+    dense are rounded like the others. Under error feedback, which :class:`strategies.compressed.Compressed` adds by
+    itself, what rounding and cutting change stays in the memory and is sent later: the scale then decides how soon, not
+    whether.
+
+    Parameters
+    ----------
+    codec : Codec or config mapping
+        ``RandomK(...)`` or ``RandomBlock(...)`` with ``shared=True``; ``RandomK(1.0)`` sends everything.
+    clip : float
+        Largest magnitude that can be sent.
+    levels : int
+        Steps from 0 to ``clip``, 1 to 32767. The sum of N clients needs integers of magnitude N * levels.
+
+    Raises
+    ------
+    ConfigError
+        When the codec's frames cannot be added: not linear, a support of each client's own, a whole model instead of a
+        difference, memory inside, or values scaled by n/k.
+
+    Notes
+    -----
+    Rounding does not commute with addition, so the codec is not ``linear``; its integers can be added all the same.
+    The step is float32(clip / levels). With a power of two for it every multiple is a float32, and sums lose nothing.
+    """
+
+    codec_id: ClassVar[str] = "fixedpoint"
+
+    codec: Codec
+    clip: float
+    levels: int = 127
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            codec=codecs.get(self.codec),
+            clip=params.positive("clip", self.clip),
+            levels=params.integer("levels", self.levels, low=1, high=32767),
+        )
+        _require_summable(self.codec)
+        # A receiver refuses scales whose outermost code overflows, used or not.
+        reach = self.step * max(self.levels, (1 << self.bits) - 1 - self.levels)
+        if not np.finfo(np.float32).tiny <= self.step <= reach <= float(np.finfo(np.float32).max):
+            raise ConfigError(
+                f"clip={self.clip:g} in {self.levels} levels gives the step {self.step:g}, which float32 cannot hold "
+                "to full precision"
+            )
+
+    @property
+    def step(self) -> float:
+        """The grid's spacing: a float32, as a Python float."""
+        with np.errstate(over="ignore", under="ignore"):
+            return float(np.float32(self.clip / self.levels))
+
+    @property
+    def bits(self) -> int:
+        """Bits of one value in a frame."""
+        return (2 * self.levels).bit_length()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the parameters, the inner codec as a nested configuration."""
+        return params.dataclass_config(self)
+
+    def __repr__(self) -> str:
+        return params.dataclass_repr(self)
+
+    def init(self, layout: Layout) -> State:
+        """Return the inner codec's empty state."""
+        return self.codec.init(layout)
+
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode with the inner codec, then round; see :meth:`fedcomp.codecs.base.Codec.encode`."""
+        frame, state = self.codec.encode(update, state, key)
+        tensors = self.codec.open(frame, update.layout).tensors
+        own = key.at(purpose=f"{key.purpose}/fixedpoint")
+        rounded = [self._values(self.quantise(t.values.decode(), own.at(layer=i))) for i, t in enumerate(tensors)]
+        out = [replace(t, values=values, backend="none") for t, values in zip(tensors, rounded, strict=True)]
+        return wire.encode(out), state
+
+    def quantise(self, values: Vector, key: Key) -> NDArray[np.int32]:
+        """Return integers of magnitude up to ``levels`` whose expectation times the step is ``values`` cut at the clip.
+
+        The draws are ``key.uniform(values.size)``.
+        """
+        stream = key.generator().bit_generator
+        out = np.empty(values.size, np.int32)
+        # Draws and quotients are float64, which is not to be held for the whole vector.
+        for start in range(0, values.size, _BLOCK):
+            part = values[start : start + _BLOCK].astype(np.float64)
+            part /= self.step
+            np.clip(part, -self.levels, self.levels, out=part)
+            part += (np.asarray(stream.random_raw(part.size), np.uint64) >> np.uint64(11)) * 2.0**-53
+            out[start : start + _BLOCK] = np.floor(part, out=part)
+        return out
+
+    def schema(self, layout: Layout) -> Schema:
+        """Return the inner codec's expectations, with values on the grid."""
+        return tuple(replace(expected, value_codecs=_VALUES) for expected in self.codec.schema(layout))
+
+    def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
+        """Parse ``frame`` and check that its values lie on this grid, and all that the inner codec checks."""
+        bundle = Codec.open(self, frame, layout)
+        self.codec.open(_plain(bundle), layout)
+        for tensor in bundle.tensors:
+            self._check(tensor)
+        return bundle
+
+    def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
+        """Open, and let the inner codec check the draw of the support."""
+        bundle = self.open(frame, layout)
+        self.codec.verify(_plain(bundle), layout, key)
+        return bundle
+
+    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
+        """Return the coordinates to which the frame delivers something other than zero."""
+        return self.codec.support(_plain(self.open(frame, layout)), layout)
+
+    def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
+        """Add ``weight`` times the decoded values with the inner codec."""
+        self.codec.accumulate(_plain(self.open(frame, out.layout)), weight, out)
+
+    def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
+        """Decode with the inner codec."""
+        return self.codec.decode(_plain(self.open(frame, layout)), layout)
+
+    def count(self, layout: Layout) -> int:
+        """Return how many integers a frame holds."""
+        return sum(expected.most_values for expected in self.schema(layout))
+
+    def integers(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
+        """Return the frame's values in steps, shape ``(count(layout),)``: what may be added to other clients'."""
+        return self.steps(self.open(frame, layout))
+
+    def steps(self, bundle: Bundle) -> NDArray[np.int64]:
+        """Return :meth:`integers` of a frame that this client made itself a moment ago, opened without its layout.
+
+        Raises
+        ------
+        SchemaMismatch
+            When its values do not lie on this grid.
+        """
+        for tensor in bundle.tensors:
+            self._check(tensor)
+        parts = [_codes(tensor) - self.levels for tensor in bundle.tensors]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def saturated(self, integers: NDArray[Any]) -> int:
+        """Return how many of a frame's integers are as large as they can be: an upper bound of how many were cut."""
+        return int(np.count_nonzero(np.abs(integers) == self.levels))
+
+    def place(self, integers: NDArray[Any], divisor: float, layout: Layout, key: Key) -> Vector:
+        """Return the update that a sum of :meth:`integers` stands for: float32 of the layout's size.
+
+        Parameters
+        ----------
+        integers : ndarray of int, (count(layout),)
+            Sum over the clients of weight times integers.
+        divisor : float
+            The sum of the weights.
+        key : Key
+            That of the round; the partition does not matter, since the support is everybody's.
+
+        Raises
+        ------
+        LayoutError
+            When there are not as many integers as a frame of this layout holds.
+        """
+        if integers.shape != (self.count(layout),):
+            raise LayoutError(f"a frame of this layout holds {self.count(layout)} integers, not {integers.shape}")
+        zero = Update(np.zeros(layout.size, np.float32), layout)
+        frame, _ = self.codec.encode(zero, self.codec.init(layout), key)
+        values = (integers * (self.step / divisor)).astype(np.float32)
+        tensors, start = [], 0
+        for tensor in self.codec.open(frame, layout).tensors:
+            end = start + tensor.values.k
+            tensors.append(replace(tensor, values=wire.Raw(values[start:end])))
+            start = end
+        return self.codec.decode(Bundle(tuple(tensors)), layout)
+
+    def _values(self, integers: NDArray[np.int32]) -> wire.Uniform:
+        scale = np.full(min(1, integers.size), self.step, np.float32)
+        zero = np.full(min(1, integers.size), self.levels)
+        return wire.Uniform(integers + np.int32(self.levels), self.bits, 0, scale, zero, "stochastic")
+
+    def _check(self, tensor: Tensor) -> None:
+        values = tensor.values
+        if not isinstance(values, wire.Uniform):
+            raise SchemaMismatch(f"expected values on a grid, the frame holds {type(values).__name__}")
+        found = (values.bits, values.block, values.scales.tolist(), values.zero_points.tolist())
+        count = min(1, values.k)
+        if found != (self.bits, 0, [self.step] * count, [self.levels] * count):
+            raise SchemaMismatch(f"the frame's grid {found[:2]} {found[2][:1]} is not that of {self!r}")
+        if values.k and int(values.codes.max()) > 2 * self.levels:
+            raise SchemaMismatch(f"the frame holds a code of {int(values.codes.max())}, beyond {2 * self.levels}")
+
+
+def fixed_point_of(codec: Codec) -> FixedPoint:
+    """Return the :class:`FixedPoint` in ``codec`` or in what it wraps.
+
+    Raises
+    ------
+    ConfigError
+        When there is none, saying whether ``codec`` could be put into one.
+    """
+    inner: Any = codec
+    while not isinstance(inner, FixedPoint):
+        if not isinstance(getattr(inner, "codec", None), Codec):
+            _require_summable(inner)
+            raise ConfigError(
+                f"{codec!r} sends floating-point values; what is summed in coded form are integers on one grid. Use "
+                f"FixedPoint({inner!r}, clip=...)"
+            )
+        inner = inner.codec
+    return inner
+
+
+def _require_summable(codec: Codec) -> None:
+    """Raise :class:`ConfigError` unless frames of ``codec`` from several clients can be added value by value."""
+    usable = "use RandomK or RandomBlock with shared=True (RandomK(1.0) sends everything)"
+    if codec.lossless:
+        raise ConfigError(f"{codec!r} sends whole models, not changes of one that could be rounded; {usable}")
+    if codec.remembers:
+        raise ConfigError(f"{codec!r} has memory; put it outside: ErrorFeedback(FixedPoint(...))")
+    if isinstance(codec, FixedPoint) or not codec.linear:
+        raise ConfigError(
+            f"{codec!r} is not linear: its frames cannot be added value by value, since each client chooses "
+            f"coordinates or scales of its own; {usable}"
+        )
+    if getattr(codec, "shared", False) is not True:
+        raise ConfigError(f"{codec!r} draws a support for every client: values of different coordinates would be added")
+    if getattr(codec, "unbiased", False):
+        raise ConfigError(f"{codec!r} scales values by n/k, beyond any clip that suits the others; use unbiased=False")
+
+
+def _codes(tensor: Tensor) -> NDArray[np.int64]:
+    assert isinstance(tensor.values, wire.Uniform)
+    return tensor.values.codes.astype(np.int64)
+
+
+def _plain(bundle: Bundle) -> Bundle:
+    """Return the bundle with its values as float32, as the inner codec knows them."""
+    return Bundle(tuple(replace(t, values=wire.Raw(t.values.decode())) for t in bundle.tensors))

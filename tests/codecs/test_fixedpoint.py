@@ -1,0 +1,207 @@
+"""Fixed point: one grid and one support for all clients, so that frames add up as integers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from codec_examples import LAYOUTS, update
+
+from fedcomp import wire
+from fedcomp.codecs import (
+    QSGD,
+    Clip,
+    Codec,
+    FixedPoint,
+    Identity,
+    RandomBlock,
+    RandomK,
+    ScaledSign,
+    SignSGD,
+    TopK,
+    chain,
+    fixed_point_of,
+    get_codec,
+)
+from fedcomp.errors import ConfigError, LayoutError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+
+KEY = Key(11, "uplink", round=2)
+LAYOUT = LAYOUTS["model"]
+CODECS = (
+    FixedPoint(RandomK(0.1), clip=4.0),
+    FixedPoint(RandomK(1.0), clip=1.0, levels=1),
+    FixedPoint(RandomBlock(0.2), clip=2.0, levels=32767),
+    FixedPoint(RandomK(0.3, scope="layer"), clip=8.0, levels=6),
+)
+
+
+def frame_of(codec: FixedPoint, client: int, scale: float = 1.0) -> bytes:
+    return codec.encode(update(LAYOUT, seed=client, scale=scale), {}, KEY.at(partition=client))[0]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_a_sum_of_integers_is_the_weighted_mean_of_the_frames(codec: FixedPoint) -> None:
+    """To the precision of float32: what is summed in the field is what would have been summed as floats."""
+    weights = [3, 1, 5]
+    frames = [frame_of(codec, client) for client in range(3)]
+    total = sum(w * codec.integers(f, LAYOUT) for w, f in zip(weights, frames, strict=True))
+    placed = codec.place(total, 9, LAYOUT, KEY.at(partition=77))
+    mean = sum(w * codec.decode(f, LAYOUT).astype(np.float64) for w, f in zip(weights, frames, strict=True)) / 9
+    assert placed.dtype == np.float32
+    np.testing.assert_allclose(placed, mean, rtol=3e-7, atol=3e-7 * codec.clip)
+    assert np.abs(total).max() <= 9 * codec.levels
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_the_mean_of_many_lies_within_a_step_of_the_true_one(codec: FixedPoint) -> None:
+    """Against the float64 mean of what the inner codec would have sent, cut at the clip: no error above one step, and
+    on average over the clients' own draws a fraction of it."""
+    clients = 40
+    exact = np.zeros(LAYOUT.size)
+    total = np.zeros(codec.count(LAYOUT), np.int64)
+    for client in range(clients):
+        given = update(LAYOUT, seed=client)
+        plain = codec.codec.decode(codec.codec.encode(given, {}, KEY)[0], LAYOUT)
+        exact += np.clip(plain.astype(np.float64), -codec.clip, codec.clip) / clients
+        total += codec.integers(codec.encode(given, {}, KEY.at(partition=client))[0], LAYOUT)
+    error = codec.place(total, clients, LAYOUT, KEY) - exact
+    assert np.abs(error).max() <= codec.step
+    # The variance of one rounding is at most step^2 / 4; clients draw for themselves.
+    assert np.sqrt(np.mean(error**2)) <= 0.5 * codec.step / np.sqrt(clients)
+
+
+def test_rounding_is_unbiased_within_the_clip() -> None:
+    codec = FixedPoint(RandomK(1.0), clip=1.0, levels=3)
+    values = np.linspace(-1.0, 1.0, 41, dtype=np.float32)
+    drawn = np.stack([codec.quantise(values, KEY.at(round=r)) for r in range(4000)])
+    assert np.abs(drawn).max() == 3
+    mean, deviation = drawn.mean(axis=0) * codec.step, drawn.std(axis=0) * codec.step / np.sqrt(4000)
+    assert (np.abs(mean - values) <= 5 * deviation + 1e-6).all()
+
+
+def test_what_is_on_the_grid_is_not_changed_and_what_is_beyond_is_cut() -> None:
+    codec = FixedPoint(RandomK(1.0), clip=2.0, levels=8)
+    values = np.array([0.0, -0.0, 0.25, -1.75, 2.0, -2.0, 2.01, -1e30, 3e38], np.float32)
+    integers = codec.quantise(values, KEY)
+    np.testing.assert_array_equal(integers, [0, 0, 1, -7, 8, -8, 8, -8, 8])
+    assert codec.saturated(integers) == 5
+
+
+def test_draws_differ_between_clients_rounds_and_tensors() -> None:
+    codec = FixedPoint(RandomK(1.0, scope="layer"), clip=1.0, levels=2)
+    layout = Layout.of({"a": np.zeros((40, 40), np.float32), "b": np.zeros((40, 40), np.float32)})
+    half = Update(np.full(layout.size, 0.25, np.float32), layout)
+
+    def drawn(key: Key) -> np.ndarray:
+        return codec.integers(codec.encode(half, {}, key)[0], layout)
+
+    one = drawn(KEY)
+    assert not np.array_equal(one[:1600], one[1600:])
+    assert not np.array_equal(one, drawn(KEY.at(partition=1)))
+    assert not np.array_equal(one, drawn(KEY.at(round=3)))
+    np.testing.assert_array_equal(one, drawn(KEY))
+
+
+def test_quantising_in_blocks_is_one_stream() -> None:
+    codec = FixedPoint(RandomK(1.0), clip=1.0)
+    values = update(Layout.flat(200_000), scale=0.2).vector
+    draws = KEY.uniform(values.size)
+    expected = np.floor(np.clip(values.astype(np.float64) / codec.step, -127, 127) + draws)
+    np.testing.assert_array_equal(codec.quantise(values, KEY), expected)
+
+
+@pytest.mark.parametrize(("levels", "bits"), [(1, 2), (7, 4), (127, 8), (128, 9), (32767, 16)])
+def test_a_value_takes_as_many_bits_as_its_levels_need(levels: int, bits: int) -> None:
+    layout = Layout.flat(8000)
+    frame, _ = FixedPoint(RandomK(1.0), clip=1.0, levels=levels).encode(update(layout), {}, KEY)
+    assert abs(len(frame) - 1000 * bits) < 80
+
+
+def test_frames_of_another_grid_or_seed_are_refused() -> None:
+    codec = CODECS[0]
+    for other in (FixedPoint(RandomK(0.1), clip=4.0, levels=126), FixedPoint(RandomK(0.1), clip=4.1)):
+        with pytest.raises(wire.SchemaMismatch, match="grid"):
+            codec.open(frame_of(other, 0), LAYOUT)
+    with pytest.raises(wire.WireError):
+        codec.open(RandomK(0.1).encode(update(LAYOUT), {}, KEY)[0], LAYOUT)
+    frame = frame_of(codec, 3)
+    codec.verify(frame, LAYOUT, KEY.at(partition=3))
+    with pytest.raises(wire.SchemaMismatch, match="seed is not that of this round"):
+        codec.verify(frame, LAYOUT, KEY.at(round=3))
+
+
+def test_a_code_beyond_the_levels_is_refused() -> None:
+    """Eight bits have room for 255, of which 127 levels use up to 254."""
+    codec = FixedPoint(RandomK(1.0), clip=1.0)
+    layout = Layout.flat(3)
+    (tensor,) = wire.decode(codec.encode(update(layout), {}, KEY)[0]).tensors
+    values = wire.Uniform([255, 0, 1], 8, 0, tensor.values.scales, tensor.values.zero_points, "stochastic")
+    forged = wire.encode([wire.seeded((3,), tensor.index.seed, 3, values)])
+    with pytest.raises(wire.SchemaMismatch, match="a code of 255, beyond 254"):
+        codec.open(forged, layout)
+
+
+def test_error_feedback_keeps_what_was_rounded_and_cut() -> None:
+    """A constant update of three times the clip arrives in full in the end; nothing of it is lost on the way."""
+    codec = ErrorFeedback(FixedPoint(RandomK(1.0), clip=1.0, levels=4))
+    layout = Layout.flat(50)
+    state, sent = codec.init(layout), np.zeros(50)
+    for round_ in range(1, 13):
+        given = Update(np.full(50, 3.0 if round_ <= 3 else 0.0, np.float32), layout)
+        frame, state = codec.encode(given, state, KEY.at(round=round_))
+        sent += codec.decode(frame, layout)
+        assert (sent + state["memory"] == 3.0 * min(round_, 3)).all()
+    assert (sent == 9.0).all()
+
+
+REFUSED = {
+    "not linear": (TopK(0.1), QSGD(7), ScaledSign(), chain(Clip(1.0), RandomK(0.1))),
+    "a support for every client": (RandomK(0.1, shared=False), RandomBlock(0.1, shared=False)),
+    "sends whole models": (Identity(),),
+    "has memory": (ErrorFeedback(RandomK(0.1)),),
+    "scales values by n/k": (RandomK(0.1, unbiased=True),),
+}
+
+
+@pytest.mark.parametrize(("message", "codec"), [(m, c) for m, codecs in REFUSED.items() for c in codecs])
+def test_codecs_whose_frames_cannot_be_added_are_refused(message: str, codec: Codec) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FixedPoint(codec, clip=1.0)
+    if message != "has memory" and codec.codec_id != "chain":  # looked into, not judged
+        with pytest.raises(ConfigError, match=message):
+            fixed_point_of(codec)
+
+
+def test_fixed_point_is_found_inside_of_wrappers() -> None:
+    inner = CODECS[0]
+    for codec in (inner, ErrorFeedback(inner), chain(Clip(2.0), ErrorFeedback(inner))):
+        assert fixed_point_of(codec) is inner
+    with pytest.raises(ConfigError, match=r"Use FixedPoint\(RandomK\(density=0.1\), clip=...\)"):
+        fixed_point_of(ErrorFeedback(RandomK(0.1)))
+    for codec in (SignSGD(0.1), ErrorFeedback(TopK(0.1))):
+        with pytest.raises(ConfigError, match="not linear"):
+            fixed_point_of(codec)
+    with pytest.raises(ConfigError, match="not linear"):
+        FixedPoint(inner, clip=1.0)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"clip": 0.0}, {"clip": float("nan")}, {"clip": 1e-40}, {"clip": 3e38, "levels": 64}, {"clip": 1, "levels": 0},
+     {"clip": 1, "levels": 32768}, {"clip": 1, "levels": 1.5}],
+)  # fmt: skip
+def test_impossible_grids_are_refused(parameters: dict) -> None:
+    with pytest.raises(ConfigError, match=r"clip|levels"):
+        FixedPoint(RandomK(0.1), **parameters)
+
+
+def test_a_sum_of_another_length_is_refused() -> None:
+    with pytest.raises(LayoutError, match="integers, not"):
+        CODECS[0].place(np.zeros(3, np.int64), 1, LAYOUT, KEY)
+
+
+def test_it_travels_by_its_configuration() -> None:
+    for codec in CODECS:
+        assert get_codec(codec.to_config()) == codec
