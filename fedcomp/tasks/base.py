@@ -248,6 +248,31 @@ class Task(ABC):
             raise ConfigError(f"signed labels need two classes, {self.name!r} has {self.classes}")
         return rows.x, (2 * rows.y - 1).astype(np.float32)
 
+    @property
+    def linear_loss(self) -> str:
+        """The loss as a function of one linear score per example: "logistic" or "hinge".
+
+        Raises
+        ------
+        ConfigError
+            When the model is not linear in its inputs.
+        """
+        raise ConfigError(
+            f"the model of task {self.name!r} is not linear in its inputs; use a linear task, such as 'digits-zero', "
+            "'breast-cancer' or 'a9a'"
+        )
+
+    def linear_rows(self, data: Split) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return ``(X, y)`` of a linear task's examples, shapes ``(N, features)`` and ``(N,)``, labels 0 and 1.
+
+        Raises
+        ------
+        ConfigError
+            As :attr:`linear_loss`.
+        """
+        assert self.linear_loss
+        return data.x.astype(np.float64), data.y.astype(np.float64)
+
     def batches(
         self, data: Split, *, batch_size: int, key: Key, epochs: int | None = 1, max_steps: int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -53,11 +53,22 @@ class _LinearTask(Task):
         """Return where the score's sign is the label's."""
         return (outputs.squeeze(1) > 0) == (targets > 0)
 
+    @property
+    def linear_loss(self) -> str:
+        """The loss of the option ``model``."""
+        return "hinge" if self.options["model"] == "svm" else "logistic"
+
 
 class BreastCancer(_LinearTask):
     """569 rows, 30 standardised features, embedded in scikit-learn; a fixed fifth is held out."""
 
     name = "breast-cancer"
+
+
+class DigitsZero(_LinearTask):
+    """Zero against the other digits: the 1,797 rows of ``digits``, 64 features, a tenth of them positive."""
+
+    name = "digits-zero"
 
 
 class A9a(_LinearTask):
