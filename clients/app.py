@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from clients.coded import answer_coded, coded
+from clients.coded_linear import LinearRows, answer_coded_linear
 from clients.compressed import compression
 from clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from fedcomp.tasks.base import Task
 
-app = ClientApp(mods=[shared_support(), compression()])
+app = answer_coded(ClientApp(mods=[coded(), shared_support(), compression()]))
 
 TASK_PREFIX = "task."
 
@@ -65,6 +67,16 @@ def query(msg: Message, context: Context) -> Message:
     reply = RecordDict()
     put_node(reply, Job.read(msg, context).partition)
     return Message(reply, reply_to=msg)
+
+
+def linear_rows(msg: Message, context: Context, partitions: int) -> LinearRows:
+    """Return this node's own examples for coded gradient descent: the first ``partitions`` nodes hold the data."""
+    job = Job.read(msg, context)
+    task = job.task()
+    return LinearRows(*task.linear_rows(task.client(job.partition, partitions)), task.linear_loss)
+
+
+answer_coded_linear(app, linear_rows)
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
+from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
@@ -29,6 +29,7 @@ from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
+from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
 from strategies.replies import (
     Arrays,
     Arrival,
@@ -44,9 +45,6 @@ from strategies.replies import (
 )
 
 log = logging.getLogger("fedcomp")
-
-_WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
-"""Flower's aggregations that see the replies only through their weighted mean."""
 
 Named = dict[str, NDArray[Any]]
 
@@ -109,10 +107,10 @@ class Compressed(Strategy):
             raise ConfigError(
                 f"{chosen!r} needs {chosen.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
             )
-        if chosen.votes and not _is_mean(inner):
+        if chosen.votes and not is_mean(inner):
             raise ConfigError(
                 f"{chosen!r} sends votes, of which only the weighted sum is an update; {type(inner).__name__} looks at "
-                f"single updates. Use one of {', '.join(c.__qualname__.split('.')[0] for c in _WEIGHTED_MEANS)}"
+                f"single updates. Use one of {', '.join(MEANS)}"
             )
         needless = chosen.lossless or chosen.unbiased or chosen.remembers or chosen.votes
         wanted = not needless if feedback is None else feedback
@@ -130,8 +128,19 @@ class Compressed(Strategy):
         self._peers: dict[int, Peer] = {}
         self._sequence = 0
         self._sent: list[Sent] = []
+        self._record_name = "arrays"
         self._layout = Layout(())
         self._model: Named = {}
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the round's updates: that of the model the last messages were made from."""
+        return self._layout
+
+    @property
+    def sequences(self) -> dict[int, int]:
+        """Sequence number of the last message to each node of the current exchange."""
+        return {sent.node: sent.sequence for sent in self._sent}
 
     def summary(self) -> None:
         """Log the codecs, then the inner strategy's own summary."""
@@ -186,6 +195,7 @@ class Compressed(Strategy):
             node = message.metadata.dst_node_id
             peer = self._peers.setdefault(node, Peer())
             name, record = self._record(message)
+            self._record_name = name
             announcement = Announcement(record=name, round=server_round, seed=self.seed)
             content = RecordDict(dict(message.content.items()))
             fields: dict[str, Any] = {}
@@ -263,7 +273,7 @@ class Compressed(Strategy):
         """
         report = RoundReport(server_round, sent=len(self._sent))
         self.reports[server_round] = report
-        weight_key = self._weight_key()
+        weight_key = weight_key_of(self.inner)
         key = Key(self.seed, "uplink", server_round)
         arrivals: list[Arrival] = []
         errors: list[Message] = []
@@ -287,27 +297,91 @@ class Compressed(Strategy):
         frames = [a.frame for a in arrivals if a.frame is not None and a.plain is None]
         report.account(self.codec, self._layout, frames)
         # Models of their own for some nodes cannot be summed as changes of one model.
-        mean = _is_mean(self.inner) and all(a.sent.base is None for a in arrivals)
+        mean = is_mean(self.inner) and all(a.sent.base is None for a in arrivals)
         aggregate = self._aggregate_mean if mean else self._aggregate_dense
         with np.errstate(over="ignore", invalid="ignore"):
             arrays, metrics = aggregate(server_round, arrivals, errors, report)
         if arrays is None:
             return None, metrics
+        consumed = [(a.sent.node, a.sequence, a.generation) for a in arrivals]
+        if not self._accept(arrays, consumed, report):
+            return None, None
+        return restore_dtypes(arrays, self._model, [a.exact for a in arrivals]), metrics
+
+    def aggregate_sum(
+        self,
+        server_round: int,
+        mean: Vector,
+        weight: float,
+        members: Iterable[tuple[int, int, int]],
+        contents: Sequence[RecordDict] = (),
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take an update that was averaged elsewhere, in place of :meth:`aggregate_train`: nobody's own frame is here.
+
+        The inner strategy runs once, on the mean, and the members are acknowledged. Buffers that travel as values keep
+        the model's own: there is no sum of them.
+
+        Parameters
+        ----------
+        mean : float32 array, shape (layout size,)
+            The mean update, in the order of :attr:`layout`.
+        weight : float
+            The total weight it stands for.
+        members : iterable of (node, sequence, generation)
+            Whose frames are in it, by the numbers in their headers; a generation of 0 (no memory) acknowledges nothing.
+        contents : sequence of RecordDict
+            Replies whose metrics are aggregated.
+
+        Raises
+        ------
+        ConfigError
+            When the inner strategy is no weighted mean: it would need the single updates.
+        LayoutError
+            When ``mean`` does not have the layout's size and dtype.
+        """
+        if not is_mean(self.inner):
+            raise ConfigError(
+                f"{type(self.inner).__name__} looks at single updates, of which a coded sum shows none; use one of "
+                f"{', '.join(MEANS)}"
+            )
+        layout = self._layout
+        if mean.shape != (layout.size,) or mean.dtype != np.float32:
+            raise LayoutError(f"the mean is {mean.dtype}{mean.shape}, expected float32({layout.size},)")
+        consumed = list(members)
+        report = self.reports[server_round] = RoundReport(server_round, sent=len(self._sent))
+        report.lost = len(self._sent) - len(consumed)
+        report.compressed = len(consumed)
+        report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
+        if not consumed or weight <= 0:
+            report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
+            return None, None
+        report.changed = int(np.count_nonzero(mean[: layout.compressed_size]))
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved = layout.flatten(self._model) + mean
+            model = to_record(layout.unflatten(moved, {t.name: self._model[t.name] for t in layout.exact}))
+            named = (self._record_name, model)
+            arrays, metrics = aggregate_once(self.inner, server_round, named, self._sent[0].message, contents)
+        if arrays is None or not self._accept(arrays, consumed, report):
+            return None, None
+        return restore_dtypes(arrays, self._model, []), metrics
+
+    def _accept(self, arrays: ArrayRecord, consumed: list[tuple[int, int, int]], report: RoundReport) -> bool:
+        """Return whether the aggregate can be the new model; if so, acknowledge (node, sequence, generation)."""
         if not finite_where(arrays, self._model):
             report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
-            return None, None
-        for arrival in arrivals:
+            return False
+        for node, sequence, generation in consumed:
             # A reply without memory acknowledges nothing: the last frame of the memory stays the one consumed.
-            if arrival.generation:
-                peer = self._peers[arrival.sent.node]
-                peer.acknowledged, peer.generation = arrival.sequence, arrival.generation
-        return restore_dtypes(arrays, self._model, [a.exact for a in arrivals]), metrics
+            if generation:
+                peer = self._peers[node]
+                peer.acknowledged, peer.generation = sequence, generation
+        return True
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Note which versions the nodes hold, leave out replies that cannot be averaged, and let inner aggregate."""
         report = RoundReport(server_round, sent=len(self._sent))
         self.evaluations[server_round] = report
-        weight_key = self._weight_key()
+        weight_key = weight_key_of(self.inner)
         usable: list[tuple[tuple[Sent, Message], str, RecordDict]] = []
         errors: list[Message] = []
         for sent, reply in match_replies(self._sent, replies, report):
@@ -326,14 +400,6 @@ class Compressed(Strategy):
             usable.append(((sent, reply), "", reply.content))
         kept = agreeing(usable, report, lambda pair: pair[0].node)
         return self.inner.aggregate_evaluate(server_round, [*(reply for _, reply in kept), *errors])
-
-    def _weight_key(self) -> str | None:
-        """Return the name of the metric the inner strategy weighs by, None when it has no such notion."""
-        for strategy in (self.inner, getattr(self.inner, "strategy", None)):
-            key = getattr(strategy, "weighted_by_key", None)
-            if isinstance(key, str):
-                return key
-        return None
 
     def _note_error(self, sent: Sent, reply: Message, report: RoundReport) -> None:
         reason = f"error {reply.error.code}: {reply.error.reason}"
@@ -387,23 +453,15 @@ class Compressed(Strategy):
             # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
             np.add(out.vector, model - start, out=out.vector)
         first = arrivals[0]
-        key = str(self._weight_key())
-        metrics_of: Callable[[list[RecordDict], str], MetricRecord] = self.inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
-        metrics = metrics_of([a.content for a in arrivals], key)
-        mean = RecordDict(
-            {
-                first.record: to_record(layout.unflatten(out.vector, exact)),
-                first.metrics_name: MetricRecord({key: 1.0}),
-            }
+        return aggregate_once(
+            self.inner,
+            server_round,
+            (first.record, to_record(layout.unflatten(out.vector, exact))),
+            first.sent.message,
+            [a.content for a in arrivals],
+            metrics_name=first.metrics_name,
+            errors=errors,
         )
-        synthetic = Message(mean, reply_to=first.sent.message)
-        # The inner strategy averages one reply of weight 1, which changes nothing; its metrics are computed above from
-        # the real replies, so a user's aggregation function sees each of them once.
-        self.inner.train_metrics_aggr_fn = lambda records, key: metrics  # type: ignore[attr-defined]
-        try:
-            return self.inner.aggregate_train(server_round, [synthetic, *errors])
-        finally:
-            self.inner.train_metrics_aggr_fn = metrics_of  # type: ignore[attr-defined]
 
     def _aggregate_dense(
         self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: RoundReport
@@ -498,11 +556,6 @@ class Compressed(Strategy):
         if self._broadcast is not None:
             prefix = "broadcast/"
             self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
-
-
-def _is_mean(strategy: Strategy) -> bool:
-    """Whether the strategy aggregates as one of Flower's weighted means does."""
-    return type(strategy).aggregate_train in _WEIGHTED_MEANS
 
 
 def _fields(announcement: Announcement) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from fedcomp.codecs import (
     ChunkTop1,
     Clip,
     Codec,
+    FixedPoint,
     KeyRegion,
     NaturalCompression,
     RandomBlock,
+    RandomK,
     ScaledSign,
     SIDCo,
     SignSGD,
@@ -50,6 +52,7 @@ EXACT: tuple[Codec, ...] = (
     SIDCo(0.02, scope="layer"),
     KeyRegion(),
     DGC(0.02, momentum=0.0, warmup=10),
+    FixedPoint(RandomK(0.05), clip=2.0**12, levels=2**11),
 )
 # They send a common magnitude, a float: each sum with the memory rounds.
 ROUNDED: tuple[Codec, ...] = (AdaComp(bin=50), ScaledSign(), STC(0.02), TernGrad(clip=2.5))

@@ -1,0 +1,70 @@
+"""Flower's weighted means, and how one of them takes over an average that was made elsewhere.
+
+Frames are summed in one buffer (:mod:`strategies.compressed`), or by the clients themselves (coded sums). Either way
+the inner strategy runs once, on one synthetic reply: FedAvg stores the mean, FedAdam makes its step from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
+
+_WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
+"""Flower's aggregations that see the replies only through their weighted mean."""
+
+MEANS: Final = tuple(method.__qualname__.split(".")[0] for method in _WEIGHTED_MEANS)
+"""Their names, for messages."""
+
+
+def is_mean(strategy: Strategy) -> bool:
+    """Whether the strategy aggregates as one of Flower's weighted means does."""
+    return type(strategy).aggregate_train in _WEIGHTED_MEANS
+
+
+def weight_key_of(strategy: Strategy) -> str | None:
+    """Return the name of the metric a strategy, or the one it wraps, weighs by; None when it has no such notion."""
+    for candidate in (strategy, getattr(strategy, "strategy", None)):
+        key = getattr(candidate, "weighted_by_key", None)
+        if isinstance(key, str):
+            return key
+    return None
+
+
+def aggregate_once(
+    inner: Strategy,
+    server_round: int,
+    model: tuple[str, ArrayRecord],
+    reply_to: Message,
+    contents: Sequence[RecordDict],
+    *,
+    metrics_name: str = "metrics",
+    errors: Sequence[Message] = (),
+) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    """Let ``inner``, a weighted mean, aggregate one reply that is the mean already.
+
+    Parameters
+    ----------
+    model : tuple of str and ArrayRecord
+        Name of the replies' record, and the mean of the models in it.
+    reply_to : Message
+        One of the round's messages.
+    contents : sequence of RecordDict
+        What the clients really replied: their metrics go through the inner strategy's own aggregation, each of them
+        once. None of them gives no metrics.
+    errors : sequence of Message
+        Error replies, for the inner strategy's log.
+    """
+    key = str(weight_key_of(inner))
+    metrics_of = inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
+    metrics = metrics_of(list(contents), key) if contents else MetricRecord()
+    # The inner strategy averages one reply of weight 1, which changes nothing.
+    name, arrays = model
+    mean = RecordDict({name: arrays, metrics_name: MetricRecord({key: 1.0})})
+    inner.train_metrics_aggr_fn = lambda records, key: metrics  # type: ignore[attr-defined]
+    try:
+        return inner.aggregate_train(server_round, [Message(mean, reply_to=reply_to), *errors])
+    finally:
+        inner.train_metrics_aggr_fn = metrics_of  # type: ignore[attr-defined]

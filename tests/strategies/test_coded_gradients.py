@@ -1,0 +1,554 @@
+"""Gradient coding in Flower: whoever is lost, the model is the one of gradient descent on all data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import toy
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAdam, FedAvg, Krum, Result
+from gradient_toy import FEATURES, MASK, app_of, client_app, data, float32_step, full_batch, model
+
+from fedcomp.codecs import Identity
+from fedcomp.errors import ConfigError
+from fedcomp.flower.coded import CODED
+from fedcomp.flower.faults import Delivery
+from fedcomp.flower.gradients import ANSWER, Form, checksum
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.rounds import drive, fit
+from strategies.coded import CodedFedAvg
+from strategies.compressed import Compressed
+
+Client = Callable[[Message, Context], Message]
+
+
+def strategy(losses: int, inner=None, **options) -> CodedFedAvg:
+    plain = toy.fedavg(fraction_evaluate=0.0) if inner is None else inner
+    return CodedFedAvg(plain, construction="gradcode", losses=losses, **options)
+
+
+def losing(partitions, kind: str = "silent") -> Callable[[Delivery], str]:
+    """Return the fault plan under which the training messages of some partitions come to nothing."""
+    lost = set(partitions)
+    return lambda d: kind if d.message_type.startswith("train") and d.partition in lost else "none"
+
+
+def run(nodes: int, coded: CodedFedAvg, rounds: int = 1, client: Client | None = None, **options) -> Result:
+    with InProcessGrid(client or client_app(), nodes, seed=2, **options) as grid:
+        return fit(coded, MeteredGrid(grid), model(), rounds)
+
+
+def weights(result: Result) -> np.ndarray:
+    return result.arrays["weight"].numpy()
+
+
+def altering(change: Callable[[Message, int], object], partitions) -> Client:
+    """Return an app whose trained replies ``change(reply, partition)`` alters on the nodes of some partitions."""
+    app, chosen = client_app(), set(partitions)
+
+    def client(msg: Message, context: Context) -> Message:
+        partition = int(context.node_config["partition-id"])
+        reply = app(msg, context)
+        if partition in chosen and msg.metadata.message_type == "train" and not reply.has_error():
+            change(reply, partition)
+        return reply
+
+    return client
+
+
+CODES = [
+    (4, 1, {}),
+    (4, 3, {}),
+    (5, 1, {}),
+    (5, 2, {}),
+    (6, 2, {}),
+    (6, 2, {"scheme": "cyclic"}),
+    (6, 3, {}),
+    (5, 2, {"arithmetic": "gf31"}),
+    (4, 1, {"arithmetic": "gf31"}),
+    (5, 1, {"arithmetic": "gf65521"}),
+]
+
+
+@pytest.mark.parametrize(("n", "s", "options"), CODES)
+def test_whichever_s_clients_are_lost_the_mean_is_that_of_all(n: int, s: int, options) -> None:
+    whole = weights(run(n, strategy(s, **options)))
+    exact = options.get("arithmetic", "float64") != "float64" or (n % (s + 1) == 0 and "scheme" not in options)
+    for lost in itertools.combinations(range(n), s):
+        coded = strategy(s, **options)
+        found = weights(run(n, coded, fault=losing(lost)))
+        if exact:
+            assert found.tobytes() == whole.tobytes()
+        assert np.max(np.abs(found - whole)) <= 1e-9 * np.max(np.abs(whole))
+        assert coded.coded[1].received == n - s
+        assert len(coded.coded[1].included) == n
+    (wanted,) = full_batch(1, range(n))
+    bound = {"gf65521": 1e-2, "gf31": 1e-6}.get(options.get("arithmetic", ""), 1e-12)
+    assert np.max(np.abs(whole - wanted)) < bound
+
+
+@pytest.mark.parametrize("kind", ["silent", "lost_reply", "raise", "offline", "corrupt", "late"])
+def test_every_kind_of_loss_is_a_loss(kind: str) -> None:
+    coded = strategy(1)
+    found = weights(run(5, coded, fault=losing([3], kind)))
+    assert np.allclose(found, full_batch(1, range(5))[0], rtol=0, atol=1e-12)
+    assert coded.coded[1].received == 4
+
+
+@pytest.mark.parametrize(("n", "s"), [(6, 2), (5, 2)])
+def test_the_training_curve_is_that_of_full_batch_gradient_descent(n: int, s: int) -> None:
+    """Each round loses other clients; every step is compared, so that errors cannot cancel or hide."""
+    steps: list[np.ndarray] = []
+    patterns = list(itertools.combinations(range(n), s))
+    fault = lambda d: losing(patterns[(7 * d.round) % len(patterns)])(d)  # noqa: E731
+    with InProcessGrid(client_app(), n, fault=fault) as grid:
+        fit(strategy(s), MeteredGrid(grid), model(), 12, on_round=lambda _r, a, _o: steps.append(a["weight"].numpy()))
+    wanted = full_batch(12, range(n))
+    assert len(steps) == 12
+    for step, exact in zip(steps, wanted, strict=True):
+        assert np.max(np.abs(step - exact)) < 1e-9 * np.max(np.abs(exact))
+
+
+def test_wrong_ignoring_the_stragglers_data_leaves_the_curve() -> None:
+    found = weights(run(6, toy.fedavg(fraction_evaluate=0.0), fault=losing([4, 5])))
+    assert np.max(np.abs(found - full_batch(1, range(6))[0])) > 1e-2
+
+
+def test_counters_and_masks_beside_the_weights_come_out_as_they_should() -> None:
+    for options in ({}, {"arithmetic": "gf31"}, {"scheme": "cyclic"}):
+        arrays = run(4, strategy(1, **options), fault=losing([0])).arrays
+        assert list(arrays) == ["weight", "num_batches_tracked", "mask"]
+        assert arrays["num_batches_tracked"].numpy() == 8
+        assert arrays["num_batches_tracked"].numpy().dtype == np.int64
+        assert arrays["mask"].numpy().tobytes() == MASK.tobytes()
+
+
+def test_metrics_are_weighted_like_updates() -> None:
+    sizes = np.array([len(data(p)[1]) for p in range(5)], np.float64)
+    losses = np.array([float(np.mean(data(p)[1] ** 2)) for p in range(5)])
+    for options in ({}, {"arithmetic": "gf31"}):
+        metrics = run(5, strategy(2, **options), fault=losing([1, 4])).train_metrics_clientapp[1]
+        assert metrics["loss"] == pytest.approx(sizes @ losses / sizes.sum(), rel=1e-4)
+        assert metrics["twice"] == pytest.approx([1.0, sizes @ np.arange(5) / sizes.sum()])
+
+
+def test_a_coded_run_is_flowers_own_mean() -> None:
+    plain = run(5, toy.fedavg(fraction_evaluate=0.0), 3, client=client_app(mods=[]))
+    coded = run(5, strategy(2), 3, fault=losing([0, 2]))
+    assert np.allclose(weights(coded), weights(plain), rtol=0, atol=1e-12)
+    assert coded.train_metrics_clientapp[3]["loss"] == pytest.approx(plain.train_metrics_clientapp[3]["loss"])
+
+
+def test_an_adaptive_inner_strategy_steps_as_without_coding() -> None:
+    def adam() -> FedAdam:
+        return FedAdam(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0, eta=0.1)
+
+    start = ArrayRecord({"weight": Array(np.zeros(FEATURES, np.float32))})
+    results = []
+    for chosen, fault in ((adam(), None), (strategy(1, adam()), losing([2]))):
+        with InProcessGrid(app_of(float32_step), 4, fault=fault) as grid:
+            results.append(weights(fit(chosen, MeteredGrid(grid), start, 4)))
+    assert np.max(np.abs(results[0])) > 0.1
+    assert np.allclose(results[0], results[1], rtol=1e-4, atol=1e-6)
+
+
+# Time.
+
+
+@pytest.mark.parametrize(("n", "s", "seconds"), [(5, 1, 3.0), (5, 2, 2.0), (5, 0, 50.0)])
+def test_a_round_lasts_as_long_as_the_n_minus_s_th_answer(n: int, s: int, seconds: float) -> None:
+    times = [1.0, 3.0, 2.0, 50.0, 0.5]
+    coded = strategy(s, scheme="cyclic")
+    with InProcessGrid(client_app(), n, compute_seconds=lambda d: _training(d, times)) as grid:
+        found = weights(fit(coded, MeteredGrid(grid), model(), 1))
+        assert grid.clock == pytest.approx(seconds)
+    assert coded.coded[1].received == n - s
+    assert np.allclose(found, full_batch(1, range(n))[0], rtol=0, atol=1e-12)
+
+
+def test_fractional_repetition_may_end_before_n_minus_s_answers() -> None:
+    times = [1.0, 90.0, 90.0, 2.0]
+    coded = strategy(1)
+    with InProcessGrid(client_app(), 4, compute_seconds=lambda d: _training(d, times)) as grid:
+        fit(coded, MeteredGrid(grid), model(), 1)
+        assert grid.clock == pytest.approx(2.0)
+    assert coded.coded[1].received == 2
+
+
+def test_what_comes_after_the_deadline_is_a_loss() -> None:
+    times = [1.0, 30.0, 30.0, 1.0, 1.0]
+    coded = strategy(1, collect_timeout=10.0)
+    with InProcessGrid(client_app(), 5, compute_seconds=lambda d: _training(d, times)) as grid:
+        before = weights(fit(coded, MeteredGrid(grid), model(), 1))
+        assert grid.clock == pytest.approx(10.0)
+    assert not before.any()
+    assert coded.coded[1].received == 3
+
+
+def test_a_stale_answer_of_a_straggler_is_not_taken_for_the_next_rounds() -> None:
+    times = [1.0, 1.0, 1.0, 1.0, 7.0]
+    with InProcessGrid(client_app(), 5, compute_seconds=lambda d: _training(d, times)) as grid:
+        found = weights(fit(strategy(1), MeteredGrid(grid), model(), 9))
+    assert np.allclose(found, full_batch(9, range(5))[-1], rtol=0, atol=1e-10)
+
+
+def _training(delivery: Delivery, times: list[float]) -> float:
+    return times[delivery.partition] if delivery.message_type.startswith("train") else 0.0
+
+
+# Too many losses.
+
+
+def test_one_loss_too_many_skips_the_round_and_leaves_the_model() -> None:
+    coded = strategy(1)
+    found = run(5, coded, fault=losing([1, 2]))
+    assert not weights(found).any()
+    assert found.arrays["num_batches_tracked"].numpy() == 7
+    report = coded.coded[1]
+    assert "2 of 5 devices did not answer (1, 2)" in report.notes[0]
+    assert not report.included
+    assert len(report.excluded) == 5
+
+
+def test_a_skipped_round_is_followed_by_ordinary_ones() -> None:
+    coded = strategy(1)
+    fault = lambda d: losing([1, 2] if d.round == 2 else [d.round])(d)  # noqa: E731
+    found = weights(run(5, coded, 3, fault=fault))
+    assert np.allclose(found, full_batch(2, range(5))[-1], rtol=0, atol=1e-12)
+
+
+def test_an_approximation_is_labelled_with_its_residual() -> None:
+    coded = strategy(1, approximate=True)
+    found = weights(run(6, coded, fault=losing([2, 3])))
+    assert np.allclose(found, full_batch(1, [0, 1, 4, 5])[0], rtol=0, atol=1e-12)
+    report = coded.coded[1]
+    assert report.residual == pytest.approx(np.sqrt(2.0))
+    assert "an approximation" in report.notes[0]
+    assert len(report.included) == 4
+    assert set(report.excluded.values()) == {"nobody who holds its partition answered"}
+    exact = strategy(1, approximate=True)
+    run(6, exact, fault=losing([2]))
+    assert exact.coded[1].residual == 0.0
+    assert not exact.coded[1].notes
+
+
+def test_a_quorum_ends_the_round_with_what_is_there() -> None:
+    """Without losses and with a quorum the slowest are ignored, and with them their data."""
+    times = [1.0, 90.0, 3.0, 90.0, 2.0]
+    coded = strategy(0, approximate=True, quorum=3)
+    with InProcessGrid(client_app(), 5, compute_seconds=lambda d: _training(d, times)) as grid:
+        found = weights(fit(coded, MeteredGrid(grid), model(), 1))
+        assert grid.clock == pytest.approx(3.0)
+    assert np.allclose(found, full_batch(1, [0, 2, 4])[0], rtol=0, atol=1e-12)
+    assert coded.coded[1].residual == pytest.approx(np.sqrt(2.0))
+
+
+def test_nothing_answered_is_no_approximation() -> None:
+    coded = strategy(1, approximate=True)
+    assert not weights(run(4, coded, fault=losing(range(4)))).any()
+    assert "unchanged" in coded.coded[1].notes[0]
+
+
+# Who takes part.
+
+
+def test_a_client_that_left_stays_in_the_code_and_its_data_in_the_sum() -> None:
+    coded = strategy(2)
+    with InProcessGrid(client_app(), 6) as grid:
+        metered = MeteredGrid(grid)
+        first = fit(coded, metered, model(), 1).arrays
+        grid.remove_node(4)
+        second = fit(coded, metered, first, 2, start_round=2).arrays
+        assert np.allclose(second["weight"].numpy(), full_batch(2, range(6))[-1], rtol=0, atol=1e-12)
+        assert coded.coded[2].planned == 6
+        grid.add_node(4)
+        fit(coded, metered, second, 3, start_round=3)
+        assert coded.coded[3].planned == coded.coded[3].received == 6
+
+
+def test_when_more_left_than_may_be_lost_the_code_is_made_for_the_others() -> None:
+    coded = strategy(1)
+    with InProcessGrid(client_app(), 6) as grid:
+        metered = MeteredGrid(grid)
+        first = fit(coded, metered, model(), 1).arrays
+        grid.remove_node(4)
+        grid.remove_node(5)
+        second = fit(coded, metered, first, 2, start_round=2).arrays
+    assert coded.coded[2].planned == 4
+    assert "[4, 5] are offline" in coded.coded[2].notes[0]
+    assert not np.allclose(second["weight"].numpy(), full_batch(2, range(6))[-1], atol=1e-6)
+
+
+def test_clients_outside_of_a_sample_have_not_left() -> None:
+    class Sampled(MeteredGrid):
+        """Shows a strategy the clients of the round's sample and no others, as the experiments' server does."""
+
+        def get_node_ids(self):
+            sample = {(self.round + k) % 7 for k in range(4)} if self.round else set()
+            return [node for node in super().get_node_ids() if self.partition_of(node) in sample]
+
+    coded = strategy(1)
+    with InProcessGrid(client_app(), 7) as grid:
+        fit(coded, Sampled(grid), model(), 5)
+    assert [coded.coded[r].planned for r in range(1, 6)] == [4] * 5
+    by_fraction = strategy(1, toy.fedavg(fraction_evaluate=0.0, fraction_train=0.6))
+    run(7, by_fraction, 5)
+    assert [by_fraction.coded[r].planned for r in range(1, 6)] == [4] * 5
+
+
+def test_a_node_without_the_mod_is_left_out_with_the_reason() -> None:
+    app, plain = client_app(), ClientApp()
+
+    def client(msg: Message, context: Context) -> Message:
+        return (plain if context.node_config["partition-id"] == 2 else app)(msg, context)
+
+    coded = strategy(1)
+    found = weights(run(5, coded, client=client))
+    assert np.allclose(found, full_batch(1, [0, 1, 3, 4])[0], rtol=0, atol=1e-12)
+    (reason,) = coded.coded[1].excluded.values()
+    assert "not in the code" in reason
+    assert "answer_coded" in reason
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_fewer_clients_than_the_code_needs_is_no_round(nodes: int) -> None:
+    coded = strategy(2)
+    assert not weights(run(nodes, coded)).any()
+    assert "needs 3" in coded.coded[1].notes[0]
+
+
+def test_devices_are_told_their_partitions_and_get_their_own_back() -> None:
+    seen: dict[int, list[int]] = {}
+    app = client_app()
+
+    def client(msg: Message, context: Context) -> Message:
+        own = int(context.node_config["partition-id"])
+        if msg.metadata.message_type == "train":
+            seen[own] = list(msg.content[CODED]["partitions"])
+        return app(msg, context)
+
+    with InProcessGrid(client, 5) as grid:
+        fit(strategy(2), MeteredGrid(grid), model(), 1)
+        for partition in range(5):
+            assert grid.context(partition).node_config["partition-id"] == partition
+    assert seen == {i: [(i + k) % 5 for k in range(3)] for i in range(5)}
+
+
+# What apps and peers may do.
+
+
+def test_an_app_that_crashes_on_one_partition_of_one_device_is_one_loss() -> None:
+    coded = strategy(1)
+    with InProcessGrid(_crashing(lambda own, trained: own == 1 and trained == 2), 5, error_state="keep") as grid:
+        found = weights(fit(coded, MeteredGrid(grid), model(), 2))
+        for partition in range(5):
+            assert grid.context(partition).node_config["partition-id"] == partition
+            assert "scratch" not in grid.context(partition).state
+    assert np.allclose(found, full_batch(2, range(5))[-1], rtol=0, atol=1e-12)
+    assert "partition 2 is broken" in coded.coded[1].refused[0]
+
+
+def test_an_app_that_crashes_on_one_partition_everywhere_stops_the_sum_and_says_why() -> None:
+    coded = strategy(1)
+    found = weights(run(5, coded, client=_crashing(lambda _own, trained: trained == 2)))
+    assert not found.any()
+    assert [reason for reason in coded.coded[1].refused if "partition 2 is broken" in reason]
+
+
+def _crashing(when: Callable[[int, int], bool]) -> Client:
+    inner = client_app(mods=[])
+    holder: list[int] = [0]
+
+    def train(msg: Message, context: Context) -> Message:
+        trained = int(context.node_config["partition-id"])
+        if when(holder[0], trained):
+            context.state["scratch"] = ConfigRecord({"half": "done"})
+            raise RuntimeError(f"partition {trained} is broken")
+        return inner(msg, context)
+
+    app = app_of(train)
+
+    def client(msg: Message, context: Context) -> Message:
+        holder[0] = int(context.node_config["partition-id"])
+        return app(msg, context)
+
+    return client
+
+
+def test_an_app_that_keeps_state_is_refused_and_its_state_put_back() -> None:
+    inner = client_app(mods=[])
+
+    def train(msg: Message, context: Context) -> Message:
+        rounds = int(context.state.config_records.get("memory", {"rounds": 0})["rounds"])
+        context.state["memory"] = ConfigRecord({"rounds": rounds + 1})
+        return inner(msg, context)
+
+    coded = strategy(1)
+    with InProcessGrid(app_of(train), 4) as grid:
+        found = weights(fit(coded, MeteredGrid(grid), model(), 1))
+        assert all("memory" not in grid.context(p).state for p in range(4))
+    assert not found.any()
+    assert all("changed the node's state (memory)" in reason for reason in coded.coded[1].refused)
+    assert len(coded.coded[1].refused) == 4
+
+
+def _cut(reply: Message, _partition: int) -> None:
+    frame = take_frame(reply.content, ANSWER)
+    assert frame is not None
+    put_frame(reply.content, ANSWER, frame[:-8])
+    reply.content[CODED]["checksum"] = checksum(frame[:-8])
+
+
+def _nan(reply: Message, _partition: int) -> None:
+    frame = np.frombuffer(take_frame(reply.content, ANSWER) or b"", "<f8").copy()
+    frame[3] = np.nan
+    put_frame(reply.content, ANSWER, frame.tobytes())
+    reply.content[CODED]["checksum"] = checksum(frame.tobytes())
+
+
+def _flip(reply: Message, _partition: int) -> None:
+    frame = bytearray(take_frame(reply.content, ANSWER) or b"")
+    frame[5] ^= 1
+    put_frame(reply.content, ANSWER, bytes(frame))
+
+
+def _take_away(reply: Message, _partition: int) -> None:
+    del reply.content[ANSWER]
+
+
+def _replace_header(name: str, value) -> Callable[[Message, int], None]:
+    def change(reply: Message, _partition: int) -> None:
+        reply.content[CODED][name] = value
+
+    return change
+
+
+def _other_form(reply: Message, _partition: int) -> None:
+    form = Form.from_text(str(reply.content[CODED]["form"]))
+    reply.content[CODED]["form"] = Form(form.record, "other", form.names).to_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_cut, "bytes; expected"),
+        (_nan, "NaN"),
+        (_flip, "checksum"),
+        (_take_away, "holds no answer"),
+        (_replace_header("round", 9), "stale"),
+        (_replace_header("form", "[1, 2]"), "form"),
+        (_replace_header("form", '["a", "b", [["x", 1000000000]]]'), "form"),
+        (_replace_header("form", 17), "expected a text"),
+        (_replace_header("checksum", "x"), "whole number"),
+        (_other_form, "not the others'"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_left_out_with_the_reason(change, reason: str) -> None:
+    coded = strategy(1)
+    found = weights(run(5, coded, client=altering(change, [3])))
+    assert np.allclose(found, full_batch(1, range(5))[0], rtol=0, atol=1e-12)
+    (said,) = coded.coded[1].refused
+    assert said.startswith("client of partition 3")
+    assert reason in said
+
+
+def test_clients_that_compute_different_updates_are_noticed() -> None:
+    def other(reply: Message, _partition: int) -> None:
+        row = np.frombuffer(take_frame(reply.content, ANSWER) or b"", "<f8").copy()
+        row[0] += 1e-3
+        put_frame(reply.content, ANSWER, row.tobytes())
+        reply.content[CODED]["checksum"] = checksum(row.tobytes())
+
+    for options in ({}, {"scheme": "cyclic"}):
+        coded = strategy(1, **options)
+        run(4, coded, client=altering(other, [2]))
+        assert any("contradict each other" in note for note in coded.coded[1].notes)
+        honest = strategy(1, **options)
+        run(4, honest)
+        assert not honest.coded[1].notes
+
+
+def test_an_update_beyond_the_agreed_range_of_a_field_is_refused_not_wrapped() -> None:
+    coded = strategy(1, arithmetic="gf31", limit=1e-3)
+    assert not weights(run(4, coded)).any()
+    assert all("choose a larger limit" in reason for reason in coded.coded[1].refused)
+
+
+def test_weights_of_zero_leave_the_model() -> None:
+    def zero(reply: Message, _partition: int) -> None:
+        row = np.zeros_like(np.frombuffer(take_frame(reply.content, ANSWER) or b"", "<f8"))
+        put_frame(reply.content, ANSWER, row.tobytes())
+        reply.content[CODED]["checksum"] = checksum(row.tobytes())
+
+    coded = strategy(1)
+    assert not weights(run(4, coded, client=altering(zero, range(4)))).any()
+    assert "total weight is 0" in coded.coded[1].notes[-1]
+
+
+# Bytes, settings, resuming.
+
+
+def test_an_answer_is_as_long_as_an_update_of_its_number_format() -> None:
+    sizes = {}
+    for arithmetic in ("float64", "gf31", "gf65521"):
+        coded = strategy(1, arithmetic=arithmetic)
+        with InProcessGrid(client_app(), 5) as grid:
+            metered = MeteredGrid(grid)
+            fit(coded, metered, model(), 1)
+            up = metered.ledger.total("payload", round=1, direction="up")
+        assert up == coded.coded[1].payload_bytes["hub_up"]
+        sizes[arithmetic] = up // 5
+    scalars = 1 + 3 + 1 + 3  # weight, three metric values, counter, mask
+    assert sizes["float64"] == 8 * (FEATURES + scalars)
+    assert sizes["gf31"] == 4 * FEATURES + 4 * scalars * 3
+    assert sizes["gf65521"] == 2 * FEATURES + 2 * scalars * 5
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: strategy(1, Compressed(FedAvg(), Identity())), "without Compressed"),
+        (lambda: strategy(1, Krum()), "single updates"),
+        (lambda: strategy(-1), "losses=-1"),
+        (lambda: strategy(True), "losses=True"),
+        (lambda: strategy(1, loses=2), "did you mean 'losses'"),
+        (lambda: strategy(1, symbols=3), "symbols=3"),
+        (lambda: strategy(1, groups=2), "groups=2"),
+        (lambda: strategy(1, scheme="round"), "scheme='round'"),
+        (lambda: strategy(1, arithmetic="float32"), "arithmetic='float32'"),
+        (lambda: strategy(1, arithmetic="gf31", limit=-1.0), "limit"),
+        (lambda: strategy(1, approximate=1), "approximate=1"),
+        (lambda: strategy(1, quorum=-1, approximate=True), "quorum=-1"),
+        (lambda: strategy(1, quorum=3), "allow that with"),
+        (lambda: strategy(1, arithmetic="gf31", approximate=True), "cannot be decoded approximately"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(make, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make()
+
+
+def test_a_resumed_strategy_still_knows_who_belongs_to_the_code() -> None:
+    with InProcessGrid(client_app(), 6) as grid:
+        metered = MeteredGrid(grid)
+        before = strategy(2)
+        first = fit(before, metered, model(), 1).arrays
+        grid.remove_node(0)
+        after = strategy(2)
+        after.load_state_dict(before.state_dict())
+        fit(after, metered, first, 2, start_round=2)
+    assert after.coded[2].planned == 6
+
+
+def test_rounds_can_be_driven_by_hand() -> None:
+    coded = strategy(1)
+    with InProcessGrid(client_app(), 4) as grid:
+        arrays, metrics = drive(coded.round(1, model(), ConfigRecord(), grid), grid)
+    assert np.allclose(arrays["weight"].numpy(), full_batch(1, range(4))[0], rtol=0, atol=1e-12)
+    assert "loss" in metrics
