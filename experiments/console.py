@@ -117,6 +117,9 @@ def result_table(summary: Mapping[str, Any], width: int) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for head in ("downlink\npayload", *(("downlink\nwire",) if wide else ())):
         table.add_column(head, justify="right", no_wrap=True)
+    linked = any(row.get("peer_wire_bytes") for row in summary["rows"])
+    if linked:
+        table.add_column("between\nclients", justify="right", no_wrap=True)
     table.add_column("uplink\nratio", justify="right", no_wrap=True)
     table.add_column(f"time at\n{link}" if link else "simulated\ntime", justify="right", no_wrap=True)
     for row in summary["rows"]:
@@ -126,6 +129,8 @@ def result_table(summary: Mapping[str, Any], width: int) -> Table:
         if wide:
             up.append(short_bytes(row["uplink_wire_bytes"]))
             down.append(short_bytes(row["downlink_wire_bytes"]))
+        if linked:
+            down.append(short_bytes(row.get("peer_wire_bytes", 0)))
         simulated = duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–"
         table.add_row(row["label"] + lost, percent(row["accuracy"]), *up, *down, ratio(row["uplink_ratio"]), simulated)
     return table

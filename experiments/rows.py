@@ -24,9 +24,15 @@ class Row(NamedTuple):
     codec : str
         Id of the uplink's codec; empty for none.
     strategy : str
-        The server's half: "compressed" (the drop-in pair, the default of rows with a codec), "shared_support".
+        The server's half: "compressed" (the drop-in pair, the default of rows with a codec), "shared_support",
+        "coded_linear" (gradient descent on coded data), or "coded" (a construction around the drop-in pair, or around
+        the inner strategy itself where there is no codec).
+    construction : str
+        Of a coded row: which of :data:`strategies.coded.CONSTRUCTIONS`.
     defaults : mapping
-        Settings beyond the common ones, with their defaults.
+        Settings beyond the common ones, with their defaults. Of a coded row, those that are not the drop-in pair's are
+        arguments of :class:`strategies.coded.CodedFedAvg`, or options of the construction; see
+        :data:`experiments.systems.CODED`.
     """
 
     name: str
@@ -36,6 +42,7 @@ class Row(NamedTuple):
     codec: str = ""
     defaults: Mapping[str, Scalar] = {}
     strategy: str = "compressed"
+    construction: str = ""
 
 
 ROWS: Final[tuple[Row, ...]] = (
@@ -194,5 +201,100 @@ ROWS: Final[tuple[Row, ...]] = (
             "stale_leader": False,
         },
         strategy="shared_support",
+    ),
+    Row(
+        "relay-rlnc",
+        "Coded relay, RLNC",
+        "Ho et al. 2006, A random linear network coding approach to multicast; the relay of updates is derived here",
+        "shards of the coded update, spread over the other clients, of which any K decode but for 0.4 %",
+        codec="qsgd",
+        defaults={"code": "rlnc", "transport": "peers", "mix": False},
+        strategy="coded",
+        construction="relay",
+    ),
+    Row(
+        "relay-mds",
+        "Coded relay, MDS",
+        "Blömer et al. 1995, An XOR-based erasure-resilient coding scheme; the relay of updates is derived here",
+        "shards of the coded update, spread over the other clients, of which any K decode",
+        codec="qsgd",
+        defaults={"code": "mds", "transport": "peers", "private": 0},
+        strategy="coded",
+        construction="relay",
+    ),
+    Row(
+        "fixedpoint",
+        "Fixed point",
+        "none; the preparation of updates for sums of integers",
+        "entries drawn at random, the same on all clients, randomly rounded to integers on one grid; the rest is "
+        "remembered",
+        codec="fixedpoint",
+        defaults={
+            "feedback": True,
+            "codec.codec": "randomk",
+            "codec.density": 1.0,
+            "codec.clip": 0.5,
+            "codec.levels": 127,
+        },
+    ),
+    Row(
+        "sumcode",
+        "Coded sum",
+        "So et al. 2022, LightSecAgg (mode mask); the sum of shares is Shamir 1979, How to share a secret, with packed "
+        "secrets, as reconstructed here",
+        "shards of integers over a prime field, one for every other client; the clients add them, and the server "
+        "decodes the sum of all updates and no single one",
+        codec="fixedpoint",
+        defaults={
+            "feedback": True,
+            "codec.codec": "randomk",
+            "codec.density": 1.0,
+            "codec.clip": 0.5,
+            "codec.levels": 127,
+            "transport": "peers",
+            "private": 1,
+            "mode": "share",
+            "weighted": True,
+            "max_weight": 0,
+            "metrics": False,
+            "least": 2,
+        },
+        strategy="coded",
+        construction="sumcode",
+    ),
+    Row(
+        "gradient-code",
+        "Gradient coding",
+        "Tandon et al. 2017, Gradient coding: avoiding stragglers in distributed learning",
+        "one combination of the updates of s + 1 partitions, of which any n - s give the sum over all partitions",
+        defaults={
+            "losses": 1,
+            "scheme": "auto",
+            "arithmetic": "float64",
+            "limit": 128.0,
+            "approximate": False,
+            "quorum": 0,
+            "collect_timeout": 0.0,
+        },
+        strategy="coded",
+        construction="gradcode",
+    ),
+    Row(
+        "coded-linear",
+        "Coded gradient descent",
+        "Lin et al. 2019, Train where the data is: a case for bandwidth efficient coded training (abstract only; our "
+        "reconstruction)",
+        "linear models: products with combinations of data partitions, stored ahead, from which margins and gradient "
+        "are solved for",
+        defaults={
+            "code": "balanced",
+            "parities": 2,
+            "density": 0.5,
+            "payload": "float64",
+            "transport": "hub",
+            "approximate": False,
+            "retries": 3,
+        },
+        strategy="coded_linear",
     ),
 )

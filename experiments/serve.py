@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -35,6 +35,20 @@ if TYPE_CHECKING:
     from fedcomp.timing import Link
 
 OnRound = Callable[[RoundRecord], object]
+
+_CODED: Final = (
+    "planned",
+    "relays",
+    "symbols",
+    "shards",
+    "received",
+    "innovative",
+    "dependent",
+    "waves",
+    "asked",
+    "recollects",
+)
+"""Numbers of a coded round that a record keeps."""
 
 
 def serve(
@@ -189,10 +203,12 @@ class _Run:
             round=server_round,
             accuracy=float(server.get(self.task.metric, nan)),  # type: ignore[arg-type]
             loss=float(server.get("loss", nan)),  # type: ignore[arg-type]
-            uplink_payload_bytes=ledger.total("payload", round=server_round, direction="up"),
-            uplink_wire_bytes=ledger.total("wire", round=server_round, direction="up"),
-            downlink_payload_bytes=ledger.total("payload", round=server_round, direction="down"),
-            downlink_wire_bytes=ledger.total("wire", round=server_round, direction="down"),
+            uplink_payload_bytes=ledger.total("payload", round=server_round, direction="up", link="hub"),
+            uplink_wire_bytes=ledger.total("wire", round=server_round, direction="up", link="hub"),
+            downlink_payload_bytes=ledger.total("payload", round=server_round, direction="down", link="hub"),
+            downlink_wire_bytes=ledger.total("wire", round=server_round, direction="down", link="hub"),
+            peer_payload_bytes=ledger.total("payload", round=server_round, link="peer"),
+            peer_wire_bytes=ledger.total("wire", round=server_round, link="peer"),
             simulated_seconds=self._clock.lap(ledger, server_round),
             wall_seconds=now - self._mark,
             replies=self._cohorts.replies,
@@ -230,6 +246,28 @@ class _Run:
                 metrics["report.notes"] = list(report.notes)
         elif self._cohorts.reasons:
             metrics["report.errors_because"] = sorted(set(self._cohorts.reasons))
+        return metrics | self._coded(server_round)
+
+    def _coded(self, server_round: int) -> dict[str, Any]:
+        """Return the figures of a coded round; the time of decoding, which never repeats, is in the notes."""
+        report = getattr(self.strategy, "coded", {}).get(server_round)
+        if report is None:
+            return {}
+        metrics: dict[str, Any] = {f"coded.{name}": getattr(report, name) for name in _CODED}
+        partitions = map(self._cohorts.partition_of, report.included)
+        metrics |= {
+            "coded.included": len(report.included),
+            "coded.excluded": len(report.excluded),
+            "coded.partitions": sorted(partition for partition in partitions if partition is not None),
+            "coded.payload_bytes": dict(report.payload_bytes),
+        }
+        if report.residual:
+            metrics["coded.residual"] = report.residual
+        for name, reasons in (("excluded", report.excluded.values()), ("refused", report.refused)):
+            if reasons:
+                metrics[f"coded.{name}_because"] = sorted(set(reasons))
+        if report.notes:
+            metrics["coded.notes"] = list(report.notes)
         return metrics
 
     def _notes(self) -> dict[str, Any]:
@@ -239,8 +277,14 @@ class _Run:
             "task": self.task.record(),
             "settings": dict(self.settings),
             "versions": {name: importlib.metadata.version(name) for name in packages},
+            **self._decoding(),
             **self.grid.ledger.summary(),
         }
+
+    def _decoding(self) -> dict[str, Any]:
+        """Return the seconds the server decoded, by round, where anything was coded."""
+        reports = getattr(self.strategy, "coded", {})
+        return {"decode_seconds": {str(r): reports[r].decode_seconds for r in sorted(reports)}} if reports else {}
 
     def _save(self, path: Path, server_round: int) -> None:
         extra: dict[str, Any] = {
@@ -299,11 +343,13 @@ class _Clock:
 
 
 def _rows(ledger: Ledger, server_round: int) -> list[dict[str, Any]]:
-    """Return the ledger's messages of one round as the rows the link model reads."""
+    """Return the ledger's messages of one round as the rows the link model reads: those on the links to the server."""
     columns, tables = ledger.columns(), ledger.tables()
     rows = []
     for i in (columns["round"] == server_round).nonzero()[0]:
-        direction, message_type, _ = tables["kinds"][columns["kind"][i]]
+        direction, message_type, link = tables["kinds"][columns["kind"][i]]
+        if link != "hub":
+            continue
         rows.append(
             {
                 "round": server_round,

@@ -34,6 +34,25 @@ PLAIN_PREFIXES: Final = (TASK_PREFIX, INNER_PREFIX)
 CODEC_PREFIXES: Final = (*PLAIN_PREFIXES, CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX)
 """Settings below these belong to the task, the inner strategy and the codecs, which check them themselves."""
 
+CODED: Final[Settings] = MappingProxyType(
+    {
+        "symbols": 0,
+        "shards": 0,
+        "loss": 0.0,
+        "target": 0.999,
+        "seal": "",
+        "groups": 0,
+        "share_timeout": 0.0,
+        "collect_timeout": 0.0,
+        "spool": "",
+    }
+)
+"""Settings of every coded row, with :class:`strategies.coded.CodedFedAvg`'s meaning; 0 and the empty text leave the
+choice to it. ``seal`` is "yes" or "no"."""
+
+_PAIR: Final = ("codec", "feedback", "downlink")
+"""Settings of the drop-in pair inside a coded row: the codec may be any, with its parameters below ``codec.``."""
+
 TRAINING: Final[Settings] = MappingProxyType(
     {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 1, "batch_size": 32, "max_steps": 0}
 )
@@ -158,6 +177,8 @@ def check(spec: RunSpec) -> None:
         parse_link(str(settings["link"]))
     task = get_task(spec.task, **below(settings, TASK_PREFIX))
     task.assignment(spec.clients)
+    if system.needs.get("task") == "linear":
+        _ = task.linear_loss
     system.make_strategy(settings, spec.seed)
 
 
@@ -215,7 +236,7 @@ def _uplink(settings: Settings, name: str) -> Codec:
     from fedcomp.codecs import get_codec
     from fedcomp.feedback import ErrorFeedback
 
-    codec = get_codec({"id": name, **below(settings, CODEC_PREFIX)})
+    codec = get_codec(_nested(name, below(settings, CODEC_PREFIX)))
     memory = below(settings, FEEDBACK_PREFIX)
     if settings.get("feedback", False):
         try:
@@ -227,6 +248,19 @@ def _uplink(settings: Settings, name: str) -> Codec:
             f"settings {sorted(memory)} below {FEEDBACK_PREFIX!r} need feedback=true on a system that has it"
         )
     return codec
+
+
+def _nested(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a codec; with ``codec.codec`` that of one around another, which gets the parameters
+    that the outer one does not have."""
+    from fedcomp.codecs.registry import codecs
+
+    if not isinstance(options.get("codec"), str):
+        return {"id": name, **options}
+    own = inspect.signature(codecs.find(name)).parameters
+    inner = {key: value for key, value in options.items() if key not in own}
+    outer = {key: value for key, value in options.items() if key in own and key != "codec"}
+    return {"id": name, "codec": {"id": options["codec"], **inner}, **outer}
 
 
 def _downlink(settings: Settings) -> Codec | None:
@@ -258,7 +292,60 @@ def _shared_support(settings: Settings, seed: int) -> Strategy:
     return SharedSupport(codec.to_config(), **options)
 
 
+def _coded(settings: Settings, seed: int, *, row: Row) -> Strategy:
+    from strategies.coded import CodedFedAvg
+
+    own: dict[str, Any] = {key: settings[key] for key in (*CODED, *row.defaults) if key not in _PAIR and "." not in key}
+    for key in ("loss", "share_timeout", "collect_timeout", "spool"):
+        own[key] = own[key] or None
+    if own["seal"] not in _SEAL:
+        raise ConfigError(f"setting 'seal' is {own['seal']!r}; expected yes, no, or nothing for the system's choice")
+    own["seal"] = _SEAL[str(own["seal"])]
+    inner = _compressed(settings, seed, codec=str(settings["codec"]))
+    return CodedFedAvg(inner, construction=row.construction, seed=seed, **own)
+
+
+def _coded_mean(settings: Settings, seed: int, *, row: Row) -> Strategy:
+    """Return a construction that adds updates itself: around the inner strategy, with nothing compressed."""
+    from strategies.coded import CodedFedAvg
+
+    own: dict[str, Any] = {key: settings[key] for key in row.defaults}
+    own["collect_timeout"] = own["collect_timeout"] or None
+    return CodedFedAvg(make_inner(settings), construction=row.construction, seed=seed, **own)
+
+
+def _coded_linear(settings: Settings, seed: int, *, row: Row) -> Strategy:
+    """Return full-batch gradient descent on coded data; loss and regulariser are the task's."""
+    from strategies.coded_linear import CodedLinearGD
+
+    unused = {"momentum": 0.0, "weight_decay": 0.0, "epochs": 1, "batch_size": 32, "max_steps": 0, "inner": "fedavg"}
+    for key, default in {**unused, "fraction_evaluate": 0.0}.items():
+        if settings[key] != default:
+            raise ConfigError(
+                f"{key}={settings[key]!r} does not fit: a round is one step of full-batch gradient descent, made by "
+                "the server; use lr and task.l2, and more rounds"
+            )
+    own: dict[str, Any] = {key: settings[key] for key in row.defaults}
+    loss = "hinge" if settings.get("task.model") == "svm" else "logistic"
+    l2 = float(settings.get("task.l2", 0.0))
+    return CodedLinearGD(loss=loss, lr=float(settings["lr"]), l2=l2, seed=seed, **own)
+
+
+_SEAL: Final = {"": None, "yes": True, "no": False}
+
+
 def _system(row: Row) -> System:
+    if row.strategy == "coded" and not row.codec:
+        make_mean = functools.partial(_coded_mean, row=row)
+        return System(row.name, row.title, row.paper, row.summary, make_mean, row.defaults)
+    if row.strategy == "coded":
+        defaults = {"downlink": "", "feedback": False, "codec": row.codec, **CODED, **row.defaults}
+        make_coded = functools.partial(_coded, row=row)
+        return System(row.name, row.title, row.paper, row.summary, make_coded, defaults, CODEC_PREFIXES)
+    if row.strategy == "coded_linear":
+        make_linear = functools.partial(_coded_linear, row=row)
+        needs = {"task": "linear"}
+        return System(row.name, row.title, row.paper, row.summary, make_linear, row.defaults, (TASK_PREFIX,), needs)
     if row.strategy == "shared_support":
         own = (TASK_PREFIX, CODEC_PREFIX)
         return System(row.name, row.title, row.paper, row.summary, _shared_support, row.defaults, own)

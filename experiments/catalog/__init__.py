@@ -16,6 +16,10 @@ CATALOG: dict[str, str] = {
     "adacomp": "experiments.catalog.adacomp",
     "sidco": "experiments.catalog.sidco",
     "scalecom": "experiments.catalog.scalecom",
+    "coded_dropout": "experiments.catalog.coded_dropout",
+    "coded_training": "experiments.catalog.coded_training",
+    "gradient_coding": "experiments.catalog.gradient_coding",
+    "sumcode": "experiments.catalog.sumcode",
 }
 
 

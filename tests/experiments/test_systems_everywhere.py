@@ -14,7 +14,11 @@ from experiments.spec import RunResult, RunSpec
 from experiments.systems import SYSTEMS
 
 SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps": 4}
-COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name != "identity"]
+EARLY = ["gradient-code"]
+"""Systems that stop at the first answers that are enough: whose these are, and so the bytes, depends on the engine."""
+
+APART = ("identity", *EARLY, *(name for name, system in SYSTEMS.items() if system.needs))
+COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART]
 DEPLOYED = ["adacomp", "scalecom"]
 
 
@@ -40,7 +44,7 @@ def on_ray() -> dict[str, RunResult]:
 
         @app.main()
         def main(grid: Grid, context: Context) -> None:
-            for name in COMPRESSED:
+            for name in (*COMPRESSED, *EARLY):
                 results[name] = serve(spec(name, "ray"), grid)
             deliver(results[COMPRESSED[0]])
 
@@ -59,6 +63,25 @@ def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> Non
     same(here, on_ray[name])
     assert on_ray[name].final.metrics["report.compressed"] == 2
     assert here.rounds[0].loss != here.final.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EARLY)
+def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> None:
+    here, there = engines.run(spec(name)), on_ray[name]
+    assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
+    assert [(r.accuracy, r.loss) for r in here] == [(r.accuracy, r.loss) for r in there]
+    assert here.rounds[0].loss != here.final.loss
+    assert there.uplink_payload_bytes <= here.uplink_payload_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EARLY)
+def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str) -> None:
+    here, there = engines.run(spec(name)), engines.run(spec(name, "superlink"))
+    assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
+    assert here.rounds[0].loss != there.final.loss
+    assert there.final.metrics["coded.received"] >= 1
 
 
 @pytest.fixture(scope="module")

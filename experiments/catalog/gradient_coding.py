@@ -1,0 +1,428 @@
+"""Gradient coding: how much sooner does a round end when the slowest need not be waited for, and what does it cost?"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.claims import Claim
+from experiments.experiment import Config, Experiment, Option
+from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
+from experiments.spec import RunResult, RunSpec
+from fedcomp.rng import Key
+
+TASK = "digits"
+SYSTEM = "gradient-code"
+DENSE = "FedAvg"
+LOSSES = (0, 1, 3)
+FIELD = "gf31"
+TAILS = (1.05, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Tail indices of the plot: P(slower than x) = x^-index."""
+
+OPTIONS = {
+    "task.partition": Option("shards:2", "how examples are spread: iid, dirichlet:ALPHA, shards:COUNT"),
+    "task.hidden": Option("", "widths of the model's hidden layers; empty: logistic regression"),
+    "lr": Option(0.5, "step size of gradient descent", above=0.0),
+    "tail": Option(1.2, "index of the stragglers' Pareto tail; the smaller, the heavier", above=1.0, most=100.0),
+}
+
+_TAKE = ("task.", "lr")
+_WHOLE: dict[str, Any] = {"max_steps": 1, "batch_size": 1 << 20, "timeout": 1e9}
+"""One step on all data of a partition, so that the weighted mean of all is a step of full-batch gradient descent; no
+deadline, so that what is waited for is what the scheme needs."""
+
+DRAWN, FIXED = "drawn anew every round", "the same in all rounds"
+SPEEDS = (DRAWN, FIXED)
+
+
+def coded(losses: int) -> str:
+    """Return the label of the row that tolerates so many losses."""
+    return f"gradient code, s = {losses}"
+
+
+def over_field(losses: int) -> str:
+    """Return the label of the row over GF(2^31 - 1)."""
+    return f"over GF(2^31 - 1), s = {losses}"
+
+
+def ignoring(losses: int) -> str:
+    """Return the name of the scheme that does without the slowest."""
+    return f"ignore the {losses} slowest"
+
+
+def rows(config: Config) -> list[RunSpec]:
+    """Flower's own mean; the code with 0, 1 and 3 losses; 0 and 3 losses over a prime field. Nobody is slow here."""
+    out = [config.spec("fedavg", DENSE, TASK, take=_TAKE, **_WHOLE)]
+    out += [config.spec(SYSTEM, coded(s), TASK, take=_TAKE, losses=s, **_WHOLE) for s in LOSSES]
+    out += [
+        config.spec(SYSTEM, over_field(s), TASK, take=_TAKE, losses=s, arithmetic=FIELD, **_WHOLE)
+        for s in (LOSSES[0], LOSSES[-1])
+    ]
+    return out
+
+
+def schemes(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the settings of what is run among stragglers, by name."""
+    out: dict[str, dict[str, Any]] = {"wait for all": {"losses": 0}}
+    out |= {coded(s): {"losses": s} for s in LOSSES[1:]}
+    out |= {ignoring(s): {"losses": 0, "approximate": True, "quorum": max(1, config.clients - s)} for s in LOSSES[1:]}
+    out[over_field(LOSSES[-1])] = {"losses": LOSSES[-1], "arithmetic": FIELD}
+    return out
+
+
+def slowdown(config: Config, speeds: str, tail: float | None = None) -> Callable[[int, int], float]:
+    """Return ``(round, partition) -> seconds per partition``, at least 1, with a Pareto tail."""
+    index = float(config.settings["tail"]) if tail is None else tail
+
+    def seconds(server_round: int, partition: int) -> float:
+        key = Key(config.seed, "stragglers", server_round if speeds == DRAWN else 0, partition)
+        return float((1.0 - key.uniform(1)[0]) ** (-1.0 / index))
+
+    return seconds
+
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Run every scheme among stragglers of both kinds; compute the times without backlog for other tails."""
+    runs: dict[tuple[str, str], dict[str, Any]] = {}
+    for speeds in SPEEDS:
+        for name, settings in schemes(config).items():
+            say(f"{name}, stragglers {speeds}")
+            make = functools.partial(among_stragglers, config, name, settings, speeds)
+            runs[speeds, name] = say.cell(f"{speeds}/{name}", make)
+    formula = {coded(s): [expected_seconds(config.clients, s, tail) for tail in TAILS] for s in LOSSES}
+    exact = _exactness(config, results, runs)
+    return Findings(
+        tables=[
+            _times(config, speeds, {name: run for (kind, name), run in runs.items() if kind == speeds})
+            for speeds in SPEEDS
+        ]
+        + [_bytes(results)],
+        figures=[
+            *(
+                Curves(
+                    f"Test loss over simulated time, stragglers {speeds}",
+                    "simulated seconds",
+                    "test loss",
+                    [
+                        Series(name, np.cumsum(run["seconds"]).tolist(), run["loss"])
+                        for (kind, name), run in runs.items()
+                        if kind == speeds and name != over_field(LOSSES[-1])
+                    ],
+                    log_y=True,
+                )
+                for speeds in SPEEDS
+            ),
+            Curves(
+                "Seconds of a round against the stragglers' tail",
+                "index of the Pareto tail",
+                "mean seconds of a round",
+                [Series(name, TAILS, series) for name, series in formula.items()],
+                log_x=True,
+                log_y=True,
+                caption="Computed: the mean time until the sum is determined, with s + 1 times the work, when no "
+                "device is still busy with the round before. Where tails are light, coding costs more than it gains.",
+            ),
+        ],
+        values=exact | _time_values(runs),
+    )
+
+
+def among_stragglers(config: Config, name: str, settings: Mapping[str, Any], speeds: str) -> dict[str, Any]:
+    """Run one scheme with real messages on the engine in this process, whose clock is simulated.
+
+    Returns
+    -------
+    dict
+        Per round the seconds, those there were if all began anew, the test loss, the accuracy and the answers that came
+        in time; the final weights; and the largest difference between the clock and what :func:`replay` computes from
+        the drawn times alone.
+    """
+    from clients.app import app  # brings torch and Flower
+    from experiments.serve import serve
+    from fedcomp.flower.grid import InProcessGrid
+
+    seconds = slowdown(config, speeds)
+    work = int(settings["losses"]) + 1
+    spec = config.spec(SYSTEM, name, TASK, take=_TAKE, **settings, **_WHOLE)
+    marks: list[float] = []
+
+    def training(delivery: Any) -> float:
+        trains = delivery.message_type.partition(".")[0] == "train"
+        return work * seconds(delivery.round, delivery.partition) if trains else 0.0
+
+    with InProcessGrid(app, config.clients, seed=config.seed, compute_seconds=training) as grid:
+        result = serve(replace(spec, engine="inprocess"), grid, on_round=lambda _record: marks.append(grid.clock))
+    expected = replay(config.clients, config.rounds, settings, seconds)
+    laps = np.diff(marks)
+    return {
+        "seconds": laps.tolist(),
+        "anew": replay(config.clients, config.rounds, settings, seconds, anew=True).tolist(),
+        "off": float(np.max(np.abs(laps - expected), initial=0.0)),
+        "loss": [record.loss for record in result.rounds[1:]],
+        "accuracy": [record.accuracy for record in result.rounds[1:]],
+        "answers": [record.metrics["coded.received"] for record in result.rounds[1:]],
+        "weights": _flat(result.arrays).tolist(),
+    }
+
+
+def replay(
+    clients: int,
+    rounds: int,
+    settings: Mapping[str, Any],
+    seconds: Callable[[int, int], float],
+    *,
+    anew: bool = False,
+) -> NDArray[np.float64]:
+    """Return the seconds of every round from the drawn times.
+
+    Who is still busy with an older round begins later, unless all begin every round ``anew``.
+    """
+    losses, quorum = int(settings["losses"]), int(settings.get("quorum", 0))
+    clock, free, out = 0.0, np.zeros(clients), []
+    for server_round in range(1, rounds + 1):
+        drawn = np.array([seconds(server_round, partition) for partition in range(clients)])
+        free = (clock if anew else np.maximum(free, clock)) + (losses + 1) * drawn
+        if quorum:
+            over = float(np.sort(free)[quorum - 1])
+        elif clients % (losses + 1) == 0:
+            # Fractional repetition is done with the first answer of every group.
+            over = float(free.reshape(-1, losses + 1).min(axis=1).max())
+        else:
+            over = float(np.sort(free)[clients - losses - 1])
+        out.append(over - clock)
+        clock = over
+    return np.array(out)
+
+
+def expected_seconds(clients: int, losses: int, tail: float) -> float:
+    """Return the mean seconds of a round in which all devices begin anew, with Pareto times of index ``tail``.
+
+    The k-th smallest of n such times has the mean G(n + 1) G(n - k + 1 - 1/a) / (G(n - k + 1) G(n + 1 - 1/a)) (G: the
+    gamma function; recalled, and checked against draws in the tests). Of fractional repetition a group's first answer
+    counts, which has the index (s + 1) a, and the slowest group ends the round.
+    """
+    n, rank, index = clients, clients - losses, tail
+    if clients % (losses + 1) == 0:
+        n = rank = clients // (losses + 1)
+        index = tail * (losses + 1)
+    x = 1.0 / index
+    logs = math.lgamma(n + 1) + math.lgamma(n - rank + 1 - x) - math.lgamma(n - rank + 1) - math.lgamma(n + 1 - x)
+    return (losses + 1) * math.exp(logs)
+
+
+def _flat(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+    return np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays.values()])
+
+
+def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Return the largest difference, relative to the largest number."""
+    return float(np.max(np.abs(a - b))) / max(float(np.max(np.abs(b))), 1e-300)
+
+
+def _exactness(
+    config: Config, results: Mapping[str, RunResult], runs: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> dict[str, float]:
+    """Return how far the coded models are from the uncoded ones: at the end, and in the loss of every round."""
+    whole, field_whole = results[coded(0)], results[over_field(0)]
+    losses = np.array([record.loss for record in whole.rounds[1:]])
+    values = {"against FedAvg": _distance(_flat(whole.arrays), _flat(results[DENSE].arrays))}
+    reference = _flat(field_whole.arrays).astype(np.float32)
+    bits = different_bytes(field_whole.arrays, results[over_field(LOSSES[-1])].arrays)
+    for speeds in SPEEDS:
+        for s in LOSSES[1:]:
+            run = runs[speeds, coded(s)]
+            values[f"model/{s}/{speeds}"] = _distance(np.array(run["weights"]), _flat(whole.arrays))
+            values[f"curve/{s}/{speeds}"] = float(np.max(np.abs(np.array(run["loss"]) - losses) / losses))
+        found = np.array(runs[speeds, over_field(LOSSES[-1])]["weights"], np.float32)
+        bits += different_bytes({"all": found}, {"all": reference})
+    values["bits"] = bits
+    values["off"] = max(float(run["off"]) for run in runs.values())
+    return values
+
+
+def _time_values(runs: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, float]:
+    values = {}
+    for (speeds, name), run in runs.items():
+        values[f"seconds/{name}/{speeds}"] = mean(run["seconds"])
+        values[f"anew/{name}/{speeds}"] = mean(run["anew"])
+        values[f"loss/{name}/{speeds}"] = run["loss"][-1]
+        values[f"accuracy/{name}/{speeds}"] = run["accuracy"][-1]
+    return values
+
+
+def _times(config: Config, speeds: str, runs: Mapping[str, Mapping[str, Any]]) -> Table:
+    cells: list[Sequence[Any]] = []
+    for name, run in runs.items():
+        cells.append(
+            [
+                name,
+                schemes(config)[name]["losses"] + 1,
+                mean(run["seconds"]),
+                max(run["seconds"]),
+                mean(run["anew"]),
+                mean(run["answers"]),
+                run["loss"][-1],
+                100.0 * run["accuracy"][-1],
+            ]
+        )
+    return Table(
+        f"Stragglers {speeds}",
+        (
+            "scheme",
+            "partitions per device",
+            "seconds per round",
+            "slowest round",
+            "if stragglers stopped",
+            "answers",
+            "test loss",
+            "accuracy, %",
+        ),
+        cells,
+        f"{config.clients} devices, {config.rounds} rounds, real messages, simulated seconds. A partition takes a "
+        f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, {speeds}. A device that is "
+        "late goes on with its old round before it begins the new one; the column beside it is computed from the same "
+        "numbers for devices that drop it and begin anew.",
+    )
+
+
+def _bytes(results: Mapping[str, RunResult]) -> Table:
+    labels = [DENSE, *(coded(s) for s in LOSSES), over_field(LOSSES[-1])]
+    cells: list[Sequence[Any]] = []
+    for label in labels:
+        result = results[label]
+        count = max(1, len(result.rounds) - 1) * result.spec.clients
+        up, down = result.uplink_payload_bytes / count, result.downlink_payload_bytes / count
+        cells.append([label, up / 1000, result.uplink_wire_bytes / count / 1000, down / 1000])
+    return Table(
+        "Bytes per client and round",
+        ("row", "up, payload kB", "up, wire kB", "down, payload kB"),
+        cells,
+        "Nobody is slow. An answer is one row of numbers, however many partitions are in it: float64 takes twice "
+        "FedAvg's float32, GF(2^31 - 1) as much as it. Coding saves nothing. What has to lie on the devices "
+        "beforehand, s partitions of other devices' data each, is not in the table.",
+    )
+
+
+def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+    """The curve is that of gradient descent on all data, and rounds end sooner under heavy tails; no byte is saved."""
+    values = findings.values
+    most = LOSSES[-1]
+    out = [
+        Claim(
+            f"s = {s}, stragglers {speeds}: largest difference of the final weights from uncoded ones, relative",
+            values[f"model/{s}/{speeds}"],
+            "<=",
+            1e-6,
+            "theory: the decoded sum is exact; float64 rounds it at 1e-12, float32 models at 6e-8",
+        )
+        for s in LOSSES[1:]
+        for speeds in SPEEDS
+    ]
+    out += [
+        Claim(
+            f"s = {s}, stragglers {speeds}: largest difference of a round's test loss, relative",
+            values[f"curve/{s}/{speeds}"],
+            "<=",
+            1e-6,
+            "theory, as above: the same curve, step by step",
+        )
+        for s in LOSSES[1:]
+        for speeds in SPEEDS
+    ]
+    out += [
+        Claim(
+            f"over GF(2^31 - 1): bytes in which models with {most} losses tolerated differ from those with none",
+            values["bits"],
+            "==",
+            0,
+            "theory: sums in a field are exact, whoever answered",
+        ),
+        Claim(
+            "largest difference of the final weights from Flower's FedAvg, relative",
+            values["against FedAvg"],
+            "<=",
+            1e-4,
+            "derived: Flower adds in float32, the code in float64",
+        ),
+        Claim(
+            "largest difference between the clock and the times computed from the draws, seconds",
+            values["off"],
+            "<=",
+            1e-6,
+            "derived: a round lasts until the first answers that determine the sum",
+        ),
+        Claim(
+            f"uplink payload with s = {most} over that with s = 0",
+            results[coded(most)].uplink_payload_bytes / max(1, results[coded(0)].uplink_payload_bytes),
+            "==",
+            1.0,
+            "derived: an answer is as long as an update; there is no saving",
+        ),
+    ]
+    return out + _goals(values)
+
+
+def _goals(values: Mapping[str, float]) -> list[Claim]:
+    most = LOSSES[-1]
+    wait = {speeds: values[f"seconds/wait for all/{speeds}"] for speeds in SPEEDS}
+    out = [
+        Claim(
+            f"s = {s}, stragglers {speeds}: seconds per round over those of waiting for all",
+            values[f"seconds/{coded(s)}/{speeds}"] / wait[speeds],
+            "<=",
+            1.0,
+            "the aim of the paper; holds for heavy tails only, and depends on the draws",
+            gate=False,
+        )
+        for s in LOSSES[1:]
+        for speeds in SPEEDS
+    ]
+    out += [
+        Claim(
+            f"s = {s}, stragglers {DRAWN}, which stop: seconds per round over those of waiting for all",
+            values[f"anew/{coded(s)}/{DRAWN}"] / values[f"anew/wait for all/{DRAWN}"],
+            "<=",
+            1.0,
+            "as above, computed from the same draws",
+            gate=False,
+        )
+        for s in LOSSES[1:]
+    ]
+    out.append(
+        Claim(
+            f"{ignoring(most)}, stragglers {FIXED}: test loss over that of the code with s = {most}",
+            values[f"loss/{ignoring(most)}/{FIXED}"] / values[f"loss/{coded(most)}/{FIXED}"],
+            ">=",
+            1.1,
+            "label-sorted data: what the slow devices hold is never learnt",
+        )
+    )
+    return out
+
+
+EXPERIMENT = Experiment(
+    name="gradient_coding",
+    question="Does a round that any n - s devices can end stay exact, and when is it worth s + 1 times the work?",
+    rows=rows,
+    measure=measure,
+    claims=claims,
+    baseline=DENSE,
+    options=OPTIONS,
+    rounds=30,
+    clients=10,
+    notes=(
+        "Every client makes one step on all data of a partition, so that the mean is full-batch gradient descent. The "
+        "rows of the table are runs without stragglers; the tables and curves of stragglers are runs with real "
+        "messages on the engine in this process, whose clock is simulated, whatever engine the rows were run on.\n\n"
+        "Fractional repetition (s + 1 divides the number of clients) may end a round before the (n - s)-th answer: one "
+        "of each group is enough. A straggler is not told to stop: it finishes its old round first, which is why "
+        "rounds can last longer than the order statistics of the last figure say.\n\n"
+        "Gradient coding needs every partition on s + 1 devices. Where data may not leave a client it cannot be used."
+    ),
+)

@@ -1,0 +1,362 @@
+"""Coded sums: does what the server receives stay the same when clients are added, and is what it decodes the sum?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from experiments.claims import Claim
+from experiments.experiment import Config, Experiment, Option
+from experiments.findings import Curves, Findings, Say, Series, Table, mean
+from experiments.spec import RunResult, RunSpec
+
+TASK = "digits"
+SYSTEM = "sumcode"
+FEDERATIONS = (5, 10, 20, 50)
+MASKED = (5, 10, 20)
+THROUGH_SERVER = 10
+SETTLED = 2
+"""First round that counts: in the one before, clients and server introduce themselves."""
+
+CHECKED = {"share": 12, "mask": 6}
+"""Clients of the runs whose sums are compared with integers added without any code, by mode."""
+
+OPTIONS = {
+    "task.hidden": Option("1024", "widths of the model's hidden layers"),
+    "lr": Option(0.2, "step size of the clients' SGD", above=0.0),
+    "max_steps": Option(4, "steps of SGD a round", least=1),
+    "codec.density": Option(1.0, "share of the coordinates sent, the same on all clients", above=0.0, most=1.0),
+    "codec.clip": Option(0.1, "largest change of one coordinate that is sent at once", above=0.0),
+    "codec.levels": Option(127, "steps from zero to the clip", least=1, most=127),
+    "exact_rounds": Option(3, "rounds that are compared with the sum of integers", least=1),
+}
+
+_TAKE = ("task.", "lr", "max_steps", "codec.")
+_KILO = 1000.0
+
+
+def plain(clients: int) -> str:
+    """Return the label of the row whose clients upload the same integers to the server, in the clear."""
+    return f"8-bit uploads, {clients} clients"
+
+
+def summed(clients: int) -> str:
+    """Return the label of the row whose clients add shards among themselves."""
+    return f"coded sum, {clients} clients"
+
+
+def masked(clients: int) -> str:
+    """Return the label of the row whose clients upload masked integers and add shards of the masks."""
+    return f"LightSecAgg, {clients} clients"
+
+
+HUB = f"coded sum through the server, {THROUGH_SERVER} clients"
+
+
+def code(clients: int) -> dict[str, int]:
+    """Return K and T: three fifths of the clients and one fifth, so that one fifth may be lost."""
+    return {"symbols": 3 * clients // 5, "private": clients // 5}
+
+
+def rows(config: Config) -> list[RunSpec]:
+    """Plain uploads and coded sums for every number of clients; masks for some; one sum through the server."""
+
+    def spec(system: str, label: str, clients: int, **fixed: Any) -> RunSpec:
+        settings = {"task.partition": "iid", "evaluate_every": max(1, config.rounds), **fixed}
+        return replace(config.spec(system, label, TASK, take=_TAKE, **settings), clients=clients)
+
+    # Everybody counts the same, as with equal shares of the data; weights would need the field of four bytes.
+    even: dict[str, Any] = {"weighted": False}
+    out = [spec("fixedpoint", plain(n), n) for n in FEDERATIONS]
+    out += [spec(SYSTEM, summed(n), n, **code(n), **even) for n in FEDERATIONS]
+    out += [spec(SYSTEM, masked(n), n, mode="mask", **code(n), **even) for n in MASKED]
+    out.append(spec(SYSTEM, HUB, THROUGH_SERVER, transport="hub", **code(THROUGH_SERVER), **even))
+    return out
+
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Bytes a round by number of clients and link; rounds whose model is the integer sum's, bit for bit."""
+    received = {
+        n: [per_round(results[label(n)], "uplink_payload_bytes") for label in (summed, plain)] for n in FEDERATIONS
+    }
+    wire = {n: [per_round(results[label(n)], "uplink_wire_bytes") for label in (summed, plain)] for n in FEDERATIONS}
+    masks = {n: per_round(results[masked(n)], "uplink_payload_bytes") for n in MASKED}
+    between = {n: per_round(results[summed(n)], "peer_wire_bytes") / n for n in FEDERATIONS}
+    values: dict[str, float] = {"through server": per_round(results[HUB], "uplink_payload_bytes")}
+    values["through server, down"] = per_round(results[HUB], "downlink_wire_bytes")
+    values["with peers, down"] = per_round(results[summed(THROUGH_SERVER)], "downlink_wire_bytes")
+    for n in FEDERATIONS:
+        values |= {f"coded/{n}": received[n][0], f"plain/{n}": received[n][1], f"between/{n}": between[n]}
+        values |= {f"coded wire/{n}": wire[n][0], f"plain wire/{n}": wire[n][1]}
+        values[f"accuracy/{n}"] = results[summed(n)].final.accuracy - results[plain(n)].final.accuracy
+        values[f"included/{n}"] = min(record.metrics["coded.included"] for record in results[summed(n)].rounds[1:])
+    values |= {f"masked/{n}": masks[n] for n in MASKED}
+    values["coordinates"] = float(sum(array.size for array in results[summed(FEDERATIONS[0])].arrays.values()))
+    for mode, clients in CHECKED.items():
+        found = say.cell(f"exact/{mode}", functools.partial(exact_rounds, config, mode, clients, say))
+        values[f"exact/{mode}"] = found["exact"] / found["rounds"]
+    return Findings(
+        tables=[_received(received, wire, masks, between), _exact(values)],
+        figures=[
+            Curves(
+                "What the server receives against the number of clients",
+                "clients",
+                "kB of payload a round",
+                [
+                    Series("coded sum", FEDERATIONS, [received[n][0] / _KILO for n in FEDERATIONS]),
+                    Series("8-bit uploads", FEDERATIONS, [received[n][1] / _KILO for n in FEDERATIONS]),
+                    Series("LightSecAgg", MASKED, [masks[n] / _KILO for n in MASKED]),
+                    Series(
+                        "coded sum, sent by one client to others",
+                        FEDERATIONS,
+                        [between[n] / _KILO for n in FEDERATIONS],
+                    ),
+                ],
+                log_x=True,
+                log_y=True,
+            )
+        ],
+        values=values,
+    )
+
+
+def per_round(result: RunResult, name: str) -> float:
+    """Return the mean of a record's number over the rounds that count; NaN when there are none."""
+    return mean(getattr(record, name) for record in result.rounds if record.round >= SETTLED)
+
+
+def _received(
+    received: Mapping[int, list[float]],
+    wire: Mapping[int, list[float]],
+    masks: Mapping[int, float],
+    between: Mapping[int, float],
+) -> Table:
+    return Table(
+        "Bytes a round",
+        (
+            "clients",
+            "K",
+            "T",
+            "coded sum: server receives, kB",
+            "on the wire",
+            "8-bit uploads: server receives, kB",
+            "on the wire",
+            "LightSecAgg: server receives, kB",
+            "coded sum: one client to others, kB",
+        ),
+        [
+            [
+                str(n),
+                code(n)["symbols"],
+                code(n)["private"],
+                received[n][0] / _KILO,
+                wire[n][0] / _KILO,
+                received[n][1] / _KILO,
+                wire[n][1] / _KILO,
+                masks[n] / _KILO if n in masks else None,
+                between[n] / _KILO,
+            ]
+            for n in FEDERATIONS
+        ],
+        f"Means over the rounds from {SETTLED} on. On the wire includes the framing of every message: a coded round "
+        "has three answers per client, of about a kilobyte each.",
+    )
+
+
+def _exact(values: Mapping[str, float]) -> Table:
+    return Table(
+        "Rounds whose model is that of integers added without a code, bit for bit",
+        ("mode", "clients", "share of the rounds"),
+        [[mode, clients, values[f"exact/{mode}"]] for mode, clients in CHECKED.items()],
+        "Weighted by the number of examples, over GF(2^31 - 1).",
+    )
+
+
+def exact_rounds(config: Config, mode: str, clients: int, say: Say) -> dict[str, Any]:
+    """Run a federation whose frames are kept, and compare every round's model with the sum of the integers in them.
+
+    Returns
+    -------
+    dict
+        ``rounds`` and, of these, how many are ``exact``.
+    """
+    from flwr.clientapp import ClientApp
+
+    from clients import app as generic  # brings torch and Flower
+    from clients.coded import answer_coded, coded
+    from clients.compressed import compression
+    from experiments.serve import serve
+    from fedcomp.flower.grid import InProcessGrid
+
+    rounds = int(config.settings["exact_rounds"])
+    say(f"integers beside the code: {mode}, {clients} clients")
+    witness = _Witness()
+    app = answer_coded(ClientApp(mods=[coded(), witness, compression()]))
+    app.train()(generic.train)
+    app.query()(generic.query)
+    settings: dict[str, Any] = {
+        "task.partition": "dirichlet:0.5",
+        "mode": mode,
+        "evaluate_every": rounds,
+        **code(clients),
+    }
+    spec = replace(config.spec(SYSTEM, f"exact/{mode}", TASK, take=_TAKE, **settings), clients=clients, rounds=rounds)
+    with InProcessGrid(app, clients, seed=spec.seed) as grid:
+        result = serve(spec, grid)
+    witness.models[rounds + 1] = result.arrays
+    return {"rounds": rounds, "exact": witness.exact(spec, rounds)}
+
+
+class _Witness:
+    """A mod between coding and compression that keeps what every client sends, and the model each round begins with."""
+
+    def __init__(self) -> None:
+        self.frames: dict[int, list[tuple[bytes, int]]] = {}
+        self.models: dict[int, dict[str, Any]] = {}
+
+    def __call__(self, msg: Any, context: Any, call_next: Any) -> Any:
+        from fedcomp.flower.payload import take_frame
+        from fedcomp.flower.protocol import UPDATE
+        from fedcomp.flower.records import to_arrays
+
+        if msg.metadata.message_type != "train":
+            return call_next(msg, context)
+        number = int(msg.content.config_records["config"]["server-round"])
+        self.models[number] = to_arrays(next(iter(msg.content.array_records.values())))
+        reply = call_next(msg, context)
+        if not reply.has_error():
+            frame = take_frame(reply.content, UPDATE)
+            assert frame is not None
+            weight = next(iter(reply.content.metric_records.values()))["num-examples"]
+            self.frames.setdefault(number, []).append((frame, int(weight)))
+        return reply
+
+    def exact(self, spec: RunSpec, rounds: int) -> int:
+        """Return in how many rounds the next model is the last one plus the mean of all frames."""
+        from experiments.systems import get_system
+        from fedcomp.codecs import fixed_point_of
+        from fedcomp.layout import Layout
+
+        strategy: Any = get_system(SYSTEM).make_strategy(get_system(SYSTEM).resolve(spec.settings), spec.seed)
+        codec = fixed_point_of(strategy.inner.codec)
+        count = 0
+        for number in range(1, rounds + 1):
+            before, after = self.models[number], self.models[number + 1]
+            layout = Layout.of(before)
+            # Divided and rounded once, as the server does; added as Python's integers, without field or bound.
+            total = np.zeros(layout.size, object)
+            for frame, weight in self.frames[number]:
+                steps = np.rint(codec.decode(frame, layout).astype(np.float64) / codec.step)
+                total += steps.astype(np.int64).astype(object) * weight
+            weights = sum(weight for _, weight in self.frames[number])
+            mean_update = np.array([float(t) * (codec.step / weights) for t in total]).astype(np.float32)
+            expected = layout.unflatten(layout.flatten(before) + mean_update)
+            count += all(expected[name].tobytes() == after[name].tobytes() for name in after)
+        return count
+
+
+def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+    """Flat for the code, linear without, exact every round."""
+    values = findings.values
+    few, many = FEDERATIONS[0], FEDERATIONS[-1]
+    vector = 2.0 * values["coordinates"] * float(config.settings["codec.density"])
+    return [
+        Claim(
+            f"coded sum: payload the server receives with {many} clients over that with {few}",
+            values[f"coded/{many}"] / values[f"coded/{few}"],
+            "<=",
+            1.1,
+            "derived: (K + T)/K vectors whatever the number of clients, and 52 bytes for each of the K + T sums",
+        ),
+        Claim(
+            f"8-bit uploads: payload the server receives with {many} clients over that with {few}",
+            values[f"plain/{many}"] / values[f"plain/{few}"],
+            ">=",
+            0.99 * many / few,
+            "derived: one vector per client; the code's constant is no news without this growth",
+        ),
+        Claim(
+            f"coded sum over 8-bit uploads: payload the server receives with {many} clients",
+            values[f"coded/{many}"] / values[f"plain/{many}"],
+            "<=",
+            1.1 * 2.0 * 4.0 / 3.0 / many,
+            "derived: two bytes a symbol and K + T = 4/3 K, against one byte a coordinate and client",
+        ),
+        Claim(
+            f"coded sum over 8-bit uploads: bytes on the wire with {many} clients, framing included",
+            values[f"coded wire/{many}"] / values[f"plain wire/{many}"],
+            "<=",
+            0.15,
+            "measured 0.10: the framing of three answers per client grows with the clients, and weighs the more, the "
+            "smaller the model",
+        ),
+        Claim(
+            "coded sum: what one client sends to others, in vectors of two bytes a coordinate, largest",
+            max(values[f"between/{n}"] for n in FEDERATIONS) / vector,
+            "<=",
+            1.1 * 5.0 / 3.0,
+            "derived: N/K shards; the price of the code",
+        ),
+        Claim(
+            f"LightSecAgg: payload the server receives with {MASKED[-1]} clients over that with {MASKED[0]}",
+            values[f"masked/{MASKED[-1]}"] / values[f"masked/{MASKED[0]}"],
+            ">=",
+            2.5,
+            "derived: every client uploads a vector of its own, masked, beside the 4/3 for the sum of the masks",
+        ),
+        Claim(
+            "coded sum through the server: payload it receives, over that with links between clients",
+            values["through server"] / values[f"coded/{THROUGH_SERVER}"],
+            ">=",
+            5.0,
+            "derived: all N (N - 1) shards cross its link; without links between clients the code saves nothing",
+        ),
+        *(
+            Claim(
+                f"rounds whose model is the integer sum's bit for bit, mode {mode}",
+                values[f"exact/{mode}"],
+                "==",
+                1.0,
+                "a sum in the field is a sum of integers, or nothing",
+            )
+            for mode in CHECKED
+        ),
+        Claim(
+            "clients missing from a sum in which nobody was lost, largest",
+            max(n - values[f"included/{n}"] for n in FEDERATIONS),
+            "==",
+            0.0,
+            "every update is in",
+        ),
+        Claim(
+            "accuracy against 8-bit uploads, largest difference",
+            max(abs(values[f"accuracy/{n}"]) for n in FEDERATIONS),
+            "<=",
+            0.03,
+            "the same integers are added; weights differ by one example, and so do roundings after the first round",
+        ),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="sumcode",
+    question="Does what the server receives stay the same when clients are added, and is what it decodes the sum?",
+    rows=rows,
+    measure=measure,
+    claims=claims,
+    baseline=plain(FEDERATIONS[0]),
+    options=OPTIONS,
+    rounds=4,
+    clients=FEDERATIONS[0],
+    notes=(
+        "The number of clients is part of each row; the option --clients changes nothing here. K is three fifths of "
+        "the clients, T one fifth, so that one fifth of them may be lost. All rows send the same integers, one for "
+        "every coordinate, with error feedback; coded sums over GF(65521) with equal weights.\n\n"
+        "What the server receives is flat, what it sends is not: every client still gets the whole model.\n\n"
+        "The price is between the clients: each hands N/K vectors of two bytes a coordinate to the others."
+    ),
+)

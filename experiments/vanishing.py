@@ -1,0 +1,164 @@
+"""Runs of whole systems in which devices vanish inside a round: real messages, real shards, the same failures for all.
+
+A world says when devices can be reached and how fast their links are; :func:`live` runs a system in it, :func:`relive`
+runs the plain pair again with exactly the clients whose updates another run had in its sums.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clients.app import app as client_app
+from coding.transport import Parcel, SpoolRoot
+from experiments.findings import mean
+from experiments.serve import serve
+from experiments.spec import RunResult, RunSpec
+from experiments.systems import get_system
+from fedcomp.errors import StateError
+from fedcomp.flower.coded import fields_of
+from fedcomp.flower.faults import Fault, Kind, ScriptedFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.vanishing import RoundLog, Trained, VanishingGrid
+from fedcomp.timing.dropout import Compute, Failures, Situation
+from fedcomp.timing.links import Link
+
+
+@dataclass(frozen=True)
+class World:
+    """Devices, links and deadlines, the same for every system that is run in it.
+
+    Attributes
+    ----------
+    failures, compute
+        Pure functions of round and client.
+    server, peer : Link
+    share_by, end : float
+        Seconds from a round's beginning: until when shards land, and until when the server takes anything.
+    """
+
+    failures: Failures
+    compute: Compute
+    server: Link
+    peer: Link
+    share_by: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Life:
+    """A run in a world.
+
+    Attributes
+    ----------
+    result : RunResult
+    log : mapping of int to RoundLog
+    included : mapping of int to tuple of int
+        By round: the partitions whose updates are in the sum.
+    """
+
+    result: RunResult
+    log: Mapping[int, RoundLog]
+    included: Mapping[int, tuple[int, ...]]
+
+    @property
+    def fraction(self) -> float:
+        """Share of all clients of all rounds whose update is in a sum."""
+        return mean(len(included) / self.result.spec.clients for included in self.included.values())
+
+    @property
+    def seconds(self) -> float:
+        """Mean simulated seconds until the server stopped waiting."""
+        return mean(self.log[r].seconds for r in self.included)
+
+    @property
+    def last(self) -> float:
+        """Mean simulated seconds until the last reply of a round came."""
+        return mean(self.log[r].last for r in self.included)
+
+
+def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
+    """Run ``spec`` in ``world``; uploads keep what arrived of them in pieces of ``chunk`` bytes, 0 for not at all."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fedcomp-peers-") as folder,
+        InProcessGrid(client_app, spec.clients, seed=spec.seed) as engine,
+    ):
+        linked = get_system(spec.system).resolve(spec.settings).get("transport") == "peers"
+        grid = VanishingGrid(
+            engine,
+            world.failures,
+            world.compute,
+            server=world.server,
+            peer=world.peer,
+            share_by=world.share_by,
+            end=world.end,
+            chunk=chunk,
+            shared=PeerShards(Path(folder)) if linked else None,
+        )
+        result = serve(replace(spec, settings={**spec.settings, "spool": folder}) if linked else spec, grid)
+    rounds = range(1, spec.rounds + 1)
+    included = {
+        r: tuple(result.rounds[r].metrics.get("coded.partitions", sorted(grid.log[r].answered))) for r in rounds
+    }
+    return Life(replace(result, spec=spec), grid.log, included)
+
+
+def relive(spec: RunSpec, life: Life) -> RunResult:
+    """Run ``spec``, a system without coding, with the clients that trained in ``life`` and the updates in its sums."""
+    script: dict[tuple[int, int], Fault | Kind] = {}
+    for r, included in life.included.items():
+        for client in range(spec.clients):
+            if client not in life.log[r].trained:
+                script[r, client] = "silent"
+            elif client not in included:
+                script[r, client] = "lost_reply"
+    with InProcessGrid(client_app, spec.clients, seed=spec.seed, fault=ScriptedFaults(script)) as engine:
+        return serve(spec, engine)
+
+
+class PeerShards:
+    """Takes the shards out of the peers' spools that a vanishing sender or holder kept from landing.
+
+    Parameters
+    ----------
+    folder : Path
+        The root of the spools of one run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, situation: Situation, trained: Trained) -> dict[int, float]:
+        """Return when each client had sent all its shards; see :data:`fedcomp.flower.vanishing.Shared`.
+
+        Raises
+        ------
+        StateError
+            When a message has no plan, or one that numbers clients in another way than by partition.
+        """
+        root = SpoolRoot(self._folder)
+        held: dict[int, dict[int, Parcel]] = {}
+        left: dict[int, float] = {}
+        for client, (start, message) in trained.items():
+            plan = fields_of(message.content)
+            if plan is None or plan.integer("index") != client:
+                raise StateError(f"client {client} was sent no plan in which it is number {client}")
+            relays = plan.integers("relays")
+            for relay in set(relays) - set(held):
+                found = root.spool(relay).list(plan.data("run"), plan.integer("round"))
+                held[relay] = {parcel.source: parcel for parcel in found}
+            sent = [(relay, held[relay][client]) for relay in relays if client in held[relay]]
+            landed, left[client] = situation.share(client, start, [(relay, len(parcel)) for relay, parcel in sent])
+            for (relay, parcel), at in zip(sent, landed, strict=True):
+                if at > situation.share_by:
+                    root.spool(relay).remove(parcel)
+        return left
+
+
+def wasted(life: Life, kinds: Collection[str] | None = None) -> float:
+    """Return the bytes of replies that left clients in all rounds and came to nothing."""
+    return sum(
+        size for r in life.included for kind, size in life.log[r].spent.items() if kinds is None or kind in kinds
+    )

@@ -1,0 +1,161 @@
+"""The experiment on coded training, very small; and its system through the command line's way, on every engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from noted_settings import Read
+
+from experiments import engines
+from experiments.catalog import coded_training
+from experiments.catalog.coded_training import SCHEMES, SPARSE, Problem
+from experiments.experiment import Config
+from experiments.findings import Curves, Findings, Say
+from experiments.spec import RunResult, RunSpec
+from experiments.systems import check, get_system
+from fedcomp.errors import ConfigError
+
+SMALL = ("parities=4", "draws=200", "trials=400", "faulty_rounds=4")
+LINEAR = {"parities": 2, "lr": 0.3, "task.l2": 0.001}
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
+    config = coded_training.EXPERIMENT.configure(rounds=3, clients=8, assignments=SMALL)
+    settings = Read(config.settings)
+    config = dataclasses.replace(config, settings=settings)
+    results = {spec.label: engines.run(spec) for spec in coded_training.rows(config)}
+    return config, results, coded_training.measure(config, results, Say()), settings
+
+
+def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    config, results, findings, settings = run
+    used = settings.read | {key for spec in coded_training.rows(config) for key in spec.settings}
+    assert set(coded_training.OPTIONS) <= used
+    traffic, training, lossy, iteration = findings.tables
+    assert [row[0] for row in traffic.rows] == list(SCHEMES)
+    assert len(training.rows) == len(SCHEMES) * 2 * 4
+    assert [row[1] for row in lossy.rows] == [4, 4]
+    assert [row[0] for row in iteration.rows] == list(results)
+    (figure,) = findings.figures
+    assert isinstance(figure, Curves)
+    assert len(figure.series) == len(SCHEMES)
+    assert Findings.from_json(findings.to_json()).values.keys() == findings.values.keys()
+
+
+def test_traffic_never_stands_without_the_decode_probability(
+    run: tuple[Config, dict[str, RunResult], Findings, Read],
+) -> None:
+    traffic = run[2].tables[0]
+    assert [c for c in traffic.columns if c.startswith("P(decodes)")] == [
+        f"P(decodes) at loss {q:g}" for q in (0.1, 0.2, 0.3)
+    ]
+    claims = coded_training.claims(*run[:3])
+    assert all("P(decodes)" in claim.name for claim in claims if "mean over draws" in claim.name)
+    assert sum("mean over draws" in claim.name for claim in claims) == len(SPARSE)
+
+
+def test_what_holds_by_derivation_holds_at_any_size(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    claims = coded_training.claims(*run[:3])
+    assert len({claim.name for claim in claims}) == len(claims)
+    assert all(claim.source for claim in claims)
+    derived = [claim for claim in claims if claim.source.startswith(("derived", "the same parcels"))]
+    assert len(derived) >= 9
+    assert [claim.name for claim in derived if not claim.ok] == []
+    assert [claim.name for claim in claims if "mean over draws" in claim.name and not claim.ok] == []
+
+
+def test_each_claim_can_fail(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    config, results, findings, _ = run
+    for value, operators in ((1e9, ("<=", "==", "<")), (-1e9, (">=", ">"))):
+        values = dict.fromkeys(findings.values, value)
+        # Of ratios and differences the second part stays small.
+        values |= {
+            f"average at {q:g}/{label}": 1.0 for label in (coded_training.MDS, coded_training.HALF) for q in (0.2, 0.3)
+        }
+        values |= {f"row bytes/{coded_training.MDS}": 1.0}
+        values |= {name: 0.0 for name in values if name.startswith("uncoded accuracy")}
+        broken = [c for c in coded_training.claims(config, results, Findings(values=values)) if c.op in operators]
+        assert broken
+        assert [claim.name for claim in broken if claim.ok] == []
+
+
+def test_every_row_ends_in_the_model_of_uncoded_descent(
+    run: tuple[Config, dict[str, RunResult], Findings, Read],
+) -> None:
+    config, results, _, _ = run
+    expected = Problem.of(config, "logistic").uncoded(3)
+    for label in SCHEMES:
+        if label != coded_training.NONE:
+            w = np.concatenate([array.ravel() for array in results[label].arrays.values()])
+            assert np.abs(w - expected).max() < 1e-12
+    # Flower's own averaging of full-batch steps is the same descent, in the model's float32.
+    plain = np.concatenate([array.ravel() for array in results[coded_training.UNCODED].arrays.values()])
+    assert 0 < np.abs(plain - expected).max() < 1e-5
+
+
+def test_the_bytes_of_partitions_are_those_on_the_peer_links(
+    run: tuple[Config, dict[str, RunResult], Findings, Read],
+) -> None:
+    config, results, findings, _ = run
+    for label in SPARSE:
+        plan = coded_training.plan_of(config, label, config.seed)
+        peer = results[label].ledger.by("round", "payload", link="peer")
+        assert peer == {1: findings.values[f"bytes/{label}"]}
+        assert results[label].ledger.total("messages", link="peer") == len(plan.transfers)
+        assert results[label].rounds[1].peer_payload_bytes == peer[1]
+    assert results[coded_training.UNCODED].ledger.total("payload", link="peer") == 0
+
+
+def test_training_under_losses_pauses_with_its_oracle(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    config = run[0]
+    problem, plan = Problem.of(config, "svm"), coded_training.plan_of(config, coded_training.COPIES, 0)
+    found = coded_training.train(problem, plan, 0.3, 60, 1)
+    assert 10 < found["decoded"] < 60
+    assert found["worst"] < 1e-12
+    assert coded_training.train(problem, plan, 0.0, 5, 1)["decoded"] == 5
+
+
+@pytest.mark.parametrize("model", ["logistic", "svm"])
+def test_the_system_runs_end_to_end(model: str) -> None:
+    settings = LINEAR | {"task.model": model, "code": "gaussian", "payload": "float32"}
+    result = engines.run(RunSpec("coded-linear", task="breast-cancer", rounds=3, clients=6, settings=settings))
+    assert [record.round for record in result] == [0, 1, 2, 3]
+    assert all(record.failures == 0 for record in result)
+    assert result.final.loss < result.rounds[0].loss
+    assert result.final.metrics["coded.examples"] == 456
+    assert result.rounds[1].metrics["coded.setup_bytes"] > 0 == result.final.metrics["coded.setup_bytes"]
+    assert result.uplink_wire_bytes == result.ledger.total("wire", direction="up", link="hub")
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "said"),
+    [
+        ("digits", {}, "not linear in its inputs"),
+        ("digits-zero", {"momentum": 0.9}, "momentum=0.9 does not fit"),
+        ("digits-zero", {"epochs": 2}, "epochs=2 does not fit"),
+        ("digits-zero", {"inner": "fedadam"}, "inner='fedadam' does not fit"),
+        ("digits-zero", {"code": "vandermonde"}, "refused"),
+        ("digits-zero", {"transport": "post"}, "transport='post'"),
+    ],
+)
+def test_what_cannot_work_is_found_before_anything_starts(task: str, settings: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check(RunSpec("coded-linear", task=task, clients=6, settings=settings))
+    assert get_system("coded-linear").needs == {"task": "linear"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "clients"), [("ray", 3), ("superlink", 2)])
+def test_other_engines_give_the_same_bits(engine: str, clients: int) -> None:
+    """The stored rows go through the engine's own client state; partitions through spools on this machine."""
+    settings = LINEAR | {"parities": 1, "transport": "peers"}
+    spec = RunSpec("coded-linear", task="digits-zero", rounds=2, clients=clients, settings=settings)
+    here, there = engines.run(spec), engines.run(dataclasses.replace(spec, engine=engine))
+    assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
+    for a, b in zip(here, there, strict=True):
+        assert (a.accuracy, a.loss, a.metrics) == (b.accuracy, b.loss, b.metrics)
+        assert (a.uplink_payload_bytes, a.downlink_payload_bytes) == (b.uplink_payload_bytes, b.downlink_payload_bytes)
+        assert a.peer_payload_bytes == b.peer_payload_bytes

@@ -1,0 +1,142 @@
+"""The experiment on gradient coding, very small: exact figures are exact, and times follow from the draws."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from noted_settings import Read
+
+from experiments import engines
+from experiments.catalog import gradient_coding as module
+from experiments.catalog.gradient_coding import (
+    DRAWN,
+    EXPERIMENT,
+    FIXED,
+    LOSSES,
+    SPEEDS,
+    coded,
+    expected_seconds,
+    replay,
+    schemes,
+    slowdown,
+)
+from experiments.claims import Claim
+from experiments.experiment import Config
+from experiments.findings import Findings, Say
+from fedcomp.rng import Key
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Config, Findings, list[Claim], set[str]]:
+    config = EXPERIMENT.configure(rounds=2, clients=5)
+    settings = Read(config.settings)
+    config = dataclasses.replace(config, settings=settings)
+    specs = EXPERIMENT.specs(config)
+    results = {spec.label: engines.run(spec) for spec in specs}
+    assert EXPERIMENT.measure is not None
+    findings = EXPERIMENT.measure(config, results, Say())
+    used = settings.read | {key for spec in specs for key in spec.settings}
+    return config, findings, EXPERIMENT.claims(config, results, findings), used
+
+
+def test_every_setting_is_read(small: tuple) -> None:
+    assert set(EXPERIMENT.options) <= small[3]
+
+
+def test_what_has_to_be_exact_is(small: tuple) -> None:
+    _, findings, claims, _ = small
+    exact = [claim for claim in claims if claim.gate and "ignore" not in claim.name]
+    assert len(exact) == 4 * len(LOSSES[1:]) + 4
+    assert [claim.name for claim in exact if not claim.ok] == []
+    assert findings.values["bits"] == 0
+    assert all(math.isfinite(claim.value) for claim in claims)
+
+
+def test_stragglers_are_really_lost(small: tuple) -> None:
+    config, findings, _, _ = small
+    for table in findings.tables[: len(SPEEDS)]:
+        answers = {row[0]: row[table.columns.index("answers")] for row in table.rows}
+        assert answers["wait for all"] == config.clients
+        assert answers[coded(1)] <= config.clients - 1
+        assert answers[coded(3)] == config.clients - 3
+        times = {row[0]: row[2] for row in table.rows}
+        assert times[coded(3)] != times["wait for all"]
+
+
+def test_findings_survive_the_summary(small: tuple) -> None:
+    findings = small[1]
+    assert Findings.from_json(findings.to_json()) == findings
+    assert [len(figure.series) for figure in findings.figures] == [5, 5, 3]
+
+
+def test_a_wrong_decoder_fails_the_claims(small: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of the survivors, added up as if they were plain updates."""
+    from coding.gradcode import Cyclic, Decoding
+
+    config, findings, _, _ = small
+    settings = schemes(config)[coded(1)]
+    right = module.among_stragglers(config, coded(1), settings, DRAWN)
+    assert right["loss"] == pytest.approx([findings.figures[0].series[1].y[0], findings.figures[0].series[1].y[1]])
+    solve = Cyclic._solve
+
+    def wrong(self: Cyclic, devices: list[int], approximate: bool) -> Decoding:
+        found = solve(self, devices, approximate).coefficients
+        return Decoding((found != 0).astype(np.float64))
+
+    monkeypatch.setattr(Cyclic, "_solve", wrong)
+    # Codes are drawn by what they amplify, of which a wrong decoder knows nothing.
+    found = module.among_stragglers(config, coded(1), settings, DRAWN)
+    assert abs(found["loss"][-1] / right["loss"][-1] - 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({"losses": 0}, [8.0, 8.0]),
+        # Three times the work, 3, 6, 12, 24, of which two answers are enough.
+        ({"losses": 2}, [6.0, 6.0]),
+        # Groups {0, 1} and {2, 3}: the first of each, 2 and 8.
+        ({"losses": 1}, [8.0, 8.0]),
+        ({"losses": 0, "approximate": True, "quorum": 2}, [2.0, 2.0]),
+    ],
+)
+def test_times_follow_from_the_draws(settings: dict, seconds: list[float]) -> None:
+    times = [1.0, 2.0, 4.0, 8.0]
+    assert replay(4, 2, settings, lambda _round, partition: times[partition]).tolist() == seconds
+
+
+def test_backlog_is_what_a_new_beginning_saves() -> None:
+    def seconds(server_round: int, partition: int) -> float:
+        return 100.0 if (server_round, partition) in {(1, 0), (2, 1)} else 1.0
+
+    settings = {"losses": 1}
+    assert replay(3, 2, settings, seconds, anew=True).tolist() == [2.0, 2.0]
+    # Device 0 is still busy and device 1 slow: the second round waits for one of them.
+    assert replay(3, 2, settings, seconds).tolist() == [2.0, 200.0]
+
+
+@pytest.mark.parametrize(("clients", "losses"), [(10, 0), (10, 1), (10, 3), (6, 2)])
+def test_the_formula_is_the_mean_of_draws(clients: int, losses: int) -> None:
+    tail = 4.0
+    draws = (1.0 - Key(3, "check").uniform(20_000 * clients)) ** (-1.0 / tail)
+    rounds = draws.reshape(20_000, clients)
+    found = np.mean([replay(clients, 1, {"losses": losses}, lambda _r, p, t=t: float(t[p]))[0] for t in rounds[:4000]])
+    assert found == pytest.approx(expected_seconds(clients, losses, tail), rel=0.03)
+
+
+def test_the_tail_decides_whether_coding_pays() -> None:
+    heavy, light = 1.05, 10.0
+    for losses in LOSSES[1:]:
+        assert expected_seconds(10, losses, heavy) < expected_seconds(10, 0, heavy)
+        assert expected_seconds(10, losses, light) > expected_seconds(10, 0, light)
+
+
+def test_speeds_are_drawn_anew_or_fixed() -> None:
+    config = EXPERIMENT.configure()
+    drawn, fixed = slowdown(config, DRAWN), slowdown(config, FIXED)
+    assert drawn(1, 3) != drawn(2, 3)
+    assert fixed(1, 3) == fixed(2, 3) != fixed(1, 4)
+    assert min(drawn(r, p) for r in range(20) for p in range(10)) >= 1.0

@@ -1,0 +1,98 @@
+"""The experiment on coded sums: what is compared is what was sent, and the oracle notices a wrong sum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experiments import engines
+from experiments.catalog import sumcode
+from experiments.experiment import Config
+from experiments.findings import Findings, Say
+from experiments.spec import RunResult
+
+SMALL = ("task.hidden=32", "max_steps=1", "exact_rounds=2")
+FEW = (5, 10)
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, dict[str, RunResult], Findings]:
+    """The rows of five and ten clients for two rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sumcode, "FEDERATIONS", FEW)
+        patch.setattr(sumcode, "MASKED", FEW)
+        patch.setattr(sumcode, "CHECKED", {"share": 5, "mask": 5})
+        config = sumcode.EXPERIMENT.configure(rounds=2, assignments=SMALL)
+        results = {spec.label: engines.run(spec) for spec in sumcode.EXPERIMENT.specs(config)}
+        return config, results, sumcode.measure(config, results, Say())
+
+
+def test_what_the_server_receives_is_flat_for_the_code_and_linear_without(run) -> None:
+    _, results, findings = run
+    values = findings.values
+    d = values["coordinates"]
+    assert values["coded/10"] / values["coded/5"] < 1.1
+    assert values["plain/10"] / values["plain/5"] == pytest.approx(2.0, rel=0.01)
+    assert values["masked/10"] / values["masked/5"] > 1.6
+    # K + T = 4/3 K sums of two bytes a symbol, and 52 bytes of header and length for each.
+    for n in FEW:
+        needed = 4 * n // 5
+        assert values[f"coded/{n}"] == pytest.approx(2 * d * 4 / 3 + 52 * needed, rel=0.01)
+        assert values[f"masked/{n}"] == pytest.approx(values[f"coded/{n}"] + n * (2 * d + 48), rel=0.01)
+    assert values["through server"] > 5 * values["coded/10"]
+    assert all(values[f"included/{n}"] == n for n in FEW)
+    result = results[sumcode.summed(10)]
+    assert values["between/10"] == result.rounds[2].peer_wire_bytes / 10
+    assert result.uplink_payload_bytes == result.ledger.total("payload", direction="up", link="hub")
+
+
+def test_all_rows_learn_the_same(run) -> None:
+    _, results, _ = run
+    for n in FEW:
+        losses = [results[label(n)].final.loss for label in (sumcode.plain, sumcode.summed, sumcode.masked)]
+        assert max(losses) - min(losses) < 0.01
+        assert max(losses) < results[sumcode.plain(n)].rounds[0].loss
+
+
+def test_claims_hold_but_for_those_about_fifty_clients(run) -> None:
+    config, results, findings = run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sumcode, "FEDERATIONS", FEW)
+        patch.setattr(sumcode, "MASKED", FEW)
+        found = {claim.name: claim for claim in sumcode.claims(config, results, findings)}
+    failed = {name for name, claim in found.items() if not claim.ok}
+    # With ten clients and 2500 coordinates framing is most of the wire, and ten masks are no five times five.
+    assert all("on the wire" in name or "LightSecAgg" in name or "one client sends" in name for name in failed)
+    assert sum("bit for bit" in name for name in found) == 2
+
+
+def test_the_oracle_notices_a_wrong_model(run) -> None:
+    """One bit of one coordinate of one round."""
+    config, _, _ = run
+    kept: list[sumcode._Witness] = []
+
+    class Keeping(sumcode._Witness):
+        def __init__(self) -> None:
+            super().__init__()
+            kept.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sumcode, "_Witness", Keeping)
+        assert sumcode.exact_rounds(config, "share", 5, Say()) == {"rounds": 2, "exact": 2}
+    (witness,) = kept
+    spec = next(s for s in sumcode.rows(config) if s.label == sumcode.summed(5))
+    assert witness.exact(spec, 2) == 2
+    name = next(iter(witness.models[3]))
+    changed = witness.models[3][name].copy()
+    flat = changed.reshape(-1)
+    flat[7] = np.nextafter(flat[7], np.float32(9))
+    witness.models[3] = {**witness.models[3], name: changed}
+    assert witness.exact(spec, 2) == 1
+    witness.frames[1] = witness.frames[1][1:]  # a client that was forgotten
+    assert witness.exact(spec, 2) == 0
+
+
+def test_rows_say_how_many_may_be_lost() -> None:
+    for n in sumcode.FEDERATIONS:
+        shape = sumcode.code(n)
+        assert n - shape["symbols"] - shape["private"] == n // 5
