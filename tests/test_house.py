@@ -87,9 +87,12 @@ def test_private_flower_imports_stand_in_one_file() -> None:
     [
         "fedcomp.wire, fedcomp.codecs, fedcomp.feedback, fedcomp.kernels, fedcomp.versions",
         "fedcomp.flower.grid, fedcomp.flower.ledger, fedcomp.flower.rounds, fedcomp.flower.state",
-        "clients.app, clients.compressed, clients.shared_support",
-        "strategies.compressed, strategies.shared_support",
-        "coding",
+        "clients.app, clients.compressed, clients.shared_support, clients.coded, clients.edge",
+        "clients.coded_relay, clients.coded_sum, clients.coded_gradients, clients.coded_linear",
+        "strategies.compressed, strategies.shared_support, strategies.coded, strategies.coded_linear",
+        "strategies.coded_relay, strategies.coded_sum, strategies.coded_gradients",
+        "coding.kernels, coding.field, coding.rlnc, coding.mds, coding.decoder, coding.relay, coding.plan",
+        "coding.prime, coding.sumcode, coding.gradcode, coding.datacode, coding.sealing, coding.transport, coding.bench",
         "experiments.run, experiments.systems, experiments.engines, experiments.bench",
     ],
 )
