@@ -26,9 +26,6 @@ ATTEMPTS = 8
 """How many packets are suspected, one after the other, when the digest of a decoded payload differs; and how many
 surplus packets are kept for it."""
 
-SCRATCH = 1 << 18
-"""Bytes of missing symbols made at a time: what the second-level cache holds beside the rows they are made from."""
-
 SymbolState = Literal["missing", "partial", "decoded"]
 
 
@@ -326,18 +323,27 @@ class _Held:
     """The independent packets of one payload; slot i holds the i-th of them.
 
     ``vectors`` (K, K) are the coefficients as they came. ``rows`` (generations, K, S) are the bodies as they came,
-    until :meth:`solve` puts the missing symbols in the place of the combinations: a payload is held once.
+    until :meth:`solve` made the missing symbols, which take the place of the combinations.
     """
 
     def __init__(self, head: PayloadHead) -> None:
         self.head = head
         self.basis = Basis(head.symbols)
         self.vectors = np.zeros((head.symbols, head.symbols), np.uint8)
-        self.rows = np.empty((head.generations, head.symbols, head.symbol_bytes), np.uint8)
+        self._rows = np.empty((head.generations, head.symbols, head.symbol_bytes), np.uint8)
+        self._made: NDArray[np.uint8] | None = None  # missing symbols on their way into the slots of _at
+        self._at: slice | NDArray[np.int64] = slice(0)
         # Where a symbol is that is there as itself, which symbol a slot holds then, and the other slots.
         self.slot_of, self.symbol_at = np.full(head.symbols, -1, np.int64), np.zeros(head.symbols, np.int64)
         self.coded: list[int] = []
         self._reduced: _Reduced | None = None
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """The bodies by slot, with the symbols that were made in their place."""
+        if self._made is not None:
+            self._rows[0, self._at], self._made = self._made, None
+        return self._rows
 
     @property
     def complete(self) -> bool:
@@ -384,15 +390,18 @@ class _Held:
         e = len(self.coded)
         if not e:
             return 0
-        coded = np.array(self.coded)
+        coded, missing = np.array(self.coded), (self.slot_of < 0).nonzero()[0]
         weights = recovery(self.vectors, coded, self.slot_of)
-        width = max(64, SCRATCH // e)
-        scratch = np.empty((e, min(width, self.head.symbol_bytes)), np.uint8)
-        for held in self.rows:
-            for start in range(0, self.head.symbol_bytes, width):
-                part = held[:, start : start + width]
-                part[coded] = FIELD.matmul(weights, part, out=scratch[:, : part.shape[1]])
-        missing = np.flatnonzero(self.slot_of < 0)
+        made = np.empty((e, self.head.symbol_bytes), np.uint8)
+        # Combinations usually come last, and a slice is copied quicker than rows by their indices.
+        together = self.coded[-1] - self.coded[0] == e - 1
+        where = slice(self.coded[0], self.coded[-1] + 1) if together else coded
+        if len(self._rows) == 1:
+            self._made, self._at = FIELD.matmul(weights, self._rows[0], out=made), where
+        else:
+            # What is made of one generation is still in the cache when it is put in place.
+            for held in self._rows:
+                held[where] = FIELD.matmul(weights, held, out=made)
         self.slot_of[missing], self.symbol_at[coded] = coded, missing
         self.coded = []
         return e
@@ -430,7 +439,12 @@ class _Held:
         """Return these symbols, generation by generation, as views; at rank K."""
         self.solve()
         slots = self.slot_of[columns.start : columns.stop].tolist()
-        return [rows[slot].data for rows in self.rows for slot in slots]
+        found = [rows[slot].data for rows in self._rows for slot in slots]
+        if self._made is not None:
+            # Not worth a copy into place when all that is wanted is the payload.
+            made = dict(zip(np.arange(self.head.symbols)[self._at].tolist(), self._made, strict=True))
+            found = [made[slot].data if slot in made else data for slot, data in zip(slots, found, strict=True)]
+        return found
 
     def length_of(self, index: int) -> int:
         """Return how many bytes of symbol ``index`` are payload."""

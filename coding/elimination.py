@@ -13,9 +13,13 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
+from coding import kernels
 from coding.errors import NotDecodable
 from coding.kernels import tables
 from fedcomp.errors import ConfigError
+
+_ROWS_FOR_KERNEL = 12
+"""Systems of so many rows are solved by the kernel, whose call alone costs as much as eliminating a few rows."""
 
 
 class Basis:
@@ -91,9 +95,13 @@ def recovery(vectors: NDArray[np.uint8], coded: NDArray[np.int64], slot_of: NDAr
     symbols, e = slot_of.size, coded.size
     right = -(-e // 64) * 64
     words = np.zeros((e, (right + -(-symbols // 64) * 64) // 8), np.uint64)
-    if not _loops().recover(words, vectors, coded, slot_of, right, tables.reciprocals()):
+    cells = words.view(np.uint8)
+    _loops().arrange(cells, vectors, coded, slot_of, right)
+    few = e < _ROWS_FOR_KERNEL
+    solved = _loops().eliminate(words, e, tables.reciprocals()) if few else kernels.reduce(cells, e) == e
+    if not solved:
         raise NotDecodable(f"the {e} combinations do not determine the {e} symbols that are missing")
-    return words.view(np.uint8)[:, right : right + symbols]
+    return cells[:, right : right + symbols]
 
 
 def warm() -> None:

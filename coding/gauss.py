@@ -80,23 +80,29 @@ def absorb(words: Any, vector: Any, reciprocals: Any) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def recover(words: Any, vectors: Any, coded: Any, slot_of: Any, right: int, reciprocals: Any) -> bool:
-    """Solve the packets in slots ``coded`` for the symbols without a slot; return False when that has no one solution.
+def arrange(cells: Any, vectors: Any, coded: Any, slot_of: Any, right: int) -> None:
+    """Write ``[A | B I]`` of the packets in slots ``coded`` into ``cells``, which is zero, of shape (e, bytes).
 
-    ``words`` is zero, of shape (e, lines of 8); its bytes become ``[I | W]`` with W from byte ``right`` on and the
-    missing symbols W times the bodies of all slots.
+    A are the coefficients of the symbols without a slot; the rest goes from byte ``right`` on, in the order of the slots.
     """
-    cells = words.view(np.uint8)
-    e, symbols = coded.size, slot_of.size
-    for i in range(e):
+    for i in range(coded.size):
         column = 0
-        for p in range(symbols):
+        for p in range(slot_of.size):
             if slot_of[p] < 0:
                 cells[i, column] = vectors[coded[i], p]
                 column += 1
             else:
                 cells[i, right + slot_of[p]] = vectors[coded[i], p]
         cells[i, right + coded[i]] = 1
+
+
+@njit(cache=True, nogil=True)
+def eliminate(words: Any, e: int, reciprocals: Any) -> bool:
+    """Reduce the first ``e`` columns of ``words`` (e, lines of 8) to the identity; return False when they are singular.
+
+    Row by row; :func:`coding.kernels.reduce` is quicker from a dozen rows on.
+    """
+    cells = words.view(np.uint8)
     for p in range(e):
         pivot = p
         while pivot < e and cells[pivot, p] == 0:
