@@ -25,10 +25,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## wire, kernels, engine: ratios taken in one run
+bench: $(STAMP)  ## wire, kernels, engine, codes: ratios taken in one run
 	$(BIN)/python -m experiments.bench wire
 	$(BIN)/python -m experiments.bench kernels
 	$(BIN)/python -m experiments.bench engine
+	$(BIN)/python -m coding.bench
 
 # torch first and by its exact version: a range would pull the newest build and with it gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
