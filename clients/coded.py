@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -23,8 +22,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from clients.edge import PEER_ADDRESS, PEER_STORE
+from clients.edge import PEER_ADDRESS
 from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, partition_of
+from clients.peers import peer_link
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import ACTIONS, CODED, HELLO, PARCELS, Fields, fields_of, put_fields
 from fedcomp.flower.payload import NODE_RECORD, put_node
@@ -201,26 +201,9 @@ class Exchange:
             When the node has none.
         """
         if self._transport is None and self.fields.text("transport", "hub") == "peers":
-            self._transport = self._link()
+            spools = self.fields.text("spool", "")
+            self._transport = peer_link(self.context, self.partition, spools, self.max_store_bytes)
         return self._transport
-
-    def _link(self) -> PeerTransport:
-        from coding.transport import SpoolRoot, transport_of
-
-        address, folder = (self.context.node_config.get(name) for name in (PEER_ADDRESS, PEER_STORE))
-        if isinstance(address, str) and isinstance(folder, str):
-            return transport_of(address, Path(folder), max_store_bytes=self.max_store_bytes)
-        if address is not None or folder is not None:
-            raise ConfigError(f"this node's configuration needs both {PEER_ADDRESS} and {PEER_STORE}, or neither")
-        root = self.fields.text("spool", "")
-        if not root:
-            raise StateError(
-                "shards travel between clients, but this node has no peer address: start it with "
-                "python -m clients.edge --peer HOST:PORT"
-            )
-        # Only a folder that was marked on this very machine for simulated links is accepted.
-        own = SpoolRoot(Path(root), self.max_store_bytes).address(self.partition)
-        return transport_of(own, max_store_bytes=self.max_store_bytes)
 
     def hello(self) -> Message:
         """Answer who this node is."""

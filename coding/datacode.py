@@ -21,6 +21,12 @@ phases, because the gradient is not linear in the data where there is a sigmoid 
    sum_j X_j^T sum_i G_ij v_i = sum_j X_j^T r_j: the gradient, exactly.
 
 A set that does not determine the margins is :class:`NotDecodable`, never numbers. All solves are in float64.
+
+Wrong finite numbers are found by two checks that cost no message (derived). Surplus answers of phase 1 contradict each
+other, and where one device contradicts all others it is found. And a device's two answers belong together: with h_i
+that of phase 2, <h_i, w> = <v_i, u_i>, both being v_i^T X~_i w. The second check finds faults, not attacks: an error of
+h_i at right angles to w passes, and a device that lies knows w. While w is zero, and all margins with it, some other
+vector goes down in its place, so that there is something to check.
 """
 
 from __future__ import annotations
@@ -35,7 +41,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from coding.encodings import encoding_matrix
 from coding.errors import CorruptGeneration, IllConditioned, NotDecodable
+from coding.linearloss import LOSSES, losses, residuals
 from fedcomp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -43,120 +51,16 @@ if TYPE_CHECKING:
 
 Real = NDArray[np.float64]
 
-CODES: Final[Mapping[str, str]] = {
-    "mds": "systematic, dense Gaussian parities: any k devices decode",
-    "binary": "systematic, parities of 0/1 coefficients, each nonzero with probability `density`",
-    "gaussian": "systematic, Gaussian coefficients on such a support",
-    "balanced": "systematic, Gaussian coefficients; every partition in exactly ceil(density r) parities",
-    "replication": "systematic, every parity a copy of one partition",
-    "general": "no systematic part: Gaussian coefficients at every device, on a support of that density",
-}
-"""Encoding matrices by name."""
-
-LOSSES: Final = ("logistic", "squares", "hinge")
-
 MAX_CONDITION: Final = 1e8
 """Above this condition number of G_S half of a double's digits are noise, and nothing is decoded."""
+
+CONDITION_OF: Final[Mapping[str, float]] = {"float64": MAX_CONDITION, "float32": 4e3}
+"""The same by the type in which vectors travel: the condition number multiplies what rounding them costs (derived)."""
 
 CONTRADICTION: Final = 1e-6
 """Relative misfit of surplus answers above which they contradict each other; rounding to float32 gives 1e-7."""
 
 _DETERMINED: Final = 1e-9
-
-
-def encoding_matrix(code: str, devices: int, partitions: int, *, density: float = 0.5, seed: int = 0) -> Real:
-    """Return G, float64 of shape ``(devices, partitions)``; partition j belongs to device j.
-
-    Parameters
-    ----------
-    code : str
-        One of :data:`CODES`.
-    devices, partitions : int
-        n and k; the r = n - k devices that own nothing hold parities.
-    density : float
-        Probability of a nonzero coefficient, 1 for "mds" whatever is given, no meaning for "replication".
-    seed : int
-        Names the draw; the stream is portable (:mod:`coding.stream`).
-
-    Raises
-    ------
-    ConfigError
-        For an unknown code (Vandermonde matrices among them) or numbers out of range.
-
-    Notes
-    -----
-    Parities "gaussian", "mds", "balanced" are N(0, 1)/sqrt(k) on their support (derived).
-
-    "balanced" gives each partition to the ceil(density r) parities that hold the fewest so far, ties broken at random.
-    With c such copies any c losses can be repaired with probability 1 over the coefficients (derived, by Hall's
-    theorem): if f <= c devices are lost, b of them parities, any a' of the f - b lost partitions are together in at
-    least c - b >= f - b >= a' parities that are left. No fewer transfers can promise it: a partition must reach c other
-    devices to survive c losses.
-    """
-    if code == "vandermonde":
-        raise ConfigError(
-            "code='vandermonde' is refused: plain Vandermonde rows have condition numbers of 1e4 at k = 10 and 1e9 at "
-            "k = 20 (measured), and under an identity they are not MDS; use 'mds'"
-        )
-    if code not in CODES:
-        raise ConfigError(f"code={code!r} is no encoding matrix{nearest(code, CODES)}")
-    if not 1 <= partitions <= devices:
-        raise ConfigError(f"{partitions} partitions over {devices} devices: expected 1 <= partitions <= devices")
-    if not 0.0 < density <= 1.0:
-        raise ConfigError(f"density={density!r} is no share of the coefficients; expected a number in (0, 1]")
-    if code == "general":
-        return _general(devices, partitions, density, seed)
-    matrix = np.zeros((devices, partitions))
-    matrix[:partitions] = np.eye(partitions)
-    matrix[partitions:] = _parities(code, devices - partitions, partitions, density, seed)
-    return matrix
-
-
-def _parities(code: str, rows: int, partitions: int, density: float, seed: int) -> Real:
-    if code == "replication":
-        return np.eye(partitions)[np.arange(rows) % partitions]
-    if code == "mds":
-        support = np.ones((rows, partitions), bool)
-    elif code == "balanced":
-        support = _balanced(rows, partitions, math.ceil(density * rows), seed)
-    else:
-        support = _uniform((rows, partitions), "support", code, seed) < density
-    if code == "binary":
-        return support.astype(np.float64)
-    return np.where(support, _normal((rows, partitions), code, seed) / math.sqrt(partitions), 0.0)
-
-
-def _general(devices: int, partitions: int, density: float, seed: int) -> Real:
-    shape = (devices, partitions)
-    support = _uniform(shape, "support", "general", seed) < density
-    # What a device owns costs no transfer, so it is always in.
-    support[:partitions] |= np.eye(partitions, dtype=bool)
-    return np.where(support, _normal(shape, "general", seed) / math.sqrt(partitions), 0.0)
-
-
-def _balanced(rows: int, partitions: int, copies: int, seed: int) -> NDArray[np.bool_]:
-    support = np.zeros((rows, partitions), bool)
-    load = np.zeros(rows, np.int64)
-    ties = _uniform((partitions, rows), "ties", "balanced", seed)
-    for partition in range(partitions):
-        chosen = np.lexsort((ties[partition], load))[:copies]
-        support[chosen, partition] = True
-        load[chosen] += 1
-    return support
-
-
-def _uniform(shape: tuple[int, int], purpose: str, code: str, seed: int) -> Real:
-    from coding.stream import SplitMix64, derive
-
-    stream = SplitMix64(derive("datacode", purpose, code, shape[0], shape[1], seed))
-    return stream.uniform(shape[0] * shape[1]).reshape(shape)
-
-
-def _normal(shape: tuple[int, int], code: str, seed: int) -> Real:
-    from coding.stream import SplitMix64, derive
-
-    stream = SplitMix64(derive("datacode", "coefficients", code, shape[0], shape[1], seed))
-    return stream.normal(shape[0] * shape[1]).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -200,9 +104,9 @@ class DataPlan:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()
 
-    def subset(self, devices: Collection[int]) -> Subset:
+    def subset(self, devices: Collection[int], max_condition: float = MAX_CONDITION) -> Subset:
         """Return what the answers of ``devices`` determine."""
-        return Subset(self.matrix, tuple(sorted(devices)))
+        return Subset(self.matrix, tuple(sorted(devices)), max_condition)
 
     def choose(self, alive: Collection[int]) -> tuple[int, ...]:
         """Return as few of the ``alive`` devices as have all of their rank, ascending: k of them, if they decode.
@@ -244,15 +148,16 @@ class Subset:
     devices : tuple of int
         Ascending.
     rank : int
-        Of G_S, singular values below 1/:data:`MAX_CONDITION` of the largest counted as zero.
+        Of G_S, singular values below 1/``max_condition`` of the largest counted as zero.
     condition : float
         Largest over k-th singular value; infinite when there are fewer than k.
     determined : ndarray of bool, shape (k,)
         The partitions whose margins follow from the answers.
     """
 
-    def __init__(self, matrix: Real, devices: tuple[int, ...]) -> None:
+    def __init__(self, matrix: Real, devices: tuple[int, ...], max_condition: float = MAX_CONDITION) -> None:
         self.devices = devices
+        self._limit = max_condition
         self._rows = matrix[list(devices)]
         count = matrix.shape[1]
         # An empty set has no singular values at all.
@@ -260,10 +165,12 @@ class Subset:
         top = float(values[0]) if values.size else 0.0
         self.condition = top / float(values[count - 1]) if values.size >= count and values[count - 1] > 0 else math.inf
         self._singular = self.condition * max(self._rows.shape) * np.finfo(np.float64).eps >= 1.0
-        self.rank = int(np.count_nonzero(values > top / MAX_CONDITION)) if top > 0 else 0
+        self.rank = int(np.count_nonzero(values > top / max_condition)) if top > 0 else 0
         self._left, self._values, self._right = self._left[:, : self.rank], values[: self.rank], right[: self.rank]
-        # e_j lies in the row space exactly when its projection on it has length 1.
-        self.determined = np.sum(self._right**2, axis=0) > 1.0 - _DETERMINED
+        # e_j lies in the row space exactly when nothing of it is left beside its projection; the length of the
+        # projection itself would not tell a remainder of 1e-5 from none.
+        beside = np.eye(count) - self._right.T @ self._right
+        self.determined = np.linalg.norm(beside, axis=0) <= _DETERMINED
 
     @property
     def decodes_all(self) -> bool:
@@ -285,7 +192,7 @@ class Subset:
         NotDecodable
             When rank(G_S) < k.
         IllConditioned
-            When it is k, but with a condition number above :data:`MAX_CONDITION`.
+            When it is k, but with a condition number above the limit.
         """
         if self.decodes_all:
             return self
@@ -293,7 +200,7 @@ class Subset:
         if not self._singular:
             raise IllConditioned(
                 f"the rows of devices {list(self.devices)} have condition number {self.condition:.1e}, at most "
-                f"{MAX_CONDITION:.0e} is decoded; wait for another device, or draw the code with another seed"
+                f"{self._limit:.0e} is decoded; wait for another device, or draw the code with another seed"
             )
         raise NotDecodable(
             f"{len(self.devices)} devices {list(self.devices)} have rank {self.rank}, {count} partitions need "
@@ -319,16 +226,32 @@ class Subset:
         """
         if not partial:
             self.require()
-        along = self._left.T @ answers
-        misfit = float(np.linalg.norm(answers - self._left @ along))
-        if misfit > CONTRADICTION * float(np.linalg.norm(answers)):
+        misfit = self._misfit(answers)
+        if misfit > CONTRADICTION:
             raise CorruptGeneration(
-                f"the answers of devices {list(self.devices)} contradict each other (misfit {misfit:.1e}): at least "
-                "one is not the product of its stored rows with this model"
+                f"the answers of devices {list(self.devices)} contradict each other (relative misfit {misfit:.1e}): at "
+                "least one is not the product of its stored rows with this model"
             )
+        along = self._left.T @ answers
         z = self._right.T @ (along / self._values[:, None])
         z[~self.determined] = np.nan
         return z
+
+    def odd_one(self, answers: Real) -> int | None:
+        """Return the device whose answer contradicts all the others, which agree; None when that is not one alone."""
+        found = []
+        for place, device in enumerate(self.devices):
+            others = np.delete(np.arange(len(self.devices)), place)
+            if Subset(self._rows, tuple(others.tolist()), self._limit)._misfit(answers[others]) <= CONTRADICTION:
+                found.append(device)
+        return found[0] if len(found) == 1 else None
+
+    def _misfit(self, answers: Real) -> float:
+        """Return what of the answers is no combination of the stored rows, relative to all; infinite never fit."""
+        size = _length(answers)
+        if not 0.0 < size < math.inf:
+            return size
+        return _length(answers - self._left @ (self._left.T @ answers)) / size
 
     def back_projection(self, residuals: Real) -> Real:
         """Return V with G_S^T V = R, shape ``(|S|, m)``, rows in the order of :attr:`devices`; the least if |S| > k.
@@ -353,39 +276,10 @@ class Subset:
         return self._left @ (within / self._values[:, None])
 
 
-def residuals(loss: str, margins: Real, labels: Real) -> Real:
-    """Return the derivative of each example's loss by its margin z, elementwise.
-
-    ``"logistic"``, labels 0/1: sigmoid(z) - y. ``"squares"``, labels real: z - y, of (z - y)^2/2. ``"hinge"``, labels
-    0/1 standing for s = -1/+1: -s where s z < 1, else 0.
-
-    Raises
-    ------
-    ConfigError
-        For another loss.
-    """
-    if loss == "logistic":
-        # Two branches, so that exp never overflows.
-        e = np.exp(-np.abs(margins))
-        return np.where(margins >= 0, 1.0, e) / (1.0 + e) - labels
-    if loss == "squares":
-        return margins - labels
-    if loss == "hinge":
-        signs = 2.0 * labels - 1.0
-        return np.where(signs * margins < 1.0, -signs, 0.0)
-    raise ConfigError(f"loss={loss!r} has no linear margins{nearest(loss, LOSSES)}")
-
-
-def losses(loss: str, margins: Real, labels: Real) -> Real:
-    """Return each example's loss, elementwise; what :func:`residuals` is the derivative of."""
-    if loss == "squares":
-        return 0.5 * (margins - labels) ** 2
-    signed = (2.0 * labels - 1.0) * margins
-    if loss == "logistic":
-        return np.logaddexp(0.0, -signed)
-    if loss == "hinge":
-        return np.maximum(0.0, 1.0 - signed)
-    raise ConfigError(f"loss={loss!r} has no linear margins{nearest(loss, LOSSES)}")
+def _length(vector: Real) -> float:
+    """Return the Euclidean norm, infinite without a warning where it is no double."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.sqrt(np.sum(vector * vector)))
 
 
 @dataclass
@@ -406,6 +300,11 @@ class CodedStep:
     approximate : bool
         When not all partitions are determined, go on with those that are: the sum is their exact gradient, and biased
         in that it lacks the others. :attr:`included` says how many examples it holds.
+    max_condition : float
+        Largest condition number that is decoded; :data:`CONDITION_OF` by the type in which the vectors travel.
+    probe : bool
+        The model is zero, so that all margins are known to be, and phase 1 has asked for the products with some other
+        vector in its place: with zero nothing could be checked.
 
     Attributes
     ----------
@@ -415,6 +314,8 @@ class CodedStep:
         Examples in the gradient (by :meth:`assign`).
     condition : float
         Of the rows that the margins were solved from.
+    odd : list of int
+        Devices whose first answers were left out because they contradict those of all others.
     gradient : ndarray of float64, shape (d,), or 0.0
         Sum of what arrived: when :meth:`take` returned True, of the gradients of all :attr:`included` examples. The
         number 0.0 when nobody had to be asked.
@@ -424,9 +325,12 @@ class CodedStep:
     labels: Sequence[Real]
     loss: str = "logistic"
     approximate: bool = False
+    max_condition: float = MAX_CONDITION
+    probe: bool = False
     margins: Real = field(init=False)
     included: int = field(init=False, default=0)
     condition: float = field(init=False, default=math.inf)
+    odd: list[int] = field(init=False, default_factory=list)
     gradient: Real | float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -442,6 +346,7 @@ class CodedStep:
         self._y = np.zeros(self._real.shape)
         self._y[self._real] = np.concatenate([np.asarray(y, np.float64) for y in self.labels])
         self._left: Real | None = None
+        self._answers: dict[int, Real] = {}
         self._assigned: dict[int, Real] = {}
         self._lost: dict[int, Real] = {}
 
@@ -451,26 +356,75 @@ class CodedStep:
         Raises
         ------
         NotDecodable, IllConditioned, CorruptGeneration
-            See :meth:`Subset.margins`; with ``approximate`` only when not a single partition is determined.
+            See :meth:`Subset.margins`; with ``approximate`` only when not a single partition is determined. One wrong
+            answer is left out where it can be told which one it is.
         """
-        subset = self.plan.subset(answers)
+        subset = self.plan.subset(answers, self.max_condition)
         if not answers or (self.approximate and not subset.determined.any()):
             raise NotDecodable(f"the answers of devices {list(subset.devices)} determine no partition at all")
         stacked = np.stack([np.asarray(answers[i], np.float64) for i in subset.devices])
-        self.margins = subset.margins(stacked, partial=self.approximate)
+        try:
+            self.margins = subset.margins(stacked, partial=self.approximate)
+        except CorruptGeneration:
+            odd = subset.odd_one(stacked)
+            if odd is None:
+                raise
+            self.odd.append(odd)
+            return self.decode({i: u for i, u in answers.items() if i != odd})
+        if self.probe:
+            self.margins = np.where(np.isnan(self.margins), np.nan, 0.0)
         self.condition = subset.condition
+        self._answers = dict(zip(subset.devices, stacked, strict=True))
         self._left, self._lost = None, {}
         return self.margins
 
-    def assign(self, alive: Collection[int]) -> dict[int, Real]:
+    def contradicts(self, model: Real, answers: Mapping[int, Real]) -> list[int]:
+        """Return the devices whose answer to phase 2 does not fit theirs to phase 1; ask before :meth:`take`.
+
+        To take such an answer for one that was lost is enough, whichever of the two is wrong: where others can make up
+        for the device, the margins are those that they determine without it.
+
+        Parameters
+        ----------
+        model : ndarray, shape (d,)
+            w of phase 1, or what went in its place.
+        answers : mapping of int to ndarray, shape (d,)
+            h_i by device.
+
+        Notes
+        -----
+        <h_i, w> and <v_i, u_i> may differ by :data:`CONTRADICTION` of |h_i| |w| + |v_i| |u_i|. Rounding u_i, v_i, w and
+        h_i to float32 makes at most 1.2e-7 of it (derived: 6e-8 of either product for each of its factors), products in
+        float64 made 3e-16 with 100 rows of 61 (measured), which leaves room for X~_i of which most cancels in X~_i w.
+        """
+        out = []
+        for i in answers.keys() & self._assigned.keys():
+            h, v, u = answers[i], self._assigned[i], self._answers[i]
+            scale = _length(h) * _length(model) + _length(v) * _length(u)
+            with np.errstate(over="ignore", invalid="ignore"):
+                apart = abs(float(h @ model - v @ u))
+            if not apart <= CONTRADICTION * scale < math.inf:
+                out.append(i)
+        return sorted(out)
+
+    def assign(self, alive: Collection[int], *, whole: bool = False) -> dict[int, Real]:
         """Return v_i, shape ``(m,)``, for those of the ``alive`` devices that are to be asked.
+
+        Parameters
+        ----------
+        whole : bool
+            Do not give up a partition that the margins are known of, even with ``approximate``.
 
         Raises
         ------
         NotDecodable
             When they cannot give what is missing; with ``approximate`` when not a single partition is left.
         """
-        subset = self.plan.subset(self.plan.choose(alive))
+        subset = self.plan.subset(self.plan.choose(alive), self.max_condition)
+        everybody = self.plan.subset(alive, self.max_condition)
+        if subset.rank < everybody.rank:
+            # As few as possible, but these few are too ill-conditioned.
+            subset = everybody
         if self._left is None:
             self._start(self._known)
         assert self._left is not None
@@ -478,7 +432,7 @@ class CodedStep:
             vectors = subset.back_projection(self._left)
         except NotDecodable:
             known = subset.determined & self._known
-            if not self.approximate or not known.any():
+            if whole or not self.approximate or not known.any():
                 raise
             # What arrived belongs to a sum that can no longer be completed.
             self._start(known)

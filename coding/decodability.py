@@ -90,8 +90,8 @@ def decode_rate(
     Parameters
     ----------
     code : str or DataPlan
-        A plan: losses alone are random. A name of :data:`coding.datacode.CODES`: matrices are drawn, too, one for every
-        ``per_draw`` trials; with ``per_draw`` 1 the trials are independent.
+        A plan: losses alone are random. A name of :data:`coding.encodings.CODES`: matrices are drawn, too, one for
+        every ``per_draw`` trials; with ``per_draw`` 1 the trials are independent.
     lost, loss : int, float
         Exactly one of them; see the module.
 

@@ -1,7 +1,7 @@
 """Elimination over GF(2^8), on coefficients only: does a packet say anything new, and what do they say together?
 
 A :class:`Basis` keeps the row echelon form of the coefficient vectors that were independent when they came. One arrival
-costs O(K^2) whatever the symbols weigh, because no payload byte is touched. :func:`recovery` solves for the symbols that
+costs O(K^2) whatever the symbols weigh: no payload byte is touched. :func:`recovery` solves for the symbols that
 are missing, when there are enough. Both are compiled on first use and cached on disk (:mod:`coding.gauss`).
 """
 

@@ -83,7 +83,7 @@ def absorb(words: Any, vector: Any, reciprocals: Any) -> bool:
 def arrange(cells: Any, vectors: Any, coded: Any, slot_of: Any, right: int) -> None:
     """Write ``[A | B I]`` of the packets in slots ``coded`` into ``cells``, which is zero, of shape (e, bytes).
 
-    A are the coefficients of the symbols without a slot; the rest goes from byte ``right`` on, in the order of the slots.
+    A are the coefficients of the symbols without a slot; the rest is from byte ``right`` on, in slot order.
     """
     for i in range(coded.size):
         column = 0

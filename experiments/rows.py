@@ -293,7 +293,7 @@ ROWS: Final[tuple[Row, ...]] = (
             "payload": "float64",
             "transport": "hub",
             "approximate": False,
-            "retries": 3,
+            "retries": 7,
         },
         strategy="coded_linear",
     ),

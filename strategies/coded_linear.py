@@ -12,6 +12,9 @@ One round is one iteration of full-batch gradient descent:
     phase 2      projected residuals down to as few devices as decode, parts of the gradient up; when one of them is
                  lost, others make up for it (a retry), for which all that has arrived stays valid
 
+A device whose second answer does not fit its first (see :meth:`coding.datacode.CodedStep.contradicts`) is left out of
+the round, with both of them.
+
 A round whose answers do not determine the gradient is skipped and the model is unchanged, unless ``approximate`` is
 set: then it goes on with the partitions that are determined, and the report says how many examples are missing.
 """
@@ -20,20 +23,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from coding.datacode import LOSSES, CodedStep, DataPlan, encoding_matrix
+from coding.datacode import CONDITION_OF, CodedStep, DataPlan
+from coding.encodings import encoding_matrix
 from coding.errors import CodingError, NotDecodable
+from coding.linearloss import LOSSES
+from coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
 from fedcomp.flower import linear
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
+from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
 from strategies.linear_setup import LinearReport, LinearSetup, Shape, exchange
 from strategies.replies import shorten
 
@@ -43,7 +50,7 @@ Real = NDArray[np.float64]
 
 __all__ = ["CodedLinearGD", "LinearModel", "LinearReport"]
 
-_COUNTS: Final = ("partitions", "parities", "retries")
+_COUNTS: Final = ("partitions", "parities", "retries", "surplus")
 
 
 class CodedLinearGD(ExchangeStrategy):
@@ -60,7 +67,7 @@ class CodedLinearGD(ExchangeStrategy):
     parities : int
         r = n - k.
     code : str
-        One of :data:`coding.datacode.CODES`.
+        One of :data:`coding.encodings.CODES`.
     density : float
         Share of nonzero coefficients.
     loss : str
@@ -68,9 +75,15 @@ class CodedLinearGD(ExchangeStrategy):
     lr, l2 : float
         Step size; coefficient of |w|^2/2 (the bias is not regularised).
     approximate : bool
-        Go on with the partitions that are determined instead of skipping a round.
+        Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
+        given up from the third retry on.
+    surplus : int, optional
+        Go on to phase 2 as soon as the answers decode and so many more than partitions have come, and wait for nobody
+        else. Two and more let one wrong answer be found in phase 1. Which answers are first is not repeatable, and
+        neither are the last bits of the model. Default: all answers are waited for, as long as ``deadline`` says.
     retries : int
-        How often phase 2 may be repeated in a round.
+        How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
+        undone, 7 hardly any.
     deadline : float, optional
         Seconds for the replies of each exchange; default: the driver's timeout alone.
     payload : str
@@ -100,7 +113,8 @@ class CodedLinearGD(ExchangeStrategy):
         lr: float = 0.1,
         l2: float = 0.0,
         approximate: bool = False,
-        retries: int = 3,
+        surplus: int | None = None,
+        retries: int = 7,
         deadline: float | None = None,
         payload: str = "float64",
         transport: str = "hub",
@@ -108,7 +122,7 @@ class CodedLinearGD(ExchangeStrategy):
         seed: int = 0,
         configrecord_key: str = "config",
     ) -> None:
-        for name, count in zip(_COUNTS, (partitions, parities, retries), strict=True):
+        for name, count in zip(_COUNTS, (partitions, parities, retries, surplus or 0), strict=True):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= 0")
         # Says what is wrong with a code or density before any node is asked.
@@ -123,7 +137,7 @@ class CodedLinearGD(ExchangeStrategy):
             raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
         self.loss, self.lr, self.l2 = loss, lr, l2
         self.approximate, self.retries, self.deadline = approximate, retries, deadline
-        self.payload = payload
+        self.payload, self.surplus = payload, surplus
         self.iterations: dict[int, LinearReport] = {}
         self._setup = LinearSetup(
             partitions=partitions,
@@ -160,13 +174,20 @@ class CodedLinearGD(ExchangeStrategy):
         if self.plan is None:
             return self._skip(report)
         labels = [self._setup.labels[j] for j in range(self.plan.partitions)]
-        step = CodedStep(self.plan, labels, self.loss, approximate=self.approximate)
+        limit = CONDITION_OF[self.payload]
+        # With a model of zeros all answers would be zero, right or wrong.
+        sent = model.vector if model.vector.any() else self._probe(server_round, len(model.vector))
+        step = CodedStep(
+            self.plan, labels, self.loss, self.approximate, max_condition=limit, probe=sent is not model.vector
+        )
         online = {self._setup.devices[n]: n for n in nodes if n in self._setup.devices}
         try:
-            answers = yield from self._phase1(online, model, step, report)
+            answers = yield from self._phase1(online, sent, step, report)
             step.decode(answers)
+            for device in step.odd:
+                report.reject(device, NotDecodable("its margins contradict those of all others"))
+            yield from self._phase2(sorted(answers.keys() - step.odd), online, sent, step, report)
             report.condition = step.condition
-            yield from self._phase2(sorted(answers), online, model, step, report)
         except CodingError as reason:
             report.skipped = shorten(f"{type(reason).__name__}: {reason}")
             return self._skip(report)
@@ -182,41 +203,69 @@ class CodedLinearGD(ExchangeStrategy):
         metrics["train_loss"] = step.mean_loss
         return moved, metrics
 
+    def _probe(self, server_round: int, size: int) -> Real:
+        return SplitMix64(derive("probe", self._setup.seed, server_round)).normal(size)
+
     def _skip(self, report: LinearReport) -> tuple[None, MetricRecord]:
         log.warning("round %d: the model is unchanged: %s", report.round, report.skipped)
         return None, report.metrics()
 
     def _phase1(
-        self, online: Mapping[int, int], model: LinearModel, step: CodedStep, report: LinearReport
+        self, online: Mapping[int, int], sent: Real, step: CodedStep, report: LinearReport
     ) -> Exchanges[dict[int, Real]]:
         """Send the model to every device that is set up; return their products with it."""
-        vectors = dict.fromkeys(sorted(online.keys() & self._setup.ready), model.vector)
+        vectors = dict.fromkeys(sorted(online.keys() & self._setup.ready), sent)
         report.asked = len(vectors)
         answers = yield from self._ask(
-            linear.PHASE1, vectors, (linear.MODEL, linear.MARGINS), step.margins_size, online, report
+            linear.PHASE1, vectors, (linear.MODEL, linear.MARGINS), step.margins_size, online, report, self._enough
         )
         report.answered = len(answers)
         return answers
 
     def _phase2(
-        self, alive: list[int], online: Mapping[int, int], model: LinearModel, step: CodedStep, report: LinearReport
+        self, alive: list[int], online: Mapping[int, int], sent: Real, step: CodedStep, report: LinearReport
     ) -> Exchanges[None]:
         """Ask a decodable subset for its parts of the gradient; what is lost, others of those left make up for."""
-        left, used = alive, set[int]()
-        assigned = step.assign(left)
+        used, silences = set[int](), Counter[int]()
+        assigned = step.assign(alive)
         names = linear.RESIDUALS, linear.GRADIENT
         while True:
-            answers = yield from self._ask(linear.PHASE2, assigned, names, len(model.vector), online, report)
+            answers = yield from self._ask(linear.PHASE2, assigned, names, len(sent), online, report)
+            wrong = step.contradicts(sent, answers)
+            for i in wrong:
+                del answers[i]
+                report.reject(i, NotDecodable("its part of the gradient does not fit its margins"))
+            report.lost += wrong
             used |= answers.keys()
             if step.take(answers):
                 report.used = sorted(used)
                 return
             silent = [i for i in assigned if i not in answers]
             if report.retries == self.retries:
-                raise NotDecodable(f"devices {silent} did not answer phase 2, after {self.retries} retries")
-            left = [i for i in left if i not in silent]
+                raise NotDecodable(f"devices {silent} did not answer phase 2 usably, after {self.retries} retries")
+            silences.update(silent)
+            alive = [i for i in alive if i not in wrong]
+            never = [i for i in alive if not silences[i]]
+            once = [i for i in alive if silences[i] < 2 and i not in silent]
             report.retries += 1
-            assigned = _again(step, left, report.retries)
+            assigned = _again(step, (never, once), report.retries, again=not wrong)
+
+    @property
+    def _enough(self) -> Enough | None:
+        """What ends phase 1 before all have answered or the deadline has come."""
+        if self.surplus is None:
+            return None
+        plan, surplus = self.plan, self.surplus
+        assert plan is not None
+
+        def enough(replies: Sequence[Message]) -> bool:
+            # They are checked when phase 1 is over.
+            nodes = {r.metadata.src_node_id for r in replies if r.has_content() and linear.MARGINS in r.content}
+            devices = {self._setup.devices[node] for node in nodes if node in self._setup.devices}
+            more = len(devices) - plan.partitions
+            return more >= surplus and plan.subset(devices, CONDITION_OF[self.payload]).decodes_all
+
+        return enough
 
     def _ask(
         self,
@@ -226,6 +275,7 @@ class CodedLinearGD(ExchangeStrategy):
         size: int,
         online: Mapping[int, int],
         report: LinearReport,
+        enough: Enough | None = None,
     ) -> Exchanges[dict[int, Real]]:
         """Send each device its vector; return the usable answers of ``size`` numbers, note why others are not."""
         take, give = names[1], names[0]
@@ -234,7 +284,7 @@ class CodedLinearGD(ExchangeStrategy):
             content = contents[online[device]] = RecordDict()
             linear.put_vector(content, give, vector, self.payload)
         header = {"plan": self._setup.plan_id, "type": self.payload}
-        replies = yield from exchange(contents, f"train.{phase}", header, deadline=self.deadline)
+        replies = yield from exchange(contents, f"train.{phase}", header, deadline=self.deadline, enough=enough)
         answers: dict[int, Real] = {}
         for node, reply in replies:
             device = self._setup.devices[node]
@@ -270,15 +320,26 @@ class CodedLinearGD(ExchangeStrategy):
         return repr((setup.code, setup.partitions, setup.parities, setup.density, setup.seed, self.loss))
 
 
-def _again(step: CodedStep, left: list[int], attempt: int) -> dict[int, Real]:
-    """Return whom a retry asks: others in place of the lost, as if these were gone; every second time, and when the
-    others cannot do it, the lost themselves, as if only messages were."""
-    if attempt % 2 == 0:
+def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Real]:
+    """Return whom a retry asks: others in place of the lost, as if these were gone, from the first of ``pools`` that is
+    enough; every second time, and when no others are, the lost themselves, as if only messages were (if ``again``). An
+    approximate step gives up what nobody else has from the third retry on.
+
+    Raises
+    ------
+    NotDecodable
+        When nobody is left to be asked.
+    """
+    if again and attempt % 2 == 0:
         return step.repeat()
-    try:
-        return step.assign(left)
-    except CodingError:
+    for pool in pools:
+        try:
+            return step.assign(pool, whole=True)
+        except NotDecodable:
+            continue
+    if again and (attempt == 1 or not step.approximate):
         return step.repeat()
+    return step.assign(pools[0])
 
 
 class LinearModel:

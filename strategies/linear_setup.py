@@ -24,14 +24,15 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from coding.datacode import DataPlan, data_plan
-from coding.datapacket import unpack_partition
+from coding.datapacket import packed_bytes, unpack_partition
+from coding.parcels import HEADER_BYTES
 from coding.transport import SpoolRoot
 from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
 from fedcomp.flower import linear
 from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
-from fedcomp.flower.rounds import Exchanges, Push
+from fedcomp.flower.rounds import Enough, Exchanges, Push
 from strategies.replies import shorten
 
 Real = NDArray[np.float64]
@@ -137,6 +138,7 @@ def exchange(
     config: ConfigRecord | None = None,
     config_key: str = "config",
     deadline: float | None = None,
+    enough: Enough | None = None,
 ) -> Exchanges[list[tuple[int, Message]]]:
     """Send one message to each node, header first; return the replies with the nodes they come from."""
     messages: dict[int, Message] = {}
@@ -147,7 +149,7 @@ def exchange(
         for name, record in (given or RecordDict()).items():
             content[name] = record
         messages[node] = Message(content, node, message_type)
-    replies = yield Push(list(messages.values()), deadline)
+    replies = yield Push(list(messages.values()), deadline, enough)
     nodes = {message.metadata.message_id: node for node, message in messages.items()}
     return [(nodes[reply.metadata.reply_to_message_id], reply) for reply in replies]
 
@@ -210,6 +212,7 @@ class LinearSetup:
         self.labels: dict[int, Real] = {}
         self.devices: dict[int, int] = {}
         self.ready: set[int] = set()
+        self._data: dict[int, bytes] = {}
         self._addresses: dict[int, str] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._links: SpoolRoot | None = None
@@ -337,9 +340,12 @@ class LinearSetup:
             raise StateError(f"the task of device {device} has loss {loss!r}, this server minimises {self.loss!r}")
         if columns != shape.features:
             raise StateError(f"device {device} has {columns} features, the model has {shape.features}")
+        data = linear.bytes_of(header, "data", linear.DIGEST)
         if device in self.labels:
             if len(self.labels[device]) != rows:
                 raise StateError(f"device {device} came back with {rows} examples, not {len(self.labels[device])}")
+            if self._data[device] != data:
+                raise StateError(f"device {device} came back with other examples than those the others have combined")
             return
         kind = linear.text_of(header, "label-type")
         if kind not in _LABEL_TYPES:
@@ -347,7 +353,7 @@ class LinearSetup:
         y = linear.take_vector(reply.content, linear.LABELS, rows, kind)
         if self.loss != "squares" and not np.isin(y, (0.0, 1.0)).all():
             raise StateError(f"device {device} sent labels other than 0 and 1")
-        self.labels[device] = y
+        self.labels[device], self._data[device] = y, data
 
     def _make_plan(self, count: int, config: ConfigRecord, shape: Shape, report: LinearReport) -> None:
         if self.plan is not None:
@@ -361,7 +367,7 @@ class LinearSetup:
         plan = data_plan(self.code, count + self.parities, count, density=self.density, seed=self.seed)
         data = hashlib.blake2b(repr(shape).encode(), digest_size=16)
         for j in range(count):
-            data.update(len(self.labels[j]).to_bytes(8, "little") + self.labels[j].tobytes())
+            data.update(len(self.labels[j]).to_bytes(8, "little") + self.labels[j].tobytes() + self._data[j])
         # What the clients make their rows from; the round and how they would train otherwise are no part of it.
         task = sorted((k, repr(v)) for k, v in config.items() if k == "task" or k.startswith("task."))
         self.plan, self.plan_id = plan, plan.plan_id(data.digest(), repr(task).encode())
@@ -392,9 +398,10 @@ class LinearSetup:
             try:
                 content = self.content(reply, owner)
                 if self._links is not None:
-                    for size in linear.integers_of(linear.header_of(reply), "sent"):
+                    for size in self._sent(reply, owner, needs, shape):
                         report.count("peer", size)
-                        report.transfers += 1
+                        # Nothing is handed over where no connection comes about.
+                        report.transfers += size > 0
                         record_peer(grid, report.round, node, size)
                     continue
                 data = take_frame(content, linear.PARTITION)
@@ -407,6 +414,17 @@ class LinearSetup:
             parts[owner] = data
             report.count("hub-up", len(data))
         return parts
+
+    def _sent(self, reply: Message, owner: int, needs: Mapping[int, list[int]], shape: Shape) -> list[int]:
+        """Return the bytes an owner says it handed over, one number per receiver."""
+        sizes = linear.integers_of(linear.header_of(reply), "sent")
+        receivers = sum(owner in wanted for wanted in needs.values())
+        # A parcel that is not acknowledged is sent once more.
+        most = 2 * (HEADER_BYTES + packed_bytes(len(self.labels[owner]), shape.features))
+        if len(sizes) != receivers or not all(0 <= size <= most for size in sizes):
+            said = shorten(repr(sizes))
+            raise StateError(f"says it handed over {said} bytes, expected {receivers} numbers from 0 to {most}")
+        return sizes
 
     def _build(
         self,
@@ -458,6 +476,7 @@ class LinearSetup:
             "partitions": 0 if self.plan is None else self.plan.partitions,
             "plan": self.plan_id,
             "labels": {str(j): y for j, y in self.labels.items()},
+            "data": {str(j): digest for j, digest in self._data.items()},
             "devices": {str(node): device for node, device in self.devices.items()},
             "addresses": {str(device): address for device, address in self._addresses.items()},
             "ready": sorted(self.ready),
@@ -466,6 +485,7 @@ class LinearSetup:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self.labels = {int(j): np.asarray(y, np.float64) for j, y in state["labels"].items()}
+        self._data = {int(j): bytes(digest) for j, digest in state["data"].items()}
         self.devices = {int(node): int(device) for node, device in state["devices"].items()}
         self._addresses = {int(device): str(address) for device, address in state["addresses"].items()}
         self.ready = {int(device) for device in state["ready"]}

@@ -44,6 +44,9 @@ PARTITION: Final = "fedcomp.linear.partition"
 VECTOR_TYPES: Final = ("float64", "float32")
 """Types in which vectors of the two phases may travel."""
 
+DIGEST: Final = 16
+"""Bytes of the digest by which an owner says which examples it has."""
+
 _CHECK: Final = 4
 
 

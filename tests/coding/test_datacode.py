@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from coding.datacode import CODES, CodedStep, DataPlan, Subset, data_plan, encode_rows, encoding_matrix, residuals
+from coding.datacode import CONDITION_OF, MAX_CONDITION, CodedStep, DataPlan, Subset, data_plan, encode_rows
 from coding.datapacket import pack_partition, unpack_partition
 from coding.decodability import (
     decodable,
@@ -19,7 +19,9 @@ from coding.decodability import (
     replication_probability,
     single_loss_probability,
 )
+from coding.encodings import CODES, encoding_matrix
 from coding.errors import CorruptGeneration, IllConditioned, NotDecodable, PacketError
+from coding.linearloss import residuals
 from coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
@@ -332,15 +334,112 @@ def test_the_sum_may_be_known_where_the_parts_are_not() -> None:
     assert (empty.rank, empty.decodes_sum, empty.decodes_all) == (0, False, False)
 
 
-def test_surplus_answers_that_contradict_each_other_are_noticed() -> None:
+def test_one_wrong_answer_among_two_more_than_needed_is_left_out_and_otherwise_refused() -> None:
     problem = Problem(data_plan("mds", 10, 6), "logistic")
-    answers = problem.margins(range(10), np.ones(7))
-    answers[7] = answers[7] + 1e-3
-    with pytest.raises(CorruptGeneration, match="contradict"):
-        problem.step().decode(answers)
+    w = np.ones(7)
+    for wrong in (1e-3, 1e200, 1e308):
+        answers = problem.margins(range(10), w)
+        answers[7] = answers[7] + wrong
+        step = problem.step()
+        step.decode(answers)
+        assert step.odd == [7]
+        assert step.take(problem.parts(step.assign(range(7))))
+        np.testing.assert_allclose(step.gradient, problem.gradient(w), rtol=0, atol=1e-10)
+    # With one more than needed any of them may be the wrong one; so it is with two copies, and with two wrong ones.
+    copies = Problem(data_plan("replication", 6, 3), "logistic")
+    for setting, devices, changed in ((problem, range(7), {3}), (problem, range(10), {3, 4}), (copies, range(6), {1})):
+        answers = setting.margins(devices, w)
+        answers |= {i: answers[i] + 1e-3 for i in changed}
+        with pytest.raises(CorruptGeneration, match="contradict"):
+            setting.step().decode(answers)
     # Rounding to float32 is no contradiction.
     rounded = {i: u.astype(np.float32).astype(float) for i, u in problem.margins(range(10), np.ones(7)).items()}
-    problem.step().decode(rounded)
+    step = problem.step()
+    step.decode(rounded)
+    assert step.odd == []
+
+
+@pytest.mark.parametrize("loss", ["logistic", "squares", "hinge"])
+def test_a_second_answer_has_to_fit_the_first(loss: str) -> None:
+    """<h, w> = <u, v>: rounding stays far below the tolerance, wrong rows, models and numbers far above."""
+    problem = Problem(data_plan("mds", 12, 8), loss)
+    stream = SplitMix64(7)
+    for dtype in (np.float64, np.float32):
+        for _ in range(30):
+
+            def sent(a: np.ndarray, kind: type = dtype) -> np.ndarray:
+                return a.astype(kind).astype(float)
+
+            w = 100.0 * stream.normal(7)
+            alive = subset_of(stream, 12, 9)
+            step = problem.step()
+            step.decode({i: sent(u) for i, u in problem.margins(alive, sent(w)).items()})
+            assigned = step.assign(alive)
+            honest = {i: sent(problem.coded[i].T @ sent(v)) for i, v in assigned.items()}
+            assert step.contradicts(w, honest) == []
+            wrong, other = sorted(honest)[1], sorted(honest)[2]
+            bad = {"scaled": 1.5 * honest[wrong], "of another": honest[other], "one": np.ones(7)}
+            bad |= {"huge": np.full(7, 1e200), "overflow": np.full(7, 1e308), "zero": np.zeros(7)}
+            for kind, h in bad.items():
+                assert step.contradicts(w, honest | {wrong: h}) == [wrong], kind
+
+
+def test_a_wrong_first_answer_that_nothing_else_contradicts_is_found_in_the_second_phase() -> None:
+    problem = Problem(data_plan("mds", 8, 5), "logistic")
+    w = np.ones(7)
+    answers = problem.margins(range(5), w)
+    answers[2] = answers[2] + 0.1
+    step = problem.step()
+    step.decode(answers)
+    assigned = step.assign(range(5))
+    assert step.contradicts(w, problem.parts(assigned)) == [2]
+    parts = problem.parts(assigned)
+    assert not step.take({i: h for i, h in parts.items() if i != 2})
+    # Nobody can make up for it, so that the wrong margins come to nothing.
+    with pytest.raises(NotDecodable, match="cannot give"):
+        step.assign([0, 1, 3, 4])
+    step = problem.step(approximate=True)
+    step.decode(answers)
+    assert not step.take({i: h for i, h in problem.parts(step.assign(range(5))).items() if i != 2})
+    assert step.take(problem.parts(step.assign([0, 1, 3, 4])))
+    bounds = np.cumsum([0, *problem.sizes])
+    keep = [row for row in range(bounds[5]) if not bounds[2] <= row < bounds[3]]
+    np.testing.assert_allclose(step.gradient, problem.gradient(w, keep), rtol=0, atol=1e-10)
+
+
+def test_with_a_model_of_zeros_something_else_is_asked_for_and_the_margins_are_zero() -> None:
+    problem = Problem(data_plan("mds", 8, 5), "logistic")
+    other = SplitMix64(1).normal(7)
+    step = problem.step(probe=True)
+    assert not step.decode(problem.margins(range(8), other)).any()
+    parts = problem.parts(step.assign(range(8)))
+    assert step.contradicts(other, parts) == []
+    assert step.contradicts(other, parts | {1: np.ones(7)}) == [1]
+    assert step.take(parts)
+    np.testing.assert_allclose(step.gradient, problem.gradient(np.zeros(7)), rtol=0, atol=1e-10)
+    step = problem.step(probe=True, approximate=True)
+    assert np.isnan(step.decode(problem.margins([0, 1], other))).all(axis=1).tolist() == [False] * 2 + [True] * 3
+
+
+def test_what_rounding_costs_limits_the_condition_number() -> None:
+    matrix = np.array([[1.0, 0.0], [1.0, 4e-4], [1.0, -4e-4]])
+    plan = DataPlan("by hand", matrix)
+    limit = CONDITION_OF["float32"]
+    assert limit < plan.subset([0, 1]).condition < MAX_CONDITION
+    assert plan.subset([0, 1]).decodes_all
+    with pytest.raises(IllConditioned, match="4e\\+03 is decoded"):
+        plan.subset([0, 1], limit).require()
+    # As few devices as possible are asked, but not at the price of the gradient.
+    labels = [np.array([0.0, 1.0]), np.array([1.0, 0.0])]
+    step = CodedStep(plan, labels, "logistic", max_condition=limit)
+    step.decode({i: row @ np.ones((2, 2)) for i, row in enumerate(matrix)})
+    assert sorted(step.assign(range(3))) == [0, 1, 2]
+    assert len(CodedStep(plan, labels, "logistic").plan.choose(range(3))) == 2
+
+
+def test_a_partition_is_determined_exactly_or_not_at_all() -> None:
+    assert Subset(np.array([[1.0, 2e-5]]), (0,)).determined.tolist() == [False, False]
+    assert Subset(np.array([[1.0, 0.0]]), (0,)).determined.tolist() == [True, False]
 
 
 def test_approximate_goes_on_with_what_is_determined_and_says_so() -> None:
@@ -465,6 +564,16 @@ def test_rows_are_padded_with_zeros_and_the_constant_column_is_combined_like_the
     assert not encode_rows(np.zeros(3), {}, 3, 2).any()
     with pytest.raises(NotDecodable, match=r"partitions \[2\]"):
         encode_rows(row, {0: np.ones((2, 2))}, 3, 2)
+
+
+def test_nobody_is_asked_for_the_padding_of_a_shorter_partition() -> None:
+    problem = Problem(data_plan("mds", 6, 4), "logistic")
+    assert min(problem.sizes) < max(problem.sizes)
+    step = problem.step()
+    step.decode(problem.margins(range(6), np.zeros(7)))
+    for j, vector in step.assign(range(4)).items():
+        assert vector[: problem.sizes[j]].all()
+        assert not vector[problem.sizes[j] :].any()
 
 
 def test_choosing_prefers_devices_that_store_plain_partitions() -> None:

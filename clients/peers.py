@@ -1,0 +1,50 @@
+"""A client's own end of the links to its peers, by its node's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flwr.app import Context
+
+from clients.edge import PEER_ADDRESS, PEER_STORE
+from fedcomp.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from coding.transport import PeerTransport
+
+
+def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport:
+    """Return the transport of a node's address, or of its simulated link where it has none.
+
+    Parameters
+    ----------
+    number : int
+        This client's, which names its simulated link.
+    spools : str
+        Folder of the simulated links, as the server says; empty when there are none.
+    max_store_bytes : int
+        Limit of what is kept for this client.
+
+    Raises
+    ------
+    ConfigError
+        When the node's configuration is half of what it needs, or the folder was not marked for simulated links.
+    StateError
+        When there is neither an address nor a folder.
+    """
+    from coding.transport import SpoolRoot, transport_of
+
+    address, folder = (context.node_config.get(name) for name in (PEER_ADDRESS, PEER_STORE))
+    if isinstance(address, str) and isinstance(folder, str):
+        return transport_of(address, Path(folder), max_store_bytes=max_store_bytes)
+    if address is not None or folder is not None:
+        raise ConfigError(f"this node's configuration needs both {PEER_ADDRESS} and {PEER_STORE}, or neither")
+    if not spools:
+        raise StateError(
+            "parcels travel between clients, but this node has no peer address: start it with "
+            "python -m clients.edge --peer HOST:PORT"
+        )
+    # Only a folder that was marked on this very machine for simulated links is accepted.
+    own = SpoolRoot(Path(spools), max_store_bytes).address(number)
+    return transport_of(own, max_store_bytes=max_store_bytes)

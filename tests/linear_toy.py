@@ -1,0 +1,101 @@
+"""A small linear problem with a client for it, for tests of coded gradient descent over messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+
+from clients.coded_linear import LinearRows, answer_coded_linear
+from coding.stream import SplitMix64
+from fedcomp.flower import linear
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from strategies.coded_linear import CodedLinearGD
+
+FEATURES = 5
+
+PHASE1, PHASE2 = f"train.{linear.PHASE1}", f"train.{linear.PHASE2}"
+
+SETUP = f"query.{linear.SETUP}"
+
+
+def data(partition: int, loss: str = "logistic") -> LinearRows:
+    stream = SplitMix64(100 + partition)
+    m = 12 + partition % 3
+    x = stream.normal(m * FEATURES).reshape(m, FEATURES)
+    score = x @ np.arange(1.0, FEATURES + 1) + stream.normal(m)
+    return LinearRows(x, score if loss == "squares" else (score > 0).astype(float), loss)
+
+
+def client(loss: str = "logistic") -> ClientApp:
+    def rows(msg: Message, context: Context, partitions: int) -> LinearRows:
+        return data(int(context.node_config["partition-id"]), loss)
+
+    return answer_coded_linear(ClientApp(), rows)
+
+
+def model() -> ArrayRecord:
+    return ArrayRecord({"weight": Array(np.zeros((1, FEATURES), np.float32)), "bias": Array(np.zeros(1, np.float32))})
+
+
+def vector(arrays: ArrayRecord) -> np.ndarray:
+    return np.concatenate([array.numpy().ravel() for array in arrays.values()])
+
+
+def metered(nodes: int, *, fault=None, app: Callable | None = None, **options) -> MeteredGrid:
+    return MeteredGrid(InProcessGrid(app or client(), nodes, seed=4, fault=fault, **options), Ledger())
+
+
+def uncoded(partitions: int, moves: list[bool], loss: str = "logistic", lr: float = 0.5, l2: float = 0.0) -> np.ndarray:
+    """Gradient descent on all rows at once; one entry of ``moves`` per round, False where the round was skipped."""
+    parts = [data(j, loss) for j in range(partitions)]
+    x = np.concatenate([np.c_[p.x, np.ones(len(p.x))] for p in parts])
+    y = np.concatenate([p.y for p in parts])
+    w = np.zeros(FEATURES + 1)
+    for moved in moves:
+        z = x @ w
+        if loss == "logistic":
+            slope = 1 / (1 + np.exp(-z)) - y
+        elif loss == "squares":
+            slope = z - y
+        else:
+            slope = np.where((2 * y - 1) * z < 1, 1 - 2 * y, 0)
+        if moved:
+            w = w - lr * (x.T @ slope / len(y) + l2 * np.r_[w[:-1], 0.0])
+    return w
+
+
+def run(strategy: CodedLinearGD, grid: MeteredGrid, rounds: int = 10):
+    return strategy.start(grid, model(), num_rounds=rounds, timeout=9)
+
+
+def moves(strategy: CodedLinearGD) -> list[bool]:
+    return [not report.skipped for report in strategy.iterations.values()]
+
+
+def tampered(action: str, partition: int, change: Callable[[Message], None]) -> Callable:
+    """A client whose replies to one kind of message are changed."""
+    honest = client()
+
+    def call(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if msg.metadata.message_type == action and context.node_config["partition-id"] == partition:
+            change(reply)
+        return reply
+
+    return call
+
+
+def with_vector(name: str, values: np.ndarray, dtype: str = "float64") -> Callable[[Message], None]:
+    return lambda reply: linear.put_vector(reply.content, name, values, dtype)
+
+
+def set_header(**entries) -> Callable[[Message], None]:
+    return lambda reply: reply.content.config_records[linear.HEADER].update(entries)
+
+
+ROWS = 14

@@ -1,0 +1,239 @@
+"""Coded gradient descent with devices that answer wrongly: noticed, left out, said in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from linear_toy import (
+    FEATURES,
+    PHASE1,
+    PHASE2,
+    ROWS,
+    SETUP,
+    client,
+    data,
+    metered,
+    model,
+    moves,
+    run,
+    set_header,
+    tampered,
+    uncoded,
+    vector,
+    with_vector,
+)
+
+from clients.coded_linear import LinearRows, answer_coded_linear
+from fedcomp.flower import linear
+from fedcomp.flower.faults import Delivery
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.rounds import fit
+from strategies.coded_linear import CodedLinearGD
+
+
+def drop_header(reply: Message) -> None:
+    del reply.content[linear.HEADER]
+
+
+def damage(name: str) -> Callable[[Message], None]:
+    def change(reply: Message) -> None:
+        frame = bytearray(take_frame(reply.content, name) or b"")
+        frame[3] ^= 16
+        put_frame(reply.content, name, bytes(frame))
+
+    return change
+
+
+WRONG = {
+    "another shape": (with_vector("NAME", np.ones(3)), "expected"),
+    "NaN": (with_vector("NAME", np.full(99, np.nan)), "expected"),
+    "another type": (with_vector("NAME", np.ones(99), "float32"), "expected"),
+    "another plan": (set_header(plan=b"wrongone"), "belongs to plan"),
+    "a plan that is no plan": (set_header(plan="text"), "expected 8 bytes"),
+    "no header": (drop_header, "no header"),
+    "damaged": (damage("NAME"), "checksum"),
+}
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+@pytest.mark.parametrize("kind", WRONG)
+def test_hostile_replies_are_left_out_with_a_reason(phase: int, kind: str) -> None:
+    name, size = (linear.MARGINS, ROWS) if phase == 1 else (linear.GRADIENT, FEATURES + 1)
+    change, said = {
+        "another shape": (with_vector(name, np.ones(3)), "expected"),
+        "NaN": (with_vector(name, np.r_[np.nan, np.ones(size - 1)]), "not all finite"),
+        "another type": (with_vector(name, np.ones(size), "float32"), "expected"),
+        "damaged": (damage(name), "checksum"),
+    }.get(kind, WRONG[kind])
+    strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5)
+    result = run(strategy, metered(7, app=tampered(PHASE1 if phase == 1 else PHASE2, 2, change)), 3)
+    assert moves(strategy) == [True] * 3
+    for report in strategy.iterations.values():
+        assert said in report.rejected[2]
+        assert report.lost == [2]
+        assert 2 not in report.used
+    assert np.abs(vector(result.arrays) - uncoded(4, [True] * 3)).max() < 1e-10
+
+
+@pytest.mark.parametrize("value", [1.0, 1e200, 1e308])
+def test_a_wrong_answer_among_two_more_than_needed_is_left_out_and_with_fewer_the_step_stops(value: float) -> None:
+    change = with_vector(linear.MARGINS, np.full(ROWS, value))
+    strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5)
+    result = run(strategy, metered(7, app=tampered(PHASE1, 2, change)), 3)
+    assert moves(strategy) == [True] * 3
+    assert all("contradict those of all others" in report.rejected[2] for report in strategy.iterations.values())
+    assert np.abs(vector(result.arrays) - uncoded(4, [True] * 3)).max() < 1e-10
+    strategy = CodedLinearGD(partitions=4, parities=1, code="mds", lr=0.5)
+    result = run(strategy, metered(5, app=tampered(PHASE1, 2, change)), 2)
+    # What is no number of this world is told from the others all the same.
+    assert moves(strategy) == [value > 1] * 2
+    assert value > 1 or "contradict each other" in strategy.iterations[1].skipped
+    assert np.abs(vector(result.arrays) - uncoded(4, moves(strategy))).max() < 1e-10
+    # Without surplus it shows in the second phase.
+    strategy = CodedLinearGD(partitions=4, parities=0, code="mds", lr=0.5)
+    run(strategy, metered(4, app=tampered(PHASE1, 2, change)), 2)
+    assert moves(strategy) == [False, False]
+    # It is not asked once more.
+    assert all(report.retries <= 1 for report in strategy.iterations.values())
+
+
+def test_a_device_that_was_wrong_is_not_asked_again_in_the_round() -> None:
+    """Its copy is silent, so that every retry looks for somebody else."""
+    asked: list[int] = []
+
+    def fault(delivery: Delivery) -> str:
+        if delivery.message_type == PHASE2 and delivery.partition == 2:
+            asked.append(delivery.round)
+        return "silent" if delivery.message_type == PHASE2 and delivery.partition == 5 else "none"
+
+    wrong = tampered(PHASE2, 2, with_vector(linear.GRADIENT, np.ones(FEATURES + 1)))
+    strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5)
+    run(strategy, metered(6, fault=fault, app=wrong), 2)
+    assert moves(strategy) == [False, False]
+    assert asked == [1, 2]
+
+
+def replayed(partition: int) -> Callable:
+    """A client that sends its first answer to phase 2 again and again."""
+    honest, kept = client(), list[bytes]()
+
+    def call(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if msg.metadata.message_type == PHASE2 and context.node_config["partition-id"] == partition:
+            kept.append(take_frame(reply.content, linear.GRADIENT) or b"")
+            put_frame(reply.content, linear.GRADIENT, kept[0])
+        return reply
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["ones", "huge", "replayed"])
+@pytest.mark.parametrize("payload", ["float64", "float32"])
+def test_a_wrong_part_of_the_gradient_is_noticed_and_made_up_for(kind: str, payload: str) -> None:
+    size = FEATURES + 1
+    value = {"ones": 1.0, "huge": 1e308 if payload == "float64" else 3e38}.get(kind, 0.0)
+    wrong = tampered(PHASE2, 2, with_vector(linear.GRADIENT, np.full(size, value), payload))
+    strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5, payload=payload)
+    result = run(strategy, metered(7, app=replayed(2) if kind == "replayed" else wrong), 4)
+    assert moves(strategy) == [True] * 4
+    # The model of the first round is zero, and wrong answers are noticed all the same.
+    for number, report in strategy.iterations.items():
+        honest = kind == "replayed" and number == 1
+        assert (2 in report.used, report.retries, report.lost) == (honest, int(not honest), [] if honest else [2])
+        assert honest or "does not fit its margins" in report.rejected[2]
+    tolerance = 1e-10 if payload == "float64" else 1e-5
+    assert np.abs(vector(result.arrays) - uncoded(4, [True] * 4)).max() < tolerance
+
+
+def test_wrong_figures_for_what_was_handed_over_are_not_counted() -> None:
+    honest = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
+    run(honest, metered(7), 1)
+    for sent in ([-5, 1, 1], [2**62] * 3, [400] * 4, []):
+
+        def change(reply: Message, sent: list[int] = sent) -> None:
+            header = reply.content.config_records[linear.HEADER]
+            if "sent" in header:
+                header["sent"] = sent
+
+        strategy = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
+        grid = metered(7, app=tampered(SETUP, 2, change))
+        run(strategy, grid, 1)
+        report = strategy.iterations[1]
+        assert "expected 3 numbers from 0" in report.rejected[2]
+        assert report.transfers == 9
+        assert 0 < report.setup_bytes["peer"] < honest.iterations[1].setup_bytes["peer"]
+        assert report.setup_bytes["peer"] == grid.ledger.total("payload", link="peer")
+
+
+def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
+    scale = {"now": 1.0}
+
+    def rows(msg: Message, context: Context, partitions: int) -> LinearRows:
+        own = data(int(context.node_config["partition-id"]))
+        return LinearRows(scale["now"] * own.x, own.y, own.loss)
+
+    grid = metered(5, app=answer_coded_linear(ClientApp(), rows))
+    first = CodedLinearGD(partitions=3, parities=2, code="mds")
+    run(first, grid, 1)
+    scale["now"] = 2.0
+    second = CodedLinearGD(partitions=3, parities=2, code="mds")
+    run(second, grid, 1)
+    assert second.iterations[1].built == [0, 1, 2, 3, 4]
+    # Within a run the others have combined the former examples: a node that comes with others stays outside.
+    state = second.state_dict()
+    third = CodedLinearGD(partitions=3, parities=2, code="mds")
+    third.load_state_dict(state)
+    grid.inner.remove_node(1)
+    third_round = fit(third, grid, model(), 2, start_round=2)
+    scale["now"] = 3.0
+    grid.inner.add_node(1)
+    fit(third, grid, third_round.arrays, 3, start_round=3)
+    assert "came back with other examples" in third.iterations[3].rejected[1]
+    assert moves(third)[-1]
+
+
+def test_wrong_owners_are_not_taken_in() -> None:
+    wrong: dict[str, tuple[Callable[[Message], None], str]] = {
+        "loss": (set_header(loss="hinge"), "has loss 'hinge', this server minimises 'logistic'"),
+        "features": (set_header(columns=4), "has 4 features, the model has 5"),
+        "labels": (with_vector(linear.LABELS, np.full(14, 2.0), "int8"), "other than 0 and 1"),
+        "number": (with_vector(linear.LABELS, np.ones(3), "int8"), "expected 14 numbers"),
+        "rows": (set_header(rows=-1), "expected a whole number"),
+        "type": (set_header(**{"label-type": "object"}), "labels of type 'object'"),
+    }
+    for change, said in wrong.values():
+        strategy = CodedLinearGD(partitions=4, parities=1)
+        run(strategy, metered(5, app=tampered(SETUP, 2, change)), 1)
+        assert said in strategy.iterations[1].rejected[2]
+        assert "[2] have not joined" in strategy.iterations[1].skipped
+
+
+def test_a_second_node_for_the_same_partition_does_not_replace_the_first() -> None:
+    def twins(delivery: Delivery) -> str:
+        return "none"
+
+    honest = client()
+
+    def liar(msg: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 4:
+            context.node_config["partition-id"] = 1
+        return honest(msg, context)
+
+    class Blind(MeteredGrid):
+        """An engine that does not know which partitions its nodes hold, as a deployment."""
+
+        def partition_of(self, node_id: int) -> None:
+            return None
+
+    strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
+    result = run(strategy, Blind(InProcessGrid(liar, 5, seed=4, fault=twins), Ledger()), 2)
+    assert "two nodes online hold partition 1" in strategy.iterations[1].rejected[1]
+    assert moves(strategy) == [True, True]
+    assert np.abs(vector(result.arrays) - uncoded(3, [True] * 2)).max() < 1e-10
