@@ -10,6 +10,7 @@ the SuperNode the other, without knowing of it: however the SuperNode ends, the 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import select
 import shutil
@@ -29,7 +30,6 @@ PEER_STORE: Final = "peer-store"
 """Keys of the node configuration: where other clients reach this one's listener, and the folder it writes to."""
 
 _LISTENER_SECONDS: Final = 30.0
-_WILDCARDS: Final = ("0.0.0.0", "::", "*")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,6 +91,10 @@ def start_listener(listen: str, store: Path, store_bytes: int, env: Mapping[str,
     if not said:
         listener.kill()
         listener.wait()
+        os.close(kept)
+        if temporary:
+            # It removes the store itself, unless it had to be killed.
+            shutil.rmtree(store, ignore_errors=True)
         raise ConfigError(f"the listener on {listen} did not start; see its message above")
     os.set_inheritable(kept, True)
     return listener.pid
@@ -203,9 +207,18 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             host = "" if address is None else parse_host_port(address)[0]
         except ConfigError as error:
             parser.error(f"{option}: {error}")
-        if host in _WILDCARDS and (option == "--peer-announce" or args.peer_announce is None):
+        if _is_wildcard(host) and (option == "--peer-announce" or args.peer_announce is None):
             parser.error(f"{option} is {address}, which others cannot dial; say where they can with --peer-announce")
     args.peer_announce = args.peer_announce or args.peer
+
+
+def _is_wildcard(host: str) -> bool:
+    """Whether ``host`` means every address of this machine, however it is spelt."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+    except ValueError:
+        # The resolver takes 0 for 0.0.0.0, which is no address by the letter.
+        return host == "*" or (bool(host) and set(host) <= {"0", "."})
 
 
 def _place_store(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

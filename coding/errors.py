@@ -1,7 +1,7 @@
 """Errors of the coding package. They derive from the project's one base class, so that one ``except`` catches them all.
 
-What a user chose wrongly is :class:`fedcomp.errors.ConfigError`; what a peer sent wrongly, or what cannot be decoded, is
-one of these.
+What a user chose wrongly is :class:`fedcomp.errors.ConfigError`; what a peer sent wrongly, or cannot be decoded, is one
+of these.
 """
 
 from __future__ import annotations

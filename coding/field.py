@@ -147,7 +147,7 @@ class GF256:
             raise ConfigError(f"{c} is not an element of GF(2^8); elements are 0..255")
         if x.shape != y.shape:
             raise ConfigError(f"x has shape {x.shape}, y {y.shape}; they must be equal")
-        y ^= tables.products()[c][x]
+        y ^= tables.products()[c][_elements(x)]
 
     def random(self, shape: int | tuple[int, ...], stream: SplitMix64) -> Bytes:
         """Return uniform elements: the stream's next bytes, in C order."""

@@ -136,7 +136,7 @@ class Listener:
                 else:
                     writer.write(await self._receive(host, reader))
                 await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+        except (OSError, asyncio.IncompleteReadError) as error:
             self._refuse(REFUSED, "broken off", f"{host}: {error!r}")
             # A peer that dawdles gets no orderly end: its half of the connection would have to be waited for.
             writer.transport.abort()
@@ -153,7 +153,8 @@ class Listener:
             total = parcel_length(header, self._limits.parcel_bytes)
         except PacketError as error:
             return self._refuse(REFUSED, "no parcel", f"{host}: {error}", header)
-        chunks = [header]
+        # One buffer that grows: pieces may be a byte long, and as objects of their own would take far more memory.
+        data = bytearray(header)
         arrived = 0
         try:
             while arrived < total - HEADER_BYTES:
@@ -162,10 +163,10 @@ class Listener:
                     raise asyncio.IncompleteReadError(header, total)
                 if self._buffered + len(chunk) > self._limits.buffered_bytes:
                     return self._refuse(BUSY, "busy", f"{host} sent more than there is memory for now", header)
-                chunks.append(chunk)
+                data += chunk
                 arrived += len(chunk)
                 self._buffered += len(chunk)
-            parcel = Parcel.from_bytes(b"".join(chunks), self._limits.parcel_bytes)
+            parcel = Parcel.from_bytes(data, self._limits.parcel_bytes)
             # Writing to a disk may take a while, and others need not wait for it.
             await asyncio.to_thread(self._store.put, parcel)
         except PacketError as error:
@@ -207,8 +208,8 @@ async def serve(
 ) -> None:
     """Run a listener until SIGTERM, SIGINT, or the end of the pipe ``until_closed``.
 
-    With a pipe SIGINT is ignored: a Ctrl-C reaches the whole group of processes, and the one that holds the pipe
-    decides when it has ended.
+    With a pipe SIGINT and SIGHUP are ignored: a Ctrl-C, or a terminal that is closed, reaches the whole group of
+    processes, and the one that holds the pipe decides when it has ended.
     """
     listener = Listener(store, limits)
     loop = asyncio.get_running_loop()
@@ -216,7 +217,8 @@ async def serve(
     if until_closed is None:
         loop.add_signal_handler(signal.SIGINT, listener.stop)
     else:
-        loop.add_signal_handler(signal.SIGINT, lambda: None)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, lambda: None)
         os.set_blocking(until_closed, False)
 
         def look() -> None:

@@ -116,12 +116,12 @@ class Parcel:
         return b"".join((prefix, _CRC.pack(zlib.crc32(self.body, zlib.crc32(prefix))), self.body))
 
     @classmethod
-    def from_bytes(cls, data: bytes, limit: int = MAX_PARCEL_BYTES) -> Parcel:
+    def from_bytes(cls, data: bytes | bytearray, limit: int = MAX_PARCEL_BYTES) -> Parcel:
         """Return the parcel that ``data`` holds, and nothing beside it.
 
         Parameters
         ----------
-        data : bytes
+        data : bytes-like
         limit : int
             Most bytes a parcel may have, header included.
 
@@ -130,12 +130,12 @@ class Parcel:
         PacketError
             When ``data`` is no parcel, is longer or shorter than its header says, exceeds ``limit``, or was damaged.
         """
-        total = parcel_length(data[:HEADER_BYTES], limit)
+        total = parcel_length(bytes(data[:HEADER_BYTES]), limit)
         if len(data) != total:
             raise PacketError(f"a parcel's header announces {total} bytes, but there are {len(data)}")
         _, _, kind, _, run, round_, source, destination, _ = _HEADER.unpack_from(data)
         (stated,) = _CRC.unpack_from(data, _HEADER.size)
-        body = bytes(data[HEADER_BYTES:])
+        body = bytes(memoryview(data)[HEADER_BYTES:])
         found = zlib.crc32(body, zlib.crc32(data[: _HEADER.size]))
         if found != stated:
             raise PacketError(f"a parcel of {total} bytes was damaged: its checksum is {found:08x}, not {stated:08x}")

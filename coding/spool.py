@@ -12,17 +12,32 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, unquote
 
 from coding.errors import PacketError, TransportError
-from coding.parcels import HEADER_BYTES, MAX_STORE_BYTES, RUN_BYTES, Parcel, Parcels, require_limit, require_room
+from coding.parcels import (
+    HEADER_BYTES,
+    MAX_STORE_BYTES,
+    RUN_BYTES,
+    Parcel,
+    Parcels,
+    StoreFull,
+    require_limit,
+    require_room,
+)
 from fedcomp.errors import ConfigError
 
 KEEP_SECONDS: Final = 86_400.0
 LOCK_SECONDS: Final = 30.0
+MAX_PARCELS: Final = 1 << 13
+"""The default limit of parcels in one directory, whatever their size.
+
+A file takes a block of the disk, however short it is, and every writer looks through the directory: without this limit
+empty parcels of a stranger, 36 bytes each, would take a hundred times ``max_store_bytes`` and all of a listener's time.
+"""
 
 _LOG: Final = logging.getLogger(__name__)
 _SUFFIX: Final = ".parcel"
@@ -30,9 +45,12 @@ _PARTIAL: Final = ".partial"
 _LOCK: Final = ".lock"
 _MARK: Final = "parcel-spools"
 _SCHEME: Final = "spool:"
+_LONGEST: Final = 4096
+# Never through a link that somebody else put in the way.
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 
 Found = list[tuple[Path, Parcel]]
-Files = list[tuple[Path, int, float]]
+Files = list[tuple[str, int]]
 
 
 class Spool:
@@ -46,6 +64,8 @@ class Spool:
         Limit of all parcels together, headers included; it holds for all writers together when all were given the same.
     keep_seconds : float
         Parcels of other runs than the one whose round advances are removed when they are older than this.
+    max_parcels : int
+        Limit of their number; holds for all writers together likewise.
     durable : bool
         Flush a parcel to the disk before it appears, so that it survives a power failure and not only the process.
 
@@ -65,11 +85,15 @@ class Spool:
         max_store_bytes: int = MAX_STORE_BYTES,
         *,
         keep_seconds: float = KEEP_SECONDS,
+        max_parcels: int = MAX_PARCELS,
         durable: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.max_store_bytes = require_limit(max_store_bytes)
+        if isinstance(max_parcels, bool) or not isinstance(max_parcels, int) or max_parcels < 1:
+            raise ConfigError(f"max_parcels is {max_parcels!r}; expected a whole number of at least 1")
         self.keep_seconds = keep_seconds
+        self.max_parcels = max_parcels
         self.durable = durable
         try:
             import fcntl  # noqa: F401  only asked for here, so that a missing one is found at the start
@@ -83,22 +107,28 @@ class Spool:
     @property
     def held(self) -> int:
         """Bytes kept, headers included."""
-        return sum(size for _, size, _ in self._files())
+        return self._usage(self._names())[1]
 
     def put(self, parcel: Parcel) -> bool:
         """Keep ``parcel``; return False when it was there already. See :class:`~coding.parcels.ParcelStore`."""
         data = parcel.to_bytes()
         path = self.directory / _file_name(parcel, data)
-        with self._locked():
-            if path.exists():
+        with self._locked() as names:
+            if path.name in names:
                 return False
-            held = self.held
-            if held + len(data) > self.max_store_bytes:
-                held -= self._remove_stale(parcel.run)
+            count, held = self._usage(names)
+            if held + len(data) > self.max_store_bytes or count >= self.max_parcels:
+                self._remove_stale(parcel.run)
+                count, held = self._usage(self._names())
             require_room(parcel, held, self.max_store_bytes, f"the parcel store {self.directory}")
+            if count >= self.max_parcels:
+                raise StoreFull(
+                    f"the parcel store {self.directory} holds {count} parcels, as many as it may; send fewer shards "
+                    "or end rounds that are over"
+                )
             partial = path.with_suffix(_PARTIAL)
             try:
-                with partial.open("wb") as file:
+                with os.fdopen(os.open(partial, _NEW, 0o600), "wb") as file:
                     file.write(data)
                     if self.durable:
                         file.flush()
@@ -139,22 +169,23 @@ class Spool:
         """Remove the run's parcels of rounds before ``round``, and stale ones of other runs; return the bytes freed."""
         with self._locked():
             freed = self._remove_stale(run)
-            for path, size, _ in self._files(run):
-                place = _place(path.name)
+            for name, size in self._files(run):
+                place = _place(name)
                 if place is not None and place[1] < round:
-                    path.unlink(missing_ok=True)
+                    (self.directory / name).unlink(missing_ok=True)
                     freed += size
         return freed
 
     def count(self, run: bytes, round: int) -> int:
         """Return how many parcels are kept for a round, without opening them."""
-        return sum(_place(path.name) == (run, round) for path, _, _ in self._files(run))
+        return sum(_place(name) == (run, round) for name, _ in self._files(run))
 
     def _read(self, run: bytes, round: int) -> Found:
         found = []
-        for path, size, _ in self._files(run):
-            if _place(path.name) != (run, round):
+        for name, size in self._files(run):
+            if _place(name) != (run, round):
                 continue
+            path = self.directory / name
             try:
                 data = path.read_bytes()
                 parcel = Parcel.from_bytes(data, max(size, HEADER_BYTES))
@@ -171,34 +202,49 @@ class Spool:
         return sorted(found, key=lambda item: item[1].order)
 
     def _files(self, run: bytes | None = None) -> Files:
-        """Return path, size and time of every parcel, of one run or of all."""
+        """Return name and size of every parcel, of one run or of all.
+
+        The size is in the name: asking the system for it takes most of the time a writer would hold the lock.
+        """
         start = "" if run is None else run.hex()
-        files = []
-        try:
-            entries = list(os.scandir(self.directory))
-        except OSError as error:
-            raise TransportError(f"the parcel store {self.directory} cannot be read: {error}") from error
-        for entry in entries:
-            if entry.name.startswith(start) and entry.name.endswith(_SUFFIX):
+        return self._sized(name for name in self._names() if name.startswith(start))
+
+    def _sized(self, names: Iterable[str]) -> Files:
+        found = []
+        for name in names:
+            if name.endswith(_SUFFIX):
                 # One that was taken meanwhile is not there any more.
                 with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    files.append((self.directory / entry.name, status.st_size, status.st_mtime))
-        return files
+                    found.append((name, _size(self.directory, name)))
+        return found
+
+    def _names(self) -> Iterable[str]:
+        try:
+            return os.listdir(self.directory)
+        except OSError as error:
+            raise TransportError(f"the parcel store {self.directory} cannot be read: {error}") from error
+
+    def _usage(self, names: Iterable[str]) -> tuple[int, int]:
+        """Return how many of these are parcels, and their bytes."""
+        files = self._sized(names)
+        return len(files), sum(size for _, size in files)
 
     def _remove_stale(self, run: bytes) -> int:
         """Remove what other runs left behind long ago; return the bytes freed. The lock is held."""
         before, freed = time.time() - self.keep_seconds, 0
-        for path, size, written in self._files():
-            place = _place(path.name)
-            if (place is None or place[0] != run) and written < before:
-                path.unlink(missing_ok=True)
-                freed += size
+        for name, size in self._files():
+            place, path = _place(name), self.directory / name
+            if place is not None and place[0] == run:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if path.lstat().st_mtime < before:
+                    path.unlink()
+                    freed += size
         return freed
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the directory's lock; the system releases it when this process dies, however it dies."""
+    def _locked(self) -> Iterator[set[str]]:
+        """Hold the directory's lock, and yield the names in it. The system releases it when this process dies."""
         import fcntl
 
         deadline = time.monotonic() + LOCK_SECONDS
@@ -218,9 +264,10 @@ class Spool:
                         ) from error
                     time.sleep(0.005)
             # Whoever wrote these held the lock, and no longer does.
-            for partial in self.directory.glob(f"*{_PARTIAL}"):
-                partial.unlink(missing_ok=True)
-            yield
+            names = set(self._names())
+            for name in [name for name in names if name.endswith(_PARTIAL)]:
+                (self.directory / name).unlink(missing_ok=True)
+            yield names
 
 
 class SpoolRoot:
@@ -233,7 +280,7 @@ class SpoolRoot:
     def __init__(self, root: Path, max_store_bytes: int = MAX_STORE_BYTES) -> None:
         self.root = Path(root)
         self.max_store_bytes = max_store_bytes
-        if not self.root.is_absolute() or not (self.root / _MARK).is_file():
+        if not self.root.is_absolute() or not os.path.isfile(self.root / _MARK):
             raise ConfigError(
                 f"{root} is no folder for simulated peer links on this machine; peers of a deployment need "
                 "'python -m clients.edge --peer HOST:PORT', or use transport='hub'"
@@ -269,9 +316,10 @@ def parse_spool(address: str) -> Path:
     ConfigError
         When ``address`` is none.
     """
-    path = Path(unquote(address.removeprefix(_SCHEME)))
-    if not address.startswith(_SCHEME) or not path.is_absolute() or ".." in path.parts:
-        raise ConfigError(f"peer address {address!r} is no spool; expected 'spool:/absolute/folder'")
+    name = unquote(address.removeprefix(_SCHEME)) if len(address) <= _LONGEST else ""
+    path = Path(name)
+    if not address.startswith(_SCHEME) or not path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ConfigError(f"peer address {address[:80]!r} is no spool; expected 'spool:/absolute/folder'")
     return path
 
 
@@ -279,8 +327,16 @@ def _file_name(parcel: Parcel, data: bytes) -> str:
     digest = hashlib.blake2b(data, digest_size=12).hexdigest()
     return (
         f"{parcel.run.hex()}-{parcel.round:08x}-{parcel.kind:02x}-{parcel.source:08x}-{parcel.destination:08x}-"
-        f"{digest}{_SUFFIX}"
+        f"{len(data):08x}-{digest}{_SUFFIX}"
     )
+
+
+def _size(directory: Path, name: str) -> int:
+    """Return a parcel's size as its file's name says, that of another file from the system."""
+    try:
+        return int(name.split("-")[5], 16)
+    except (IndexError, ValueError):
+        return (directory / name).lstat().st_size
 
 
 def _place(name: str) -> tuple[bytes, int] | None:

@@ -68,11 +68,13 @@ FAILED: Final = 4
 
 _SAID: Final = {
     REFUSED: "it is no parcel that peer accepts; run the same release on all nodes and compare their size limits",
-    FULL: "that peer's store is full; raise its --peer-store-bytes",
+    FULL: "that peer's store is full; raise its --peer-store-bytes, or send fewer parcels",
     BUSY: "that peer has no connection to spare",
     FAILED: "that peer could not write it to its disk; its listener's messages say why",
 }
 _ADDRESSES: Final = ("tcp://host:port", "spool:/folder")
+_LONGEST: Final = 300
+"""Characters of an address: a name has at most 253."""
 _CRC_AT: Final = HEADER_BYTES - 4
 _POLL_SECONDS: Final = 0.05
 
@@ -272,7 +274,7 @@ class _Attempt:
 
     def run(self, connect_timeout: float, send_timeout: float) -> None:
         """Send and wait for the acknowledgement; raise :class:`OSError` or :class:`_Refused`."""
-        with socket.create_connection(self._place, connect_timeout) as connection:
+        with _connect(self._place, connect_timeout) as connection:
             deadline = time.monotonic() + send_timeout
             try:
                 self._send(connection, deadline)
@@ -312,6 +314,34 @@ class _Attempt:
         if status == KEPT and checksum != sent:
             raise ConnectionError("it acknowledged another parcel")
         return int(status)
+
+
+def _connect(place: tuple[str, int], seconds: float) -> socket.socket:
+    """Return a connection to the first address of ``place`` that takes one, in ``seconds`` for all of them together.
+
+    ``socket.create_connection`` gives each its own: a name with fifty addresses would hold its sender for minutes.
+    """
+    deadline = time.monotonic() + seconds
+    found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    failure: OSError = TimeoutError("no connection came about in time")
+    for family, kind, protocol, _, address in found:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        try:
+            connection = socket.socket(family, kind, protocol)
+        except OSError as error:
+            failure = error
+            continue
+        try:
+            connection.settimeout(left)
+            connection.connect(address)
+        except OSError as error:
+            connection.close()
+            failure = error
+            continue
+        return connection
+    raise failure
 
 
 def acknowledgement(status: int, header: bytes = b"") -> bytes:
@@ -394,7 +424,9 @@ def parse_tcp(address: str) -> tuple[str, int]:
         When ``address`` is none.
     """
     if not address.startswith("tcp://"):
-        raise ConfigError(f"peer address {address!r} is not 'tcp://host:port', for instance tcp://192.168.1.7:9100")
+        raise ConfigError(
+            f"peer address {address[:80]!r} is not 'tcp://host:port', for instance tcp://192.168.1.7:9100"
+        )
     return parse_host_port(address.removeprefix("tcp://"))
 
 
@@ -409,13 +441,17 @@ def parse_host_port(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     inner = host[1:-1] if bracketed else host
-    wrong = not colon or not inner or any(c in inner for c in "/@[] \t\n") or (":" in inner) != bracketed
+    wrong = not colon or not inner or any(c in inner for c in "/@[] \t\r\n\0") or (":" in inner) != bracketed
+    wrong = wrong or len(text) > _LONGEST
     try:
         inner.encode("idna")  # as the resolver will, which has no error of its own for it
     except UnicodeError:
         wrong = True
-    if wrong or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise ConfigError(f"address {text!r}; expected HOST:PORT with a port from 1 to 65535, e.g. 192.168.1.7:9100")
+    # Python refuses to read numbers of thousands of digits, with an error of another kind.
+    if wrong or not (port.isascii() and port.isdigit() and len(port) <= 5) or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"address {text[:80]!r}; expected HOST:PORT with a port from 1 to 65535, e.g. 192.168.1.7:9100"
+        )
     return inner, int(port)
 
 

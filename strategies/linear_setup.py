@@ -158,7 +158,7 @@ def record_peer(grid: Grid, server_round: int, node: int, size: int) -> None:
     """Let a grid that keeps a ledger count a parcel that went from one device to another, by the sender's word."""
     record = getattr(grid, "record_peer", None)
     if callable(record):
-        record(server_round, node, f"query.{linear.SETUP}", size, size)
+        record(server_round, node, f"query.{linear.SETUP}", max(0, size - HEADER_BYTES), size)
 
 
 class LinearSetup:

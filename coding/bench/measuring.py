@@ -12,9 +12,11 @@ from typing import Any, Final, NamedTuple
 
 MIB: Final = 1 << 20
 SAMPLE: Final = 1e-3
-"""Seconds a timed sample lasts at least: shorter calls are repeated within it, after one that is not timed.
+"""Seconds a timed sample lasts at least: shorter calls are repeated within it."""
+WARM: Final = 0.05
+"""Calls up to so many seconds are made once without timing before a sample.
 
-Otherwise a sample would show which method ran before it and what that left in the caches.
+Otherwise a sample would show which method ran before it and what that left in the caches. In longer calls it does not.
 """
 
 _OPERATIONS: Final = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
@@ -66,11 +68,11 @@ class Times:
     """Seconds of several methods, repetition by repetition, their calls interleaved."""
 
     def __init__(self, calls: Calls, size: Size) -> None:
-        counts = {name: 1 if size.quick else _repeat(call) for name, call in calls.items()}
+        lengths = {name: 0.0 if size.quick else _length(call) for name, call in calls.items()}
         self.seconds: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(size.repetitions):
             for name, call in calls.items():
-                self.seconds[name].append(_seconds(call, counts[name]))
+                self.seconds[name].append(_sample(call, lengths[name]))
 
     def time(self, name: str) -> float:
         """Return the median seconds of one call."""
@@ -87,9 +89,19 @@ class Times:
         return median(a / b for a, b in zip(*sums, strict=True))
 
 
-def _repeat(call: Callable[[], object] | Prepared) -> int:
+def _length(call: Callable[[], object] | Prepared) -> float:
+    """Return about how many seconds a call takes, 0 never."""
     _seconds(call, 1)
-    return max(1, math.ceil(SAMPLE / max(_seconds(call, 1), 1e-7)))
+    return max(_seconds(call, 1), 1e-7)
+
+
+def _sample(call: Callable[[], object] | Prepared, length: float) -> float:
+    """Return the mean seconds of as many calls as make a sample, when each takes ``length``; of one when it is 0."""
+    if not length:
+        return _seconds(call, 1)
+    if length < WARM and not isinstance(call, Prepared):
+        call()
+    return _seconds(call, max(1, math.ceil(SAMPLE / length)))
 
 
 def _seconds(call: Callable[[], object] | Prepared, count: int) -> float:
@@ -102,8 +114,6 @@ def _seconds(call: Callable[[], object] | Prepared, count: int) -> float:
             call.call(given)
             total += time.thread_time() - start
         return total / count
-    if count > 1:
-        call()
     start = time.thread_time()
     for _ in range(count):
         call()

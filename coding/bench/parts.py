@@ -57,8 +57,15 @@ def _product(tier: str, a: Bytes, b: Bytes, out: Bytes) -> Callable[[], object]:
 
 
 def _libraries(a: Bytes, b: Bytes, out: Bytes) -> dict[str, Callable[[], object]]:
-    """Return a call of every copy of ISA-L there is, tables included: they depend on the matrix."""
-    return {f"ISA-L {one.version}": lambda one=one: one.product(a, b, out, False) for one in isal.libraries()}  # type: ignore[misc]
+    """Return calls of every copy of ISA-L there is: with tables and addresses made beforehand, and for every product.
+
+    Goals are set against the first, ISA-L's best. Our own tables are made within the call, always.
+    """
+    calls: dict[str, Callable[[], object]] = {}
+    for one in isal.libraries():
+        calls[f"ISA-L {one.version}"] = one.prepare(a, b, out)
+        calls[f"tables each time, ISA-L {one.version}"] = lambda one=one: one.product(a, b, out, False)  # type: ignore[misc]
+    return calls
 
 
 def _table(a: Bytes, b: Bytes, out: Bytes) -> Callable[[], object]:
@@ -170,10 +177,11 @@ def small_generations(size: Size) -> Part:
         times = Times(calls, size)
         rows += [_row("small generation", 16, 16, payload, name, times.time(name)) for name in calls]
         reason = kernels.why_not("isal")
-        other = next((name for name in calls if name.startswith("ISA-L")), "ISA-L")
-        name = f"generation of {payload} bytes, K = 16: {kernels.best_tier()} times as fast as {other}"
-        value = None if reason else times.faster(kernels.best_tier(), other)
-        claims.append(Claim(name, value, ">=", 1.0, GOAL, False, reason))
+        for start in ("ISA-L", "tables each time"):
+            other = next((name for name in calls if name.startswith(start)), start)
+            name = f"generation of {payload} bytes, K = 16: {kernels.best_tier()} times as fast as {other}"
+            value = None if reason else times.faster(kernels.best_tier(), other)
+            claims.append(Claim(name, value, ">=", 1.0, GOAL, False, reason))
     return rows, claims
 
 

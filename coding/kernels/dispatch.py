@@ -192,8 +192,9 @@ def best() -> Loaded:
 
     A tier that does not is passed over with a warning: its products would be wrong without any other sign.
     """
-    for tier in tiers():
-        if tier == "isal":
+    for tier in TIERS:
+        # ISA-L is not even asked for: that would load a library nobody wanted into this process.
+        if tier == "isal" or why_not(tier):
             continue
         loaded = load(tier)
         if tier == "numpy" or _agrees(loaded):

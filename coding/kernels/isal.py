@@ -10,13 +10,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.errors import ConfigError
+
 Bytes = NDArray[np.uint8]
+
+_LONGEST: Final = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,36 @@ class Library:
 
     def product(self, a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
         """Write ``a @ b``, or add it to what is in ``out``; no dimension is zero, rows are contiguous."""
+        target = np.empty(out.shape, np.uint8) if accumulate else out
+        self.prepare(a, b, target)()
+        if accumulate:
+            np.bitwise_xor(out, target, out=out)
+
+    def prepare(self, a: Bytes, b: Bytes, out: Bytes) -> Callable[[], None]:
+        """Return a call that writes ``a @ b``, tables and addresses made beforehand; arrays must stay in place.
+
+        Raises
+        ------
+        ConfigError
+            When a row is longer than the library's interface, a 32-bit number, can say.
+        """
         n, k = a.shape
         size = b.shape[1]
-        target = np.empty((n, size), np.uint8) if accumulate else out
+        if size > _LONGEST:
+            raise ConfigError(f"ISA-L takes rows of at most {_LONGEST} bytes, not {size}; use another tier")
         coefficients = np.ascontiguousarray(a)
         tables = np.empty(32 * k * n, np.uint8)
         self._handle.ec_init_tables(k, n, coefficients.ctypes.data, tables.ctypes.data)
-        sources, targets = _pointers(b), _pointers(target)
-        # Writes every byte of its outputs; only the sister that updates them needs them zeroed.
-        self._handle.ec_encode_data(size, k, n, tables.ctypes.data, sources.ctypes.data, targets.ctypes.data)
-        if accumulate:
-            np.bitwise_xor(out, target, out=out)
+        sources, targets = _pointers(b), _pointers(out)
+        held = tables, sources, targets, b, out
+        numbers = size, k, n, *(array.ctypes.data for array in held[:3])
+        encode = self._handle.ec_encode_data
+
+        def call(held: object = held) -> None:
+            # Writes every byte of its outputs; only the sister that updates them needs them zeroed.
+            encode(*numbers)
+
+        return call
 
 
 def _pointers(rows: Bytes) -> NDArray[np.uintp]:

@@ -78,9 +78,10 @@ class Child:
 
     def terminate(self) -> None:
         """Ask the leader to end; return at once."""
-        # Noted now: once the leader is gone its descendants have another parent and cannot be told from strangers.
-        self._groups |= groups_below(self.pid)
+        # Once the leader is gone its descendants have another parent and cannot be told from strangers, and its id may
+        # be a stranger's by now.
         if self.returncode is None:
+            self._groups |= groups_below(self.pid)
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:

@@ -74,6 +74,8 @@ def test_a_node_that_listens_everywhere_says_where_it_is_reached(tmp_path: Path)
         (["--peer", "tcp://127.0.0.1:9100"], "expected HOST:PORT"),
         (["--peer", "0.0.0.0:9100"], "which others cannot dial; say where they can with --peer-announce"),
         (["--peer", "[::]:9100"], "which others cannot dial"),
+        (["--peer", "[0:0::0]:9100"], "which others cannot dial"),
+        (["--peer", "0:9100"], "which others cannot dial"),
         (["--peer", "127.0.0.1:9100", "--peer-announce", "0.0.0.0:9100"], "--peer-announce is 0.0.0.0:9100"),
         (["--peer", "127.0.0.1:9100", "--peer-announce", "nowhere"], "--peer-announce: address 'nowhere'"),
         (["--peer", "127.0.0.1:9100", "--peer-store", "/tmp/it's"], "a name with a quote"),

@@ -103,6 +103,23 @@ def test_ratios_are_medians_within_repetitions() -> None:
     assert times.ratio(["a", "c"], ["b"]) == 1.0
 
 
+def test_a_sample_begins_warm_unless_its_call_is_long() -> None:
+    """Otherwise a method below a millisecond a call would be timed warm, one just above it cold."""
+    seen: list[str] = []
+
+    def busy(name: str, seconds: float) -> None:
+        seen.append(name)
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    size = Size(generation=4096, repetitions=1)
+    times = Times({"medium": lambda: busy("medium", 0.003), "long": lambda: busy("long", 0.08)}, size)
+    # Two calls each to see how long they take; then a warm one and a timed one, or a timed one only.
+    assert seen == ["medium"] * 2 + ["long"] * 2 + ["medium"] * 2 + ["long"]
+    assert len(times.seconds["medium"]) == len(times.seconds["long"]) == 1
+
+
 def test_preparing_is_not_timed() -> None:
     def prepare() -> int:
         end = time.thread_time() + 0.02

@@ -117,3 +117,16 @@ def test_packets_name_their_field_by_number() -> None:
     assert [field_of(code).symbol_bytes for code in range(4)] == [1, 1, 2, 4]
     with pytest.raises(ConfigError, match="no field has the number 4"):
         field_of(4)
+
+
+def test_axpy_takes_elements_only() -> None:
+    """A negative number would otherwise count from the table's end, and give the product with another element."""
+    y = drawn(5, 4)
+    before = y.copy()
+    wrongs: list[Any] = [np.array([-1, 0, 1, 2]), np.array([0, 1, 2, 256]), np.ones(4)]
+    for wrong in wrongs:
+        with pytest.raises(ConfigError, match="elements of GF"):
+            FIELD.axpy(3, wrong, y)
+    np.testing.assert_array_equal(y, before)
+    FIELD.axpy(3, np.array([1, 2, 3, 4], np.int64).astype(np.uint8), y)
+    np.testing.assert_array_equal(y, before ^ np.array([3, 6, 5, 12], np.uint8))

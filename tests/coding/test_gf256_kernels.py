@@ -205,6 +205,19 @@ def test_parities_equal_those_of_isal(library: isal.Library) -> None:
 
 
 @pytest.mark.skipif(not LIBRARIES, reason="ISA-L is not installed")
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.version)
+def test_isal_prepared_once_serves_every_content_of_the_same_arrays(library: isal.Library) -> None:
+    a, b, out = drawn(1, 5, 9), drawn(2, 9, 333), np.zeros((5, 333), np.uint8)
+    call = library.prepare(a, b, out)
+    for seed in (3, 4):
+        b[:] = drawn(seed, 9, 333)
+        call()
+        np.testing.assert_array_equal(out, oracle(a, b))
+    with pytest.raises(ConfigError, match="rows of at most 2147483647 bytes"):
+        library.prepare(a[:1, :1], np.broadcast_to(np.uint8(0), (1, 2**31)), out)
+
+
+@pytest.mark.skipif(not LIBRARIES, reason="ISA-L is not installed")
 def test_isal_is_a_tier_but_never_the_choice() -> None:
     a, b = drawn(1, 5, 9), drawn(2, 9, 333)[:, ::-1]
     np.testing.assert_array_equal(matmul(a, b, tier="isal"), oracle(a, b.copy()))
@@ -293,6 +306,14 @@ def test_a_tier_the_cpu_lacks_is_refused_with_the_reason(monkeypatch: pytest.Mon
     assert dispatch.tiers()[:2] == ("shuffle128", "swar")
     with pytest.raises(ConfigError, match="'gfni512' cannot run here: this CPU lacks gfni, avx512f, avx512bw"):
         dispatch.load.__wrapped__("gfni512")
+
+
+def test_settling_does_not_load_a_library_that_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise AssertionError("ISA-L was looked for")
+
+    monkeypatch.setattr(isal, "libraries", load)
+    assert dispatch.best.__wrapped__().name == kernels.best_tier()
 
 
 def test_without_numba_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,17 @@ def test_connections_are_few_and_come_back(start, connections, per_host) -> None
         connection.close()
 
 
+def test_a_parcel_in_single_bytes_is_the_same_parcel(start) -> None:
+    there = start()
+    data = parcel(body=bytes(range(200))).to_bytes()
+    with there.connect() as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for place in range(len(data) - 1):
+            connection.sendall(data[place : place + 1])
+        assert answer_to(connection, data[-1:]) == KEPT
+    assert Spool(there.store).list(RUN, 7) == [Parcel.from_bytes(data)]
+
+
 def test_unfinished_parcels_share_one_memory(start) -> None:
     there = start("--parcel-bytes", "100000", "--buffered-bytes", "150000", "--seconds", "20")
     data = parcel(1, bytes(99_000)).to_bytes()
@@ -364,9 +375,10 @@ def test_a_peer_that_is_gone_is_a_loss_at_once(tmp_path) -> None:
 # Coming and going.
 
 
-def test_it_leaves_with_the_pipe_with_a_signal_and_not_with_a_ctrl_c(start) -> None:
+def test_it_leaves_with_the_pipe_with_a_signal_and_not_with_a_ctrl_c_or_the_terminal(start) -> None:
     by_pipe, by_signal = start(), start()
     os.kill(by_pipe.process.pid, signal.SIGINT)
+    os.kill(by_pipe.process.pid, signal.SIGHUP)
     with by_pipe.connect() as connection:
         assert answer_to(connection, parcel().to_bytes()) == KEPT
     open_connection = by_pipe.connect()

@@ -281,6 +281,18 @@ def test_a_spool_outlives_its_process_and_is_its_owners_alone(tmp_path: Path) ->
     assert (again.directory / name).read_bytes() == GOLDEN
 
 
+def test_one_parcel_is_forgotten_and_the_others_stay(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for body in (b"a", b"b"):
+        spool.put(parcel(body=body))
+    assert spool.remove(parcel(body=b"a"))
+    assert not spool.remove(parcel(body=b"a"))
+    gone, kept = parcel(body=b"a"), parcel(body=b"b")
+    assert spool.list(kept.run, kept.round) == [kept]
+    assert spool.held == len(kept)
+    assert spool.put(gone), "it can come again"
+
+
 WRITER = """
 import sys
 from pathlib import Path

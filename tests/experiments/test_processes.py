@@ -145,3 +145,14 @@ def test_sigterm_unwinds_the_stack_and_the_former_handler_returns():
         interrupted()
     assert leaving.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_child_that_is_gone_is_not_taken_for_whoever_has_its_id_now(tmp_path, monkeypatch):
+    child = start(tmp_path, "pass")
+    child.kill()
+
+    def strangers(pid):
+        raise AssertionError("asked for the family of an id that is nobody's, or a stranger's")
+
+    monkeypatch.setattr("experiments.engines.processes.groups_below", strangers)
+    child.terminate()

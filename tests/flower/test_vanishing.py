@@ -50,8 +50,7 @@ def upload_seconds() -> float:
     """Return what one client's reply takes on the slow link."""
     with InProcessGrid(toy.client_app(), 1) as other:
         (reply,) = other.send_and_receive([Message(content(), other.get_node_ids()[0], "train")])
-        seconds = SLOW.up_seconds(other.wire_bytes(reply))
-    return seconds
+        return SLOW.up_seconds(other.wire_bytes(reply))
 
 
 def test_a_reply_arrives_when_its_bytes_have_left_a_device_that_stays(engine: InProcessGrid) -> None:

@@ -22,7 +22,10 @@ from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.coded import SUM, take_bundle
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from strategies.coded import CodedFedAvg
 from strategies.coded_groups import groups_of
@@ -223,6 +226,43 @@ def test_forged_and_damaged_replies_of_members_are_left_out_by_the_aggregator() 
         assert any("member 4" in reason for reason in strategy.coded[1].refused)
         alone, _ = run(grouped(groups=1), NODES, fault=before_sharing([4]))
         assert bits(result) == bits(alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("sequence", "answers message 1, expected"),
+        ("support", "member 4"),
+        ("grid", "member 4"),
+        ("weight", "whole number"),
+    ],
+)
+def test_replies_that_are_sound_but_not_of_this_round_are_left_out(change: str, reason: str) -> None:
+    """A stale update, one on coordinates of the client's own choice, on another grid, or with half an example."""
+    sparse = FixedPoint(RandomK(0.1), clip=1024.0, levels=1024)
+
+    def liar(msg: Message, context: Context, call_next) -> Message:
+        reply = call_next(msg, context)
+        if context.node_config["partition-id"] != 4 or msg.metadata.message_type != "train":
+            return reply
+        layout = Layout.of({k: a.numpy() for k, a in model().items()})
+        zero = Update(np.ones(layout.size, np.float32), layout)
+        other = {"support": (sparse, 99), "grid": (FixedPoint(RandomK(0.1), clip=512.0, levels=1024), 1)}
+        if change in other:
+            codec_, round_ = other[change]
+            put_frame(reply.content, UPDATE, codec_.encode(zero, codec_.init(layout), Key(0, "uplink", round_, 4))[0])
+        elif change == "sequence":
+            reply.content["fedcomp.node"]["sequence"] = 1
+        else:
+            reply.content["metrics"]["num-examples"] = 0.5
+        return reply
+
+    app = answer_coded(client_app([coded(), liar, compression()]))
+    strategy = CodedFedAvg(Compressed(fedavg(), sparse, feedback=False), code="mds", symbols=3, groups=3)
+    run(strategy, NODES, app=app)
+    assert list(strategy.coded[1].excluded.values()) == ["its aggregator did not get its update"]
+    assert any(reason in refusal for refusal in strategy.coded[1].refused), strategy.coded[1].refused
+    assert len(strategy.coded[1].included) == NODES - 1
 
 
 def test_bytes_are_those_handed_over() -> None:

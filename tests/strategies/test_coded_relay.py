@@ -229,10 +229,19 @@ def test_counted_bytes_are_the_lengths_of_what_was_handed_over(monkeypatch, kind
 
 
 def test_bytes_of_a_sender_that_vanished_are_counted_by_those_who_hold_them() -> None:
-    whole, lost = relay(transport="peers"), relay(transport="peers")
-    run(whole)
-    run(lost, fault=lambda d: "lost_reply" if d.partition == 3 and d.message_type == "train" else None)
-    assert lost.coded[1].payload_bytes["peer"] == whole.coded[1].payload_bytes["peer"]
+    def lost(delivery: Delivery) -> str | None:
+        return "lost_reply" if delivery.partition == 3 and delivery.message_type == "train" else None
+
+    whole, heard, partly = (relay(transport="peers") for _ in range(3))
+    _, grid = run(whole)
+    run(heard, fault=lost)
+    assert heard.coded[1].payload_bytes["peer"] == whole.coded[1].payload_bytes["peer"]
+    # With three relays gone the sender itself is asked as one: what it keeps of its own was never sent to anybody, and
+    # what those three got of it nobody has seen.
+    run(partly, fault=either(lost, after_sharing([0, 1, 2])))
+    one = grid.ledger.total("wire", link="peer", node=3) // 9
+    assert len(partly.coded[1].included) == 10
+    assert partly.coded[1].payload_bytes["peer"] == whole.coded[1].payload_bytes["peer"] - 3 * one
 
 
 @pytest.mark.parametrize("seal", [True, False])
