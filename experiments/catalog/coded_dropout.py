@@ -556,7 +556,7 @@ def _ingress(values: Mapping[str, float]) -> list[Claim]:
             "derived: K shards of 1/K and their headers; relays do not lower it",
         ),
         Claim(
-            name,
+            f"{name}, at most",
             values[f"per update/QSGD-8/{RLNC}"] / values[f"per update/QSGD-8/{PLAIN}"],
             "<=",
             1.25,

@@ -164,7 +164,7 @@ def test_partitions_go_over_tcp_and_a_device_nobody_reaches_is_a_loss(
         assert vector(run(strategy, grid).arrays).tobytes() == hub.tobytes()
         parcels = sum(36 + 29 + 8 * data(j).x.size for j, _ in strategy.plan.transfers)
         assert strategy.iterations[1].setup_bytes == {"peer": parcels}
-        assert grid.ledger.total("payload", link="peer") == parcels
+        assert grid.ledger.total("wire", link="peer") == parcels
         assert list((tmp_path / "all").rglob("*.parcel")) == []
     with Listeners(tmp_path / "some", 5, {4}) as listeners:
         strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5, transport="peers")
