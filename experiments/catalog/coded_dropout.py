@@ -593,9 +593,8 @@ EXPERIMENT = Experiment(
         "relay wins where peers are fast and lifetimes are long against one upload, and loses everything at once where "
         "fewer than K relays live to the end; the curves show both. It does not lower what the server receives, and it "
         "is no secure aggregation: the server decodes every update.\n\n"
-        "Clients vanish by chance and are back in the next round, so that accuracy tells the schemes apart by less "
-        "than it moves from round to round; no claim is made about it.\n\n"
-        "Replication is the relay with K = 1. The two codes differ only where K random shards happen to be dependent, "
+        "Clients vanish by chance and are back in the next round: accuracy tells the schemes apart by less than it "
+        "moves from round to round, and is a goal that does not gate. Replication is the relay with K = 1. The two codes differ only where K random shards happen to be dependent, "
         "four times in a thousand at exactly K."
     ),
 )

@@ -5,7 +5,7 @@
 | 1. any K independent packets decode, K in 1..64, lengths to 2^20+7, duplicates | test_any_independent_packets_... |
 | 2. linearity, and that the XOR is not the sum | test_encoding_is_linear_..., test_the_xor_is_not_the_sum |
 | 3. two hops through relays; the rank never exceeds the min cut | test_two_relays_..., test_a_relay_never_... |
-| 4. rate of singular matrices; what it does not catch | test_singular_matrices_..., test_the_rank_test_does_not_... |
+| 4. rate of singular matrices; what it does not catch | test_elimination.py |
 | 6. mixed payloads, forged packets | test_packets_of_two_payloads_..., test_a_forged_..., test_packet.py |
 | 8. seed and dense vector decode identically | test_seeds_and_dense_vectors_decode_identically, test_splitmix.py |
 
@@ -27,13 +27,11 @@ from hypothesis import strategies as st
 
 from coding import decoder as decoder_module
 from coding.code import encoder, shape_of, symbols_for
-from coding.elimination import Basis, rank
 from coding.errors import CorruptGeneration, NotDecodable, PacketError
 from coding.field import GF256
 from coding.packet import Mode, Packet, PacketLimits
-from coding.plan import failure
 from coding.rlnc import Decoder, Recoder
-from coding.stream import SplitMix64, coefficient_rows, derive
+from coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError
 
 GF = galois.GF(2**8, irreducible_poly="x^8 + x^4 + x^3 + x^2 + 1")
@@ -541,68 +539,3 @@ def test_parameters_that_make_no_code_are_refused() -> None:
     for index in (-1, 10):
         with pytest.raises(ConfigError, match="packets 0 to 9"):
             bounded.packet(index)
-
-
-def batch_failures(rows: np.ndarray) -> int:
-    """Return how many of many K x K matrices, shape (trials, K, K), are singular over GF(2^8); all at once."""
-    field, rows, trials = GF256(), rows.copy(), np.arange(len(rows))
-    singular = np.zeros(len(rows), np.bool_)
-    for column in range(rows.shape[2]):
-        pivots = column + np.argmax(rows[:, column:, column] != 0, axis=1)
-        singular |= rows[trials, pivots, column] == 0
-        chosen = rows[trials, pivots].copy()
-        rows[trials, pivots] = rows[:, column]
-        lead = np.where(singular, 1, chosen[:, column]).astype(np.uint8)
-        factors = field.multiply(rows[:, column + 1 :, column], field.reciprocal(lead)[:, None])
-        rows[:, column + 1 :] ^= field.multiply(factors[:, :, None], chosen[:, None, :])
-    return int(singular.sum())
-
-
-def within_four_sigma(failures: int, trials: int, expected: float) -> bool:
-    """Return whether a count of failures is within four standard deviations of its mean."""
-    return abs(failures / trials - expected) <= 4 * np.sqrt(expected * (1 - expected) / trials)
-
-
-@functools.cache
-def drawn_rows(trials: int) -> np.ndarray:
-    """Return coefficients of 8 packets as encoders of many rounds draw them, shape (trials, 8, 8)."""
-    seeds = [derive(1, trial, 0, shard) for trial in range(trials) for shard in range(8)]
-    return coefficient_rows(seeds, 8).reshape(trials, 8, 8)
-
-
-def test_singular_matrices_are_as_frequent_as_they_must_be() -> None:
-    trials, expected = 50_000, failure(8, 0, 256)
-    rows = drawn_rows(trials)
-    failures = sum(rank(one) < 8 for one in rows)
-    assert within_four_sigma(failures, trials, expected)
-    assert batch_failures(rows) == failures, "two eliminations that share no line agree on every count"
-    # Coefficients 0 and 1 are binary network coding: 71 % of all matrices are singular.
-    binary = batch_failures(rows[:5000] & 1)
-    assert not within_four_sigma(binary, 5000, expected)
-    assert within_four_sigma(binary, 5000, failure(8, 0, 2))
-
-
-def test_the_rank_test_does_not_tell_where_coefficients_come_from() -> None:
-    """Coefficients limited to 0..15 pass: it checks the elimination. Their source is pinned by byte vectors instead."""
-    assert within_four_sigma(batch_failures(drawn_rows(50_000) & 15), 50_000, failure(8, 0, 256))
-
-
-@given(st.integers(1, 70), st.integers(1, 80), st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 0.98]))
-def test_elimination_finds_the_rank_arrival_by_arrival(symbols: int, count: int, seed: int, zeros: float) -> None:
-    stream = SplitMix64(seed)
-    vectors = stream.bytes(count * symbols).reshape(count, symbols).copy()
-    vectors[stream.uniform(count * symbols).reshape(count, symbols) < zeros] = 0
-    basis = Basis(symbols)
-    kept = np.array([vector for vector in vectors if basis.add(vector)], np.uint8).reshape(-1, symbols)
-    assert basis.rank == len(kept) == rank(vectors) == np.linalg.matrix_rank(GF(vectors))
-    assert len(kept) == 0 or np.linalg.matrix_rank(GF(kept)) == len(kept), "those that were innovative are independent"
-    assert not any(basis.add(vector) for vector in vectors), "nothing is new the second time"
-
-
-def test_a_vector_of_another_length_or_type_is_refused() -> None:
-    with pytest.raises(ConfigError, match="uint8"):
-        Basis(4).add(np.zeros(5, np.uint8))
-    with pytest.raises(ConfigError, match="uint8"):
-        Basis(4).add(np.zeros(4, np.int64))
-    with pytest.raises(ConfigError, match="at least one"):
-        Basis(0)
