@@ -5,11 +5,16 @@ mod keeps as pending until a later message acknowledges it. Here the frame is ta
 weight and all metrics, unless the plan asks for these; what leaves are shards, or a masked vector and the shards of its
 mask. A message that is delivered again is coded again, under a tag of its own: the server sees to it that relays add
 shards of one tag.
+
+Two things are remembered for longer than a run, since a server that names another run, or sends an old message in a new
+round, must not get by them: which sets this node added, and in which round it shared its last update.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import struct
 from typing import Any, Final
 
 import numpy as np
@@ -28,12 +33,18 @@ from fedcomp.codecs import FixedPoint, fixed_point_of, get_codec
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM, SUM_SHARD, put_bundle, take_bundle
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
-from fedcomp.flower.protocol import EXACT, UPDATE
+from fedcomp.flower.protocol import EXACT, UPDATE, Announcement
 
-_SUM_ROUND: Final = "sum-round"
-_SUM_SET: Final = "sum-set"
+_BOOK: Final = "fedcomp.coded.sums"
+_ENTRY: Final = struct.Struct("<8sQ24s")
+"""Run, round and name of the last set that was added in the run."""
+
+_RUNS: Final = 64
+"""Runs for which one node adds up. Forgetting one would allow a second answer in it."""
+
 _LONGEST_PLAN: Final = 4096
 _REASON: Final = 300
+_LOG: Final = logging.getLogger(__name__)
 
 
 class SumCodeClient:
@@ -65,6 +76,7 @@ class SumCodeClient:
             raise StateError(
                 "the message announces no codec; a coded sum stands around strategies.compressed.Compressed"
             )
+        self._require_unshared(announcement)
         reply = call_next(exchange.plain_message(), exchange.context)
         if reply.has_error():
             return reply
@@ -84,8 +96,30 @@ class SumCodeClient:
             for name, record in reply.content.metric_records.items():
                 content[name] = record
         answer: dict[str, Any] = {"tag": tag, **self._hand_over(plan, source, made, content)}
+        self._note(shared=_name_of(announcement) + self._place())
         exchange.save()
         return exchange.reply(answer, content)
+
+    def _place(self) -> bytes:
+        return self.exchange.run + self.exchange.round.to_bytes(8, "little")
+
+    def _require_unshared(self, announcement: Announcement) -> None:
+        """Refuse to share the update of one message in a second round: two sums could differ by it alone."""
+        shared = self._noted("shared", b"")
+        name = _name_of(announcement)
+        if shared.startswith(name) and shared != name + self._place():
+            raise StateError(
+                f"the update that answers message {announcement.sequence} was shared in another round; it is in one "
+                "sum at most"
+            )
+
+    def _noted(self, name: str, default: Any) -> Any:
+        return self.exchange.context.state.config_records.get(_BOOK, ConfigRecord()).get(name, default)
+
+    def _note(self, **entries: Any) -> None:
+        """Remember ``entries`` for as long as this node keeps its state, whatever run it takes part in."""
+        state = self.exchange.context.state
+        state[_BOOK] = ConfigRecord({**state.config_records.get(_BOOK, {}), **entries})
 
     def _integers(
         self, content: RecordDict, config: dict[str, Any], plan: SumPlan
@@ -113,11 +147,14 @@ class SumCodeClient:
         found = [record[key] for record in content.metric_records.values() if key in record]
         value = found[0] if len(found) == 1 else None
         if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
-            raise ConfigError(f"metric {key!r} is {value!r}; the weight in a coded sum is a whole number >= 0")
+            _LOG.warning("metric %r is %r: it cannot be the weight in a coded sum", key, value)
+            raise ConfigError(f"metric {key!r} is no whole number >= 0, as the weight in a coded sum must be")
         if value > plan.max_weight:
+            # The number itself stays here: the server is to learn of weights no more than their sum.
+            _LOG.warning("metric %r is %s, more than the %d for which the sum has room", key, value, plan.max_weight)
             raise ConfigError(
-                f"metric {key!r} is {value}, more than the {plan.max_weight} for which the sum has room; raise "
-                "max_weight, lower the codec's levels, or use weighted=False"
+                f"metric {key!r} is more than the {plan.max_weight} for which the sum has room; raise max_weight, "
+                "lower the codec's levels, or use weighted=False"
             )
         return int(value)
 
@@ -237,20 +274,25 @@ class SumCodeClient:
     # Adding.
 
     def _add_up(self) -> Message:
-        """Answer with the sum over the frozen set; once a round."""
+        """Answer with the sum over the frozen set; once a round, also when the server names other runs in between."""
         exchange = self.exchange
         plan, row = self._plan(), self.fields.integer("row", most=2**16 - 1)
         held, _ = self._held(plan, row, [])
         chosen = self._chosen(plan, held)
-        numbers = exchange.numbers
         if set_digest(plan, exchange.round, chosen) != self.fields.data("set", length=TAG_BYTES):
             # Said before the one answer of this round is spent.
             raise NotDecodable("this relay holds other encodings than those that are to be added")
-        known = {int(numbers[_SUM_ROUND]): bytes(numbers[_SUM_SET])} if _SUM_ROUND in numbers else {}
-        relay = Collected(known)
+        book = {entry[0]: entry for entry in map(_ENTRY.unpack, self._noted("sums", []))}
+        _, last, name = book.get(exchange.run, (exchange.run, 0, b""))
+        if exchange.round < last:
+            raise CodingError(f"this relay has added up round {last} of this run; round {exchange.round} is over")
+        if exchange.run not in book and len(book) == _RUNS:
+            raise CodingError(f"this relay has added up for {_RUNS} runs, and for no more with this state; restart it")
+        relay = Collected({last: name} if name else {})
         shards = {source: held[source][tag] for source, tag in chosen.items() if tag in held.get(source, {})}
         total = relay.add_up(plan, exchange.round, chosen, shards)
-        numbers[_SUM_ROUND], numbers[_SUM_SET] = exchange.round, relay.answered[exchange.round]
+        book[exchange.run] = (exchange.run, exchange.round, relay.answered[exchange.round])
+        self._note(sums=[_ENTRY.pack(*entry) for entry in book.values()])
         content = RecordDict()
         put_bundle(content, [total.to_bytes(plan)])
         exchange.save()
@@ -281,6 +323,11 @@ class SumCodeClient:
 def _cut(codec: FixedPoint, integers: NDArray[np.int64], plan: SumPlan) -> tuple[int, ...]:
     """Return the share of values at the clip, in steps of the plan, rounded up: it shows in the sum."""
     return tuple(-(-most * codec.saturated(integers) // max(1, integers.size)) for most in plan.extras)
+
+
+def _name_of(announcement: Announcement) -> bytes:
+    """Return what names a training message: its session and sequence number."""
+    return announcement.session + b"/%d/" % announcement.sequence
 
 
 def _number(header: ConfigRecord, name: str, default: int | None = None) -> int:

@@ -33,8 +33,9 @@ from fedcomp.errors import ConfigError
 
 MODES: Final = ("share", "mask")
 
-_RETRIES: Final = 8
-"""How many relays are left out, one after the other, when a check is violated and there are more than are needed."""
+_RETRIES: Final = 64
+"""How many relays are left out, one after the other, when a check is violated and there are more than are needed. Each
+costs an inversion and a product."""
 
 
 def prime_for(contributors: int, bound: int, max_weight: int = 1) -> PrimeField:
@@ -321,23 +322,28 @@ class Summed:
     left_out: tuple[int, ...] = ()
 
 
-def decode(plan: SumPlan, sums: Mapping[int, Residues], masked: Residues | None = None) -> Summed:
+def decode(
+    plan: SumPlan, sums: Mapping[int, Residues], masked: Residues | None = None, contributors: int | None = None
+) -> Summed:
     """Return the sum of contributions from the sums of at least K + T relays.
 
     Parameters
     ----------
     sums : mapping of int to ndarray, (S,)
-        By relay. More than are needed are used when a check symbol is violated: up to eight relays are left out, one
-        after the other.
+        By relay. With more than are needed a relay that contradicts the others is found: those used first are left out
+        one after the other, the first 64 of them.
     masked : ndarray, (length,), optional
         In mode "mask", the sum of the masked contributions over the same set.
+    contributors : int, optional
+        How many are in the sum; default as many as the plan allows.
 
     Raises
     ------
     NotDecodable
         With fewer than K + T relays.
     CorruptGeneration
-        When a check symbol is violated: the relays did not add the same contributions, or a shard was damaged.
+        When a check symbol is violated: the relays did not add the same contributions, or a shard was damaged. Or when
+        the sum is one that contributions within the plan's bounds cannot have.
     ConfigError
         When ``masked`` does not fit the mode.
     """
@@ -352,8 +358,8 @@ def decode(plan: SumPlan, sums: Mapping[int, Residues], masked: Residues | None 
         if not 0 <= relay < plan.relays or sums[relay].shape != (plan.shard_symbols,):
             raise ConfigError(f"the sum of relay {relay} is {sums[relay].shape}, the plan has {plan.shard_symbols}")
     surplus = len(relays) > plan.needed
-    without: list[int | None] = [None, *(relays[:_RETRIES] if surplus else [])]
-    code = plan.matrix()
+    without: list[int | None] = [None, *(relays[: min(plan.needed, _RETRIES)] if surplus else [])]
+    code, challenge, beyond = plan.matrix(), plan.challenge(), ""
     for dropped in without:
         used = [relay for relay in relays if relay != dropped][: plan.needed]
         inverse = plan.field.inverse(code[used])
@@ -363,24 +369,51 @@ def decode(plan: SumPlan, sums: Mapping[int, Residues], masked: Residues | None 
         if masked is not None:
             vector = vector.copy()
             vector[: plan.length] = plan.field.subtract(masked, vector[: plan.length])
-        if _consistent(plan, vector):
-            others = [relay for relay in relays if relay not in used]
-            again = plan.field.matmul(code[others], pieces) if others else pieces[:0]
-            wrong = [r for r, row in zip(others, again, strict=True) if not np.array_equal(row, sums[r])]
-            lifted = plan.field.lift(vector[: plan.length - plan.checks])
-            numbers = [int(n) for n in lifted[plan.size :]]
-            return Summed(lifted[: plan.size], numbers[0], tuple(numbers[1:]), tuple(wrong))
+        if not _consistent(plan, challenge, vector):
+            continue
+        lifted = plan.field.lift(vector[: plan.length - plan.checks])
+        integers, (weight, *extras) = lifted[: plan.size], lifted[plan.size :].tolist()
+        reason = _beyond(plan, plan.contributors if contributors is None else contributors, integers, weight, extras)
+        if reason:
+            beyond = beyond or reason
+            continue
+        others = [relay for relay in relays if relay not in used]
+        again = plan.field.matmul(code[others], pieces) if others else pieces[:0]
+        wrong = [r for r, row in zip(others, again, strict=True) if not np.array_equal(row, sums[r])]
+        return Summed(integers, weight, tuple(extras), tuple(wrong))
     tried = f" and without each of {len(without) - 1} relays" if surplus else ""
     raise CorruptGeneration(
-        f"a check symbol of the sum is violated with {plan.needed} relays{tried}: they did not add the same "
+        beyond
+        or f"a check symbol of the sum is violated with {plan.needed} relays{tried}: they did not add the same "
         "contributions, or a shard was damaged. Nothing of it can be used"
     )
 
 
-def _consistent(plan: SumPlan, vector: Residues) -> bool:
+def _consistent(plan: SumPlan, challenge: Residues, vector: Residues) -> bool:
     """Whether check symbols and padding of a decoded sum are what they must be."""
     data, checks = np.split(vector[: plan.length], [plan.length - plan.checks])
-    return not vector[plan.length :].any() and np.array_equal(plan.field.dot(plan.challenge(), data), checks)
+    return not vector[plan.length :].any() and np.array_equal(plan.field.dot(challenge, data), checks)
+
+
+def _beyond(plan: SumPlan, contributors: int, integers: NDArray[np.int64], weight: int, extras: Sequence[int]) -> str:
+    """Return what of a sum no contributions within the bounds can have; empty when they can.
+
+    Of weights w >= 0 and vectors |q| <= bound the sum of w q is at most bound times the sum of w. Shards with true
+    check symbols may hold anything else, up to (p - 1) / 2: with this the mean stays within the bound all the same.
+    """
+    if not 0 <= weight <= contributors * plan.max_weight:
+        return _impossible(f"the weights sum to {weight}, {contributors} of up to {plan.max_weight} cannot")
+    largest = max(int(integers.max(initial=0)), -int(integers.min(initial=0)))
+    if largest > plan.bound * weight:
+        return _impossible(f"an integer of {largest}, where weights of {weight} allow {plan.bound * weight}")
+    for number, most in zip(extras, plan.extras, strict=True):
+        if not 0 <= number <= contributors * most:
+            return _impossible(f"numbers of up to {most} sum to {number}, {contributors} of them cannot")
+    return ""
+
+
+def _impossible(what: str) -> str:
+    return f"the sum is none of contributions within the plan's bounds: {what}. Some contributor did not keep to them"
 
 
 def _wraps(field: PrimeField, contributors: int, max_weight: int, bound: int) -> str:

@@ -51,6 +51,7 @@ from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
 from strategies.coded import CodedRound, Member, Outcome, Settings
+from strategies.coded_sharing import GONE
 from strategies.compressed import Compressed
 from strategies.means import MEANS, is_mean, weight_key_of
 from strategies.replies import Rejected, RoundReport, agreeing, strip
@@ -67,9 +68,6 @@ DEFAULT_LOSS: Final = 0.1
 
 CUT_STEPS: Final = 1000
 """The share of values at the clip is summed in steps of one in so many, fewer where the field is small."""
-
-_OWN_WORD: Final = (2, 6)
-"""Error codes a client's own process answers with (app raised, mod refused): it is there, and can relay."""
 
 
 class SumCode:
@@ -155,7 +153,11 @@ class SumCode:
             node = stranger.metadata.dst_node_id
             now.report.exclude(node, f"not in the sum: {now.report.direct.pop(node, 'it is not known')}")
         try:
-            summing = _Summing(now, self, self.plan(len(now.members), now.number))
+            plan = self.plan(len(now.members), now.number)
+            odds = success(plan.needed, plan.relays, self._loss, None)
+            if not self.settings.symbols and odds < self.settings.target:
+                now.report.note(f"{plan.relays} relays decode with probability {odds:.3g}: not even one piece is safer")
+            summing = _Summing(now, self, plan)
             yield from summing.share()
             yield from summing.ask_what_is_held()
             summing.freeze()
@@ -205,6 +207,10 @@ class SumCode:
             mode=self.mode,
         )
 
+    @property
+    def _loss(self) -> float:
+        return DEFAULT_LOSS if self.settings.loss is None else self.settings.loss
+
     def _symbols(self, relays: int) -> int:
         """Return the largest K with which enough relays stay with the wanted probability.
 
@@ -213,12 +219,11 @@ class SumCode:
         _Skipped
             When not even one piece is safe.
         """
-        s = self.settings
-        loss = DEFAULT_LOSS if s.loss is None else s.loss
+        s, loss = self.settings, self._loss
         for symbols in range(relays - s.private, 0, -1):
             if success(symbols + s.private, relays, loss, None) >= s.target:
                 return symbols
-        # One piece is the most that can be done; whether it is enough shows when the relays answer.
+        # One piece is the most that can be done; the round's report says how likely it is enough.
         if relays > s.private:
             return 1
         raise _Skipped(f"{relays} relays leave no piece beside {s.private} random ones")
@@ -324,11 +329,11 @@ class _Summing:
         return {"plan": json.dumps(self.plan.config(), separators=(",", ":")), "seal": self.seal}
 
     def _take_shared(self, member: Member, reply: Message) -> None:
-        if not reply.has_error() or reply.error.code in _OWN_WORD:
+        if not reply.has_error() or reply.error.code not in GONE:
             self.alive.add(member.index)
-        if reply.has_error() and reply.error.code in _OWN_WORD:
-            # An engine may have undone what the client remembers of its shards: peers may hold them, but nobody knows
-            # whether it would send the same update again.
+        if reply.has_error() and reply.error.code not in GONE:
+            # The app raised, a mod refused, the process crashed: what the client remembers of its shards may be undone.
+            # Peers may hold them, but nobody knows whether it would send the same update again.
             self.withdrawn.add(member.index)
         header = self.now.header(member, reply)
         tag = header.data("tag", length=TAG_BYTES)
@@ -345,9 +350,11 @@ class _Summing:
         self.contents[member.index] = strip(reply.content)
 
     def _require_sequence(self, source: int, tag: bytes) -> None:
-        sequence, _ = read_tag(tag)
+        sequence, generation = read_tag(tag)
         if sequence != self.expected[source]:
             raise Rejected(f"the shards answer message {sequence}, expected {self.expected[source]}: stale ones")
+        if generation > sequence:
+            raise Rejected(f"the shards are of a memory that began with message {generation}, after {sequence}")
 
     def _take_masked(self, member: Member, content: RecordDict, tag: bytes) -> None:
         data = take_frame(content, MASKED_UPDATE)
@@ -426,7 +433,7 @@ class _Summing:
         report = self.now.report
         matrix = np.zeros((self.plan.relays, self.plan.contributors), np.bool_)
         for source in range(self.plan.contributors):
-            found = Counter(tag for tags in self.held.values() for tag in tags.get(source, ()))
+            found = Counter(tag for tags in self.held.values() for tag in set(tags.get(source, ())))
             if not found or source in self.withdrawn:
                 continue
             # The encoding most relays hold; among equals the one its contributor announced.
@@ -525,7 +532,7 @@ class _Summing:
         if self.construction.mode == "mask":
             masked = self.plan.field.sum([self.masked[source] for source in self.chosen])
         try:
-            self.summed = decode(self.plan, sums, masked)
+            self.summed = decode(self.plan, sums, masked, len(self.chosen))
         finally:
             self.now.report.decode_seconds += time.perf_counter() - began
         self.now.report.innovative = self.plan.needed

@@ -591,10 +591,10 @@ EXPERIMENT = Experiment(
         "With a relay a contributor is not needed from the K-th shard on that a peer holds. The peers then upload as "
         "much as the contributors would have: over the same slow links, for as long, while they die as well. So a "
         "relay wins where peers are fast and lifetimes are long against one upload, and loses everything at once where "
-        "fewer than K relays live to the end; the curves show both. It does not lower what the server receives, and it "
-        "is no secure aggregation: the server decodes every update.\n\n"
+        "fewer than K relays live to the end; the curves show both. It does not lower what the server receives.\n\n"
         "Clients vanish by chance and are back in the next round: accuracy tells the schemes apart by less than it "
-        "moves from round to round, and is a goal that does not gate. Replication is the relay with K = 1. The two codes differ only where K random shards happen to be dependent, "
+        "moves from round to round, and is a goal that does not gate.\n\n"
+        "Replication is the relay with K = 1. The two codes differ only where K random shards happen to be dependent, "
         "four times in a thousand at exactly K."
     ),
 )

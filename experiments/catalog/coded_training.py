@@ -364,7 +364,7 @@ def _row_values(config: Config, results: Mapping[str, RunResult], problems: Mapp
         scheme = BALANCED if label == SVM else label
         w = np.concatenate([array.astype(np.float64).ravel() for array in result.arrays.values()])
         expected = problems[model].uncoded(result.final.round)
-        peer = result.ledger.total("payload", link="peer")
+        peer = result.ledger.total("wire", link="peer")
         out[f"row worst/{label}"] = float(np.abs(w - expected).max())
         out[f"row bytes off/{label}"] = abs(peer - setup_bytes(plan_of(config, scheme, config.seed), problems[model]))
         out[f"row bytes/{label}"] = peer

@@ -158,10 +158,12 @@ def test_the_largest_federation_of_each_prime(field, bound: int, most: int) -> N
 
 
 def test_a_sum_beyond_the_bound_wraps_around() -> None:
-    """Why the plan is refused: one contributor more, and the largest sum comes out negative."""
+    """Why the plan is refused: one contributor more, and the largest sum comes out negative; its weight says so."""
     plan = plan_of(GF251, bound=7, contributors=17, size=3)
     made = coded(plan, np.full((1, 3), 7)) * 18
-    assert (decode(plan, added(plan, made, range(18), range(5))).integers == 18 * 7 - 251).all()
+    assert (GF251.lift(GF251.residues(np.full(3, 18 * 7))) == 18 * 7 - 251).all()
+    with pytest.raises(CorruptGeneration, match="the weights sum to 18, 17 of up to 1 cannot"):
+        decode(plan, added(plan, made, range(18), range(5)))
 
 
 def test_the_prime_follows_from_clients_weights_and_levels() -> None:

@@ -102,10 +102,10 @@ def test_the_bytes_of_partitions_are_those_on_the_peer_links(
     config, results, findings, _ = run
     for label in SPARSE:
         plan = coded_training.plan_of(config, label, config.seed)
-        peer = results[label].ledger.by("round", "payload", link="peer")
+        peer = results[label].ledger.by("round", "wire", link="peer")
         assert peer == {1: findings.values[f"bytes/{label}"]}
         assert results[label].ledger.total("messages", link="peer") == len(plan.transfers)
-        assert results[label].rounds[1].peer_payload_bytes == peer[1]
+        assert results[label].rounds[1].peer_wire_bytes == peer[1]
     assert results[coded_training.UNCODED].ledger.total("payload", link="peer") == 0
 
 

@@ -1,0 +1,197 @@
+"""What a server may try against coded sums, and what clients may: one answer a round, one round an update, bounds."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from coded_sum_runs import (
+    NODES,
+    TRANSPORTS,
+    Tap,
+    coded_sum,
+    grid_of,
+    included,
+    json_of,
+    run,
+    sender,
+    train_replies,
+)
+from flwr.app import Context, Error, Message, RecordDict
+from toy import client_app, stack
+
+from clients.coded import answer_coded, coded
+from clients.compressed import compression
+from coding.sumcode import SumPlan, contribution
+from coding.sumshards import TAG_BYTES, make_tag, set_digest
+from fedcomp.flower.coded import (
+    HELLO,
+    PUT,
+    SUM,
+    fields_of,
+    put_fields,
+)
+
+
+def ask(grid: Tap, asked: Message, sources: list[int], **changes) -> Message:
+    """Ask the relay of ``asked`` for the sum over other sources."""
+    plan = SumPlan.from_config(json_of(fields_of(asked.content)))
+    by_partition = {
+        grid.partition_of(sender(r, grid)): fields_of(r.content).data("tag", length=TAG_BYTES)
+        for r in train_replies(grid)
+        if fields_of(r.content).integer("round") == fields_of(asked.content).integer("round")
+    }
+    bits = np.zeros(NODES, bool)
+    bits[sources] = True
+    record = dict(asked.content.config_records["fedcomp.coded"])
+    record |= {
+        "chosen": np.packbits(bits).tobytes(),
+        "set": set_digest(plan, record["round"], {s: by_partition[s] for s in sources}),
+        **changes,
+    }
+    return put(grid, asked, SUM, record)
+
+
+def put(grid: Tap, asked: Message, kind: str, record: dict, content: RecordDict | None = None) -> Message:
+    content = RecordDict() if content is None else content
+    put_fields(content, record)
+    (reply,) = grid.send_and_receive([Message(content, asked.metadata.dst_node_id, kind)], timeout=9)
+    return reply
+
+
+def first(grid: Tap, kind: str) -> Message:
+    return next(m for m in grid.sent if m.metadata.message_type == kind)
+
+
+@TRANSPORTS
+def test_a_relay_answers_once_a_round(transport: str) -> None:
+    """The server asks again for a set without one contributor: the difference of the two sums would be its shard."""
+    grid = grid_of()
+    strategy = coded_sum(transport=transport)  # its spool lives as long as it
+    run(strategy, grid, 1)
+    asked = first(grid, SUM)
+    assert not ask(grid, asked, list(range(NODES))).has_error()  # the same question gets the same answer
+    assert "another set of contributors" in ask(grid, asked, list(range(NODES - 1))).error.reason
+    grid.inner.wipe(grid.partition_of(asked.metadata.dst_node_id))
+    assert "another set" not in ask(grid, asked, list(range(NODES))).error.reason  # without its key it can open nothing
+
+
+@TRANSPORTS
+def test_naming_another_run_does_not_make_a_relay_forget_its_answer(transport: str) -> None:
+    """A message of another run empties what a node keeps of this one; its shards lie in the spool, or are put back."""
+    grid = grid_of()
+    strategy = coded_sum(transport=transport)  # its spool lives as long as it
+    run(strategy, grid, 1)
+    asked = first(grid, SUM)
+    record = dict(asked.content.config_records["fedcomp.coded"])
+    put(grid, asked, HELLO, {**record, "run": b"another."})
+    if transport == "hub":
+        again = next(
+            m
+            for m in grid.sent
+            if m.metadata.message_type == PUT and m.metadata.dst_node_id == asked.metadata.dst_node_id
+        )
+        own = sorted(p for p in range(NODES) if p != grid.partition_of(asked.metadata.dst_node_id))
+        bundle = RecordDict({"fedcomp.coded.parcels": again.content["fedcomp.coded.parcels"]})
+        put(grid, asked, PUT, dict(again.content.config_records["fedcomp.coded"]), bundle)
+    else:
+        own = list(range(NODES - 1))
+    assert "another set of contributors" in ask(grid, asked, own).error.reason
+
+
+def test_a_round_before_the_last_answer_is_over_in_every_run() -> None:
+    """Parcels of two rounds are kept: of the older one nothing is added any more, whatever else was said meanwhile."""
+    grid, strategy = grid_of(), coded_sum(transport="peers")
+    run(strategy, grid, 2)
+    asked = {(fields_of(m.content).integer("round"), m.metadata.dst_node_id): m for m in grid.sent if is_sum(m)}
+    node = next(node for round_, node in asked if round_ == 1 and (2, node) in asked)
+    before = asked[1, node]
+    put(grid, before, HELLO, {**before.content.config_records["fedcomp.coded"], "run": b"another."})
+    assert "round 1 is over" in ask(grid, before, list(range(NODES))).error.reason
+
+
+def is_sum(message: Message) -> bool:
+    return message.metadata.message_type == SUM
+
+
+def test_an_update_is_shared_in_one_round_only() -> None:
+    """The server sends the message of round 1 again as one of round 2: with another set the difference would be an
+    update. Within its round a repeated message is answered, as networks repeat them."""
+    grid = grid_of()
+    run(coded_sum(), grid, 1)
+    asked = first(grid, "train")
+    record = dict(asked.content.config_records["fedcomp.coded"])
+    content = RecordDict({k: v for k, v in asked.content.items() if k != "fedcomp.coded"})
+    assert "tag" in fields_of(put(grid, asked, "train", record, content).content)
+    for later in ({"round": 2}, {"run": b"another."}):
+        content = RecordDict({k: v for k, v in asked.content.items() if k != "fedcomp.coded"})
+        assert "shared in another round" in put(grid, asked, "train", {**record, **later}, content).error.reason
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 6, 8])
+def test_who_fails_after_sharing_is_not_in_the_sum(code: int) -> None:
+    """A process that crashes, or an engine that gives up on it, may have lost the memory of what it shared."""
+    app = answer_coded(client_app([coded(), compression()]))
+    failed: list[int] = []
+
+    def client(msg: Message, context: Context) -> Message:
+        if msg.metadata.message_type != "train" or context.node_config["partition-id"] != 2 or failed:
+            return app(msg, context)
+        failed.append(code)
+        app(msg, copy.deepcopy(context))  # its shards are with its peers, its state is lost
+        return Message(Error(code, "gone"), reply_to=msg)
+
+    grid = grid_of(client=client)
+    strategy = coded_sum(transport="peers")
+    run(strategy, grid, 2)
+    assert failed
+    assert included(strategy, grid, 1) == [0, 1, 3, 4, 5]
+    assert included(strategy, grid, 2) == list(range(NODES))
+
+
+def test_a_client_that_shares_what_no_update_holds_spoils_the_round_and_not_the_model(monkeypatch) -> None:
+    """Residues of half the field, with true check symbols: the mean would be thousands of clips."""
+    seen: list[int] = []
+
+    def lying(plan: SumPlan, integers: np.ndarray, weight: int, extras) -> np.ndarray:
+        vector = contribution(plan, integers, weight, extras)
+        seen.append(weight)
+        if len(seen) == 3:
+            data = vector[: plan.length - plan.checks]
+            data[:10] = plan.field.half
+            vector[plan.length - plan.checks :] = plan.field.dot(plan.challenge(), data)
+        return vector
+
+    monkeypatch.setattr("clients.coded_sum.contribution", lying)
+    strategy, grid = coded_sum(), grid_of()
+    result = run(strategy, grid, 1)
+    assert not stack(result.arrays).any()
+    assert "did not keep to them" in strategy.coded[1].notes[-1]
+
+
+def test_a_tag_of_a_memory_from_the_future_is_refused(monkeypatch) -> None:
+    """Acknowledged, its number would make the client roll back an update that was used."""
+    made: list[int] = []
+
+    def lying(sequence: int, generation: int) -> bytes:
+        made.append(sequence)
+        return make_tag(sequence, 2**64 - 1 if len(made) == 3 else generation)
+
+    monkeypatch.setattr("clients.coded_sum.make_tag", lying)
+    strategy, grid = coded_sum(), grid_of()
+    run(strategy, grid, 1)
+    assert len(included(strategy, grid)) == NODES - 1
+    assert any("a memory that began with message" in reason for reason in strategy.coded[1].excluded.values())
+
+
+def test_an_automatic_code_that_cannot_reach_the_target_says_so() -> None:
+    """Four clients, T = 1: two of four relays decode even with one piece, which is less safe than 0.999 where 0.3 are
+    lost. With ten clients there is room for more pieces."""
+    few, many = coded_sum(symbols=0, loss=0.3), coded_sum(symbols=0)
+    run(few, grid_of(4), 1)
+    assert few.coded[1].symbols == 1
+    assert "4 relays decode with probability 0.916" in few.coded[1].notes[0]
+    run(many, grid_of(10), 1)
+    assert many.coded[1].symbols == 4
+    assert many.coded[1].notes == []
