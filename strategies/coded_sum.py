@@ -343,7 +343,7 @@ class _Summing:
         if self.hub:
             self._take_parcels(member, reply.content)
         else:
-            self._count_peer(member, sum(header.integers("sent", most=1 << 40, longest=len(self.relays))))
+            self._count_peer(member, header.integers("sent", most=1 << 40, longest=len(self.relays)))
         for reason in header.texts("failed", longest=len(self.relays)):
             self.now.report.refuse(f"source {member.index}: {reason}")
         self.tags[member.index] = tag
@@ -418,7 +418,7 @@ class _Summing:
             sizes = fields.integers("sizes", most=1 << 40, longest=most)
             for source, size in dict(zip(sources, sizes, strict=False)).items():
                 if source not in self.tags:
-                    self._count_peer(self.now.members[source], size)
+                    self._count_peer(self.now.members[source], [size])
 
     # The set.
 
@@ -573,11 +573,11 @@ class _Summing:
             self.now.report.note(f"metrics of node {node} are left out: {reason}")
         return [self.contents[source] for source in kept]
 
-    def _count_peer(self, member: Member, size: int) -> None:
-        self.now.report.count("peer", size)
-        record = getattr(self.now.grid, "record_peer", None)
-        if record is not None and size:
-            record(self.now.number, member.node, member.message.metadata.message_type, size, size)
+    def _count_peer(self, member: Member, sizes: list[int]) -> None:
+        wire, payload = sum(sizes), sum(max(0, size - PARCEL_BYTES) for size in sizes)
+        self.now.report.count("peer", wire)
+        if wire and (record := getattr(self.now.grid, "record_peer", None)) is not None:
+            record(self.now.number, member.node, member.message.metadata.message_type, payload, wire)
 
 
 def _sequence_of(message: Message) -> int:
