@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,11 +63,15 @@ def join(client: RelayClient, call_next: CallNext) -> Message:
             header["failed"] = [str(error)[:REASON]]
     else:
         if key:
-            sealed = seal(payload, key, parcel.coordinates)
-            parcel = Parcel(exchange.run, exchange.round, MEMBER, own, aggregator, sealed)
-        if exchange.transport is None:
+            try:
+                parcel = replace(parcel, body=seal(payload, key, parcel.coordinates))
+            except CodingError as error:
+                header["failed"] = [str(error)[:REASON]]
+        if "failed" in header:
+            address = ""  # a parcel that could not be sealed goes nowhere
+        elif exchange.transport is None:
             put_bundle(content, [parcel.to_bytes()])
-        elif address:
+        if exchange.transport is not None and address:
             (delivery,) = deliver(exchange.transport, [(address, parcel)])
             header["sent"] = [delivery.handed_over]
             if delivery.error is not None:
@@ -137,7 +142,7 @@ class _Aggregation:
         """Return the members' replies: those that came from the server with the message, and those that lie here."""
         exchange = self.exchange
         parcels = exchange.store.list(exchange.run, exchange.round)
-        for data in take_bundle(exchange.msg.content, most=len(self.members), longest=exchange.max_store_bytes):
+        for data in take_bundle(exchange.msg.content, most=len(self.members), longest=1 << 32):
             try:
                 parcels.append(Parcel.from_bytes(data, exchange.max_store_bytes))
             except FedcompError as error:

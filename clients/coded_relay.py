@@ -17,15 +17,18 @@ from clients.coded import Exchange
 from clients.coded_groups import PAYLOAD, REASON, SHARED, add_up, join
 from clients.coded_mixing import combine, mix_in
 from clients.messages import CallNext
-from coding.errors import CodingError
-from coding.packet import Packet
+from coding.code import MAX_SYMBOLS
+from coding.errors import CodingError, PacketError
+from coding.packet import DIGEST_BYTES, Packet, PacketLimits
 from coding.relay import RelayPlan
 from coding.sealing import KEY_BYTES, seal
 from coding.transport import Parcel, deliver
 from fedcomp.errors import FedcompError, StateError
-from fedcomp.flower.coded import COLLECT, PUT, SHARD, SUM, pack_content, put_bundle, take_bundle
+from fedcomp.flower.coded import COLLECT, PER_SOURCE, PUT, SHARD, SUM, pack_content, put_bundle, take_bundle
 
 _MOST_FRESH = 1024
+_MOST_REASONS = 16
+_UNKNOWN = bytes(DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -154,14 +157,16 @@ class RelayClient:
         failed: list[str] = []
         others = []
         for i, body in enumerate(packets):
-            if i != terms.own:
-                others.append(self._parcel(terms, i, body, terms.keys[i] if terms.keys else None, kind))
-                continue
             try:
+                if i != terms.own:
+                    others.append(self._parcel(terms, i, body, terms.keys[i] if terms.keys else None, kind))
+                    continue
                 mine = exchange.identity.public if terms.keys else None
                 exchange.store.put(self._parcel(terms, i, body, mine, kind))
             except CodingError as error:
-                failed.append(f"own shard: {error}"[:REASON])
+                # A relay whose key is none is a lost relay, for which the others stand.
+                whose = "own shard" if i == terms.own else f"relay {terms.relays[i]}"
+                failed.append(f"{whose}: {error}"[:REASON])
         if exchange.transport is None:
             put_bundle(content, [parcel.to_bytes() for parcel in others])
             return {"failed": failed}
@@ -197,7 +202,8 @@ class RelayClient:
         exchange = self.exchange
         index = self.fields.integer("index", most=2**32 - 1)
         kept, refused = 0, []
-        for data in take_bundle(exchange.msg.content, most=1 << 16, longest=exchange.max_store_bytes):
+        # Each parcel is measured by itself: one that is too long must not cost the others.
+        for data in take_bundle(exchange.msg.content, most=1 << 16, longest=1 << 32):
             try:
                 parcel = Parcel.from_bytes(data, exchange.max_store_bytes)
                 if (parcel.run, parcel.round, parcel.destination) != (exchange.run, exchange.round, index):
@@ -217,14 +223,44 @@ class RelayClient:
         wanted = set(self.fields.integers("sources", most=2**32 - 1))
         index = self.fields.integer("index", 0, most=2**32 - 1)
         bodies, held, refused = self.opened(index, SHARD, wanted)
-        packets = list(dict.fromkeys(body for _, body in bodies))
+        packets = self._sound(bodies, refused)
         fresh = self._fresh()
         content = RecordDict()
         put_bundle(content, [*packets, *fresh])
-        header: dict[str, Any] = {"fresh": len(fresh), "refused": refused}
+        header: dict[str, Any] = {"fresh": len(fresh), "refused": refused[:_MOST_REASONS]}
         if exchange.transport is not None:
             header["held"] = held
         return exchange.reply(header, content)
+
+    def _sound(self, bodies: list[tuple[int, bytes]], refused: list[str]) -> list[bytes]:
+        """Return those bodies that are packets of the payload their source announced, a few of each source.
+
+        Anybody may have put parcels in here; a flood of them must not crowd out the others' in one answer. What is left
+        out is told in ``refused``.
+        """
+        sources = self.fields.integers("sources", most=2**32 - 1)
+        joined = self.fields.data("digests", _UNKNOWN * len(sources))
+        if len(joined) != DIGEST_BYTES * len(sources):
+            raise StateError(f"{len(joined)} bytes of digests for {len(sources)} sources, {DIGEST_BYTES} each")
+        announced = {s: joined[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i, s in enumerate(sources)}
+        limits = PacketLimits(
+            max_symbol_bytes=2**32 - 1, max_payload=2**32 - 1, max_generations=2**16 - 1, max_symbols=MAX_SYMBOLS
+        )
+        found: dict[int, dict[bytes, None]] = {}
+        for source, body in bodies:
+            try:
+                packet = Packet.from_bytes(body, limits)
+                if packet.source != source:
+                    raise PacketError(f"a packet of source {packet.source} in its parcel")
+                if announced.get(source, _UNKNOWN) not in (_UNKNOWN, packet.digest):
+                    raise PacketError(f"a packet of another payload than the one source {source} announced")
+            except CodingError as error:
+                refused.append(f"source {source}: {error}"[:REASON])
+                continue
+            held = found.setdefault(source, {})
+            if len(held) < PER_SOURCE:
+                held[body] = None
+        return [body for held in found.values() for body in held]
 
     def opened(
         self, index: int, kind: int, wanted: Collection[int] | None = None
@@ -233,12 +269,12 @@ class RelayClient:
         exchange = self.exchange
         sealed = self.fields.flag("seal")
         bodies: list[tuple[int, bytes]] = []
-        held: list[int] = []
+        held: dict[int, int] = {}
         refused: list[str] = []
         for parcel in exchange.store.list(exchange.run, exchange.round):
             if parcel.kind != kind or parcel.destination != index:
                 continue
-            held += [parcel.source, len(parcel)]
+            held.setdefault(parcel.source, len(parcel))
             if wanted is not None and parcel.source not in wanted:
                 continue
             try:
@@ -246,7 +282,7 @@ class RelayClient:
                 bodies.append((parcel.source, body))
             except CodingError as error:
                 refused.append(f"source {parcel.source}: {error}"[:REASON])
-        return bodies, held, refused
+        return bodies, [number for pair in held.items() for number in pair], refused[:_MOST_REASONS]
 
     def _fresh(self) -> list[bytes]:
         """Return further shards of what this node shared; none when that was in another round."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from coding.code import GENERATION_BYTES, CodeName, Encoder, encoder, payload_digest
+from coding.code import GENERATION_BYTES, CodeName, Encoder, encoder, payload_digest, shape_of
 from coding.decoder import Decoder
 from coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
 from coding.packet import Packet, PacketLimits
@@ -333,6 +333,7 @@ class Collector:
                 raise PacketError(f"it is of another payload than the one source {packet.source} announced")
             if packet.recoded:
                 raise PacketError("it was recoded; in this plan packets travel as their source made them")
+            self._check_shape(packet)
             version = self._version(source, packet)
             place = (relay, packet.number)
             if place in version.packets or (relay >= 0 and any(r == relay for r, _ in version.packets)):
@@ -358,7 +359,8 @@ class Collector:
         known = self._sources[source]
         if known.payload is not None:
             return 0
-        return min((max(1, v.decoder.needed) for v in known.versions.values()), default=self.plan.needed)
+        lacking = (max(1, v.decoder.needed, self._voices(known, v)) for v in known.versions.values())
+        return min(lacking, default=self.plan.needed)
 
     def arrived(self, source: int) -> int:
         """Return how many packets of ``source`` came, of the payload that most of them agree on."""
@@ -415,6 +417,23 @@ class Collector:
             source.versions[form] = _Version(self._decoder(packet.source))
         return source.versions[form]
 
+    def _check_shape(self, packet: Packet) -> None:
+        """Refuse a packet that cuts its payload otherwise than the plan does: with fewer symbols fewer would decode."""
+        shape = shape_of(packet.payload_bytes, self.plan.symbols, private=self.plan.private)
+        found = (packet.symbols, packet.symbol_bytes, packet.generations)
+        if found != (shape.coded, shape.symbol_bytes, shape.generations):
+            raise PacketError(
+                f"it has K, S and generations {found}, a payload of {packet.payload_bytes} bytes has "
+                f"{(shape.coded, shape.symbol_bytes, shape.generations)} in this plan"
+            )
+
+    def _voices(self, source: _Source, version: _Version) -> int:
+        """Return how many more relays have to agree before a payload is believed that its source did not announce.
+
+        As many as decode a long one: the shortest payloads have fewer symbols, and one relay could make one up.
+        """
+        return 0 if source.expected is not None else self.plan.needed - len(version.packets)
+
     def _decoder(self, source: int) -> Decoder:
         return Decoder(limits=self._limits, expect=(self.plan.round, source), private=self.plan.private)
 
@@ -424,7 +443,11 @@ class Collector:
         if source.payload is not None:
             return
         for version in source.versions.values():
-            if not version.decoder.complete or version.tried == len(version.packets):
+            if (
+                not version.decoder.complete
+                or version.tried == len(version.packets)
+                or self._voices(source, version) > 0
+            ):
                 continue
             version.tried = len(version.packets)
             try:

@@ -17,7 +17,18 @@ from coding.relay import Collector, Commitment, RelayPlan
 from coding.sealing import OVERHEAD
 from coding.transport import HEADER_BYTES, Parcel
 from fedcomp.errors import FedcompError
-from fedcomp.flower.coded import CODED, COLLECT, PUT, SHARD, Fields, fields_of, open_content, put_bundle, take_bundle
+from fedcomp.flower.coded import (
+    CODED,
+    COLLECT,
+    PER_SOURCE,
+    PUT,
+    SHARD,
+    Fields,
+    fields_of,
+    open_content,
+    put_bundle,
+    take_bundle,
+)
 from fedcomp.flower.rounds import Exchanges
 from strategies.coded import CodedRound, Member, Outcome
 from strategies.replies import Rejected
@@ -51,6 +62,8 @@ class Sharing:
         Sources whose owner said itself what it sent.
     barred : set of int
         Members that say they failed: their memory may be as it was before, so nothing of them may be counted.
+    announced : dict of int to bytes
+        Digest of the payload, by source whose owner answered.
     kind : int
         Kind of the parcels.
     """
@@ -68,6 +81,7 @@ class Sharing:
     heard: set[int] = field(default_factory=set)
     spoke: set[int] = field(default_factory=set)
     barred: set[int] = field(default_factory=set)
+    announced: dict[int, bytes] = field(default_factory=dict)
     kind: int = SHARD
 
     def __post_init__(self) -> None:
@@ -150,7 +164,8 @@ class Sharing:
             return
         header = self.now.header(member, reply)
         length = header.integer("payload", most=self.plan.max_payload)
-        self.collector.expect(source, Commitment(length, header.data("digest", length=DIGEST_BYTES)))
+        self.announced[source] = header.data("digest", length=DIGEST_BYTES)
+        self.collector.expect(source, Commitment(length, self.announced[source]))
         if self.hub:
             self._take_parcels(source, reply.content, bags)
         else:
@@ -223,7 +238,9 @@ class Sharing:
                 return
             queries = {
                 relay: self.now.query(
-                    COLLECT, members[relay].node, {**self._brief(), "index": relay, "sources": sources}
+                    COLLECT,
+                    members[relay].node,
+                    {**self._brief(), "index": relay, "sources": sources, "digests": self._digests(sources)},
                 )
                 for relay, sources in wanted.items()
             }
@@ -257,7 +274,7 @@ class Sharing:
             return
         nodes: dict[int, dict[str, Any]] = {}
         for i in self.silent:
-            nodes[self.now.members[i].node] = {"index": i, "sources": hopeful}
+            nodes[self.now.members[i].node] = {"index": i, "sources": hopeful, "digests": self._digests(hopeful)}
         for source, count in fresh.items():
             member = self.owners[source]
             more = {**self._numbers(), **self._fresh_of(source), "fresh": count}
@@ -282,6 +299,10 @@ class Sharing:
     def _brief(self) -> dict[str, Any]:
         return {"seal": self.seal}
 
+    def _digests(self, sources: Iterable[int]) -> bytes:
+        """Return what sources announced, so that relays leave forgeries out; zeros for those that announced nothing."""
+        return b"".join(self.announced.get(source, bytes(DIGEST_BYTES)) for source in sources)
+
     def _take_collected(
         self, relay: int | None, reply: Message, sources: Iterable[int], own: Iterable[int] = ()
     ) -> None:
@@ -294,8 +315,9 @@ class Sharing:
             fields = fields_of(reply.content)
             if fields is None or fields.integer("round", 0) != self.now.number:
                 raise Rejected("the answer has no header of this round")
-            most = len(self.owners) + self.plan.needed
-            items = take_bundle(reply.content, most=most, longest=self.longest)
+            most = PER_SOURCE * len(self.owners) + self.plan.needed
+            # Each packet is measured by itself: between peers a relay may have been given one that is too long.
+            items = take_bundle(reply.content, most=most, longest=1 << 32)
             report.count("hub_up", sum(map(len, items)))
             added = fields.integer("fresh", 0, most=len(items))
             began = time.perf_counter()
@@ -316,11 +338,13 @@ class Sharing:
         if self.hub or relay in self.heard:
             return
         self.heard.add(relay)
-        held = fields.integers("held", longest=2 * len(self.owners) * self.plan.shards)
-        self.collector.holds(relay, set(held[::2]))
-        for source, size in zip(held[::2], held[1::2], strict=False):
-            # What an owner keeps of its own was never sent.
-            if source < len(self.owners) and source not in self.spoke and self.owners[source].index != relay:
+        numbers = fields.integers("held")
+        held = dict(zip(numbers[::2], numbers[1::2], strict=False))
+        self.collector.holds(relay, held.keys())
+        for source, size in held.items():
+            # What an owner keeps of its own was never sent, and what no plan makes room for was not sent by it.
+            known = source < len(self.owners) and size <= self.longest
+            if known and source not in self.spoke and self.owners[source].index != relay:
                 self._count_peer(self.owners[source], [size])
 
     # The end.

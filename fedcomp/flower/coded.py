@@ -50,6 +50,9 @@ SUM_SHARD: Final = 16
 MASKED_UPDATE: Final = "fedcomp.coded.masked"
 """Key of the frame with a contributor's masked integers, where masks are what is coded."""
 
+PER_SOURCE: Final = 4
+"""How many packets of one source a relay hands out at most: between peers others may have forged some."""
+
 NO_HANDLER: Final = "function registered with name"
 """Part of Flower's error text for a message whose action the app does not have."""
 

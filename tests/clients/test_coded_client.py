@@ -240,11 +240,18 @@ def test_only_what_is_meant_for_this_relay_is_kept() -> None:
 
 
 def test_a_relay_hands_out_what_it_is_asked_for_and_keeps_it() -> None:
+    from coding.packet import PacketLimits
+    from coding.relay import Packet, RelayPlan
+
     app, ctx = coded_app(), context()
-    say(app, ctx, put(1, *(shard(1, source, b"of %d" % source) for source in (0, 2, 3))))
+    of = {source: RelayPlan("mds", 2, 3, 1).packets(source, b"of %d" % source)[0] for source in (0, 2, 3)}
+    say(app, ctx, put(1, *(shard(1, source, body) for source, body in of.items()), shard(1, 7, b"no packet")))
     state = dict(ctx.state.items())
-    assert packets(say(app, ctx, collect(1, 0, 3, 7))) == [b"of 0", b"of 3"]
-    assert packets(say(app, ctx, collect(1, 0, 3, 7))) == [b"of 0", b"of 3"]
+    assert packets(say(app, ctx, collect(1, 0, 3, 7))) == [of[0], of[3]]
+    assert packets(say(app, ctx, collect(1, 0, 3, 7))) == [of[0], of[3]]
+    # What their sources announced: only packets of that leave the relay, and all of a source that announced nothing.
+    digest = Packet.from_bytes(of[0], PacketLimits()).digest
+    assert packets(say(app, ctx, collect(1, 0, 2, 3, digests=digest + bytes(8) + b"another!"))) == [of[0], of[2]]
     assert packets(say(app, ctx, collect(1))) == []
     assert dict(ctx.state.items()) == state
     header = fields_of(say(app, ctx, collect(1, 0, seal=True)))

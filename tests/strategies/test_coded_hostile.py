@@ -12,7 +12,7 @@ from coded_runs import after_sharing, before_sharing, bits, coded_app, either, r
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from toy import fedavg, model
 
-from coding.packet import Packet, PacketLimits
+from coding.packet import Mode, Packet, PacketLimits
 from coding.relay import RelayPlan
 from coding.transport import Parcel, SpoolTransport
 from fedcomp.codecs import TopK
@@ -29,9 +29,9 @@ def relay(**options) -> CodedFedAvg:
     return CodedFedAvg(inner, **{"code": "mds", "symbols": 3, "seal": False, "collect_timeout": 5.0, **options})
 
 
-def attack(evil: Evil, kind: str, *, culprit: int = 1, rounds: int = 1, fault=None, **options):
+def attack(evil: Evil, kind: str, *, culprit: int = 1, rounds: int = 1, fault=None, app_options=None, **options):
     """Run with one client whose answers to messages of ``kind`` are changed by ``evil``; return strategy and bits."""
-    app = coded_app()
+    app = coded_app(**(app_options or {}))
 
     def dishonest(msg: Message, context: Context) -> Message:
         reply = app(msg, context)
@@ -122,7 +122,7 @@ RELAY_LIES = {
     "round": each_packet(round=9),
     "one source for all": each_packet(source=0),
     "unknown source": each_packet(source=77),
-    "recoded": each_packet(mode=2, number=0, vector=np.ones(3, np.uint8), recoded=True),
+    "recoded": each_packet(mode=Mode.DENSE, number=0, vector=np.ones(3, np.uint8), recoded=True),
     "nothing": lambda msg, content, context: bundle(content, []),
     "twice": lambda msg, content, context: bundle(content, take_bundle(content, most=99, longest=1 << 20) * 2),
     "too many": lambda msg, content, context: bundle(content, [b"x"] * 1000),

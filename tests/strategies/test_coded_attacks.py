@@ -1,0 +1,168 @@
+"""One client against all others: what it says in its hello, sends to peers, or claims as relay costs nobody else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from coded_runs import before_sharing, bits, coded_app, run
+from flwr.app import Context, Message
+from test_coded_hostile import NODES, attack, bundle, header, parcels, relay, uncoded
+from toy import fedavg
+
+from coding.packet import Packet
+from coding.relay import Collector, Commitment, RelayPlan
+from coding.transport import SpoolTransport
+from fedcomp.codecs import FixedPoint, RandomK
+from fedcomp.flower.coded import CODED, SHARD, pack_content
+from fedcomp.flower.faults import Delivery
+from strategies.coded import CodedFedAvg
+from strategies.compressed import Compressed
+
+EVIL = 1
+
+
+@pytest.mark.parametrize("transport", ["hub", "peers"])
+def test_a_key_nothing_can_be_sealed_for_loses_one_relay_not_every_contributor(transport: str) -> None:
+    """A point of small order has 32 bytes like any key, and sealing for it fails: at everybody else's."""
+    strategy, found = attack(header(public=bytes(32)), "query.coded_hello", seal=True, transport=transport)
+    assert strategy.coded[1].excluded == {}
+    assert found == uncoded()
+    assert any("agrees on no secret" in reason for reason in strategy.coded[1].refused)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://host:99999999", "spool:relative", "tcp://[::1"])
+def test_an_address_that_is_none_loses_one_relay(address: str) -> None:
+    strategy, found = attack(header(address=address), "query.coded_hello", transport="peers")
+    assert strategy.coded[1].excluded == {}
+    assert found == uncoded()
+
+
+def reply_of_0_lost(delivery: Delivery) -> str | None:
+    return "lost_reply" if delivery.partition == 0 and delivery.message_type == "train" else None
+
+
+def flooding(monkeypatch, make) -> None:
+    """Let client 1 send further parcels with each of its own; ``make(parcel)`` returns them."""
+    original = SpoolTransport.send
+
+    def send(self, address, parcel):
+        if parcel.source == EVIL and parcel.kind == SHARD:
+            for more in make(parcel):
+                original(self, address, more)
+        return original(self, address, parcel)
+
+    monkeypatch.setattr(SpoolTransport, "send", send)
+
+
+def test_a_parcel_too_long_for_the_plan_does_not_spoil_a_relays_answer(monkeypatch) -> None:
+    """Relays keep it, since it fits their store; the other sources they hand out with it are used."""
+    flooding(monkeypatch, lambda p: [dataclasses.replace(p, body=bytes(2 << 20))])
+    strategy = relay(transport="peers")
+    assert bits(run(strategy, NODES)[0]) == uncoded()
+
+
+@pytest.mark.parametrize("victim", [EVIL, 4])
+def test_a_flood_of_parcels_does_not_spoil_a_relays_answer(monkeypatch, victim: int) -> None:
+    flooding(monkeypatch, lambda p: [dataclasses.replace(p, source=victim, body=bytes([i]) * 90) for i in range(60)])
+    strategy = relay(transport="peers")
+    run_bits = bits(run(strategy, NODES)[0])
+    assert run_bits == uncoded()
+
+
+def test_one_relay_alone_cannot_speak_for_a_client_whose_reply_was_lost() -> None:
+    """A payload said to be of one symbol would be decoded from a single packet, whoever sends it."""
+    app = coded_app()
+
+    def lying(msg: Message, context: Context) -> Message:
+        reply = app(msg, context)
+        if context.node_config["partition-id"] == EVIL and msg.metadata.message_type == "query.coded_collect":
+            forged = RelayPlan("mds", 1, NODES, 1).packets(0, pack_content(reply.content) * 9)
+            bundle(reply.content, [forged[0]])
+        return reply
+
+    strategy = relay(transport="peers")
+    result, _ = run(strategy, NODES, app=lying, fault=reply_of_0_lost)
+    assert bits(result) == uncoded()
+    assert strategy.coded[1].excluded == {}
+
+
+@pytest.mark.parametrize("size", [10, 65, 130, 5000])
+def test_without_an_announcement_no_fewer_than_k_relays_decide(size: int) -> None:
+    plan = RelayPlan("mds", 3, 6, 1)
+    real, forged = bytes(range(250)) * 40, b"f" * size
+    for symbols in (1, 2, 3):
+        collector = Collector(plan, range(6))
+        fake = RelayPlan("mds", symbols, 6, 1).packets(0, forged)
+        packets = plan.packets(0, real)
+        collector.add(1, fake[0])
+        collector.add(1, fake[1])
+        collector.add(2, fake[1])
+        assert collector.waiting == [0, 1, 2, 3, 4, 5]
+        for relay_index in (3, 4, 5):
+            collector.add(relay_index, packets[relay_index - 1])
+        assert collector.payload(0) == real
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 63, 65, 130, 5000])
+def test_short_payloads_are_still_decoded_from_any_k(size: int, announced: bool) -> None:
+    plan = RelayPlan("mds", 3, 6, 1)
+    payload = b"p" * size
+    packets = plan.packets(0, payload)
+    collector = Collector(plan, [0], 6)
+    if announced:
+        collector.expect(0, Commitment.of(Packet.from_bytes(packets[0], plan.limits)))
+    for relay_index in (2, 4, 5):
+        collector.add(relay_index, packets[relay_index - 1])
+    assert collector.payload(0) == payload
+
+
+def test_a_parcel_longer_than_a_relays_store_costs_only_itself() -> None:
+    """Through the hub: the relays refuse one parcel, not the whole forwarded bundle."""
+
+    def evil(msg, content, context) -> None:
+        bundle(content, [dataclasses.replace(p, body=bytes(30_000)).to_bytes() for p in parcels(content)])
+
+    strategy, found = attack(evil, "train", app_options={"max_store_bytes": 20_000})
+    assert any("accepts at most 20000" in reason for reason in strategy.coded[1].refused)
+    assert found == uncoded(EVIL)
+
+
+def test_a_relays_tale_of_what_it_holds_is_no_number_the_ledger_cannot_hold() -> None:
+    strategy = relay(transport="peers")
+    app = coded_app()
+
+    def lying(msg: Message, context: Context) -> Message:
+        reply = app(msg, context)
+        if context.node_config["partition-id"] == EVIL and msg.metadata.message_type == "query.coded_collect":
+            reply.content[CODED]["held"] = [0, 2**63 - 1] * 3
+        return reply
+
+    result, grid = run(strategy, NODES, app=lying, fault=reply_of_0_lost)
+    assert bits(result) == uncoded()
+    assert strategy.coded[1].payload_bytes["peer"] < 1 << 30
+    assert 0 < grid.ledger.total(link="peer") < 1 << 30
+
+
+@pytest.mark.parametrize("transport", ["hub", "peers"])
+def test_an_aggregator_nothing_can_be_sealed_for_costs_its_own_group_and_no_client_an_error(transport: str) -> None:
+    codec = FixedPoint(RandomK(0.5), clip=4096.0, levels=2048)
+    inner = Compressed(fedavg(fraction_evaluate=0.0), codec)
+    app = coded_app()
+
+    def lying(msg: Message, context: Context) -> Message:
+        reply = app(msg, context)
+        if context.node_config["partition-id"] == 0 and msg.metadata.message_type == "query.coded_hello":
+            reply.content[CODED]["public"] = bytes(32)
+        return reply
+
+    strategy = CodedFedAvg(inner, code="mds", symbols=3, groups=2, transport=transport, collect_timeout=5.0)
+    result, _ = run(strategy, NODES, app=lying)
+    report = strategy.coded[1]
+    assert len(report.included) == 4, "the other group, and the aggregator's own update"
+    assert sorted(report.excluded.values()) == ["its aggregator did not get its update"] * 2
+    assert sum("agrees on no secret" in reason for reason in report.refused) >= 2
+    assert bits(result) == bits(
+        run(Compressed(fedavg(fraction_evaluate=0.0), codec), NODES, fault=before_sharing([1, 2]))[0]
+    )
