@@ -20,7 +20,7 @@ from clients.messages import CallNext
 from coding.code import MAX_SYMBOLS
 from coding.errors import CodingError, PacketError
 from coding.packet import DIGEST_BYTES, Packet, PacketLimits
-from coding.relay import RelayPlan
+from coding.relay import RelayPlan, packet_hash
 from coding.sealing import KEY_BYTES, seal
 from coding.transport import Parcel, deliver
 from fedcomp.errors import FedcompError, StateError
@@ -177,7 +177,9 @@ class RelayClient:
             sent[terms.relays.index(delivery.parcel.destination)] = delivery.handed_over
             if delivery.error is not None:
                 failed.append(f"relay {delivery.parcel.destination}: {delivery.error}"[:REASON])
-        return {"sent": sent, "failed": failed}
+        # Anybody may put parcels into the relays' stores; by these the server tells them which are this node's.
+        hashes = b"".join(map(packet_hash, packets)) if kind == SHARD else b""
+        return {"sent": sent, "failed": failed, "hashes": hashes}
 
     def _parcel(self, terms: Terms, shard: int, body: bytes, key: bytes | None, kind: int) -> Parcel:
         parcel = Parcel(self.exchange.run, self.exchange.round, kind, terms.source, terms.relays[shard], body)
@@ -233,15 +235,15 @@ class RelayClient:
         return exchange.reply(header, content)
 
     def _sound(self, bodies: list[tuple[int, bytes]], refused: list[str]) -> list[bytes]:
-        """Return those bodies that are packets of the payload their source announced, a few of each source.
+        """Return those bodies that are the packet their source announced; a few of each source that announced none.
 
         Anybody may have put parcels in here; a flood of them must not crowd out the others' in one answer. What is left
         out is told in ``refused``.
         """
         sources = self.fields.integers("sources", most=2**32 - 1)
-        joined = self.fields.data("digests", _UNKNOWN * len(sources))
+        joined = self.fields.data("hashes", _UNKNOWN * len(sources))
         if len(joined) != DIGEST_BYTES * len(sources):
-            raise StateError(f"{len(joined)} bytes of digests for {len(sources)} sources, {DIGEST_BYTES} each")
+            raise StateError(f"{len(joined)} bytes of hashes for {len(sources)} sources, {DIGEST_BYTES} each")
         announced = {s: joined[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i, s in enumerate(sources)}
         limits = PacketLimits(
             max_symbol_bytes=2**32 - 1, max_payload=2**32 - 1, max_generations=2**16 - 1, max_symbols=MAX_SYMBOLS
@@ -252,8 +254,8 @@ class RelayClient:
                 packet = Packet.from_bytes(body, limits)
                 if packet.source != source:
                     raise PacketError(f"a packet of source {packet.source} in its parcel")
-                if announced.get(source, _UNKNOWN) not in (_UNKNOWN, packet.digest):
-                    raise PacketError(f"a packet of another payload than the one source {source} announced")
+                if announced.get(source, _UNKNOWN) not in (_UNKNOWN, packet_hash(body)):
+                    raise PacketError(f"a packet that is not the one source {source} announced for this relay")
             except CodingError as error:
                 refused.append(f"source {source}: {error}"[:REASON])
                 continue

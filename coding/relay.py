@@ -11,6 +11,7 @@ Codes are :mod:`coding.rlnc` and :mod:`coding.mds`; construction: derived here, 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,7 +19,7 @@ from typing import Final
 from coding.code import GENERATION_BYTES, CodeName, Encoder, encoder, payload_digest, shape_of
 from coding.decoder import Decoder
 from coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
-from coding.packet import Packet, PacketLimits
+from coding.packet import DIGEST_BYTES, Packet, PacketLimits
 from coding.plan import shards as shards_for
 from coding.plan import success
 from fedcomp.errors import ConfigError
@@ -28,6 +29,15 @@ DEFAULT_SYMBOLS: Final = 16
 
 DEFAULT_LOSS: Final = 0.1
 """Share of relays that is taken to vanish where nobody says."""
+
+
+def packet_hash(data: bytes) -> bytes:
+    """Return the 8-byte BLAKE2b hash of one whole packet.
+
+    A packet's payload digest is the same in all packets of the payload, so whoever holds one can forge others under it;
+    this hash is not known to anybody but the packet's maker, its holder and the server.
+    """
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def choose(
@@ -255,6 +265,7 @@ class _Source:
 
     unasked: list[int]
     expected: Commitment | None = None
+    hashes: frozenset[bytes] = frozenset()
     versions: dict[tuple[int, int, int, bytes], _Version] = field(default_factory=dict)
     payload: bytes | None = None
     reason: str = ""
@@ -291,9 +302,19 @@ class Collector:
         self._limits = plan.limits
         self._sources = {source: _Source(plan.holders(source, count)) for source in sources}
 
-    def expect(self, source: int, commitment: Commitment) -> None:
-        """Accept only packets of this very payload from now on; those of others are as good as lost."""
-        self._sources[source].expected = commitment
+    def expect(self, source: int, commitment: Commitment, hashes: Iterable[bytes] = ()) -> None:
+        """Accept only packets of this very payload from now on; those of others are as good as lost.
+
+        Parameters
+        ----------
+        source : int
+        commitment : Commitment
+        hashes : iterable of bytes, optional
+            :func:`packet_hash` of every packet the source made for relays. Where there are some, relays' packets with
+            another one are refused; those the source itself sends later are measured by the commitment alone.
+        """
+        known = self._sources[source]
+        known.expected, known.hashes = commitment, frozenset(hashes)
 
     def check(self, source: int, payload: bytes) -> None:
         """Raise :class:`CorruptGeneration` when a payload is not the one its source announced."""
@@ -331,6 +352,8 @@ class Collector:
             source = self._sources[packet.source]
             if source.expected is not None and Commitment.of(packet) != source.expected:
                 raise PacketError(f"it is of another payload than the one source {packet.source} announced")
+            if relay >= 0 and source.hashes and packet_hash(data) not in source.hashes:
+                raise PacketError(f"it is none of the packets source {packet.source} announced")
             if packet.recoded:
                 raise PacketError("it was recoded; in this plan packets travel as their source made them")
             self._check_shape(packet)

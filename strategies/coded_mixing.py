@@ -20,7 +20,7 @@ from coding.mixing import FRAMING, MixPlan, Mixture
 from coding.sealing import OVERHEAD
 from coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower.coded import COLLECT, MIXED, fields_of, take_bundle
+from fedcomp.flower.coded import COLLECT, MIXED, Fields, fields_of, take_bundle
 from fedcomp.flower.rounds import Exchanges
 from strategies.coded import Settings
 from strategies.coded_sharing import Sharing
@@ -130,6 +130,9 @@ class MixSharing(Sharing):
     def recollect(self) -> Exchanges[None]:
         """Ask nobody again: waves go on until nothing new comes."""
         yield from ()
+
+    def _hashes_in(self, header: Fields) -> list[bytes]:
+        return []  # relays hand out combinations, of which nobody can announce a hash
 
     def _payload(self, source: int) -> bytes:
         if source in self.barred:

@@ -62,8 +62,9 @@ class Sharing:
         Sources whose owner said itself what it sent.
     barred : set of int
         Members that say they failed: their memory may be as it was before, so nothing of them may be counted.
-    announced : dict of int to bytes
-        Digest of the payload, by source whose owner answered.
+    hashes : dict of int to list of bytes
+        Hashes of packets 0, 1, ... by source whose owner announced them. Between peers only: through the hub the server
+        sees who sent a parcel.
     kind : int
         Kind of the parcels.
     """
@@ -81,7 +82,7 @@ class Sharing:
     heard: set[int] = field(default_factory=set)
     spoke: set[int] = field(default_factory=set)
     barred: set[int] = field(default_factory=set)
-    announced: dict[int, bytes] = field(default_factory=dict)
+    hashes: dict[int, list[bytes]] = field(default_factory=dict)
     kind: int = SHARD
 
     def __post_init__(self) -> None:
@@ -164,8 +165,11 @@ class Sharing:
             return
         header = self.now.header(member, reply)
         length = header.integer("payload", most=self.plan.max_payload)
-        self.announced[source] = header.data("digest", length=DIGEST_BYTES)
-        self.collector.expect(source, Commitment(length, self.announced[source]))
+        commitment = Commitment(length, header.data("digest", length=DIGEST_BYTES))
+        hashes = [] if self.hub else self._hashes_in(header)
+        if hashes:
+            self.hashes[source] = hashes
+        self.collector.expect(source, commitment, hashes)
         if self.hub:
             self._take_parcels(source, reply.content, bags)
         else:
@@ -173,6 +177,11 @@ class Sharing:
             self._count_peer(member, header.integers("sent", most=1 << 40, longest=self.plan.shards))
         for reason in header.texts("failed", longest=self.plan.shards):
             self.now.report.refuse(f"source {source}: {reason}")
+
+    def _hashes_in(self, header: Fields) -> list[bytes]:
+        """Return the hash of every packet an owner made, as it announces them."""
+        joined = header.data("hashes", length=DIGEST_BYTES * self.plan.shards)
+        return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]
 
     def _take_ordinary(self, source: int, reply: Message) -> None:
         """Take a reply without coding as what it is."""
@@ -240,7 +249,7 @@ class Sharing:
                 relay: self.now.query(
                     COLLECT,
                     members[relay].node,
-                    {**self._brief(), "index": relay, "sources": sources, "digests": self._digests(sources)},
+                    {**self._brief(), "index": relay, "sources": sources, "hashes": self._hashes_for(relay, sources)},
                 )
                 for relay, sources in wanted.items()
             }
@@ -274,7 +283,9 @@ class Sharing:
             return
         nodes: dict[int, dict[str, Any]] = {}
         for i in self.silent:
-            nodes[self.now.members[i].node] = {"index": i, "sources": hopeful, "digests": self._digests(hopeful)}
+            kept = [source for source in hopeful if i in self._holders(source)]
+            if kept:
+                nodes[self.now.members[i].node] = {"index": i, "sources": kept, "hashes": self._hashes_for(i, kept)}
         for source, count in fresh.items():
             member = self.owners[source]
             more = {**self._numbers(), **self._fresh_of(source), "fresh": count}
@@ -299,9 +310,17 @@ class Sharing:
     def _brief(self) -> dict[str, Any]:
         return {"seal": self.seal}
 
-    def _digests(self, sources: Iterable[int]) -> bytes:
-        """Return what sources announced, so that relays leave forgeries out; zeros for those that announced nothing."""
-        return b"".join(self.announced.get(source, bytes(DIGEST_BYTES)) for source in sources)
+    def _hashes_for(self, relay: int, sources: Iterable[int]) -> bytes:
+        """Return the hash of the packet a relay holds of each source, so that it leaves forgeries out.
+
+        Zeros for sources that announced none, nothing where no source did. A relay is told of its own packets only:
+        with another's hash it could test guesses of what private symbols hide from it.
+        """
+        known = [
+            self.hashes[source][self._holders(source).index(relay)] if source in self.hashes else bytes(DIGEST_BYTES)
+            for source in sources
+        ]
+        return b"".join(known) if any(map(any, known)) else b""
 
     def _take_collected(
         self, relay: int | None, reply: Message, sources: Iterable[int], own: Iterable[int] = ()

@@ -240,8 +240,7 @@ def test_only_what_is_meant_for_this_relay_is_kept() -> None:
 
 
 def test_a_relay_hands_out_what_it_is_asked_for_and_keeps_it() -> None:
-    from coding.packet import PacketLimits
-    from coding.relay import Packet, RelayPlan
+    from coding.relay import RelayPlan, packet_hash
 
     app, ctx = coded_app(), context()
     of = {source: RelayPlan("mds", 2, 3, 1).packets(source, b"of %d" % source)[0] for source in (0, 2, 3)}
@@ -249,9 +248,11 @@ def test_a_relay_hands_out_what_it_is_asked_for_and_keeps_it() -> None:
     state = dict(ctx.state.items())
     assert packets(say(app, ctx, collect(1, 0, 3, 7))) == [of[0], of[3]]
     assert packets(say(app, ctx, collect(1, 0, 3, 7))) == [of[0], of[3]]
-    # What their sources announced: only packets of that leave the relay, and all of a source that announced nothing.
-    digest = Packet.from_bytes(of[0], PacketLimits()).digest
-    assert packets(say(app, ctx, collect(1, 0, 2, 3, digests=digest + bytes(8) + b"another!"))) == [of[0], of[2]]
+    # What their sources announced: only that packet leaves the relay, and all of a source that announced nothing.
+    assert packets(say(app, ctx, collect(1, 0, 2, 3, hashes=packet_hash(of[0]) + bytes(8) + b"another!"))) == [
+        of[0],
+        of[2],
+    ]
     assert packets(say(app, ctx, collect(1))) == []
     assert dict(ctx.state.items()) == state
     header = fields_of(say(app, ctx, collect(1, 0, seal=True)))

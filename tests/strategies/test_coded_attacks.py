@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
+import numpy as np
 import pytest
 from coded_runs import before_sharing, bits, coded_app, run
 from flwr.app import Context, Message
 from test_coded_hostile import NODES, attack, bundle, header, parcels, relay, uncoded
 from toy import fedavg
 
-from coding.packet import Packet
-from coding.relay import Collector, Commitment, RelayPlan
+from coding.packet import Packet, PacketLimits
+from coding.relay import Collector, Commitment, RelayPlan, packet_hash
 from coding.transport import SpoolTransport
 from fedcomp.codecs import FixedPoint, RandomK
 from fedcomp.flower.coded import CODED, SHARD, pack_content
@@ -60,6 +62,106 @@ def test_a_parcel_too_long_for_the_plan_does_not_spoil_a_relays_answer(monkeypat
     flooding(monkeypatch, lambda p: [dataclasses.replace(p, body=bytes(2 << 20))])
     strategy = relay(transport="peers")
     assert bits(run(strategy, NODES)[0]) == uncoded()
+
+
+def forged(plan: RelayPlan, held: Packet, relay_index: int, seed: int) -> bytes:
+    """Return a packet as a relay expects it, with the payload digest of ``held`` and a body of its own."""
+    shard = plan.holders(held.source, NODES).index(relay_index)
+    sound = plan.packets(held.source, bytes([seed]) * held.payload_bytes)[shard]
+    return dataclasses.replace(Packet.from_bytes(sound, plan.limits), digest=held.digest, _wire_bytes=None).to_bytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"private": 1, "symbols": 2}, {"code": "rlnc"}], ids=repr)
+def test_wrong_bodies_under_the_right_digest_cost_their_victims_nothing(monkeypatch, options: dict) -> None:
+    """Client 1 keeps a packet of everybody's, so knows their digests. Once all have shared it sends relays others."""
+    original, reached, victims = SpoolTransport.send, {}, set()
+    plan = RelayPlan(**{"code": "mds", "symbols": 3, "shards": NODES, "round": 1, **options})
+    app, lock = coded_app(), threading.Lock()
+
+    def send(self, address, parcel):
+        if parcel.source == EVIL:
+            reached[parcel.destination] = (self, address)
+        return original(self, address, parcel)
+
+    def flood(run_id: bytes) -> None:
+        for destination, (transport, address) in reached.items():
+            for parcel in transport.store.list(run_id, 1):
+                if parcel.source != EVIL:
+                    victims.add(parcel.source)
+                    held = Packet.from_bytes(parcel.body, PacketLimits())
+                    for seed in range(1, 9):
+                        body = forged(plan, held, destination, seed)
+                        original(transport, address, dataclasses.replace(parcel, destination=destination, body=body))
+
+    def waiting(msg: Message, context: Context) -> Message:
+        with lock:
+            if msg.metadata.message_type == "query.coded_collect" and not victims:
+                flood(msg.content[CODED]["run"])
+        return app(msg, context)
+
+    monkeypatch.setattr(SpoolTransport, "send", send)
+    strategy = relay(transport="peers", **options)
+    result, _ = run(strategy, NODES, app=waiting)
+    assert victims == set(range(NODES)) - {EVIL}
+    assert strategy.coded[1].excluded == {}
+    assert bits(result) == uncoded()
+    for victim in victims:
+        assert any(f"not the one source {victim} announced for this" in reason for reason in strategy.coded[1].refused)
+
+
+def test_a_relay_that_sends_wrong_bodies_is_told_from_the_others_at_once() -> None:
+    plan = RelayPlan("mds", 3, 6, 1)
+    payload = bytes(range(250)) * 4
+    packets = plan.packets(0, payload)
+    collector = Collector(plan, [0], 6)
+    first = Packet.from_bytes(packets[0], plan.limits)
+    collector.expect(0, Commitment.of(first), map(packet_hash, packets))
+    for relay_index in (1, 2, 3, 4):
+        wrong = Packet.from_bytes(packets[relay_index - 1], plan.limits)
+        wrong = dataclasses.replace(wrong, body=wrong.body ^ np.uint8(7), _wire_bytes=None)
+        assert collector.add(relay_index, wrong.to_bytes()) is None
+    assert collector.arrived(0) == 0
+    assert all("none of the packets source 0 announced" in reason for reason in collector.refused)
+    collector.add(5, packets[4])
+    collector.add(0, packets[5])
+    assert collector.add(-1, plan.fresh(0, payload, 1)[0]) == 0, "of these nothing was announced; the source sends them"
+    assert collector.payload(0) == payload
+
+
+@pytest.mark.parametrize("hashes", [None, b"eight by", bytes(8 * NODES + 1)], ids=repr)
+def test_hashes_of_another_length_are_no_announcement(hashes: bytes | None) -> None:
+    """What the client says is then refused whole, and its shards are those of one whose reply was lost."""
+    app = coded_app()
+
+    def lying(msg: Message, context: Context) -> Message:
+        reply = app(msg, context)
+        if context.node_config["partition-id"] == EVIL and msg.metadata.message_type == "train":
+            del reply.content[CODED]["hashes"]
+            if hashes is not None:
+                reply.content[CODED]["hashes"] = hashes
+        return reply
+
+    strategy = relay(transport="peers")
+    assert bits(run(strategy, NODES, app=lying)[0]) == uncoded()
+
+
+@pytest.mark.parametrize("transport", ["hub", "peers"])
+def test_hashes_travel_only_where_they_serve_something(transport: str) -> None:
+    """Through the hub nobody can put a parcel in another's name."""
+    app, seen = coded_app(), []
+
+    def watching(msg: Message, context: Context) -> Message:
+        if msg.metadata.message_type == "query.coded_collect":
+            fields = msg.content[CODED]
+            seen.append((len(fields.get("hashes", b"")), len(fields["sources"])))
+        reply = app(msg, context)
+        if msg.metadata.message_type == "train":
+            assert len(reply.content[CODED].get("hashes", b"")) == (8 * NODES if transport == "peers" else 0)
+        return reply
+
+    run(relay(transport=transport), NODES, app=watching)
+    assert seen
+    assert all(size == (8 * count if transport == "peers" else 0) for size, count in seen)
 
 
 @pytest.mark.parametrize("victim", [EVIL, 4])

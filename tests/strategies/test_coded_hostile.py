@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from coded_runs import after_sharing, before_sharing, bits, coded_app, either, run
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
-from toy import fedavg, model
+from toy import client_app, fedavg, model
 
+from clients.coded import answer_coded, coded
+from clients.compressed import compression
 from coding.packet import Mode, Packet, PacketLimits
 from coding.relay import RelayPlan
 from coding.transport import Parcel, SpoolTransport
@@ -49,6 +51,17 @@ def attack(evil: Evil, kind: str, *, culprit: int = 1, rounds: int = 1, fault=No
 def uncoded(*lost: int) -> bytes:
     inner = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     return bits(run(inner, NODES, fault=before_sharing(lost))[0])
+
+
+def training_told(trained: list[int]):
+    """Return the toy app; ``trained`` gets the partition each time the app itself is called to train."""
+
+    def telling(msg: Message, context: Context, call_next) -> Message:
+        if msg.metadata.message_type == "train":
+            trained.append(int(context.node_config["partition-id"]))
+        return call_next(msg, context)
+
+    return answer_coded(client_app([coded(), telling, compression()]))
 
 
 def bundle(content: RecordDict, items: list[bytes]) -> None:
@@ -254,7 +267,7 @@ def test_a_peer_that_forges_another_ones_shards_cannot_change_its_update(monkeyp
     strategy = relay(transport="peers")
     result, _ = run(strategy, NODES)
     assert bits(result) == uncoded()
-    assert any("another payload than the one source 4 announced" in r for r in strategy.coded[1].refused)
+    assert any("not the one source 4 announced for this relay" in r for r in strategy.coded[1].refused)
 
 
 def test_hello_answers_that_cannot_be_used_make_an_ordinary_client() -> None:
@@ -334,8 +347,9 @@ def test_several_liars_and_losses_at_once_leave_what_can_be_decoded() -> None:
 
 
 def test_a_plan_from_a_hostile_server_is_refused_by_the_client_without_training() -> None:
-    """Fields of the plan are checked before anything is coded or sent."""
-    app, trained = coded_app(), []
+    """Fields of the plan are checked before the app is called."""
+    trained: list[int] = []
+    app, said = training_told(trained), []
 
     for changes, reason in (
         ({"symbols": 0}, "symbols"),
@@ -345,11 +359,11 @@ def test_a_plan_from_a_hostile_server_is_refused_by_the_client_without_training(
         ({"construction": "exfiltrate"}, "this client knows"),
         ({"run": b"four"}, "8 bytes"),
         ({"round": -1}, "round"),
-        ({"max-payload": 10}, "more than the 10"),
+        ({"max-payload": 0}, "max-payload"),
         ({"relays": [1, "two"]}, "whole numbers"),
     ):
 
-        def tampered(msg: Message, context: Context, changes=changes, reason=reason) -> Message:
+        def tampered(msg: Message, context: Context, changes=changes) -> Message:
             if msg.metadata.message_type == "train":
                 fields = {**dict(msg.content[CODED].items()), **changes}
                 fields.pop("protocol")
@@ -359,11 +373,34 @@ def test_a_plan_from_a_hostile_server_is_refused_by_the_client_without_training(
                     put_fields(msg.content, fields)
             reply = app(msg, context)
             if msg.metadata.message_type == "train":
-                trained.append((reason, reply.error.reason if reply.has_error() else ""))
+                said.append(reply.error.reason if reply.has_error() else "")
             return reply
 
         strategy = relay()
         run(strategy, NODES, app=tampered)
         assert strategy.coded[1].included == []
-        assert all(expected in said for expected, said in trained), trained[-1]
-        trained.clear()
+        assert len(said) == NODES
+        assert all(reason in text for text in said), said
+        assert trained == []
+        said.clear()
+
+
+def test_a_reply_longer_than_the_plan_accepts_is_never_sent() -> None:
+    """How long a reply is shows when it is there: this is the one refusal that costs a training."""
+    trained: list[int] = []
+    app, said = training_told(trained), []
+
+    def tampered(msg: Message, context: Context) -> Message:
+        if msg.metadata.message_type == "train":
+            msg.content[CODED]["max-payload"] = 10
+        reply = app(msg, context)
+        if msg.metadata.message_type == "train":
+            said.append(reply)
+        return reply
+
+    strategy = relay()
+    run(strategy, NODES, app=tampered)
+    assert strategy.coded[1].included == []
+    assert sorted(trained) == list(range(NODES))
+    assert len(said) == NODES
+    assert all(reply.has_error() and "more than the 10" in reply.error.reason for reply in said)
