@@ -10,20 +10,20 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from clients.app import app as client_app
 from coding.transport import Parcel, SpoolRoot
 from experiments.findings import mean
-from experiments.serve import serve
 from experiments.spec import RunResult, RunSpec
 from experiments.systems import get_system
 from fedcomp.errors import StateError
-from fedcomp.flower.coded import fields_of
-from fedcomp.flower.faults import Fault, Kind, ScriptedFaults
-from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.vanishing import RoundLog, Trained, VanishingGrid
 from fedcomp.timing.dropout import Compute, Failures, Situation
 from fedcomp.timing.links import Link
+
+if TYPE_CHECKING:
+    # Listing the experiments needs no Flower: it is imported when one is run.
+    from fedcomp.flower.faults import Fault, Kind
+    from fedcomp.flower.vanishing import RoundLog, Trained
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ class Life:
 
 def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
     """Run ``spec`` in ``world``; uploads keep what arrived of them in pieces of ``chunk`` bytes, 0 for not at all."""
+    from clients.app import app as client_app
+    from experiments.serve import serve
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.flower.vanishing import VanishingGrid
+
     with (
         tempfile.TemporaryDirectory(prefix="fedcomp-peers-") as folder,
         InProcessGrid(client_app, spec.clients, seed=spec.seed) as engine,
@@ -107,6 +112,11 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
 
 def relive(spec: RunSpec, life: Life) -> RunResult:
     """Run ``spec``, a system without coding, with the clients that trained in ``life`` and the updates in its sums."""
+    from clients.app import app as client_app
+    from experiments.serve import serve
+    from fedcomp.flower.faults import ScriptedFaults
+    from fedcomp.flower.grid import InProcessGrid
+
     script: dict[tuple[int, int], Fault | Kind] = {}
     for r, included in life.included.items():
         for client in range(spec.clients):
@@ -138,6 +148,8 @@ class PeerShards:
         StateError
             When a message has no plan, or one that numbers clients in another way than by partition.
         """
+        from fedcomp.flower.coded import fields_of
+
         root = SpoolRoot(self._folder)
         held: dict[int, dict[int, Parcel]] = {}
         left: dict[int, float] = {}

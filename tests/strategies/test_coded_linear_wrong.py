@@ -169,7 +169,7 @@ def test_wrong_figures_for_what_was_handed_over_are_not_counted() -> None:
         assert "expected 3 numbers from 0" in report.rejected[2]
         assert report.transfers == 9
         assert 0 < report.setup_bytes["peer"] < honest.iterations[1].setup_bytes["peer"]
-        assert report.setup_bytes["peer"] == grid.ledger.total("payload", link="peer")
+        assert report.setup_bytes["peer"] == grid.ledger.total("wire", link="peer")
 
 
 def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
