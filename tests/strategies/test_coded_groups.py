@@ -231,7 +231,7 @@ def test_forged_and_damaged_replies_of_members_are_left_out_by_the_aggregator() 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("sequence", "answers message 1, expected"),
+        ("sequence", "answers message 1000, expected"),
         ("support", "member 4"),
         ("grid", "member 4"),
         ("weight", "whole number"),
@@ -252,7 +252,8 @@ def test_replies_that_are_sound_but_not_of_this_round_are_left_out(change: str, 
             codec_, round_ = other[change]
             put_frame(reply.content, UPDATE, codec_.encode(zero, codec_.init(layout), Key(0, "uplink", round_, 4))[0])
         elif change == "sequence":
-            reply.content["fedcomp.node"]["sequence"] = 1
+            # Sent to nobody: which node is asked with which number depends on node ids.
+            reply.content["fedcomp.node"]["sequence"] = 1000
         else:
             reply.content["metrics"]["num-examples"] = 0.5
         return reply
