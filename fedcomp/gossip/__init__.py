@@ -1,0 +1,48 @@
+"""Decentralised learning: graphs and their weights, and one file per iteration of a node."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from fedcomp.gossip.base import Algorithm
+
+ALGORITHMS: Final[Mapping[str, str]] = {
+    "dpsgd": "fedcomp.gossip.dpsgd:DPSGD",
+    "sgp": "fedcomp.gossip.sgp:SGP",
+    "sparse-push": "fedcomp.gossip.sparse_push:SparsePush",
+    "choco": "fedcomp.gossip.choco:CHOCO",
+    "deepsqueeze": "fedcomp.gossip.deepsqueeze:DeepSqueeze",
+    "nids": "fedcomp.gossip.nids:NIDS",
+    "gradient-tracking": "fedcomp.gossip.gradient_tracking:GradientTracking",
+    "lead": "fedcomp.gossip.lead:LEAD",
+    "beer": "fedcomp.gossip.beer:BEER",
+    "cold": "fedcomp.gossip.cold:COLD",
+    "dyna-cold": "fedcomp.gossip.dyna_cold:DynaCOLD",
+    "power-gossip": "fedcomp.gossip.power_gossip:PowerGossip",
+}
+"""Where each algorithm stands; imported when it is asked for."""
+
+
+def get_algorithm(config: Mapping[str, Any]) -> Algorithm:
+    """Return the algorithm that ``{"name": ..., parameters}`` describes.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or parameter, or a value the algorithm refuses.
+    """
+    options = dict(config)
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        raise ConfigError(f"unknown gossip algorithm {name!r}{nearest(str(name)[:64], ALGORITHMS)}")
+    module, _, cls = ALGORITHMS[name].partition(":")
+    try:
+        made: Algorithm = getattr(importlib.import_module(module), cls).from_config(options)
+    except TypeError as error:
+        raise ConfigError(f"gossip algorithm {name!r} refused its parameters {sorted(options)}: {error}") from error
+    return made

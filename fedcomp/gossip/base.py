@@ -1,0 +1,273 @@
+"""One iteration of a decentralised algorithm, seen from one node: state and letters in, state and letters out.
+
+An algorithm is immutable configuration. What a node knows is its ``State``, a plain ``dict[str, ndarray]`` that the
+caller owns and stores; what it is told about an iteration is its :class:`View`. :meth:`Algorithm.step` is a pure
+function of these, of the letters and of the gradient, so that a step may be repeated after a crash and gives the same
+bytes, and so that the same code runs in tests, in one process and on nodes far apart.
+
+A step first finishes the former iteration with the letters that came of it, then begins the next one up to the letters
+it sends: one round trip through a server per iteration.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.gossip.errors import LetterError
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+Real = NDArray[Any]
+"""A float32 or float64 vector of the model's size, shape ``(d,)``."""
+
+State = dict[str, NDArray[Any]]
+"""All that a node keeps between two iterations. Arrays only; scalars are 0-d arrays. Never modified in place."""
+
+Gradient = Callable[[Real], Real]
+"""``gradient(z)``: the (stochastic) gradient at ``z``, same shape and dtype. Called at most once per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """What one node says to one other in one iteration: bytes that only the two of them read."""
+
+    source: int
+    destination: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Posting:
+    """The same bytes to one or more nodes; sent once where the medium allows it."""
+
+    destinations: tuple[int, ...]
+    payload: bytes
+
+
+Outbox = tuple[Posting, ...]
+
+
+def letters_of(source: int, outbox: Outbox) -> list[Letter]:
+    """Return one letter per active directed edge, by destination."""
+    found = [Letter(source, to, posting.payload) for posting in outbox for to in posting.destinations]
+    return sorted(found, key=lambda letter: letter.destination)
+
+
+def deliver(outboxes: Mapping[int, Outbox]) -> dict[int, list[Letter]]:
+    """Return every node's letters, in order of their sources: a network in which nothing is lost."""
+    inboxes: dict[int, list[Letter]] = {node: [] for node in outboxes}
+    for source in sorted(outboxes):
+        for letter in letters_of(source, outboxes[source]):
+            inboxes.setdefault(letter.destination, []).append(letter)
+    return inboxes
+
+
+@dataclass(frozen=True)
+class View:
+    """What a node is told about the iteration it begins.
+
+    Attributes
+    ----------
+    node : int
+        Its own number: a vertex of the graph, which is its partition id.
+    iteration : int
+        k = 0, 1, ...: of the whole run, not of this node.
+    column : mapping of int to float
+        Active out-neighbours j, ascending, and the share ``P[j, node]`` pushed to each. What is missing to 1 is the
+        node's own share, always positive.
+    row : mapping of int to float
+        In-neighbours j whose letters of this iteration will come, ascending, and the weight ``W[node, j]`` of each
+        (equal to ``W[j, node]`` on undirected graphs). Directed algorithms read the keys only.
+    seed : int
+        The run's.
+    dense : bool
+        An iteration of the closing phase: models travel whole, and there is no gradient.
+    resync : frozenset of int
+        Out-neighbours that hold no estimate of this node, or a wrong one: they get the whole of it.
+    """
+
+    node: int
+    iteration: int
+    column: Mapping[int, float] = field(default_factory=dict)
+    row: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    dense: bool = False
+    resync: frozenset[int] = frozenset()
+
+    @property
+    def own_share(self) -> float:
+        """``P[node, node]``."""
+        return 1.0 - sum(self.column.values())
+
+    @property
+    def own_weight(self) -> float:
+        """``W[node, node]``."""
+        return 1.0 - sum(self.row.values())
+
+    def key(self, purpose: str) -> Key:
+        """Return this node's random stream of this iteration."""
+        return Key(self.seed, f"gossip/{purpose}", self.iteration, self.node)
+
+
+class Algorithm(ABC):
+    """One published iteration. Make them by class, or by :func:`fedcomp.gossip.get_algorithm` from a configuration.
+
+    Attributes
+    ----------
+    name : str
+        As in the table of systems; it travels to the nodes.
+    directed : bool
+        Needs column-stochastic weights only, so that it runs on directed graphs. Otherwise W must be symmetric.
+    time_varying : bool
+        The graph may change from one iteration to the next.
+    asynchronous : bool
+        A letter may arrive iterations late, and an edge may rest, without a trace in the limit: push-sum. Of the others
+        every node waits for every letter of an iteration before it begins the next.
+    letters_per_iteration : int
+        Vectors per letter (BEER and gradient tracking send two in one letter); for reports.
+    """
+
+    name: ClassVar[str]
+    directed: ClassVar[bool] = False
+    time_varying: ClassVar[bool] = False
+    asynchronous: ClassVar[bool] = False
+    letters_per_iteration: ClassVar[int] = 1
+
+    @abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """Return the JSON-able parameters that recreate this algorithm (without its name)."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Algorithm:
+        """Create the algorithm from :meth:`get_config`'s dictionary."""
+        return cls(**config)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return ``{"name": name, **get_config()}``: JSON-able, what :func:`fedcomp.gossip.get_algorithm` takes."""
+        return {"name": self.name, **self.get_config()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_config().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.get_config() == other.get_config()
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @abstractmethod
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return the state of a node that has sent and received nothing.
+
+        Parameters
+        ----------
+        model : ndarray, shape (d,), float32 or float64
+            Where this node begins; its dtype is the dtype of all vectors of the state.
+        layout : Layout
+            Which stretch is compressed (``[:layout.compressed_size]``), which travels dense, and the tensors' shapes.
+            What later steps need of it belongs into the state.
+        common : ndarray, shape (d,), optional
+            What every node knows of every other without a byte: where estimates begin. Default: ``model`` itself,
+            right when all nodes begin with the same model; zeros, or anything else all share, when they do not.
+        """
+
+    @abstractmethod
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Finish the iteration begun with ``state`` by what its letters bring; without a begun one return ``state``.
+
+        Parameters
+        ----------
+        letters : sequence of Letter
+            In order of source, of one source in the order they were sent. Asynchronous algorithms take any number of
+            them; the others exactly one of every in-neighbour of the iteration's view.
+
+        Raises
+        ------
+        LetterError
+            When bytes cannot be a letter of this algorithm, or one is missing or superfluous. Nothing is changed.
+        OutOfStep
+            When a letter changes an estimate that is not in step with its sender's.
+        """
+
+    @abstractmethod
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Begin an iteration: the local step, where there is a gradient, and the letters.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When what would be sent is not finite: nothing is sent and the state is unchanged.
+        """
+
+    def step(
+        self, state: State, inbox: Sequence[Letter], gradient: Gradient | None, view: View
+    ) -> tuple[State, Outbox]:
+        """Finish the former iteration and begin the next: :meth:`receive`, then :meth:`send`. Pure."""
+        return self.send(self.receive(state, inbox), gradient, view)
+
+    @abstractmethod
+    def model(self, state: State) -> Real:
+        """Return the node's model z, de-biased where the algorithm needs it; shape ``(d,)``, not to be written to."""
+
+    def invariants(self, states: Iterable[State]) -> dict[str, float]:
+        """Return what is conserved over all nodes between iterations, e.g. ``{"sum_w": 8.0}``; {} when nothing is."""
+        return {}
+
+    def facts(self, state: State) -> dict[str, float]:
+        """Return small figures of one node for reports and watchers.
+
+        ``"innovation"`` (Euclidean norm of what the last letter did not carry, ``‖z - ẑ‖``) feeds the detection of
+        divergence; ``"saturated"`` is 1.0 when the last innovation left a given scale; ``"weight"`` is push-sum's w.
+        """
+        return {}
+
+    def shift(self, state: State, change: Real) -> State:
+        """Return the state after the node's model moved by ``change`` on its own: running statistics of a forward pass,
+        which follow no gradient. Push-sum moves its numerator by ``w * change``."""
+        return {**state, "x": state["x"] + change}
+
+    def reset(self, state: State, layout: Layout) -> State:
+        """Return the state with which a node goes on after the set of nodes has changed.
+
+        The model stays; duals, tracked gradients and estimates begin anew (the first letters carry whole estimates, by
+        the views' ``resync``). Asynchronous algorithms need none of this and are not asked.
+        """
+        return self.init(self.model(state), layout)
+
+    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
+        """Return the state after own letters that were sent and could not be delivered came back: their mass belongs to
+        the sender. Only asynchronous algorithms are asked."""
+        raise LetterError(f"{self.name} keeps no mass that could come back")
+
+    def leave(self, state: State, view: View) -> Outbox:
+        """Return the last letters of a node that leaves in good order: all it has, to its out-neighbours."""
+        return ()
+
+    def join(self, model: Real, layout: Layout) -> State:
+        """Return the state of a node that enters a run under way, with the run's initial model for a start."""
+        return self.init(model, layout)
+
+
+def parameters(algorithm: Algorithm) -> dict[str, Any]:
+    """Return the constructor's arguments of an algorithm whose attributes have the same names."""
+    return {name: getattr(algorithm, name) for name in inspect.signature(type(algorithm)).parameters}
+
+
+def real(model: Real) -> Real:
+    """Return ``model`` as a contiguous copy in float32 or float64.
+
+    Raises
+    ------
+    LetterError
+        When it has another dtype or is no vector.
+    """
+    if model.ndim != 1 or model.dtype not in (np.float32, np.float64):
+        raise LetterError(f"a model is {model.dtype}{model.shape}; expected a float32 or float64 vector")
+    return np.ascontiguousarray(model).copy()

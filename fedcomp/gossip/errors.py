@@ -1,0 +1,35 @@
+"""What can go wrong in decentralised learning."""
+
+from __future__ import annotations
+
+from fedcomp.errors import ConfigError, FedcompError, StateError
+
+
+class TopologyError(ConfigError):
+    """A graph or its weights cannot carry the algorithm: not connected, not stochastic, no weight left for oneself."""
+
+
+class LetterError(FedcompError, ValueError):
+    """The bytes of a letter are not what its sender could have sent: truncated, of another length, or not finite."""
+
+
+class OutOfStep(StateError):
+    """A letter does not follow the last one of its sender: the estimate it changes is not the sender's any more.
+
+    Attributes
+    ----------
+    source : int
+        Whose letter it was; what mends it is that sender's whole estimate.
+    """
+
+    def __init__(self, source: int, message: str) -> None:
+        super().__init__(message)
+        self.source = source
+
+
+class Diverged(FedcompError, ArithmeticError):
+    """The iterates grow instead of settling, or are not finite any more; the message says which step size to reduce."""
+
+
+class Saturated(Diverged):
+    """Innovations left the range of a quantiser whose scale is given in advance."""

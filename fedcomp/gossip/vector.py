@@ -1,0 +1,78 @@
+"""A model as one float32 or float64 vector, and what of it travels whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.layout import DENSE, EXACT, Density, Layout, SmallDense
+
+Real = NDArray[Any]
+Arrays = Mapping[str, NDArray[Any]]
+
+_STATISTICS: Final = SmallDense(min_size=0)
+
+
+@dataclass(frozen=True)
+class GossipPolicy:
+    """Which tensors travel whole: small ones and vectors (biases, normalisation), as PowerGossip's authors do.
+
+    Parameters
+    ----------
+    dense_below : int
+        Tensors with fewer elements, and those of one dimension, travel whole; 0 compresses everything.
+    buffers : {"dense", "local"}
+        Running statistics of normalisation layers (float): mixed with the neighbours' as they are, or each node's own.
+        Integer buffers are always each node's own.
+    """
+
+    dense_below: int = 64
+    buffers: Literal["dense", "local"] = "dense"
+
+    def __post_init__(self) -> None:
+        if self.dense_below < 0:
+            raise ConfigError(f"dense_below={self.dense_below} is not valid: a number of elements, at least 0")
+        if self.buffers not in ("dense", "local"):
+            raise ConfigError(f"buffers={self.buffers!r} is not valid: 'dense' or 'local'")
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
+        """Return "exact" for what stays at home, 1.0 for what travels whole, else None."""
+        if _STATISTICS(name, shape, dtype) == EXACT:
+            return DENSE if self.buffers == "dense" else EXACT
+        if not self.dense_below:
+            return None
+        return DENSE if len(shape) < 2 or math.prod(shape) < self.dense_below else None
+
+
+def flatten(arrays: Arrays, layout: Layout, dtype: str = "float64") -> Real:
+    """Return the float tensors of ``arrays`` as one vector, shape ``(layout.size,)``.
+
+    Raises
+    ------
+    LayoutError
+        When a tensor is missing, unknown, or has another shape.
+    """
+    layout.check(arrays)
+    vector = np.empty(layout.size, dtype)
+    for t in layout.tensors:
+        vector[t.slice] = np.asarray(arrays[t.name]).reshape(-1)
+    return vector
+
+
+def unflatten(vector: Real, layout: Layout) -> dict[str, Real]:
+    """Return the tensors of ``vector`` by name, in the vector's dtype and the model's order: views.
+
+    Buffers that stay at home (``layout.exact``) are left out.
+    """
+    names = {t.name for t in layout.tensors}
+    return {
+        name: vector[layout.by_name[name].slice].reshape(layout.by_name[name].shape)
+        for name in layout.order
+        if name in names
+    }
