@@ -1,0 +1,465 @@
+"""Estimates that both ends of an edge hold, bit for bit: what all methods that compress differences share.
+
+A sender keeps an estimate ẑ of what its neighbours know of its vector z, sends the compressed innovation
+``q = C(z - ẑ)`` and adds the *decoded* q; so does every neighbour. Both hold the same bits as long as they begin with
+the same value, add the same numbers in the same dtype and order, and apply every letter exactly once and in order.
+This module sees to it: letters of a stream are numbered, a duplicate is ignored, a gap is :class:`OutOfStep`, every
+``digest_every``-th letter carries eight bytes of digest of the estimate, and a whole estimate mends what broke.
+
+Two kinds of streams:
+
+broadcast
+    One own estimate; every neighbour gets the same q and keeps a copy. Who missed a letter (its edge rested, or it is
+    new) gets the whole estimate with the next one.
+edges
+    One own estimate per out-neighbour, which rests when its edge does (Sparse-Push's edge mode).
+
+Several named vectors may share a letter (BEER sends two): their names are given together, always in one order; the
+first one names the stream.
+
+Keys of the state, for a vector called ``z``, first of its names, and neighbour 3:
+
+=================  =====================================================================================
+``split``          0-d int64: ``z[:split]`` is compressed, the rest travels whole
+``z``              own estimate (broadcast)
+``z>3``            own estimate of the edge to 3 (edges)
+``z/3``            copy of what 3 estimates of itself
+``z.start``        where all estimates begin: a vector, or 0-d when all elements are equal; every name has one
+``z.sum``          ``sum_j W[i,j] ẑ_j`` in place of the copies (``copies=False``)
+``z.seq``          0-d int64: letters of the broadcast stream so far
+``z.seq>3``        0-d int64: letters sent along the edge to 3 (edges)
+``z.sent/3``       0-d int64: how many letters of its stream 3 knows; -1: it needs the whole in any case
+``z.seq/3``        int64 of shape (3,): next number expected from 3, iteration of its last letter, letters applied since
+                   its last whole estimate (or the beginning)
+``z.row``          int64 ids of the in-neighbours of the last iteration begun, ascending (broadcast)
+``z.weights``      float64 W[i,j] of each (broadcast)
+``z.begun``        0-d int64: the iteration that was begun and not finished (broadcast)
+``z.size``         0-d int64: elements of a vector
+=================  =====================================================================================
+
+Body of a letter: extra bytes of the algorithm (a length both ends know), the digest (8, flag DIGEST), the whole
+estimates before the change (flag RESYNC), and the changes; of several names all but the last with their length in
+front (LEB128).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.base import Letter, Outbox, Posting, Real, State, View
+from fedcomp.gossip.compressors import Compressor, Delta
+from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.packet import Flag, Header, peek, require_finite
+from fedcomp.gossip.streams import (
+    DIGEST_BYTES,
+    NO_FLAGS,
+    Compressors,
+    Draft,
+    Reader,
+    accumulate,
+    advance,
+    belongs,
+    copy_key,
+    copy_of,
+    count,
+    digest_of,
+    follows,
+    own_key,
+    remember,
+    row_of,
+)
+
+__all__ = [
+    "DIGEST_BYTES",
+    "Absorbed",
+    "Received",
+    "Sent",
+    "absorb",
+    "along_edge",
+    "broadcast",
+    "copy_key",
+    "digests",
+    "disagreement",
+    "forget",
+    "mixed",
+    "open_estimates",
+    "own_key",
+    "retract",
+]
+
+
+class Sent(NamedTuple):
+    """What a node knows after it has written.
+
+    Attributes
+    ----------
+    state : State
+        With the estimates advanced: ``state["z"]`` (or ``state["z>3"]``) is ẑ *after* this letter.
+    outbox : Outbox
+    deltas : dict of str to Delta
+        The decoded q of each name; ``.dense()`` is the vector.
+    """
+
+    state: State
+    outbox: Outbox
+    deltas: dict[str, Delta]
+
+
+class Received(NamedTuple):
+    """One letter that was applied.
+
+    Attributes
+    ----------
+    source : int
+    header : Header
+    extra : bytes
+        The algorithm's own bytes of the letter.
+    deltas : dict of str to Delta
+        The decoded q of each name.
+    estimates : dict of str to ndarray
+        The copies right after this letter (a later letter of the same source does not change them); empty with
+        ``copies=False``.
+    """
+
+    source: int
+    header: Header
+    extra: bytes
+    deltas: dict[str, Delta]
+    estimates: dict[str, Real]
+
+
+class Absorbed(NamedTuple):
+    """The state after all letters, and those that were applied, in order; duplicates are not among them."""
+
+    state: State
+    received: tuple[Received, ...]
+
+
+def open_estimates(
+    state: State, starts: Mapping[str, Real], split: int, *, edges: bool = False, copies: bool = True
+) -> State:
+    """Return ``state`` with estimates that all begin at ``starts``.
+
+    Parameters
+    ----------
+    state : State
+    starts : mapping of str to ndarray, shape (d,)
+        For each name the value at which *all* nodes' estimates of each other begin (zeros, or the common initial
+        model), in the dtype of the model. Its order is the order of names in a letter. When nodes begin with different
+        values, everybody's first letters must be RESYNC letters (``view.resync``); that this was forgotten shows in the
+        digest of the first letter.
+    split : int
+        ``[:split]`` is compressed, the rest travels whole: ``layout.compressed_size``.
+    edges : bool
+        Streams per edge instead of one broadcast stream.
+    copies : bool
+        False keeps only ``sum_j W[i,j] ẑ_j``: one vector instead of one per neighbour. Then weights and neighbours may
+        never change, no digest is sent, and no single copy can be replaced: what goes wrong ends in a reset.
+
+    Raises
+    ------
+    ConfigError
+        For ``edges=True, copies=False``, or starts of different shapes or dtypes.
+    """
+    first, *others = starts
+    dtype, size = starts[first].dtype, starts[first].size
+    if edges and not copies:
+        raise ConfigError("copies=False keeps one sum of a broadcast's copies; streams per edge need their copies")
+    if not 0 <= split <= size or any(starts[o].dtype != dtype or starts[o].size != size for o in others):
+        raise ConfigError(f"estimates of {size} elements of {dtype} begin at vectors of one size and dtype, cut within")
+    new = {key: value for key, value in state.items() if not any(belongs(key, name) for name in starts)}
+    new["split"] = np.array(split, np.int64)
+    for name, start in starts.items():
+        require_finite(start, f"the beginning of estimate {name!r}")
+        new[f"{name}.size"] = np.array(size, np.int64)
+        raw = start.view(f"u{start.itemsize}")
+        new[f"{name}.start"] = np.array(start[0]) if size and (raw == raw[0]).all() else start.copy()
+        if not edges:
+            new[name] = start.copy()
+        if not copies:
+            new[f"{name}.sum"] = np.zeros(size, dtype)
+    return new
+
+
+def broadcast(
+    state: State,
+    targets: Mapping[str, Real],
+    compressor: Compressor,
+    view: View,
+    *,
+    to: Iterable[int] | None = None,
+    extra: bytes | Mapping[int, bytes] = b"",
+    flags: Flag = NO_FLAGS,
+    digest_every: int = 50,
+    alpha: float = 1.0,
+) -> Sent:
+    """Advance the own estimates towards ``targets`` and write the letters that advance every copy by the same.
+
+    Parameters
+    ----------
+    state : State
+        Opened with :func:`open_estimates`; not modified.
+    targets : mapping of str to ndarray, shape (d,)
+        The vectors z; all the names that were opened, in that order.
+    compressor : Compressor
+        Of the innovation ``(z - ẑ)[:split]``.
+    view : View
+        Its ``row`` is remembered for :func:`disagreement` and :func:`absorb`. Destinations in ``view.resync``, and
+        those that do not know every letter of the stream so far, get RESYNC letters.
+    to : iterable of int, optional
+        Destinations; default the keys of ``view.column``.
+    extra : bytes, or mapping of destination to bytes
+        Put in front of the body. Destinations with the same bytes share one posting.
+    flags : Flag
+        Further flags of the header (ZOOM, ...).
+    digest_every : int
+        Letters 0, R, 2R, ... of the stream carry a digest; 0: none does.
+    alpha : float
+        ``ẑ += alpha q``: LEAD's. Same on the side of the receivers.
+
+    Returns
+    -------
+    Sent
+
+    Raises
+    ------
+    NonFiniteUpdate
+        When a target is not finite; nothing is sent.
+    StateError
+        With ``copies=False``, when weights or neighbours differ from the first iteration's.
+    """
+    first = next(iter(targets))
+    new = dict(state)
+    remember(new, tuple(targets), view)
+    number = count(state, f"{first}.seq")
+    letter = Draft(new, targets, compressor, view, None, flags, alpha)
+    if digest_every and number % digest_every == 0 and f"{first}.sum" not in state:
+        letter.sign()
+    groups: dict[bytes, list[int]] = {}
+    written: dict[tuple[bool, bytes], bytes] = {}
+    for j in sorted(set(view.column if to is None else to)):
+        own = extra if isinstance(extra, bytes) else extra[j]
+        whole = j in view.resync or count(state, f"{first}.sent/{j}") != number
+        if (whole, own) not in written:
+            written[whole, own] = letter.write(number, own, whole)
+        groups.setdefault(written[whole, own], []).append(j)
+        new[f"{first}.sent/{j}"] = np.array(number + 1, np.int64)
+    new[f"{first}.seq"] = np.array(number + 1, np.int64)
+    outbox = tuple(Posting(tuple(destinations), payload) for payload, destinations in groups.items())
+    return Sent(new, outbox, letter.deltas)
+
+
+def along_edge(
+    state: State,
+    targets: Mapping[str, Real],
+    compressor: Compressor,
+    view: View,
+    to: int,
+    *,
+    extra: bytes = b"",
+    flags: Flag = NO_FLAGS,
+    digest_every: int = 50,
+) -> tuple[State, Posting, dict[str, Delta]]:
+    """The same along one directed edge: advance ``z>to`` and write the one letter.
+
+    Call it for the active out-neighbours in ascending order. The edge's own estimate after the letter is
+    ``state[own_key("z", to)]``. Parameters and errors as :func:`broadcast`.
+    """
+    first = next(iter(targets))
+    new = dict(state)
+    number = count(state, f"{first}.seq>{to}")
+    letter = Draft(new, targets, compressor, view, to, flags, 1.0)
+    if digest_every and number % digest_every == 0:
+        letter.sign()
+    payload = letter.write(number, extra, to in view.resync or count(state, f"{first}.sent/{to}") != number)
+    new[f"{first}.seq>{to}"] = new[f"{first}.sent/{to}"] = np.array(number + 1, np.int64)
+    return new, Posting((to,), payload), letter.deltas
+
+
+def absorb(
+    state: State,
+    letters: Sequence[Letter],
+    names: Sequence[str],
+    compressor: Compressors,
+    *,
+    extra: int = 0,
+    alpha: float = 1.0,
+    complete: bool = True,
+) -> Absorbed:
+    """Advance the copies by letters of :func:`broadcast` or :func:`along_edge`, each exactly once and in order.
+
+    Parameters
+    ----------
+    state : State
+        Not modified, whatever happens.
+    letters : sequence of Letter
+        In order of source, of one source in the order they were sent.
+    names : sequence of str
+        As opened.
+    compressor : Compressor or callable
+        The senders'. A callable gets (source, header) of each letter that is applied and returns the compressor:
+        for those whose parameters differ by sender and letter (Dyna-COLD's scale).
+    extra : int
+        Bytes of the algorithm at the beginning of every body.
+    alpha : float
+        As in :func:`broadcast`.
+    complete : bool
+        Require exactly one applied letter of every in-neighbour of the begun iteration, and of that iteration.
+        Asynchronous algorithms pass False.
+
+    Returns
+    -------
+    Absorbed
+
+    Raises
+    ------
+    LetterError
+        When bytes are not such a letter; with ``complete``, when a letter is missing, superfluous or of another
+        iteration.
+    OutOfStep
+        When a letter does not follow the last one of its stream, or the digest differs. ``source`` says whose.
+    """
+    names = tuple(names)
+    new = dict(state)
+    reader = Reader(state, names, compressor, extra)
+    row = row_of(state, names[0])
+    begun = state.get(f"{names[0]}.begun")
+    if complete and begun is None:
+        if letters:
+            raise LetterError(f"{len(letters)} letters came, but no iteration was begun that could need them")
+        return Absorbed(state, ())
+    received: list[Received] = []
+    for letter in letters:
+        header = peek(letter.payload)
+        whole = bool(header.flags & Flag.RESYNC)
+        heard = new.get(f"{names[0]}.seq/{letter.source}")
+        if not follows(header, heard, letter.source):
+            continue
+        if complete and begun is not None and (letter.source not in row or header.iteration != int(begun)):
+            raise LetterError(
+                f"a letter of node {letter.source} and iteration {header.iteration}; expected one of each of "
+                f"{sorted(row)} and iteration {int(begun)}"
+            )
+        opened = reader.open(letter)
+        if reader.copies:
+            after = advance(new, names, letter.source, opened, alpha)
+            if opened.digest and opened.digest != digest_of(after.values()):
+                raise OutOfStep(
+                    letter.source,
+                    f"the estimate of node {letter.source} is not what it holds itself: the digests of letter "
+                    f"{header.seq} differ; its whole estimate mends this",
+                )
+        else:
+            after = {}
+            accumulate(new, names, letter.source, opened, heard is None, alpha)
+        new[f"{names[0]}.seq/{letter.source}"] = np.array(
+            [(header.seq + 1) & 0xFFFF, header.iteration, 1 if whole or heard is None else int(heard[2]) + 1], np.int64
+        )
+        received.append(Received(letter.source, header, opened.extra, opened.deltas, after))
+    if complete:
+        missing = sorted(set(row) - {r.source for r in received})
+        if missing:
+            raise LetterError(f"no letter of iteration {int(begun or 0)} came from nodes {missing}, which was due")
+        del new[f"{names[0]}.begun"]
+    return Absorbed(new, tuple(received))
+
+
+def retract(
+    state: State,
+    letters: Sequence[Letter],
+    names: Sequence[str],
+    compressor: Compressors,
+    *,
+    extra: int = 0,
+) -> Absorbed:
+    """Take back own letters of edge streams that were never delivered: the last ones of their edges.
+
+    The edges' own estimates return to what they were before the letters (up to rounding: a subtraction undoes no
+    addition exactly), and the next letter along each such edge carries the whole estimate.
+
+    Returns
+    -------
+    Absorbed
+        ``received`` holds the letters newest first, with ``source`` the *destination* of the letter and ``estimates``
+        the edge's own estimate right after the letter was written: what its mass share refers to.
+
+    Raises
+    ------
+    LetterError
+        When the bytes are not such a letter.
+    OutOfStep
+        When a later letter of the same edge is not taken back with it.
+    """
+    names = tuple(names)
+    new = dict(state)
+    reader = Reader(state, names, compressor, extra)
+    received: list[Received] = []
+    for letter in sorted(letters, key=lambda one: (-peek(one.payload).iteration, one.destination)):
+        header, to = peek(letter.payload), letter.destination
+        number = count(new, f"{names[0]}.seq>{to}")
+        if not number or header.seq != (number - 1) & 0xFFFF:
+            raise OutOfStep(
+                to, f"letter {header.seq} to node {to} came back, but {number} were sent; the last ones come back first"
+            )
+        opened = reader.open(letter)
+        after = {name: new[own_key(name, to)] for name in names}
+        for name in names:
+            before = opened.wholes.get(name)
+            if before is None:
+                before = after[name].copy()
+                opened.deltas[name].add_to(before, -1.0)
+            new[own_key(name, to)] = before
+        new[f"{names[0]}.seq>{to}"] = np.array(number - 1, np.int64)
+        new[f"{names[0]}.sent/{to}"] = np.array(-1, np.int64)
+        received.append(Received(to, header, opened.extra, opened.deltas, after))
+    return Absorbed(new, tuple(received))
+
+
+def disagreement(state: State, name: str) -> Real:
+    """Return ``sum_j W[i,j] (ẑ_j - ẑ_i)`` over the in-neighbours of the begun iteration, ascending; shape (d,).
+
+    Uses the own *estimate*, never the own vector itself. Before anything was begun: zeros.
+    """
+    if f"{name}.row" not in state:
+        return np.zeros(int(state[f"{name}.size"]), state[f"{name}.start"].dtype)
+    own = state[name]
+    if f"{name}.sum" in state:
+        return mixed(state, name) - float(state[f"{name}.weights"].sum()) * own
+    total = np.zeros_like(own)
+    for j, weight in row_of(state, name).items():
+        total += weight * (copy_of(state, name, j) - own)
+    return total
+
+
+def mixed(state: State, name: str) -> Real:
+    """Return ``sum_j W[i,j] ẑ_j`` over the in-neighbours of the begun iteration, without the own share; shape (d,)."""
+    if f"{name}.sum" in state:
+        return state[f"{name}.sum"]
+    total = np.zeros(int(state[f"{name}.size"]), state[f"{name}.start"].dtype)
+    for j, weight in row_of(state, name).items():
+        total += weight * copy_of(state, name, j)
+    return total
+
+
+def forget(state: State, names: Sequence[str], neighbour: int) -> State:
+    """Return ``state`` without what it holds of one neighbour: gone for good. Should it come back, whole estimates go
+    both ways."""
+    first = names[0]
+    new = dict(state)
+    for name in names:
+        for key in (copy_key(name, neighbour), own_key(name, neighbour)):
+            new.pop(key, None)
+    for key in (f"{first}.seq/{neighbour}", f"{first}.seq>{neighbour}"):
+        new.pop(key, None)
+    new[f"{first}.sent/{neighbour}"] = np.array(-1, np.int64)
+    return new
+
+
+def digests(state: State, names: Sequence[str]) -> dict[str, bytes]:
+    """Return eight bytes for every estimate in ``state``: ``z``, ``z>3``, ``z/3``. Equal bytes, equal estimates."""
+    mine = {key for key in state for name in names if key == name or key.startswith((f"{name}/", f"{name}>"))}
+    return {key: digest_of((state[key],)) for key in sorted(mine)}

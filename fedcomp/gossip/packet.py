@@ -1,0 +1,214 @@
+"""The bytes of a letter: a header of eight, then what the algorithm says.
+
+Little-endian throughout::
+
+    iteration  u32   of the whole run
+    seq        u16   number of this letter in its sender's stream, modulo 65536
+    flags      u8    :class:`Flag`; unknown bits are refused
+    dtype      u8    of the sender's vectors: 1 float32, 2 float64
+    body             to the end of the letter
+
+Nothing else is in a letter: who wrote it, and to whom, says the envelope. Everything read here comes from a peer:
+whatever the bytes are, the outcome is a value or a :class:`~fedcomp.gossip.errors.LetterError`.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntFlag
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.gossip.base import Real
+from fedcomp.gossip.errors import LetterError
+
+HEADER_BYTES: Final = 8
+_HEADER = struct.Struct("<IHBB")
+
+Dtype = np.dtype[Any]
+
+_DTYPES: Final[dict[int, Dtype]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
+_CODES: Final[dict[Dtype, int]] = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class Flag(IntFlag):
+    """What a letter is. Bits of one byte; part of the format."""
+
+    RESYNC = 1
+    """The whole estimate, as it was before this letter's change, stands in the body before the change."""
+    DIGEST = 2
+    """Eight bytes of digest of the estimate after this letter's change stand in the body."""
+    DENSE = 4
+    """A letter of the closing phase: no estimate is concerned."""
+    ZOOM = 8
+    """The innovation left its scale, which both ends double first (Dyna-COLD)."""
+    LEAVING = 16
+    """The sender's last letter: all it has."""
+
+
+_ALL_FLAGS: Final = int(Flag.RESYNC | Flag.DIGEST | Flag.DENSE | Flag.ZOOM | Flag.LEAVING)
+
+
+class Header(NamedTuple):
+    """The first eight bytes.
+
+    Attributes
+    ----------
+    iteration : int
+        In which the letter was written, modulo nothing: below 2**32.
+    seq : int
+        Modulo 65536.
+    flags : Flag
+    dtype : numpy.dtype
+        float32 or float64, little-endian.
+    """
+
+    iteration: int
+    seq: int
+    flags: Flag
+    dtype: Dtype
+
+
+def pack(iteration: int, seq: int, flags: int, dtype: Any, body: bytes) -> bytes:
+    """Return the letter.
+
+    Parameters
+    ----------
+    iteration : int
+        Below 2**32.
+    seq : int
+        Any non-negative integer; it travels modulo 65536.
+    flags : Flag
+    dtype : dtype-like
+        float32 or float64: that of the sender's vectors.
+    body : bytes
+
+    Raises
+    ------
+    ConfigError
+        When a field cannot hold its value.
+    """
+    code = _CODES.get(np.dtype(dtype))
+    if code is None or not 0 <= iteration < 1 << 32 or seq < 0 or flags & ~_ALL_FLAGS:
+        raise ConfigError(
+            f"no letter has iteration={iteration}, seq={seq}, flags={int(flags):#x}, dtype={np.dtype(dtype)}; expected "
+            f"0 <= iteration < 2**32, seq >= 0, flags within {_ALL_FLAGS:#x}, float32 or float64"
+        )
+    return _HEADER.pack(iteration, seq & 0xFFFF, flags, code) + body
+
+
+def unpack(payload: bytes, *, most: int, dtype: Any = None) -> tuple[Header, memoryview]:
+    """Return the header and the body (a view) of a letter.
+
+    Parameters
+    ----------
+    payload : bytes
+    most : int
+        Largest body the receiver can use, worked out from its own model: a longer one is refused unread.
+    dtype : dtype-like, optional
+        What the receiver's own vectors are; a letter of another one is refused.
+
+    Raises
+    ------
+    LetterError
+    """
+    header = peek(payload)
+    if len(payload) - HEADER_BYTES > most:
+        raise LetterError(
+            f"a letter has {len(payload) - HEADER_BYTES} bytes after its header; this model's have at most {most}"
+        )
+    if dtype is not None and header.dtype != np.dtype(dtype):
+        raise LetterError(
+            f"a letter holds {header.dtype} vectors, this node's are {np.dtype(dtype)}; all nodes must use one dtype"
+        )
+    return header, memoryview(payload)[HEADER_BYTES:]
+
+
+def peek(payload: bytes) -> Header:
+    """Return the header of a letter, to see which kind it is.
+
+    Raises
+    ------
+    LetterError
+        When the bytes are too few, or hold an unknown flag or dtype.
+    """
+    if len(payload) < HEADER_BYTES:
+        raise LetterError(f"a letter has {len(payload)} bytes; its header alone has {HEADER_BYTES}")
+    iteration, seq, flags, code = _HEADER.unpack_from(payload)
+    if flags & ~_ALL_FLAGS or code not in _DTYPES:
+        raise LetterError(f"a letter has flags {flags:#x} and dtype {code}; known: within {_ALL_FLAGS:#x}, 1 or 2")
+    return Header(iteration, seq, Flag(flags), _DTYPES[code])
+
+
+def put_real(vector: Real) -> bytes:
+    """Return a float32 or float64 vector as it is, little-endian.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        When it holds NaN or infinity.
+    """
+    require_finite(vector)
+    return vector.astype(vector.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def take_real(data: memoryview | bytes, n: int, dtype: Any) -> Real:
+    """Return ``n`` finite values of ``dtype`` that are exactly ``data``: a fresh array.
+
+    Raises
+    ------
+    LetterError
+        When the length is another, or a value is NaN or infinite.
+    """
+    dtype = np.dtype(dtype)
+    if len(data) != n * dtype.itemsize:
+        raise LetterError(f"{n} values of {dtype} have {n * dtype.itemsize} bytes; found {len(data)}")
+    values = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)
+    if not all_finite(values):
+        raise LetterError(f"{int(np.count_nonzero(~np.isfinite(values)))} of {n} values are NaN or infinite")
+    return values
+
+
+def put_scalars(*values: float) -> bytes:
+    """Return numbers as float64, eight bytes each: push-sum's shares.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        When one is NaN or infinite.
+    """
+    if not all(map(np.isfinite, values)):
+        raise NonFiniteUpdate(f"scalars {values} are not finite; nothing was sent")
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def take_scalars(data: memoryview | bytes, count: int) -> tuple[float, ...]:
+    """Return ``count`` finite float64 numbers that are exactly ``data``.
+
+    Raises
+    ------
+    LetterError
+    """
+    if len(data) != 8 * count:
+        raise LetterError(f"{count} scalars have {8 * count} bytes; found {len(data)}")
+    values = struct.unpack(f"<{count}d", data)
+    if not all(map(np.isfinite, values)):
+        raise LetterError(f"scalars {values} are not finite")
+    return values
+
+
+def all_finite(vector: Real) -> bool:
+    """Whether ``vector`` holds neither NaN nor infinity."""
+    return bool(np.isfinite(vector).all())
+
+
+def require_finite(vector: Real, what: str = "a vector to be sent") -> None:
+    """Raise :class:`~fedcomp.errors.NonFiniteUpdate` when ``vector`` holds NaN or infinity."""
+    if not all_finite(vector):
+        bad = int(np.count_nonzero(~np.isfinite(vector)))
+        raise NonFiniteUpdate(
+            f"{what} holds {bad} non-finite value(s) of {vector.size}; nothing was sent and no state was changed. "
+            "Lower the learning rate or the consensus step gamma"
+        )

@@ -1,0 +1,281 @@
+"""What the streams of estimates are made of: letters drafted and read, numbers compared, copies moved.
+
+:mod:`fedcomp.gossip.estimates` says what all of it is for, and what the keys of the state mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from fedcomp.errors import StateError
+from fedcomp.gossip.base import Letter, Real, State, View
+from fedcomp.gossip.compressors import Compressor, Delta, decode_parts, encode_parts, most_parts
+from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.packet import Flag, Header, all_finite, pack, peek, put_real, require_finite, take_real, unpack
+from fedcomp.rng import Key
+from fedcomp.wire.bits import put_varint, take_varint
+from fedcomp.wire.errors import WireError
+
+DIGEST_BYTES: Final = 8
+NO_FLAGS: Final = Flag(0)
+_PREFIX: Final = 10
+"""Longest length in front of a section."""
+
+Compressors = Compressor | Callable[[int, Header], Compressor]
+
+
+class Draft:
+    """The letters of one stream in one iteration: what they have in common.
+
+    Making it moves the own estimates in ``new``.
+    """
+
+    def __init__(
+        self,
+        new: State,
+        targets: Mapping[str, Real],
+        compressor: Compressor,
+        view: View,
+        to: int | None,
+        flags: Flag,
+        alpha: float,
+    ) -> None:
+        self.header = (view.iteration, flags)
+        self.before: dict[str, Real] = {}
+        self.after: dict[str, Real] = {}
+        self.deltas: dict[str, Delta] = {}
+        self.digest = b""
+        sections = []
+        split = int(new["split"])
+        for name, target in targets.items():
+            before = _own(new, name, to)
+            require_finite(target, f"{name!r}")
+            if target.dtype != before.dtype or target.shape != before.shape:
+                raise StateError(
+                    f"{name!r} is {target.dtype}{target.shape}; its estimate is {before.dtype}{before.shape}"
+                )
+            key = _key(view.seed, name, view.iteration, view.node, to)
+            with np.errstate(over="ignore"):
+                section = encode_parts(compressor, target - before, split, key)
+                delta = decode_parts(compressor, memoryview(section), before.size, split, before.dtype, key)
+                after = before.copy()
+                delta.add_to(after, alpha)
+            require_finite(after, f"the estimate of {name!r}")
+            new[own_key(name, to)] = after
+            self.before[name], self.after[name], self.deltas[name] = before, after, delta
+            sections.append(section)
+        self.sections = b"".join([put_varint(len(s)) + s for s in sections[:-1]] + sections[-1:])
+
+    def sign(self) -> None:
+        """Put the digest into the letters."""
+        self.digest = digest_of(self.after.values())
+
+    def write(self, number: int, extra: bytes, whole: bool) -> bytes:
+        """Return letter ``number`` of the stream."""
+        iteration, flags = self.header
+        flags |= (Flag.DIGEST if self.digest else NO_FLAGS) | (Flag.RESYNC if whole else NO_FLAGS)
+        wholes = b"".join(map(put_real, self.before.values())) if whole else b""
+        dtype = next(iter(self.before.values())).dtype
+        return pack(iteration, number, flags, dtype, extra + self.digest + wholes + self.sections)
+
+
+class Opened(NamedTuple):
+    """A letter's parts; ``wholes`` is empty without RESYNC, ``digest`` without DIGEST."""
+
+    extra: bytes
+    digest: bytes
+    wholes: dict[str, Real]
+    deltas: dict[str, Delta]
+
+
+class Reader:
+    """Reads letters of the vectors of one state; changes nothing."""
+
+    def __init__(self, state: State, names: tuple[str, ...], compressor: Compressors, extra: int) -> None:
+        self.names, self.compressor, self.extra = names, compressor, extra
+        self.size, self.split = int(state[f"{names[0]}.size"]), int(state["split"])
+        self.dtype = state[f"{names[0]}.start"].dtype
+        self.copies = f"{names[0]}.sum" not in state
+        self.edges = names[0] not in state
+
+    def open(self, letter: Letter) -> Opened:
+        """Return the parts of ``letter``, completely checked, its digest not compared."""
+        header = peek(letter.payload)
+        compressor = self.compressor
+        if not isinstance(compressor, Compressor):
+            compressor = compressor(letter.source, header)
+        section = most_parts(compressor, self.size, self.split, self.dtype)
+        whole = self.size * self.dtype.itemsize
+        most = self.extra + DIGEST_BYTES + len(self.names) * (whole + _PREFIX + section)
+        _, body = unpack(letter.payload, most=most, dtype=self.dtype)
+        if header.flags & Flag.DENSE:
+            raise LetterError("a letter of the closing phase came where a change of an estimate was expected")
+        if header.flags & Flag.DIGEST and not self.copies:
+            raise LetterError("a letter has a digest, which a sum of copies cannot be compared with")
+        extra, body = _cut(body, self.extra)
+        digest, body = _cut(body, DIGEST_BYTES if header.flags & Flag.DIGEST else 0)
+        wholes = {}
+        for name in self.names if header.flags & Flag.RESYNC else ():
+            data, body = _cut(body, whole)
+            wholes[name] = take_real(data, self.size, self.dtype)
+        deltas = {}
+        for name in self.names:
+            data, body = (body, body[:0]) if name == self.names[-1] else _cut_prefixed(body)
+            to = letter.destination if self.edges else None
+            key = _key(0, name, header.iteration, letter.source, to)
+            deltas[name] = decode_parts(compressor, data, self.size, self.split, self.dtype, key)
+        return Opened(bytes(extra), bytes(digest), wholes, deltas)
+
+
+def _cut(body: memoryview, size: int) -> tuple[memoryview, memoryview]:
+    if len(body) < size:
+        raise LetterError(f"a letter ends {size - len(body)} bytes early")
+    return body[:size], body[size:]
+
+
+def _cut_prefixed(body: memoryview) -> tuple[memoryview, memoryview]:
+    try:
+        size, start = take_varint(body, 0, len(body))
+    except WireError as error:
+        raise LetterError(f"the length of a section cannot be read: {error}") from error
+    return _cut(body[start:], size)
+
+
+def follows(header: Header, heard: Any, source: int) -> bool:
+    """Return whether a letter is to be applied; False for one that was applied before.
+
+    Raises
+    ------
+    OutOfStep
+        When it is neither the next one nor whole.
+    """
+    expected, last, applied = (0, -1, 0) if heard is None else map(int, heard)
+    if header.iteration <= last:
+        if (expected - 1 - header.seq) & 0xFFFF < min(applied, 1 << 15):
+            return False
+    elif header.flags & Flag.RESYNC or header.seq == expected:
+        return True
+    raise OutOfStep(
+        source,
+        f"letter {header.seq} of node {source}, iteration {header.iteration}, does not follow its last one: expected "
+        f"letter {expected} of an iteration after {last}. Its whole estimate mends this",
+    )
+
+
+def advance(new: State, names: tuple[str, ...], source: int, opened: Opened, alpha: float) -> dict[str, Real]:
+    """Move the copies of ``source`` in ``new``; return them."""
+    after = {}
+    for name in names:
+        key = copy_key(name, source)
+        copy = opened.wholes[name] if opened.wholes else (new[key] if key in new else start_of(new, name)).copy()
+        with np.errstate(over="ignore"):
+            opened.deltas[name].add_to(copy, alpha)
+        if not all_finite(copy):
+            raise LetterError(f"a letter of node {source} takes the estimate {name!r} beyond the largest number")
+        new[key] = after[name] = copy
+    return after
+
+
+def accumulate(new: State, names: tuple[str, ...], source: int, opened: Opened, fresh: bool, alpha: float) -> None:
+    """Move the sums of weighted copies in ``new`` by one letter of ``source``."""
+    row = row_of(new, names[0])
+    if source not in row:
+        raise LetterError(f"a letter of node {source}, which has no weight; expected one of {sorted(row)}")
+    if opened.wholes and not fresh:
+        raise OutOfStep(
+            source,
+            f"node {source} sent its whole estimate, which cannot replace a part of a sum; begin anew, or keep "
+            "copies=True",
+        )
+    for name in names:
+        total = new[f"{name}.sum"].copy()
+        with np.errstate(over="ignore"):
+            if fresh:
+                total += row[source] * (opened.wholes[name] if opened.wholes else start_of(new, name))
+            opened.deltas[name].add_to(total, row[source] * alpha)
+        if not all_finite(total):
+            raise LetterError(f"a letter of node {source} takes the sum of {name!r} beyond the largest number")
+        new[f"{name}.sum"] = total
+
+
+def remember(new: State, names: tuple[str, ...], view: View) -> None:
+    """Store what later calls need of the iteration that begins."""
+    ids = np.array(sorted(view.row), np.int64)
+    weights = np.array([view.row[int(j)] for j in ids], np.float64)
+    old = new.get(f"{names[0]}.row")
+    same = np.array_equal(old, ids) and np.array_equal(new[f"{names[0]}.weights"], weights) if old is not None else True
+    if f"{names[0]}.sum" in new and not same:
+        raise StateError(
+            f"neighbours or weights changed from {row_of(new, names[0])} to {dict(view.row)}; a sum of weighted copies "
+            "holds for one row only. Keep single copies (copies=True), or begin anew"
+        )
+    for name in names:
+        new[f"{name}.row"], new[f"{name}.weights"] = ids, weights
+    new[f"{names[0]}.begun"] = np.array(view.iteration, np.int64)
+
+
+def own_key(name: str, to: int | None = None) -> str:
+    """Return the state's key of the own estimate: of the broadcast stream, or of the edge ``to``."""
+    return name if to is None else f"{name}>{to}"
+
+
+def copy_key(name: str, source: int) -> str:
+    """Return the state's key of the copy of ``source``'s estimate."""
+    return f"{name}/{source}"
+
+
+def row_of(state: State, name: str) -> dict[int, float]:
+    """Return the weights of the in-neighbours, by ascending id."""
+    if f"{name}.row" not in state:
+        return {}
+    return dict(zip(state[f"{name}.row"].tolist(), state[f"{name}.weights"].tolist(), strict=True))
+
+
+def start_of(state: State, name: str) -> Real:
+    """Return where the estimates of ``name`` begin, shape (d,); not to be written to."""
+    start = state[f"{name}.start"]
+    return start if start.ndim else np.full(int(state[f"{name}.size"]), start)
+
+
+def _own(state: State, name: str, to: int | None) -> Real:
+    key = own_key(name, to)
+    if key in state:
+        return state[key]
+    if to is None or f"{name}.start" not in state:
+        raise StateError(f"no estimate {key!r} was opened; call open_estimates first, with the same kind of streams")
+    return start_of(state, name)
+
+
+def copy_of(state: State, name: str, source: int) -> Real:
+    """Return the copy of ``source``'s estimate; raise StateError when there is none."""
+    key = copy_key(name, source)
+    if key not in state:
+        raise StateError(f"nothing was heard of node {source} yet, so that {name!r} has no copy of its estimate")
+    return state[key]
+
+
+def count(state: State, key: str) -> int:
+    """Return a counter, 0 when it has not begun."""
+    return int(state[key]) if key in state else 0
+
+
+def _key(seed: int, name: str, iteration: int, node: int, to: int | None) -> Key:
+    """Return the stream that ``node`` draws from for one section; receivers form all of it but the seed."""
+    return Key(seed, f"gossip/{name}", iteration, node, 0 if to is None else to + 1)
+
+
+def digest_of(estimates: Iterable[Real]) -> bytes:
+    """Return eight bytes that tell different estimates apart: BLAKE2b over their little-endian bytes, in order."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for vector in estimates:
+        found.update(vector.astype(vector.dtype.newbyteorder("<"), copy=False).tobytes())
+    return found.digest()
+
+
+def belongs(key: str, name: str) -> bool:
+    """Whether a key of a state is one of the estimates called ``name``."""
+    return key == name or key.startswith((f"{name}/", f"{name}>", f"{name}."))

@@ -1,0 +1,81 @@
+"""Small streams of estimates for tests: what nodes send, who hears it, and states through bytes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.gossip.base import Letter, State, View, letters_of
+from fedcomp.gossip.compressors import (
+    Compressor,
+    Dithered,
+    FromCodec,
+    Identity,
+    NormSign,
+    RandomK,
+    ScaledSign,
+    SignHalf,
+    TopK,
+)
+from fedcomp.gossip.estimates import Sent, broadcast, open_estimates
+from fedcomp.rng import Key
+
+D, SPLIT, N = 40, 34, 5
+TOP = TopK(0.2)
+
+EVERY = [
+    Identity(),
+    TOP,
+    TopK(k=3, values="float64", index="packed"),
+    TopK(k=9, values="float16", index="bitmap"),
+    RandomK(0.3),
+    ScaledSign(),
+    NormSign(),
+    SignHalf(0.25),
+    Dithered(2),
+    FromCodec({"id": "topk", "density": 0.2}),
+]
+
+
+def draw(purpose: str, node: int = 0, iteration: int = 0, dtype: str = "float64") -> NDArray[Any]:
+    return Key(3, purpose, iteration, node).generator().standard_normal(D).astype(dtype)
+
+
+def ring_view(node: int, iteration: int, n: int = N, resync: Iterable[int] = ()) -> View:
+    shares = dict.fromkeys(sorted({(node - 1) % n, (node + 1) % n}), 1.0 / 3.0)
+    return View(node, iteration, shares, shares, seed=11, resync=frozenset(resync))
+
+
+def pair_view(node: int, iteration: int, resync: Iterable[int] = (), seed: int = 11) -> View:
+    return View(node, iteration, {1 - node: 0.5}, {1 - node: 0.5}, seed=seed, resync=frozenset(resync))
+
+
+def fresh(dtype: str = "float64", names: tuple[str, ...] = ("z",), **options: Any) -> State:
+    return open_estimates({}, {name: np.zeros(D, dtype) for name in names}, SPLIT, **options)
+
+
+def stored(state: State) -> State:
+    """Return the state after a way through bytes."""
+    file = io.BytesIO()
+    np.savez(file, **state)  # type: ignore[arg-type]  # every array by its name
+    file.seek(0)
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def frozen(state: State) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in state.items()}
+
+
+def letter(sent: Sent, source: int = 0, to: int = 1) -> Letter:
+    return next(one for one in letters_of(source, sent.outbox) if one.destination == to)
+
+
+def write(state: State, iteration: int, compressor: Compressor = TOP, **options: Any) -> Sent:
+    view = options.pop("view", None) or pair_view(0, iteration, options.pop("resync", ()))
+    target = draw("target", 0, iteration, str(state["z.start"].dtype))
+    return broadcast(state, {"z": target}, compressor, view, **options)

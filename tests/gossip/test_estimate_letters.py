@@ -1,0 +1,183 @@
+"""The bytes in which estimates travel: their size, golden letters, and what is not a letter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from estimate_streams import EVERY, SPLIT, TOP, D, draw, fresh, frozen, letter, pair_view, write
+
+from fedcomp.gossip.base import Letter, State, View, letters_of
+from fedcomp.gossip.compressors import Compressor, Dithered, Identity, RandomK, ScaledSign, SignHalf, TopK
+from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.estimates import (
+    absorb,
+    along_edge,
+    broadcast,
+    digests,
+    open_estimates,
+    own_key,
+)
+from fedcomp.gossip.packet import Flag
+from fedcomp.rng import Key
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_7_17_a_letter_has_header_extra_and_sections_and_nothing_else(dtype: str) -> None:
+    wide = 8 if dtype == "float64" else 4
+    tail = wide * (D - SPLIT)
+    bits = (SPLIT - 1).bit_length()
+    closed = {
+        TopK(k=4, index="packed"): (4 * bits + 7) // 8 + 4 * 4,
+        TopK(k=9, index="bitmap"): (SPLIT + 7) // 8 + 4 * 9,
+        RandomK(k=5): 20,
+        SignHalf(0.5): (SPLIT + 7) // 8,
+        ScaledSign(): 4 + (SPLIT + 7) // 8,
+        Dithered(2): 4 + (3 * SPLIT + 7) // 8,
+        Identity(): wide * SPLIT,
+    }
+    for c, section in closed.items():
+        state = fresh(dtype)
+        sizes = []
+        for k, resync in enumerate(((), (), (1,))):
+            sent = write(state, k, c, resync=resync, extra=bytes(8), digest_every=2)
+            state = sent.state
+            sizes.append(len(letter(sent).payload))
+        plain = 8 + 8 + section + tail
+        assert sizes == [plain + 8, plain, plain + 8 + wide * D]
+
+
+def test_equal_letters_share_a_posting_and_others_do_not() -> None:
+    view = View(0, 0, {4: 0.2, 2: 0.2, 7: 0.2}, {}, seed=1, resync=frozenset({7}))
+    sent = write(fresh(), 0, view=view)
+    assert [posting.destinations for posting in sent.outbox] == [(2, 4), (7,)]
+    sent = write(fresh(), 0, view=view, extra={2: b"ab", 4: b"cd", 7: b"ab"})
+    assert [posting.destinations for posting in sent.outbox] == [(2,), (4,), (7,)]
+    done = absorb(fresh(), [letter(sent, to=4)], ("z",), TOP, extra=2, complete=False)
+    assert done.received[0].extra == b"cd"
+    assert write(fresh(), 0, view=view, to=()).outbox == ()
+
+
+def test_two_names_ride_in_one_letter_and_follow_one_stream() -> None:
+    names = ("h", "g")
+    sender, receiver = fresh(names=names), fresh(names=names)
+    for k in range(4):
+        targets = {"h": draw("h", 0, k), "g": draw("g", 0, k)}
+        sent = broadcast(sender, targets, RandomK(0.3), pair_view(0, k, (1,) if k == 2 else ()), digest_every=1)
+        sender = sent.state
+        done = absorb(receiver, [letter(sent)], names, RandomK(0.3), complete=False)
+        receiver = done.state
+        for name in names:
+            assert receiver[f"{name}/0"].tobytes() == sender[name].tobytes()
+            assert done.received[0].deltas[name].dense().tobytes() == sent.deltas[name].dense().tobytes()
+    assert sent.deltas["h"].indices is not None
+    assert sent.deltas["h"].indices.tolist() != sent.deltas["g"].indices.tolist()  # type: ignore[union-attr]
+    assert set(digests(sender, names)) == {"h", "g"}
+    assert "g.seq" not in sender
+
+
+def test_random_supports_are_redrawn_without_the_seed_of_the_run() -> None:
+    c = RandomK(0.3)
+    for edges in (False, True):
+        supports = []
+        for seed, k, config in ((1, 0, c), (10**30, 0, c), (1, 1, c), (1, 0, RandomK(0.3, seed=9))):
+            sender, view = fresh(edges=edges), pair_view(0, k, seed=seed)
+            if edges:
+                sender, posting, deltas = along_edge(sender, {"z": draw("x")}, config, view, 1)
+                inbox = letters_of(0, (posting,))
+            else:
+                sender, outbox, deltas = broadcast(sender, {"z": draw("x")}, config, view)
+                inbox = letters_of(0, outbox)
+            done = absorb(fresh(edges=edges), inbox, ("z",), config, complete=False)
+            assert done.state["z/0"].tobytes() == sender[own_key("z", 1 if edges else None)].tobytes()
+            assert deltas["z"].indices is not None
+            supports.append(deltas["z"].indices.tolist())
+        assert supports[0] == supports[1] not in supports[2:]
+    edges = fresh(edges=True)
+    along = [along_edge(edges, {"z": draw("x")}, c, View(0, 0), j)[2]["z"].indices for j in (1, 2)]
+    assert along[0] is not None
+    assert along[0].tolist() != along[1].tolist()  # type: ignore[union-attr]
+
+
+def test_letters_of_estimates_are_these_bytes_for_ever() -> None:
+    v = np.array([0.25, -3.0, 0.0, 1.0, -0.5, 0.125, 2.0, -0.0, 0.75, -1.5], np.float32)
+    c = TopK(k=2, index="packed")
+
+    def opened(*names: str, **options: Any) -> State:
+        return open_estimates({}, {name: np.zeros(10, np.float32) for name in names}, 8, **options)
+
+    first = broadcast(opened("z"), {"z": v}, c, pair_view(0, 258), digest_every=0)
+    written = {
+        "plain": letter(first),
+        "digest": letter(broadcast(opened("z"), {"z": v}, c, pair_view(0, 258))),
+        "whole": letter(broadcast(first.state, {"z": v}, c, pair_view(0, 259, (1,)), extra=b"ab")),
+        "two": letter(broadcast(opened("h", "g"), {"h": v, "g": -v}, c, pair_view(0, 258), digest_every=0)),
+        "edge": letters_of(
+            0, (along_edge(opened("z", edges=True), {"z": v}, RandomK(k=2), pair_view(0, 258), 1, digest_every=0)[1],)
+        )[0],
+    }
+    section = "31" + "000040c0" + "00000040" + "0000403f" + "0000c0bf"
+    other = "31" + "00004040" + "000000c0" + "000040bf" + "0000c03f"
+    estimate = "00000000" + "000040c0" + 4 * "00000000" + "00000040" + "00000000" + "0000403f" + "0000c0bf"
+    assert {kind: one.payload.hex() for kind, one in written.items()} == {
+        "plain": "02010000" + "0000" + "00" + "01" + section,
+        "digest": "02010000" + "0000" + "02" + "01" + "85b476383a8bba9c" + section,
+        "whole": "03010000" + "0100" + "01" + "01" + "6162" + estimate + "23" + "0000803f" + "000000bf" + 8 * "00",
+        "two": "02010000" + "0000" + "00" + "01" + "11" + section + other,
+        "edge": "02010000" + "0000" + "00" + "01" + "00000000" + "0000003e" + "0000403f" + "0000c0bf",
+    }
+
+
+def test_letters_with_another_model_or_of_the_closing_phase_are_refused() -> None:
+    one = letter(write(fresh(), 0, Identity()))
+    with pytest.raises(LetterError, match="at most"):
+        absorb(fresh(), [Letter(0, 1, one.payload + bytes(2000))], ("z",), Identity(), complete=False)
+    with pytest.raises(LetterError, match="float64"):
+        absorb(fresh("float32"), [one], ("z",), Identity(), complete=False)
+    closing = letter(write(fresh(), 0, Identity(), flags=Flag.DENSE))
+    with pytest.raises(LetterError, match="closing phase"):
+        absorb(fresh(), [closing], ("z",), Identity(), complete=False)
+    largest = np.zeros(D)
+    largest[0] = np.finfo(np.float64).max
+    state = open_estimates({}, {"z": largest}, SPLIT)
+    push = broadcast(fresh(), {"z": largest}, Identity(), pair_view(0, 0), digest_every=0)
+    with pytest.raises(LetterError, match="largest number"):
+        absorb(state, [letter(push)], ("z",), Identity(), complete=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("c", EVERY, ids=repr)
+def test_mutated_letters_are_refused_or_letters(c: Compressor, dtype: str) -> None:
+    """A thousand mutants of each of twenty kinds: nothing but the two typed errors comes out, or finite copies."""
+    names = ("h", "g")
+    rng = Key(4, repr(c) + dtype).generator()
+    receiver = fresh(dtype, names)
+    targets = {"h": draw("h", 0, 0, dtype), "g": draw("g", 0, 0, dtype)}
+    receiver = broadcast(receiver, targets, c, pair_view(1, 0)).state
+    kinds, sender = [], fresh(dtype, names)
+    for resync in ((), (1,)):
+        sent = broadcast(sender, targets, c, pair_view(0, 0, resync), extra=b"extra bytes")
+        kinds.append(letter(sent).payload)
+    before = frozen(receiver)
+    read = 0
+    for at in range(1000):
+        payload = bytearray(kinds[at & 1])
+        for _ in range(int(rng.integers(1, 4))):
+            place = (
+                int(rng.integers(len(payload))) if rng.random() < 0.5 else min(len(payload) - 1, int(rng.integers(40)))
+            )
+            payload[place] = int(rng.integers(256))
+        if at % 5 == 3:
+            del payload[int(rng.integers(len(payload))) :]
+        elif at % 5 == 4:
+            payload += rng.bytes(int(rng.integers(1, 12)))
+        try:
+            done = absorb(receiver, [Letter(0, 1, bytes(payload))], names, c, extra=11, complete=False)
+        except (LetterError, OutOfStep):
+            continue
+        read += 1
+        for r in done.received:
+            assert all(np.isfinite(r.estimates[name]).all() for name in names)
+    assert frozen(receiver) == before
+    assert read > 0
