@@ -27,6 +27,25 @@ ALGORITHMS: Final[Mapping[str, str]] = {
 }
 """Where each algorithm stands; imported when it is asked for."""
 
+AVERAGING: Final[Mapping[str, str]] = {"coordinate-push": "fedcomp.gossip.coordinate_push:CoordinatePush"}
+"""Algorithms that only average and refuse gradients; no system trains with them."""
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """Return the class of the algorithm called ``name``.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name.
+    """
+    known = {**ALGORITHMS, **AVERAGING}
+    if name not in known:
+        raise ConfigError(f"unknown gossip algorithm {name!r}{nearest(name[:64], known)}")
+    module, _, cls = known[name].partition(":")
+    found: type[Algorithm] = getattr(importlib.import_module(module), cls)
+    return found
+
 
 def get_algorithm(config: Mapping[str, Any]) -> Algorithm:
     """Return the algorithm that ``{"name": ..., parameters}`` describes.
@@ -38,11 +57,10 @@ def get_algorithm(config: Mapping[str, Any]) -> Algorithm:
     """
     options = dict(config)
     name = options.pop("name", None)
-    if not isinstance(name, str) or name not in ALGORITHMS:
-        raise ConfigError(f"unknown gossip algorithm {name!r}{nearest(str(name)[:64], ALGORITHMS)}")
-    module, _, cls = ALGORITHMS[name].partition(":")
+    if not isinstance(name, str):
+        raise ConfigError(f"unknown gossip algorithm {name!r}{nearest('', ALGORITHMS)}")
+    cls = algorithm_class(name)
     try:
-        made: Algorithm = getattr(importlib.import_module(module), cls).from_config(options)
+        return cls.from_config(options)
     except TypeError as error:
         raise ConfigError(f"gossip algorithm {name!r} refused its parameters {sorted(options)}: {error}") from error
-    return made

@@ -33,3 +33,11 @@ class Diverged(FedcompError, ArithmeticError):
 
 class Saturated(Diverged):
     """Innovations left the range of a quantiser whose scale is given in advance."""
+
+
+class StaleInstruction(StateError):
+    """An older instruction arrived after a newer one was carried out: doing it again would count letters twice."""
+
+
+class AnswerError(FedcompError, ValueError):
+    """What a node answered is not an answer to what it was asked: a forged destination, too large a letter."""
