@@ -12,6 +12,7 @@ it sends: one round trip through a server per iteration.
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,12 +105,12 @@ class View:
     @property
     def own_share(self) -> float:
         """``P[node, node]``."""
-        return 1.0 - sum(self.column.values())
+        return 1.0 - math.fsum(self.column.values())
 
     @property
     def own_weight(self) -> float:
         """``W[node, node]``."""
-        return 1.0 - sum(self.row.values())
+        return 1.0 - math.fsum(self.row.values())
 
     def key(self, purpose: str) -> Key:
         """Return this node's random stream of this iteration."""
@@ -243,12 +244,16 @@ class Algorithm(ABC):
 
     def take_back(self, state: State, letters: Sequence[Letter]) -> State:
         """Return the state after own letters that were sent and could not be delivered came back: their mass belongs to
-        the sender. Only asynchronous algorithms are asked."""
+        the sender. They are the last ones of their edges, in the order they were sent. Only asynchronous algorithms are
+        asked."""
         raise LetterError(f"{self.name} keeps no mass that could come back")
 
-    def leave(self, state: State, view: View) -> Outbox:
-        """Return the last letters of a node that leaves in good order: all it has, to its out-neighbours."""
-        return ()
+    def leave(self, state: State, view: View) -> tuple[State, Outbox]:
+        """Return the state of a node that leaves in good order, and its last letters: all it has, to its out-neighbours.
+
+        The state is without mass, but can still :meth:`take_back` letters whose receivers vanish; it leaves anew then.
+        """
+        return state, ()
 
     def join(self, model: Real, layout: Layout) -> State:
         """Return the state of a node that enters a run under way, with the run's initial model for a start."""

@@ -1,0 +1,113 @@
+"""BEER: gradient tracking with compressed letters.
+
+H. Zhao, B. Li, Z. Li, P. Richtárik, Y. Chi, "BEER: Fast O(1/T) Rate for Decentralized Nonconvex Optimization with
+Communication Compression", NeurIPS 2022 (the authors' code was read). Two vectors have estimates, the model and the
+tracked gradient, and both innovations travel in one letter:
+
+    x = x + γ Σ_j W[i,j] (h_j - h_i) - η v
+    h = h + C(x - h)                                          sent
+    v = v + γ Σ_j W[i,j] (g_j - g_i) + ∇f(x) - ∇f(x_before)
+    g = g + C(v - g)                                          sent
+
+Here an iteration begins with the letters, so that the first one already carries C(∇f(x^0)); the authors' begins with
+the first line, where nothing is known of the neighbours yet. The rest is the same sequence of operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.compressors import Compressor, get_compressor
+from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
+from fedcomp.gossip.exact import consensus_step, opened, share_or_auto, step_size, tracked, untracked
+from fedcomp.gossip.steps import BEGUN, begun, finite, heard, refuse_dense, settled
+from fedcomp.layout import Layout
+
+_NAMES: Final = ("h", "g")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class BEER(Algorithm):
+    """Undirected static graphs with symmetric weights; two compressed innovations per letter.
+
+    State: ``"x"``, ``"y"`` (the tracked gradient v), ``"gradient"`` (the last one taken), ``"gamma"``, and the
+    estimates ``"h"``, ``"g"`` and their copies ``"h/<j>"``, ``"g/<j>"``.
+
+    Parameters
+    ----------
+    lr : float
+        η.
+    gamma : float or "auto"
+        γ in (0, 1]; "auto" asks the compressor, see :func:`fedcomp.gossip.exact.consensus_step`.
+    compressor : mapping or Compressor
+        C of both; a contraction.
+    digest_every : int
+        Letters between two with a digest of the estimates; 0 for never.
+    """
+
+    name: ClassVar[str] = "beer"
+    letters_per_iteration: ClassVar[int] = 2
+
+    lr: float = 0.02
+    gamma: float | str = "auto"
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "fraction": 0.2})
+    digest_every: int = 50
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", step_size(self.lr))
+        object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
+        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+
+    @property
+    def _compressor(self) -> Compressor:
+        return get_compressor(self.compressor)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return {**parameters(self), "compressor": self._compressor.to_config()}
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return x = ``model``, v = 0, and estimates: of models from ``common`` on, of v from 0 on."""
+        x, split = opened(model, layout), layout.compressed_size
+        zero = np.zeros_like(x)
+        gamma = consensus_step(self.gamma, self._compressor, split)
+        state = {"x": x, "y": zero, "gradient": zero, "gamma": np.array(gamma)}
+        return open_estimates(state, {"h": x if common is None else real(common), "g": zero}, split)
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Add the gradient's change to v; send the compressed innovations of x and v."""
+        refuse_dense(self, view)
+        x = finite(state["x"], "the model")
+        v, last = tracked(state["y"], state["gradient"], gradient, x)
+        sent = broadcast(state, {"h": x, "g": v}, self._compressor, view, digest_every=self.digest_every)
+        return {**sent.state, "y": v, "gradient": last, **begun(view)}, sent.outbox
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Advance the neighbours' estimates; mix x and v with them, descend along the v that was sent."""
+        if BEGUN + "ids" not in state:
+            heard(state, letters)  # none is due
+            return state
+        new = absorb(state, letters, _NAMES, self._compressor).state
+        gamma = float(state["gamma"])
+        x = state["x"] + gamma * disagreement(new, "h") - self.lr * state["y"]
+        return {**settled(new), "x": x, "y": state["y"] + gamma * disagreement(new, "g")}
+
+    def model(self, state: State) -> Real:
+        """Return x."""
+        return state["x"]
+
+    def invariants(self, states: Iterable[State]) -> dict[str, float]:
+        """Return the Euclidean norm of Σ v - Σ ∇f: 0 up to rounding."""
+        return {"sum_v - sum_g": untracked(states, "y")}
+
+    def facts(self, state: State) -> dict[str, float]:
+        """Return how far the estimates are behind what was sent last, while letters are under way."""
+        if BEGUN + "ids" not in state:
+            return {}
+        behind = (np.linalg.norm(state["x"] - state["h"]), np.linalg.norm(state["y"] - state["g"]))
+        return {"innovation": float(np.hypot(*behind))}

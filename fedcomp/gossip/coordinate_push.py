@@ -1,0 +1,286 @@
+"""Coordinate push: push-sum with a weight for every coordinate, so that a letter may hold some of them and no estimate.
+
+Derived and measured here, not published: the variant of push-sum that compression suggests when no node shall remember
+another one. Node i holds a numerator x and weights w, both of the model's size, and its model is z = x / w, coordinate
+by coordinate:
+
+    c = the k coordinates in which z has moved most since they were last sent
+    for every out-neighbour j:   f_c = P[j, i] w_c;   send (f_c, z_c);   x_c <- x_c - f_c z_c;   w_c <- w_c - f_c
+    for every letter:                                             x_c <- x_c + f_c z_c;   w_c <- w_c + f_c
+
+For the coordinates it sends a node does what plain push-sum does, and with the others it rests. Both ends use the same
+two numbers, so the sums of x and of w are constant in every coordinate, whatever is chosen and whatever rests. There is
+no consensus step to tune and nothing to get out of step.
+
+It only averages. Weights of single coordinates fall to 0.05, and a gradient step on the numerator is multiplied by
+1 / w: training diverges (measured). It refuses gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs import params
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.gossip import sparse
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.packet import Flag, pack, peek, require_finite, unpack
+from fedcomp.layout import Layout
+
+_SHARE: Final = np.dtype("<f4")
+"""Shares of weights are rounded to float32 before anybody uses them, so nothing is lost by the rounding."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CoordinatePush(Algorithm):
+    """Sparse averaging on directed and changing graphs without estimates.
+
+    Parameters
+    ----------
+    k, fraction : int, float, optional
+        Coordinates per letter, or their share. Default: ``fraction=0.01``.
+    values : {"model", "float32"}
+        How z travels: in the model's own dtype, or as float32. No memory holds what rounding leaves out, so that nodes
+        with float64 models agree to about 1e-7 only when float32 travels.
+    w_min : float
+        Coordinates with a smaller weight are not sent and keep the value they showed last.
+
+    Notes
+    -----
+    State: ``"x"`` and ``"weights"``, float64 of shape (d,); ``"said"``, what was last sent of every coordinate, in the
+    model's dtype; ``"split"``, the number of coordinates among which k are chosen, the others travel in every letter;
+    ``"heard/<j>"`` the last letter of node j that was counted, which makes one that comes twice harmless.
+
+    The body of a letter: a section of :mod:`fedcomp.gossip.sparse` with a pair (share of w, z) per chosen coordinate,
+    4 bytes and 4 or 8; then the pairs of those that always travel. In the closing phase all travel.
+    """
+
+    name: ClassVar[str] = "coordinate-push"
+    directed: ClassVar[bool] = True
+    time_varying: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = True
+
+    k: int | None = None
+    fraction: float | None = None
+    values: Literal["model", "float32"] = "model"
+    w_min: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.k is not None and self.fraction is not None:
+            raise ConfigError("k and fraction were given; they exclude each other: give one, or none for 1 %")
+        if self.k is not None:
+            params.assign(self, k=params.integer("k", self.k, low=0))
+        elif self.fraction is not None:
+            params.assign(self, fraction=params.density(self.fraction))
+        params.assign(
+            self,
+            values=params.choice("values", self.values, ("model", "float32")),
+            w_min=params.number("w_min", self.w_min, rule="a number in (0, 1)", ok=lambda v: 0.0 < v < 1.0),
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return parameters(self)
+
+    def count(self, n: int) -> int:
+        """Return how many of ``n`` coordinates a letter holds at most."""
+        if self.k is not None:
+            return min(self.k, n)
+        return params.count(0.01 if self.fraction is None else self.fraction, n) if n else 0
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return (x, w) = (model, 1); what a coordinate moved counts from ``common``, by default from the model."""
+        model = real(model)
+        if model.size != layout.size:
+            raise StateError(f"the model has {model.size} elements, its layout {layout.size}; give both of one model")
+        return {
+            "x": model.astype(np.float64),
+            "weights": np.ones(model.size),
+            "said": model if common is None else real(common).astype(model.dtype, copy=False),
+            "split": np.array(layout.compressed_size, np.int64),
+        }
+
+    def join(self, model: Real, layout: Layout) -> State:
+        """Return (x, w) = (0, 0): the mean of the others stays; ``model`` is shown until there is weight."""
+        state = self.init(model, layout)
+        return {**state, "x": np.zeros(layout.size), "weights": np.zeros(layout.size)}
+
+    def reset(self, state: State, layout: Layout) -> State:
+        """Raise StateError: weights that are set back to 1 while others keep theirs make mass out of nothing."""
+        raise StateError(f"{self.name} is never reset: nodes join with weight 0, and leave their mass")
+
+    def model(self, state: State) -> Real:
+        """Return z = x / w in the model's dtype; where w is below ``w_min``, what was last sent."""
+        enough = state["weights"] >= self.w_min
+        z: Real = state["said"].copy()
+        z[enough] = state["x"][enough] / state["weights"][enough]
+        return z
+
+    def invariants(self, states: Iterable[State]) -> dict[str, float]:
+        """Return the sum over nodes of the mean weight, and the norm of the sum of the numerators."""
+        held = list(states)
+        total = sum((state["x"] for state in held), np.zeros(()))
+        return {
+            "sum_w": math.fsum(float(state["weights"].mean()) for state in held if state["weights"].size),
+            "sum_x": float(np.linalg.norm(np.atleast_1d(total))),
+        }
+
+    def facts(self, state: State) -> dict[str, float]:
+        """Return the smallest weight, and how far the model has moved since it was sent."""
+        moved = self.model(state) - state["said"]
+        return {"weight": float(state["weights"].min(initial=1.0)), "innovation": float(np.linalg.norm(moved))}
+
+    def shift(self, state: State, change: Real) -> State:
+        """Return the state after the model moved by ``change``: the numerator moves by ``w * change``."""
+        return {**state, "x": state["x"] + state["weights"] * change}
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Push shares of the coordinates that moved most to every active out-neighbour.
+
+        Raises
+        ------
+        ConfigError
+            When there is a gradient.
+        """
+        if gradient is not None:
+            raise ConfigError(
+                f"{self.name} only averages: with weights of single coordinates training diverges; run it without "
+                "objectives, or train with sparse-push or sgp"
+            )
+        z = self.model(state)
+        require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
+        if not view.column:
+            return state, ()
+        pairs = np.dtype([("share", _SHARE), ("value", self._travels(z.dtype))])
+        at = np.arange(z.size) if view.dense else self._chosen(state, z)
+        split = z.size if view.dense else int(state["split"])
+        head = int(np.searchsorted(at, split))
+        x, weights, said = state["x"].copy(), state["weights"].copy(), state["said"].copy()
+        # Below w_min z is what was shown; a share must be of what there is.
+        there = np.divide(x, weights, out=z.astype(np.float64), where=weights > 0.0)
+        value = there[at].astype(pairs["value"])
+        shares = {j: (view.column[j] * state["weights"][at]).astype(_SHARE) for j in sorted(view.column)}
+        outbox = []
+        for j, share in shares.items():
+            entries = np.empty(at.size, pairs)
+            entries["share"], entries["value"] = share, value
+            if view.dense:
+                body = entries.tobytes()
+            else:
+                body = sparse.write(at[:head], entries[:head], split, "auto") + entries[head:].tobytes()
+            flags = Flag.DENSE if view.dense else Flag(0)
+            outbox.append(Posting((j,), pack(view.iteration, 0, flags, z.dtype, body)))
+            taken = share.astype(np.float64)
+            x[at] -= taken * value.astype(np.float64)
+            weights[at] -= taken
+        said[at] = value
+        return {**state, "x": x, "weights": weights, "said": said}, tuple(outbox)
+
+    def _travels(self, dtype: Any) -> np.dtype[Any]:
+        return (np.dtype(np.float32) if self.values == "float32" else np.dtype(dtype)).newbyteorder("<")
+
+    def _chosen(self, state: State, z: Real) -> NDArray[np.int64]:
+        """Return the coordinates of a letter, ascending: those that moved most, and those that always travel."""
+        split = int(state["split"])
+        moved = np.where(state["weights"] >= self.w_min, z - state["said"], 0.0)[:split]
+        at = sparse.largest(moved, self.count(split))
+        return np.concatenate([at[moved[at] != 0.0], np.arange(split, z.size)])
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Add the shares that came, of whatever iteration they are."""
+        now = state
+        for letter in letters:
+            header = peek(letter.payload)
+            mark, heard = 2 * header.iteration + bool(header.flags & Flag.LEAVING), f"heard/{letter.source}"
+            if heard in now and mark <= int(now[heard]):
+                continue
+            now = {**self._credited(now, letter), heard: np.array(mark, np.int64)}
+        return now
+
+    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
+        """Return the state after undelivered letters came back: their shares are the sender's again."""
+        now = state
+        for letter in letters:
+            now = self._credited(now, letter)
+        return now
+
+    def _credited(self, state: State, letter: Letter) -> State:
+        """Return the state with what a letter carries added."""
+        at, share, moved = self._read(state, letter)
+        x, weights = state["x"].copy(), state["weights"].copy()
+        x[at] += moved
+        weights[at] += share
+        return {**state, "x": x, "weights": weights}
+
+    def _read(self, state: State, letter: Letter) -> tuple[NDArray[np.int64], Real, Real]:
+        """Return coordinates, shares of w, and what the numerator gains (float64) of a letter.
+
+        Raises
+        ------
+        LetterError
+            When it cannot be one.
+        """
+        n, split = state["x"].size, int(state["split"])
+        dtype = state["said"].dtype
+        header, body = unpack(letter.payload, most=20 * n + 64 + n // 8, dtype=dtype)
+        if header.flags not in (Flag(0), Flag.DENSE, Flag.DENSE | Flag.LEAVING):
+            raise LetterError(f"node {letter.source} sent flags {header.flags!r}; {self.name} has none like it")
+        leaving, dense = bool(header.flags & Flag.LEAVING), bool(header.flags & Flag.DENSE)
+        share, value = (np.dtype("<f8"),) * 2 if leaving else (_SHARE, self._travels(dtype))
+        pairs = np.dtype([("share", share), ("value", value)])
+        end = 0 if dense else len(body) - (n - split) * pairs.itemsize
+        if end < 0 or (dense and len(body) != n * pairs.itemsize):
+            raise LetterError(
+                f"node {letter.source} sent {len(body)} bytes after the header; expected pairs of {pairs.itemsize} for "
+                f"{n if dense else f'up to {self.count(split)} of {split} and all {n - split} other'} coordinates"
+            )
+        tail = np.frombuffer(body[end:], pairs)
+        if dense:
+            at, entries = np.arange(n), tail
+        else:
+            chosen, head = sparse.read(body[:end], split, self.count(split), pairs, "auto")
+            at, entries = np.concatenate([chosen, np.arange(split, n)]), np.concatenate([head, tail])
+        shares, values = entries["share"].astype(np.float64), entries["value"].astype(np.float64)
+        if not (np.isfinite(values).all() and np.isfinite(shares).all() and (shares >= 0.0).all()):
+            raise LetterError(f"node {letter.source} sent a value that is not finite or a share below 0")
+        return at, shares, values if leaving else shares * values
+
+    def leave(self, state: State, view: View) -> tuple[State, Outbox]:
+        """Return (0, 0), and letters with all of (x, w) to the active out-neighbours, in proportion to their shares.
+
+        Here the pairs hold the numerator in place of z, and both are float64: what rounding left over would have nobody
+        to keep it.
+
+        Raises
+        ------
+        TopologyError
+            When there is mass and no out-neighbour to take it.
+        """
+        x, weights = state["x"], state["weights"]
+        if not weights.any() and not x.any():
+            return state, ()
+        to = sorted(j for j in view.column if view.column[j] > 0.0)
+        if not to:
+            raise TopologyError(
+                f"node {view.node} cannot leave in good order: no living out-neighbour takes its share; let it leave "
+                "in an iteration in which it has one"
+            )
+        total = math.fsum(view.column[j] for j in to)
+        entries = np.empty(x.size, [("share", "<f8"), ("value", "<f8")])
+        outbox, left, rest = [], weights, x
+        for j in to:
+            part = view.column[j] / total
+            # The last one takes what is left, so that nothing is made or lost by rounding.
+            entries["share"], entries["value"] = (left, rest) if j == to[-1] else (weights * part, x * part)
+            left, rest = left - entries["share"], rest - entries["value"]
+            flags = Flag.DENSE | Flag.LEAVING
+            outbox.append(Posting((j,), pack(view.iteration, 0, flags, state["said"].dtype, entries.tobytes())))
+        shown = self.model(state)
+        return {**state, "x": np.zeros_like(x), "weights": np.zeros_like(weights), "said": shown}, tuple(outbox)

@@ -1,0 +1,125 @@
+"""DeepSqueeze: compressed models with error compensation, and receivers that remember nothing.
+
+After Tang et al., "DeepSqueeze: Decentralization Meets Error-Compensated Compression", 2019, arXiv:1907.07346 (code of
+the comparison in PowerGossip's repository was read):
+
+    x_i <- x_i - lr * v_i
+    q_i  = C(x_i + e_i);   e_i <- x_i + e_i - q_i      sent
+    x_i <- x_i + gamma * sum_j W[i, j] (q_j - q_i)
+
+The model itself is compressed, not its difference to something both ends know: q does not settle, ``gamma`` must be
+small, and nodes stop at a distance from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.compressors import Compressor, decode_parts, encode_parts, get_compressor, most_parts
+from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.packet import Flag, pack, unpack
+from fedcomp.gossip.steps import BEGUN, begun, check_rates, descent, finite, heard, refuse_dense, settled, velocity
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class DeepSqueeze(Algorithm):
+    """Error-compensated compression of models on undirected graphs, fixed or time-varying.
+
+    Parameters
+    ----------
+    lr, momentum : float
+        Of the local step, heavy ball.
+    gamma : float
+        Consensus step size in (0, 1]; 0.05 for top-k of 2 %, 0.01 for signs.
+    compressor : mapping or Compressor
+
+    Notes
+    -----
+    State: ``"x"``; ``"v"`` with momentum; ``"error"``, what was not sent yet; ``"split"``.
+    """
+
+    name: ClassVar[str] = "deepsqueeze"
+    time_varying: ClassVar[bool] = True
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    gamma: float = 0.05
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "fraction": 0.02})
+
+    def __post_init__(self) -> None:
+        check_rates(self.lr, self.momentum, self.gamma)
+        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+
+    @property
+    def _compressor(self) -> Compressor:
+        return get_compressor(self.compressor)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return {**parameters(self), "compressor": self._compressor.to_config()}
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return the state of a node with no error to compensate; there are no estimates that would need ``common``."""
+        x = real(model)
+        split = np.array(layout.compressed_size, np.int64)
+        return {"x": x, "error": np.zeros_like(x), "split": split, **velocity(x, self.momentum)}
+
+    def model(self, state: State) -> Real:
+        """Return x."""
+        return state["x"]
+
+    def reset(self, state: State, layout: Layout) -> State:
+        """Return the state without what was begun; the error is the node's own and stays."""
+        return settled(state)
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Begin an iteration: the local step, and the compressed model to all neighbours."""
+        refuse_dense(self, view)
+        state = settled(state)
+        step, moved = descent(state, gradient, state["x"], self.lr, self.momentum)
+        x = finite(state["x"] if step is None else state["x"] - step, "the model after the local step")
+        state = {**state, **moved, "x": x}
+        wanted = finite(x + state["error"], "the model with what was not sent of it")
+        data = encode_parts(self._compressor, wanted, int(state["split"]), _key(view.seed, view.iteration, view.node))
+        q = self._read(memoryview(data), state, _key(view.seed, view.iteration, view.node))
+        seed = np.array(view.seed, np.uint64)
+        payload = pack(view.iteration, 0, Flag(0), x.dtype, data)
+        outbox = (Posting(tuple(view.column), payload),) if view.column else ()
+        return {**state, "error": wanted - q, **begun(view, said=q, seed=seed)}, outbox
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Finish the iteration: move by what the neighbours' messages differ from the own one."""
+        if BEGUN + "ids" not in state:
+            heard(state, letters)  # none is due
+            return state
+        said = state[BEGUN + "said"]
+        iteration, split = int(state[BEGUN + "iteration"]), int(state["split"])
+        most = most_parts(self._compressor, said.size, split, said.dtype)
+        toward = np.zeros_like(said)
+        for source, weight, payload in heard(state, letters):
+            header, body = unpack(payload, most=most, dtype=said.dtype)
+            if header.flags or header.iteration != iteration:
+                raise LetterError(f"node {source} sent {header}, expected a compressed model of iteration {iteration}")
+            q = self._read(body, state, _key(int(state[BEGUN + "seed"]), iteration, source))
+            toward += weight * (q - said)
+        return settled({**state, "x": state["x"] + float(self.gamma) * toward})
+
+    def _read(self, data: memoryview, state: State, key: Key) -> Real:
+        x = state["x"]
+        return decode_parts(self._compressor, data, x.size, int(state["split"]), x.dtype, key).dense()
+
+    def facts(self, state: State) -> dict[str, float]:
+        """Return the norm of what was not sent."""
+        return {"innovation": float(np.linalg.norm(state["error"]))}
+
+
+def _key(seed: int, iteration: int, node: int) -> Key:
+    """Return what a seeded support of ``node`` is drawn from: known to whoever reads its letter."""
+    return Key(seed, "gossip/deepsqueeze", iteration, node)

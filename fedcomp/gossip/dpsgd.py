@@ -1,0 +1,94 @@
+"""D-PSGD: average whole models with the neighbours' and take a gradient step, side by side.
+
+After Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized
+Parallel Stochastic Gradient Descent", NeurIPS 2017, arXiv:1705.09056 (the iteration is common knowledge; the paper was
+not re-read):
+
+    x_i <- sum_j W[i, j] x_j - lr * v_i,    v_i <- momentum * v_i + g_i(x_i)
+
+Exact for identical objectives. With a constant step and objectives that differ it stops at a distance from the optimum
+in proportion to the step: NIDS and gradient tracking do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.steps import (
+    BEGUN,
+    begun,
+    check_rates,
+    descent,
+    finite,
+    heard,
+    pull,
+    refuse_dense,
+    settled,
+    velocity,
+    whole,
+)
+from fedcomp.layout import Layout
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class DPSGD(Algorithm):
+    """Decentralised parallel SGD on undirected graphs, fixed or time-varying: dense, and the usual denominator.
+
+    Parameters
+    ----------
+    lr, momentum : float
+        Of the local step, heavy ball.
+    gamma : float
+        Step towards the neighbours' mean, in (0, 1]: W becomes ``I - gamma (I - W)``.
+
+    Notes
+    -----
+    State: ``"x"``; ``"v"`` with momentum. The letter is the model in its own dtype. The gradient is taken at the model
+    that was sent, so that computing and sending may overlap.
+    """
+
+    name: ClassVar[str] = "dpsgd"
+    time_varying: ClassVar[bool] = True
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_rates(self.lr, self.momentum, self.gamma)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return parameters(self)
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return the state of a node that has heard nothing; there are no estimates that would need ``common``."""
+        x = real(model)
+        return {"x": x, **velocity(x, self.momentum)}
+
+    def model(self, state: State) -> Real:
+        """Return x."""
+        return state["x"]
+
+    def reset(self, state: State, layout: Layout) -> State:
+        """Return the state without what was begun; nothing else depends on who the others are."""
+        return settled(state)
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Begin an iteration: the model goes out as it is, then makes its step."""
+        refuse_dense(self, view)
+        said = finite(state["x"], "the model")
+        step, moved = descent(state, gradient, said, self.lr, self.momentum)
+        x = said if step is None else finite(said - step, "the model after the local step")
+        return {**settled(state), **moved, "x": x, **begun(view), BEGUN + "said": said}, whole(said, view)
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Finish the iteration: move by what the neighbours' models differ from the one that was sent."""
+        if BEGUN + "said" not in state:
+            heard(state, letters)  # none is due
+            return state
+        toward = pull(state, state[BEGUN + "said"], letters)
+        return settled({**state, "x": state["x"] + float(self.gamma) * toward})

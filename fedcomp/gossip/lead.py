@@ -1,0 +1,112 @@
+"""LEAD: COLD with estimates that follow at a slower pace.
+
+X. Liu, Y. Li, R. Wang, J. Tang, M. Yan, "Linear Convergent Decentralized Optimization with Compression", ICLR 2021
+(recalled, checked numerically). Beside COLD (:mod:`fedcomp.gossip.cold`):
+
+    q_i = C(z_i - h_i)                                  sent
+    u_i = (γ/2) Σ_j W[i,j] ((h_i + q_i) - (h_j + q_j))
+    h_i = h_i + α q_i                                   the same at every neighbour
+
+α < 1 damps the estimate, which is what unbiased compressors that are no contraction need. With α = 1 it is COLD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.compressors import Compressor, Delta, get_compressor
+from fedcomp.gossip.estimates import absorb, broadcast, open_estimates
+from fedcomp.gossip.exact import consensus_step, share, share_or_auto, step_size
+from fedcomp.gossip.primal_dual import DECISION, PrimalDual
+from fedcomp.gossip.steps import BEGUN, begun, heard
+from fedcomp.layout import Layout
+
+_H: Final = "h"
+_USED: Final = BEGUN + "used"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LEAD(PrimalDual):
+    """Undirected static graphs with symmetric weights.
+
+    State: ``"x"``, ``"dual"``, ``"gamma"``, and the estimates ``"h"`` and ``"h/<j>"``.
+
+    Parameters
+    ----------
+    lr : float
+        η.
+    alpha : float
+        α in (0, 1].
+    gamma : float or "auto"
+        γ in (0, 1]; "auto" asks the compressor, see :func:`fedcomp.gossip.exact.consensus_step`.
+    compressor : mapping or Compressor
+        C; the authors' is the dithered quantiser of b bits scaled by the largest magnitude.
+    digest_every : int
+        Letters between two with a digest of the estimate; 0 for never.
+    """
+
+    name: ClassVar[str] = "lead"
+
+    lr: float = 0.1
+    alpha: float = 0.5
+    gamma: float | str = 1.0
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "dithered", "bits": 2})
+    digest_every: int = 50
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", step_size(self.lr))
+        object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
+        object.__setattr__(self, "alpha", share("alpha", self.alpha))
+        object.__setattr__(self, "compressor", get_compressor(self.compressor))
+
+    @property
+    def _compressor(self) -> Compressor:
+        return get_compressor(self.compressor)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return {**parameters(self), "compressor": self._compressor.to_config()}
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return x = ``model``, a dual of zero, and estimates that begin at ``common`` on all nodes."""
+        split = layout.compressed_size
+        gamma = consensus_step(self.gamma, self._compressor, split)
+        state = {**self._opened(model, layout), "gamma": np.array(gamma)}
+        start = state["x"] if common is None else real(common)
+        return open_estimates(state, {_H: start}, split)
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Send the compressed innovation of the decision vector."""
+        z = self._decision(state, gradient, view)
+        sent = broadcast(state, {_H: z}, self._compressor, view, digest_every=self.digest_every, alpha=self.alpha)
+        used = self._used(sent.state[_H], sent.deltas[_H])
+        return {**sent.state, **begun(view, z=z, used=used)}, sent.outbox
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Advance the neighbours' estimates; move x and D by what h + q disagree on."""
+        if DECISION not in state:
+            heard(state, letters)  # none is due
+            return state
+        absorbed = absorb(state, letters, (_H,), self._compressor, alpha=self.alpha)
+        weights = {letter.source: letter.weight for letter in heard(state, letters)}
+        own, apart = state[_USED], np.zeros_like(state[_USED])
+        for letter in sorted(absorbed.received, key=lambda one: one.source):
+            apart += weights[letter.source] * (own - self._used(letter.estimates[_H], letter.deltas[_H]))
+        return self._finished(absorbed.state, (0.5 * float(state["gamma"])) * apart)
+
+    def _used(self, advanced: Real, delta: Delta) -> Real:
+        """Return h + q from h + α q, by the same arithmetic at both ends."""
+        used = advanced.copy()
+        delta.add_to(used, 1.0 - self.alpha)
+        return used
+
+    def facts(self, state: State) -> dict[str, float]:
+        """Return how far h + q is from the decision vector that was sent last, while letters are under way."""
+        if DECISION not in state:
+            return {}
+        return {"innovation": float(np.linalg.norm(state[DECISION] - state[_USED]))}

@@ -1,0 +1,59 @@
+"""NIDS: exact decentralised descent with a constant step size and one whole vector per iteration.
+
+Z. Li, W. Shi, M. Yan, "A Decentralized Proximal-Gradient Method with Network Independent Step-Sizes and Separated
+Convergence Rates", IEEE TSP 67(17), 2019 (recalled; the smooth part). Published as the recursion
+
+    x^{k+2} = W̃ (2 x^{k+1} - x^k - η (∇f(x^{k+1}) - ∇f(x^k))),    W̃ = (I + W)/2,
+
+here in the primal-dual form of :mod:`fedcomp.gossip.primal_dual` with γ = 1, which is the same with the first step
+x^1 = W̃ (x^0 - η ∇f(x^0)) (derived, tested). It is what COLD and LEAD are without compression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View
+from fedcomp.gossip.exact import step_size
+from fedcomp.gossip.primal_dual import DECISION, PrimalDual
+from fedcomp.gossip.steps import begun, heard, pull, whole
+from fedcomp.layout import Layout
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class NIDS(PrimalDual):
+    """Send z = x - η ∇f(x) - η D whole, add half of what neighbours disagree on to D, take it off x.
+
+    Undirected static graphs with symmetric weights. With exact gradients of smooth strongly convex objectives it
+    converges linearly for every η < 2/L, whatever the graph.
+
+    Parameters
+    ----------
+    lr : float
+        η.
+    """
+
+    name: ClassVar[str] = "nids"
+
+    lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", step_size(self.lr))
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return x = ``model`` and a dual of zero; ``common`` does not matter: whole vectors need no estimate."""
+        return self._opened(model, layout)
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Send the decision vector, whole."""
+        z = self._decision(state, gradient, view)
+        return {**state, **begun(view, z=z)}, whole(z, view)
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Move x and D by half of what the decision vectors disagree on."""
+        if DECISION not in state:
+            heard(state, letters)  # none is due
+            return state
+        return self._finished(state, -0.5 * pull(state, state[DECISION], letters))

@@ -1,0 +1,251 @@
+"""A node's half of the protocol: its memory, and what it does with an instruction. Knows no network and no framework.
+
+:func:`handle` is a function of memory, instruction and the node's own data: it returns the new memory instead of
+writing it, so that whatever breaks before the caller has stored it leaves the node as it was, and the same
+instruction, which the relay repeats, does the same thing again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import NonFiniteUpdate, StateError
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View
+from fedcomp.gossip.errors import Diverged, LetterError, OutOfStep, StaleInstruction
+from fedcomp.gossip.protocol import Answer, Instruction, Parts
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+_STATE: Final = "state/"
+_CHANGE: Final = "change"
+
+
+class Local(Protocol):
+    """A node's own data."""
+
+    def gradient(self, z: Real, key: Key) -> Real:
+        """Return the (stochastic) gradient at ``z``, same shape and dtype; ``key`` chooses the batch."""
+        ...
+
+    def change(self) -> Real | None:
+        """Return how the forward pass of the last :meth:`gradient` moved parts of the model that follow no gradient
+        (running statistics), shape ``(d,)``; None when there are none. Applied when the iteration is finished."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """All a node keeps between two instructions.
+
+    Attributes
+    ----------
+    session, serial, epoch : str, int, int
+        Of the last instruction carried out.
+    state : State
+        The algorithm's.
+    answer : Answer
+        What was said to it: said again when it is asked again.
+    change : ndarray, optional
+        What the last forward pass did to running statistics; becomes part of the model when its iteration is finished.
+    """
+
+    session: str
+    serial: int
+    epoch: int
+    state: State
+    answer: Answer
+    change: Real | None = None
+
+    def to_parts(self) -> tuple[dict[str, NDArray[Any]], Parts]:
+        """Return the memory as named arrays and as scalars and lists (of the answer, prefixed ``answer.``)."""
+        arrays = {_STATE + name: array for name, array in self.state.items()}
+        if self.change is not None:
+            arrays[_CHANGE] = self.change
+        parts = {"session": self.session, "serial": self.serial, "epoch": self.epoch}
+        return arrays, parts | {f"answer.{name}": value for name, value in self.answer.to_parts().items()}
+
+    @classmethod
+    def from_parts(cls, arrays: Mapping[str, NDArray[Any]], parts: Mapping[str, Any]) -> Memory:
+        """Recreate a memory.
+
+        Raises
+        ------
+        StateError
+            When the parts are not those of a memory.
+        """
+        try:
+            return cls(
+                session=str(parts["session"]),
+                serial=int(parts["serial"]),
+                epoch=int(parts["epoch"]),
+                state={n.removeprefix(_STATE): np.asarray(a) for n, a in arrays.items() if n.startswith(_STATE)},
+                answer=Answer.from_parts(
+                    {n.removeprefix("answer."): v for n, v in parts.items() if n.startswith("answer.")}
+                ),
+                change=arrays.get(_CHANGE),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is no node's memory: {type(error).__name__}: {error}") from error
+
+
+def handle(
+    algorithm: Algorithm,
+    memory: Memory | None,
+    instruction: Instruction,
+    local: Local | None,
+    start: Real,
+    layout: Layout,
+    *,
+    common: Real | None = None,
+) -> tuple[Memory | None, Answer]:
+    """Carry out one instruction. Pure: ``memory`` is not modified, and nothing else remembers anything.
+
+    Parameters
+    ----------
+    algorithm : Algorithm
+        As announced for the session.
+    memory : Memory or None
+        What the last call returned.
+    instruction : Instruction
+        From the relay; trusted as far as its numbers go, its letters are not.
+    local : Local or None
+        None: there is no gradient (consensus only).
+    start : ndarray, shape (d,), float32 or float64
+        The model with which this node begins or joins a run.
+    layout : Layout
+        The model's.
+    common : ndarray, shape (d,), optional
+        See :meth:`~fedcomp.gossip.Algorithm.init`; needed when ``start`` is not the same on all nodes.
+
+    Returns
+    -------
+    Memory or None, Answer
+        What is to be stored before the answer leaves, and the answer.
+
+    Raises
+    ------
+    StaleInstruction
+        When a newer instruction of the session was carried out already. Nobody waits for an answer.
+    """
+    known = memory is not None and memory.session == instruction.session
+    if instruction.action == "observe":
+        return memory, _observed(algorithm, memory if known else None, instruction)
+    if memory is not None and known:
+        if instruction.serial == memory.serial:
+            return memory, memory.answer
+        if instruction.serial < memory.serial:
+            raise StaleInstruction(
+                f"node {instruction.node} has carried out instruction {memory.serial} of this run already; "
+                f"instruction {instruction.serial} came too late"
+            )
+    if instruction.start in ("common", "empty"):
+        joins = instruction.start == "empty"
+        state = algorithm.join(start, layout) if joins else algorithm.init(start, layout, common=common)
+        change = None
+    elif memory is None or not _continues(memory, instruction):
+        # Of a copy restored after a crash the relay has newer letters: going on with it would send a share twice.
+        return memory, Answer(instruction.session, instruction.serial, fresh=True)
+    else:
+        state, change = memory.state, memory.change
+    return _carry_out(algorithm, state, change, instruction, local, layout)
+
+
+def _continues(memory: Memory, instruction: Instruction) -> bool:
+    same_epoch = memory.epoch == instruction.epoch or instruction.start == "reset"
+    return memory.session == instruction.session and memory.serial == instruction.serial - 1 and same_epoch
+
+
+def _carry_out(
+    algorithm: Algorithm,
+    state: State,
+    change: Real | None,
+    instruction: Instruction,
+    local: Local | None,
+    layout: Layout,
+) -> tuple[Memory, Answer]:
+    view = instruction.view
+    state, change, refused = _settled(algorithm, state, change, instruction)
+    if instruction.start == "reset" and not refused:
+        state = algorithm.reset(state, layout)
+    outbox: Outbox = ()
+    failed = ""
+    if instruction.action == "leave":
+        state, outbox = algorithm.leave(state, view)
+    elif instruction.action == "step" and (algorithm.asynchronous or not refused):
+        try:
+            state, outbox = algorithm.send(state, _gradient(local, view), view)
+            change = None if local is None or view.dense else local.change()
+        except (NonFiniteUpdate, Diverged) as error:
+            failed = str(error) or type(error).__name__
+    answer = Answer(
+        instruction.session,
+        instruction.serial,
+        postings=tuple(outbox),
+        needs=tuple(refused),
+        reasons=tuple(refused.values()),
+        failed=failed,
+        facts=algorithm.facts(state),
+    )
+    return Memory(instruction.session, instruction.serial, instruction.epoch, state, answer, change), answer
+
+
+def _settled(
+    algorithm: Algorithm, state: State, change: Real | None, instruction: Instruction
+) -> tuple[State, Real | None, dict[int, str]]:
+    """Finish the iteration begun with ``state``: mail, running statistics, letters that came back.
+
+    An iteration that cannot be finished, because one of its nodes is gone, is followed by a reset without mail.
+
+    Returns the state, what is left of ``change``, and the sources whose letters were refused, with the reason.
+    """
+    dropped = instruction.start == "reset" and not instruction.mail
+    state, refused = (state, {}) if dropped else _received(algorithm, state, instruction.mail)
+    if refused and not algorithm.asynchronous:
+        return state, change, refused
+    state = _shifted(algorithm, state, change)
+    if instruction.returned:
+        state = algorithm.take_back(state, instruction.returned)
+    return state, None, refused
+
+
+def _received(algorithm: Algorithm, state: State, mail: Sequence[Letter]) -> tuple[State, dict[int, str]]:
+    try:
+        return algorithm.receive(state, mail), {}
+    except (LetterError, OutOfStep) as error:
+        if not algorithm.asynchronous:
+            # Without one of its letters an iteration cannot be finished, so none of them is of use.
+            return state, {letter.source: str(error) for letter in mail}
+    refused: dict[int, str] = {}
+    for source, letters in itertools.groupby(mail, operator.attrgetter("source")):
+        try:
+            state = algorithm.receive(state, tuple(letters))
+        except (LetterError, OutOfStep) as error:
+            refused[source] = str(error)
+    return state, refused
+
+
+def _shifted(algorithm: Algorithm, state: State, change: Real | None) -> State:
+    return state if change is None else algorithm.shift(state, change)
+
+
+def _gradient(local: Local | None, view: View) -> Gradient | None:
+    if local is None or view.dense:
+        return None
+    key = view.key("gradient")
+    return lambda z: local.gradient(z, key)
+
+
+def _observed(algorithm: Algorithm, memory: Memory | None, instruction: Instruction) -> Answer:
+    if memory is None or memory.serial != instruction.serial or memory.epoch != instruction.epoch:
+        return Answer(instruction.session, instruction.serial, fresh=True)
+    state, _, refused = _settled(algorithm, memory.state, memory.change, instruction)
+    failed = "; ".join(refused.values()) if refused and not algorithm.asynchronous else ""
+    model = None if failed else algorithm.model(state)
+    return Answer(instruction.session, instruction.serial, failed=failed, facts=algorithm.facts(state), model=model)

@@ -1,0 +1,404 @@
+"""PowerGossip: neighbours send each other a low-rank picture of what their models differ by.
+
+After Vogels, Karimireddy and Jaggi, "PowerGossip: Practical Low-Rank Communication Compression in Decentralized Deep
+Learning", NeurIPS 2020, arXiv:2008.01425 (abstract and the authors' code were read). Every edge {i, j} has, per matrix
+M (m x p) of the model, one factor that both ends hold, and each of its power steps sends the matrix through it:
+
+    even step:  U <- orthonormal basis of U;  a_i = M_i' U;  send a_i;  V <- a_large - a_small
+    odd step:   V <- orthonormal basis of V;  a_i = M_i  V;  send a_i;  U <- a_large - a_small
+    both ends:  M_large -= rate * W[i, j] * U V';  M_small += rate * W[i, j] * U V'
+
+``large`` is the end with the larger node id. The factor that came of a step is where the next one begins: a power
+iteration on the difference of the two models, which goes on while they learn (warm start). There is nothing to tune:
+``rate`` is 1, or the number :func:`auto_rate` computes from the graph.
+
+Both ends compute from the same bytes by the same arithmetic (sums that are exact or in a fixed order, no BLAS), so that
+what one adds the other subtracts, bit for bit, and the mean of the models stays. Only a step's one new factor has to be
+remembered, ``r * m`` or ``r * p`` numbers per matrix and edge; and because it is a difference of two letters, a
+rounding error in it does not live longer than one step.
+
+Beyond the authors' code, whose edge cases are worked out here: a direction in which the two ends agree to 1e-12 is
+drawn anew, at both ends, from a stream that both know, since zero times anything would stay zero for ever; streams are
+named by both node ids, so that no two edges share one; an edge that appears begins without a byte, from that stream;
+ends whose steps do not match apply nothing and begin anew. Vectors (biases, normalisation) travel whole and are mixed
+with the same W. Nothing is skipped at the start: from equal models the first letter says that nothing differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.packet import Flag, Header, pack, put_real, take_real, unpack
+from fedcomp.gossip.steps import (
+    BEGUN,
+    begun,
+    check_rates,
+    descent,
+    finite,
+    heard,
+    refuse_dense,
+    settled,
+    velocity,
+)
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from fedcomp.gossip.topology import Topology
+
+DEAD: Final = 1e-12
+"""A column of a factor this short, or shortened this much by the columns before it, is noise and drawn anew."""
+
+_DIGEST_BYTES: Final = 8
+_TURNS: Final = 2**16
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PowerGossip(Algorithm):
+    """Gossip over undirected graphs, fixed or time-varying, with rank-r power steps per edge and matrix.
+
+    Parameters
+    ----------
+    rank : int
+        Columns of a factor, at most ``min(m, p)`` of them per matrix. Square matrices of full rank are averaged as if
+        they had been sent whole; of others only the step through the shorter side sees all of the difference.
+    steps : int
+        Power steps per gradient, ``num_iterations`` of the authors' code: a gradient is taken in every ``steps``-th
+        iteration and the others only gossip. A training step then costs ``steps`` round trips.
+    rate : float
+        Of the gossip, in (0, 2): 1, or :func:`auto_rate` of the graph. Vectors are always mixed at 1.
+    warm_start : bool
+        Whether a step begins with the factor of the one before, or with one drawn anew.
+    overlap : bool
+        Whether letters are made of the model as it was before the local step (the gradient is computed while they
+        travel, as the authors do), or of the one after.
+    values : {"model", "float32"}
+        How numbers travel: in the model's own dtype, or as float32. No memory holds what rounding leaves out, so that
+        nodes with float64 models agree to about 1e-7 only when float32 travels.
+    digest_every : int
+        Power steps of an edge between two letters that carry 8 bytes of a digest of the factor; 0 for never.
+    lr, momentum : float
+        Of the local step, heavy ball.
+
+    Notes
+    -----
+    State: ``"x"``; ``"v"`` with momentum; ``"matrices"``, int64 (count, 3): offset, m, p; ``"turn/<j>"`` the power
+    steps of the edge to j and ``"factor/<j>"`` the factor the last of them gave, all matrices one after the other;
+    ``"restarts"`` how often an edge began anew because its ends were out of step.
+
+    The letter after its header: the digest if there is one, ``r * p`` values per matrix in an even step or ``r * m``
+    in an odd one, then the vectors.
+    """
+
+    name: ClassVar[str] = "power-gossip"
+    time_varying: ClassVar[bool] = True
+
+    rank: int = 1
+    steps: int = 1
+    rate: float = 1.0
+    warm_start: bool = True
+    overlap: bool = True
+    values: Literal["model", "float32"] = "model"
+    digest_every: int = 50
+    lr: float = 0.1
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what, value in (("rank", self.rank), ("steps", self.steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{what}={value!r} is not valid: a whole number, at least 1")
+        if isinstance(self.rate, str) or not 0.0 < self.rate < 2.0:
+            raise ConfigError(
+                f"rate={self.rate!r} is not valid: a number above 0 and below 2. Nodes do not know the graph: compute "
+                "it with fedcomp.gossip.power_gossip.auto_rate(topology) and pass the number"
+            )
+        if self.values not in ("model", "float32"):
+            raise ConfigError(f"values={self.values!r} is not valid: 'model' or 'float32'")
+        if isinstance(self.digest_every, bool) or not isinstance(self.digest_every, int) or self.digest_every < 0:
+            raise ConfigError(f"digest_every={self.digest_every!r} is not valid: a number of steps, 0 for never")
+        check_rates(self.lr, self.momentum)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return parameters(self)
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return the state of a node without edges; ``common`` is not used, for there are no estimates."""
+        x = real(model)
+        matrices = [
+            (t.offset, t.shape[0], t.size // t.shape[0]) for t in layout.compressed if len(t.shape) > 1 and t.size
+        ]
+        return {
+            "x": x,
+            "matrices": np.array(matrices, np.int64).reshape(-1, 3),
+            "restarts": np.array(0, np.int64),
+            **velocity(x, self.momentum),
+        }
+
+    def model(self, state: State) -> Real:
+        """Return x."""
+        return state["x"]
+
+    def reset(self, state: State, layout: Layout) -> State:
+        """Return the state without edges; they begin anew, without a byte. Momentum is the node's own and stays."""
+        return {**self.init(state["x"], layout), **{key: state[key] for key in ("v", "restarts") if key in state}}
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Begin an iteration: one letter per neighbour, through that edge's factor."""
+        refuse_dense(self, view)
+        state = settled(state)
+        if view.iteration % self.steps:
+            gradient = None
+        x = state["x"]
+        step, moved = descent(state, gradient, x, self.lr, self.momentum)
+        after = x if step is None else x - step
+        said = finite(x if self.overlap else after, "the model")
+        state = {**state, **moved, "x": finite(after, "the model after the local step")}
+        matrices = Matrices(state["matrices"], len(x), self.rank)
+        travels = x.dtype if self.values == "model" else np.dtype(np.float32)
+        vectors = said[matrices.rest].astype(travels)
+        postings: list[Posting] = []
+        more: State = {}
+        for j in view.row:
+            turn, factor = self._edge(state, j, view)
+            basis = matrices.bases(factor, turn, _stream(view, j), x.dtype)
+            projected = matrices.project(said, basis, turn).astype(travels)
+            check, flags = b"", Flag.RESYNC if turn == 0 else Flag(0)
+            if factor is not None and self.digest_every and turn % self.digest_every == 0:
+                check, flags = _digest(factor), flags | Flag.DIGEST
+            body = check + put_real(projected) + put_real(vectors)
+            payload = pack(view.iteration, turn % _TURNS, flags, travels, body)
+            postings.append(Posting((j,), payload))
+            more |= {
+                f"turn/{j}": np.array(turn, np.int64),
+                f"{BEGUN}basis/{j}": basis,
+                f"{BEGUN}letter/{j}": np.frombuffer(payload, np.uint8),
+            }
+        return {**state, **more, **begun(view)}, tuple(postings)
+
+    def _edge(self, state: State, j: int, view: View) -> tuple[int, Real | None]:
+        """Return the power step the edge to ``j`` is at, and the factor it begins with: None to draw one."""
+        factor = state.get(f"factor/{j}")
+        if factor is None or j in view.resync:
+            return 0, None
+        turn = int(state[f"turn/{j}"])
+        return turn, factor if self.warm_start else None
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Finish the iteration: what both ends found moves them towards each other by equal amounts."""
+        received = heard(state, letters)
+        if BEGUN + "ids" not in state:
+            return state
+        x = state["x"].copy()
+        matrices = Matrices(state["matrices"], len(x), self.rank)
+        travels = x.dtype if self.values == "model" else np.dtype(np.float32)
+        node = int(state[BEGUN + "node"])
+        rest = matrices.rest
+        changes: State = {}
+        dropped: set[str] = set()
+        for j, weight, payload in received:
+            own = _read(state[f"{BEGUN}letter/{j}"].tobytes(), matrices, travels, node)
+            other = _read(payload, matrices, travels, j)
+            if other.header.iteration != own.header.iteration:
+                raise LetterError(f"node {j} sent a letter of iteration {other.header.iteration}")
+            x[rest] += weight * (other.vectors.astype(x.dtype) - own.vectors.astype(x.dtype))
+            if not other.matches(own):
+                dropped |= {f"turn/{j}", f"factor/{j}"}
+                continue
+            turn = int(state[f"turn/{j}"])
+            large, small = (own, other) if node > j else (other, own)
+            factor = large.projected.astype(x.dtype) - small.projected.astype(x.dtype)
+            toward = float(-weight * self.rate if node > j else weight * self.rate)
+            matrices.add(x, state[f"{BEGUN}basis/{j}"], factor, turn, toward)
+            changes |= {f"turn/{j}": np.array(turn + 1, np.int64), f"factor/{j}": factor}
+        restarts = np.array(int(state["restarts"]) + len(dropped) // 2, np.int64)
+        kept = {key: value for key, value in settled(state).items() if key not in dropped}
+        return {**kept, **changes, "x": x, "restarts": restarts}
+
+    def facts(self, state: State) -> dict[str, float]:
+        """Return how often an edge began anew, and the largest norm of a factor: how far neighbours are apart."""
+        norms = [float(np.linalg.norm(value)) for key, value in state.items() if key.startswith("factor/")]
+        return {"restarts": float(state["restarts"]), "difference": max(norms, default=0.0)}
+
+
+def auto_rate(topology: Topology) -> float:
+    """Return ``2 / (λ_max + λ_min⁺)`` of ``I - W``, the best rate of plain gossip; 1.308 on the ring of 8 nodes.
+
+    λ_min⁺ is the smallest eigenvalue above 0. The authors used this number for their ring (read in their
+    configuration; that it is this expression is derived).
+
+    Raises
+    ------
+    ConfigError
+        For a time-varying graph, whose W has no one spectrum, or a directed one.
+    """
+    if topology.time_varying or topology.directed:
+        raise ConfigError(f"no rate follows from {topology.name}: its W must be symmetric and stay the same; use 1.0")
+    spectrum = 1.0 - np.linalg.eigvalsh(topology.mixing_matrix(0, symmetric=True))
+    positive = spectrum[spectrum > 1e-12]
+    if not len(positive):
+        raise ConfigError(f"no rate follows from {topology.name}: it has no edge; use 1.0")
+    return float(2.0 / (positive.max() + positive.min()))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The matrices of a model: where they lie in the vector, and what is done to all of them."""
+
+    places: NDArray[np.int64]
+    """(count, 3): offset, m, p; ascending offsets."""
+    size: int
+    rank: int
+
+    @property
+    def rest(self) -> NDArray[np.bool_]:
+        """Which coordinates are in no matrix; shape ``(d,)``."""
+        outside = np.ones(self.size, np.bool_)
+        for offset, m, p in self.places.tolist():
+            outside[offset : offset + m * p] = False
+        return outside
+
+    @property
+    def rest_size(self) -> int:
+        """How many coordinates are in no matrix."""
+        return self.size - int((self.places[:, 1] * self.places[:, 2]).sum())
+
+    def columns(self, m: int, p: int) -> int:
+        """Return the rank used for an m x p matrix."""
+        return min(m, p, self.rank)
+
+    def projected_size(self, turn: int) -> int:
+        """Return how many numbers all projections of step ``turn`` have."""
+        return sum(self.columns(m, p) * (m if turn % 2 else p) for _, m, p in self.places.tolist())
+
+    def bases(self, factor: Real | None, turn: int, stream: Key, dtype: np.dtype[Any]) -> Real:
+        """Return orthonormal bases of all factors, one after the other: ``(m, r)`` in even steps, ``(p, r)`` in odd."""
+        found, start = [], 0
+        for index, (_, m, p) in enumerate(self.places.tolist()):
+            shape = (p if turn % 2 else m, self.columns(m, p))
+            size = shape[0] * shape[1]
+            given = np.zeros(shape) if factor is None else factor[start : start + size].reshape(shape)
+            found.append(orthonormal(given, stream.at(partition=index)).astype(dtype).reshape(-1))
+            start += size
+        return np.concatenate(found) if found else np.zeros(0, dtype)
+
+    def project(self, x: Real, bases: Real, turn: int) -> Real:
+        """Return ``M' U`` in even steps, ``M V`` in odd ones, of all matrices, one after the other."""
+        found, start = [], 0
+        for offset, m, p in self.places.tolist():
+            matrix = x[offset : offset + m * p].reshape(m, p)
+            shape = (p if turn % 2 else m, self.columns(m, p))
+            basis = bases[start : start + shape[0] * shape[1]].reshape(shape)
+            start += shape[0] * shape[1]
+            product = np.einsum("mp,pr->mr", matrix, basis) if turn % 2 else np.einsum("mp,mr->pr", matrix, basis)
+            found.append(product.reshape(-1))
+        return np.concatenate(found) if found else np.zeros(0, x.dtype)
+
+    def add(self, x: Real, bases: Real, factors: Real, turn: int, scale: float) -> None:
+        """Add ``scale * U V'`` to every matrix of ``x`` in place, the columns of the factors in their order."""
+        at_basis = at_factor = 0
+        for offset, m, p in self.places.tolist():
+            r = self.columns(m, p)
+            before, after = (p, m) if turn % 2 else (m, p)
+            basis = bases[at_basis : at_basis + before * r].reshape(before, r)
+            factor = factors[at_factor : at_factor + after * r].reshape(after, r)
+            at_basis, at_factor = at_basis + before * r, at_factor + after * r
+            u, v = (factor, basis) if turn % 2 else (basis, factor)
+            change = u[:, :1] * v[:, 0]
+            for column in range(1, r):
+                change += u[:, column : column + 1] * v[:, column]
+            x[offset : offset + m * p] += (scale * change).reshape(-1)
+
+
+def orthonormal(factor: Real, stream: Key) -> NDArray[np.float64]:
+    """Return an orthonormal basis, float64 of ``factor``'s shape, by Gram-Schmidt, twice per column.
+
+    Inner products are summed exactly (``math.fsum``) and columns treated in their order, so that two machines with the
+    same bytes have the same basis. A column of which less than 1e-12 is left, in itself or of what it was, is drawn
+    from ``stream``: it is zero because both ends agree in it, or it is the rounding error of the columns before it.
+    """
+    basis = np.empty(factor.shape, np.float64)
+    for c in range(factor.shape[1]):
+        column = np.ascontiguousarray(factor[:, c], np.float64)
+        draws = 0
+        while True:
+            length = _norm(column)
+            left = _without(column, basis[:, :c])
+            remains = _norm(left)
+            if remains > max(DEAD, _noise(factor.dtype) * length):
+                basis[:, c] = left / remains
+                break
+            column = normals(stream.at(layer=c + factor.shape[1] * draws), len(column))
+            draws += 1
+    return basis
+
+
+def _without(column: NDArray[np.float64], basis: NDArray[np.float64]) -> NDArray[np.float64]:
+    for _ in range(2):
+        for earlier in basis.T:
+            column = column - math.fsum((earlier * column).tolist()) * earlier
+    return column
+
+
+def _norm(column: NDArray[np.float64]) -> float:
+    return math.sqrt(math.fsum((column * column).tolist()))
+
+
+def _noise(dtype: np.dtype[Any]) -> float:
+    return 16.0 * float(np.finfo(dtype).eps)
+
+
+def normals(stream: Key, count: int) -> NDArray[np.float64]:
+    """Return ``count`` numbers that are nearly Gaussian: sums of four 16-bit uniforms, mean 0, variance 1.
+
+    Integer arithmetic and one product: the same bits on every machine, which logarithms and cosines are not.
+    """
+    parts = stream.bits(count).astype("<u8").view("<u2").reshape(count, 4).astype(np.int64)
+    return (2 * parts.sum(axis=1) - 4 * (2**16 - 1)).astype(np.float64) * (math.sqrt(0.75) * 2.0**-16)
+
+
+def _stream(view: View, j: int) -> Key:
+    """Return the stream of the edge to ``j`` in this iteration: the same at both ends, another one for every edge."""
+    low, high = min(view.node, j), max(view.node, j)
+    return Key(view.seed, f"gossip/power-gossip/{low},{high}", view.iteration)
+
+
+def _digest(factor: Real) -> bytes:
+    return hashlib.sha256(factor.tobytes()).digest()[:_DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A letter, read."""
+
+    header: Header
+    check: bytes
+    projected: Real
+    vectors: Real
+
+    def matches(self, other: _Said) -> bool:
+        """Whether both ends made the same power step with the same factor, as far as letters tell."""
+        mine, theirs = self.header, other.header
+        return (mine.seq, mine.flags, self.check) == (theirs.seq, theirs.flags, other.check)
+
+
+def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int) -> _Said:
+    vectors = matrices.rest_size
+    most = (max(matrices.projected_size(0), matrices.projected_size(1)) + vectors) * dtype.itemsize + _DIGEST_BYTES
+    header, body = unpack(payload, most=most, dtype=dtype)
+    if header.flags & ~(Flag.DIGEST | Flag.RESYNC):
+        raise LetterError(f"node {source} sent {header}, which is no power step")
+    start = _DIGEST_BYTES if header.flags & Flag.DIGEST else 0
+    count = matrices.projected_size(header.seq)
+    values = take_real(body[start:], count + vectors, dtype)
+    return _Said(header, bytes(body[:start]), values[:count], values[count:])

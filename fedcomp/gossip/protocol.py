@@ -1,0 +1,266 @@
+"""What a relay and a node say to each other, as plain values: one instruction down, one answer up.
+
+Every instruction to a node has a serial number, one higher than the last. It is repeated *verbatim* (same serial, same
+mail) until its node answers or is given up, and a node that has carried it out answers from memory. So one number is
+acknowledgement (serial s + 1 tells the node that answer s arrived), re-delivery and protection against duplicates.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, get_args
+
+from fedcomp.gossip.base import Algorithm, Letter, Posting, Real, View
+from fedcomp.gossip.errors import AnswerError, LetterError
+
+Action = Literal["step", "finish", "leave", "observe"]
+Start = Literal["", "common", "empty", "reset"]
+ACTIONS: Final = get_args(Action)
+STARTS: Final = get_args(Start)
+
+_FACTS: Final = 32
+"""Figures a node may report at once."""
+
+Parts = dict[str, Any]
+"""Scalars (int, float, str, bool) and lists of one of them or of bytes: what a record of any framework can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """What one node is to do next.
+
+    Attributes
+    ----------
+    session : str
+        Names the run: memory of another one is not continued.
+    serial : int
+        1, 2, ...: of this node, one higher than its last. ``observe`` repeats the last one and changes nothing.
+    epoch : int
+        How often the set of nodes of a synchronous run has changed; always 0 in asynchronous runs.
+    action : {"step", "finish", "leave", "observe"}
+        ``step``: apply the mail, then begin iteration ``view.iteration``. ``finish``: apply the mail only. ``leave``:
+        apply the mail, then send away all there is. ``observe``: tell the model as it would be after the mail.
+    view : View
+        The iteration; of ``finish`` and ``observe`` only node, iteration and seed count.
+    mail : tuple of Letter
+        In order of source, of one source in the order they were sent; all to this node.
+    returned : tuple of Letter
+        Own letters that will never be delivered, in the order they were sent.
+    start : {"", "common", "empty", "reset"}
+        How the state is made: go on with the old one, begin the run, join a run under way, or go on from the own model
+        after the set of nodes has changed.
+    """
+
+    session: str
+    serial: int
+    epoch: int
+    action: Action
+    view: View
+    mail: tuple[Letter, ...] = ()
+    returned: tuple[Letter, ...] = ()
+    start: Start = ""
+
+    @property
+    def node(self) -> int:
+        """Whom it is for."""
+        return self.view.node
+
+    @property
+    def iteration(self) -> int:
+        """Which iteration is begun."""
+        return self.view.iteration
+
+    def to_parts(self) -> Parts:
+        """Return the instruction as scalars and lists; the letters as ``mail`` and ``returned``, lists of bytes."""
+        view = self.view
+        return {
+            "session": self.session,
+            "serial": self.serial,
+            "epoch": self.epoch,
+            "action": self.action,
+            "start": self.start,
+            "node": view.node,
+            "iteration": view.iteration,
+            "seed": view.seed,
+            "dense": view.dense,
+            "resync": sorted(view.resync),
+            "out": list(view.column),
+            "shares": [float(share) for share in view.column.values()],
+            "in": list(view.row),
+            "weights": [float(weight) for weight in view.row.values()],
+            "mail.from": [letter.source for letter in self.mail],
+            "mail": [letter.payload for letter in self.mail],
+            "returned.to": [letter.destination for letter in self.returned],
+            "returned": [letter.payload for letter in self.returned],
+        }
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Any]) -> Instruction:
+        """Recreate an instruction.
+
+        Raises
+        ------
+        LetterError
+            When the parts are not those of an instruction.
+        """
+        try:
+            node = int(parts["node"])
+            if parts["action"] not in ACTIONS or parts["start"] not in STARTS:
+                raise ValueError(f"action {parts['action']!r} with start {parts['start']!r}")
+            return cls(
+                session=str(parts["session"]),
+                serial=int(parts["serial"]),
+                epoch=int(parts["epoch"]),
+                action=parts["action"],
+                view=View(
+                    node=node,
+                    iteration=int(parts["iteration"]),
+                    column=dict(zip(parts["out"], parts["shares"], strict=True)),
+                    row=dict(zip(parts["in"], parts["weights"], strict=True)),
+                    seed=int(parts["seed"]),
+                    dense=bool(parts["dense"]),
+                    resync=frozenset(parts["resync"]),
+                ),
+                mail=tuple(Letter(j, node, p) for j, p in zip(parts["mail.from"], parts["mail"], strict=True)),
+                returned=tuple(
+                    Letter(node, j, p) for j, p in zip(parts["returned.to"], parts["returned"], strict=True)
+                ),
+                start=parts["start"],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LetterError(f"this is no gossip instruction: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a node says to an instruction. Kept by the node until the next instruction, which acknowledges it.
+
+    Attributes
+    ----------
+    session, serial : str, int
+        Of the instruction that is answered.
+    postings : tuple of Posting
+        Letters to active out-neighbours, at most one to each.
+    needs : tuple of int
+        Sources in the mail whose letters, all of them, were not applied: their estimate is not in step, or their bytes
+        are damaged. They go back to their senders, and whole estimates are wanted.
+    reasons : tuple of str
+        Why, one for each of ``needs``.
+    failed : str
+        Why nothing was sent (what would have left is not finite); empty when all went well. The mail was applied.
+    facts : mapping of str to float
+        Small figures for reports and watchers: :meth:`fedcomp.gossip.Algorithm.facts`.
+    fresh : bool
+        The node has no memory of what it should go on with; nothing was done.
+    model : ndarray, optional
+        The answer to ``observe``.
+    """
+
+    session: str
+    serial: int
+    postings: tuple[Posting, ...] = ()
+    needs: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+    failed: str = ""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    fresh: bool = False
+    model: Real | None = None
+
+    def to_parts(self) -> Parts:
+        """Return the answer as scalars and lists, without its ``model``; the letters as ``postings``, list of bytes."""
+        return {
+            "session": self.session,
+            "serial": self.serial,
+            "postings": [posting.payload for posting in self.postings],
+            "postings.to": [to for posting in self.postings for to in posting.destinations],
+            "postings.counts": [len(posting.destinations) for posting in self.postings],
+            "needs": list(self.needs),
+            "reasons": list(self.reasons),
+            "failed": self.failed,
+            "fresh": self.fresh,
+            "facts": list(self.facts),
+            "facts.values": [float(value) for value in self.facts.values()],
+        }
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, Any], model: Real | None = None) -> Answer:
+        """Recreate an answer; types are checked here, what it says is checked by the relay.
+
+        Raises
+        ------
+        AnswerError
+            When the parts are not those of an answer.
+        """
+        try:
+            to = [int(j) for j in parts["postings.to"]]
+            counts = [int(c) for c in parts["postings.counts"]]
+            payloads = parts["postings"]
+            if len(counts) != len(payloads) or min(counts, default=1) < 0 or sum(counts) != len(to):
+                raise ValueError(f"{len(payloads)} letters for {counts} of {len(to)} destinations")
+            if not all(isinstance(payload, bytes) for payload in payloads):
+                raise TypeError("a letter is not bytes")
+            ends = list(itertools.accumulate(counts))
+            return cls(
+                session=str(parts["session"]),
+                serial=int(parts["serial"]),
+                postings=tuple(
+                    Posting(tuple(to[end - count : end]), payload)
+                    for end, count, payload in zip(ends, counts, payloads, strict=True)
+                ),
+                needs=tuple(int(j) for j in parts["needs"]),
+                reasons=tuple(str(reason) for reason in parts["reasons"]),
+                failed=str(parts["failed"]),
+                facts={str(k): float(v) for k, v in zip(parts["facts"], parts["facts.values"], strict=True)},
+                fresh=bool(parts["fresh"]),
+                model=model,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise AnswerError(f"this is no answer to a gossip instruction: {type(error).__name__}: {error}") from error
+
+
+def largest_letter(algorithm: Algorithm, size: int, itemsize: int) -> int:
+    """Return the bytes no letter of an honest node exceeds.
+
+    Per vector a whole estimate, and a change of it with a float64 and an index for every element.
+
+    Parameters
+    ----------
+    size, itemsize : int
+        Elements of the model, and bytes of one.
+    """
+    return algorithm.letters_per_iteration * size * (itemsize + 12) + 1024
+
+
+def check(instruction: Instruction, answer: Answer, largest: int, *, synchronous: bool) -> None:
+    """Refuse an answer that cannot be one to ``instruction``.
+
+    Raises
+    ------
+    AnswerError
+        For letters to others than the active out-neighbours, two to one of them or, in a synchronous run, none; too
+        large a letter; letters of a node that says it sent none; or needs of what it was not sent.
+    """
+    view = instruction.view
+    expected = set(view.column) if instruction.action in ("step", "leave") else set()
+    to = [destination for posting in answer.postings for destination in posting.destinations]
+    if not set(to) <= expected or len(set(to)) != len(to) or not all(p.destinations for p in answer.postings):
+        raise AnswerError(f"letters to nodes {to[:20]}; expected at most one to each of {sorted(expected)}")
+    longest = max((len(posting.payload) for posting in answer.postings), default=0)
+    if longest > largest:
+        raise AnswerError(f"a letter of {longest} bytes; the largest this run has is {largest}")
+    silent = answer.fresh or bool(answer.failed) or (synchronous and bool(answer.needs))
+    if silent and to:
+        raise AnswerError(f"letters to nodes {to[:20]} by a node that says it sent none")
+    if synchronous and not silent and instruction.action == "step" and len(to) < len(expected):
+        raise AnswerError(f"letters to nodes {to[:20]} only; expected one to each of {sorted(expected)}")
+    sources = {letter.source for letter in instruction.mail}
+    if not set(answer.needs) <= sources or len(answer.needs) != len(answer.reasons):
+        raise AnswerError(
+            f"letters of nodes {answer.needs[:20]} refused for {len(answer.reasons)} reasons; had {sources}"
+        )
+    if answer.fresh and instruction.start in ("common", "empty"):
+        raise AnswerError("no memory, and none was needed: this instruction begins with a new state")
+    if len(answer.facts) > _FACTS:
+        raise AnswerError(f"{len(answer.facts)} figures; at most {_FACTS} are taken")

@@ -1,0 +1,301 @@
+"""Push-sum: averages on directed graphs by pushing shares of a pair (x, w) and reading z = x / w.
+
+A node divides what it has over its out-neighbours and itself. It needs its own out-degree and nothing else: no node has
+to know how many send to it. Unequal in-degrees make x and w drift in scale, both alike, and the quotient is right. What
+makes it work is that mass is neither made nor lost: every share is taken from the sender by the same two numbers that
+are added at the receiver, and a share that was not delivered is the sender's.
+
+The numerator x and the weight w are float64 whatever the model is: with a float32 numerator the debit and the credit of
+one share are rounded differently, and the sum over nodes wanders off by some 1e-6 within a thousand iterations. What
+travels is the model in its own dtype, and the share of w as float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.packet import (
+    Flag,
+    Header,
+    pack,
+    peek,
+    put_real,
+    put_scalars,
+    require_finite,
+    take_real,
+    take_scalars,
+    unpack,
+)
+from fedcomp.gossip.steps import check_rates, descent, velocity
+from fedcomp.layout import Layout
+
+SHARE_BYTES: Final = 8
+"""A share of w travels as float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a node holds after its local step.
+
+    Attributes
+    ----------
+    state : State
+        With the new numerator and momentum; nothing of it was sent.
+    z : ndarray, shape (d,)
+        The de-biased model in the model's own dtype: what travels, whole or compressed.
+    w : float
+        Of which all shares of this iteration are taken.
+    """
+
+    state: State
+    z: Real
+    w: float
+
+
+class PushSum(Algorithm):
+    """What SGP and Sparse-Push have in common: the pair (x, w), the local step, whole letters, coming and going.
+
+    State: ``"x"`` the numerator, float64 of shape (d,); ``"w"`` the weight, 0-d float64; ``"dtype"`` a 0-d zero of the
+    model's dtype; ``"v"`` the momentum buffer, when there is momentum; ``"heard/<j>"`` names the last whole letter of
+    node j that was counted, which makes one that comes twice harmless. A node whose w is below ``w_min`` has ``"held"``
+    too, the model it shows meanwhile, and one that joined and has not begun to learn ``"fresh"``.
+    """
+
+    directed: ClassVar[bool] = True
+    time_varying: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = True
+
+    lr: float
+    momentum: float
+    w_min: float
+    w_start: float
+
+    def _check(self) -> None:
+        """Refuse hyper-parameters that cannot work."""
+        check_rates(self.lr, self.momentum)
+        if not 0.0 < self.w_min <= self.w_start < 1.0:
+            raise ConfigError(
+                f"w_min={self.w_min}, w_start={self.w_start} are not valid: 0 < w_min <= w_start < 1, since every node "
+                "begins with a weight of 1"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments."""
+        return parameters(self)
+
+    def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
+        """Return (x, w) = (model, 1); see :meth:`Algorithm.init`."""
+        model = real(model)
+        if model.size != layout.size:
+            raise StateError(f"the model has {model.size} elements, its layout {layout.size}; give both of one model")
+        return {
+            "x": model.astype(np.float64),
+            "w": np.array(1.0),
+            "dtype": np.zeros((), model.dtype),
+            **velocity(model, self.momentum),
+        }
+
+    def join(self, model: Real, layout: Layout) -> State:
+        """Return (x, w) = (0, 0): a node that enters a run brings no mass, so that the mean of the others stays.
+
+        It mixes from ``w >= w_min`` on and learns from ``w > w_start`` on; until it mixes, its model is ``model``.
+        """
+        state = self.init(model, layout)
+        return {
+            **state,
+            "x": np.zeros_like(state["x"]),
+            "w": np.array(0.0),
+            "held": real(model),
+            "fresh": np.array(True),
+        }
+
+    def reset(self, state: State, layout: Layout) -> State:
+        """Raise StateError: a weight that is set back to 1 while others keep theirs makes mass out of nothing."""
+        raise StateError(f"{self.name} is never reset: nodes join with weight 0, and leave their mass")
+
+    def model(self, state: State) -> Real:
+        """Return z = x / w in the model's dtype.
+
+        Of a node with ``w < w_min`` it is the last model it had before its weight fell so low; of one that joined and
+        has heard nothing yet, the model it joined with. Such a node does not send and does not learn.
+        """
+        held = state.get("held")
+        return self._debiased(state) if held is None else held
+
+    def _debiased(self, state: State) -> Real:
+        z: Real = (state["x"] / float(state["w"])).astype(state["dtype"].dtype)
+        return z
+
+    def invariants(self, states: Iterable[State]) -> dict[str, float]:
+        """Return the sum of the weights, and the Euclidean norm of the sum of the numerators.
+
+        Both are constant without gradients, once the letters under way have been received: mass travels in letters.
+        """
+        held = list(states)
+        total = sum((state["x"] for state in held), np.zeros(()))
+        return {
+            "sum_w": math.fsum(float(state["w"]) for state in held),
+            "sum_x": float(np.linalg.norm(np.atleast_1d(total))),
+        }
+
+    def facts(self, state: State) -> dict[str, float]:
+        """Return the weight."""
+        return {"weight": float(state["w"])}
+
+    def shift(self, state: State, change: Real) -> State:
+        """Return the state after the model moved by ``change``: the numerator moves by ``w * change``."""
+        return {**state, "x": state["x"] + float(state["w"]) * change}
+
+    def _local(self, state: State, gradient: Gradient | None, view: View) -> Local | None:
+        """Make the local step. None for a node that may only receive: its weight is below ``w_min``.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When the gradient, the model or the weight is not finite any more.
+        """
+        w = float(state["w"])
+        if "held" in state or w < self.w_min:
+            return None
+        z = self._debiased(state)
+        if gradient is not None and not view.dense and "fresh" not in state:
+            step, moved = descent(state, gradient, z, self.lr, self.momentum)
+            if step is not None:
+                state = {**state, **moved, "x": state["x"] - step}
+                z = self._debiased(state)
+        require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
+        return Local(state, z, w)
+
+    def _guarded(self, state: State, before: State) -> State:
+        """Return a state in which letters were counted, with the marks that follow from its weight."""
+        w = float(state["w"])
+        state = {**state}
+        if w < self.w_min:
+            if "held" not in state:
+                state["held"] = self._debiased(before)
+            return state
+        state.pop("held", None)
+        if w > self.w_start:
+            state.pop("fresh", None)
+        return state
+
+    def _credit_whole(self, state: State, letter: Letter) -> State:
+        """Credit a letter that carries a whole model or a whole numerator; one that has come before changes nothing.
+
+        Raises
+        ------
+        LetterError
+            When it is not such a letter.
+        """
+        header, share, x = read_whole(letter, letter.source, state)
+        mark = 2 * header.iteration + bool(header.flags & Flag.LEAVING)
+        heard = f"heard/{letter.source}"
+        if heard in state and mark <= int(state[heard]):
+            return state
+        return {**credited(state, x, share), heard: np.array(mark, np.int64)}
+
+    def _push_whole(self, local: Local, view: View) -> tuple[State, Outbox]:
+        """Push P[j, i] of everything to every active out-neighbour j: plain push-sum, models whole."""
+        x, left = local.state["x"], local.w
+        shares = {j: view.column[j] * local.w for j in sorted(view.column)}
+        z = local.z.astype(np.float64)
+        for share in shares.values():
+            x, left = x - share * z, left - share
+        body = put_real(local.z)
+        outbox = tuple(
+            Posting(to, pack(view.iteration, 0, Flag.DENSE, local.z.dtype, put_scalars(share) + body))
+            for share, to in grouped(shares).items()
+        )
+        return {**local.state, "x": x, "w": np.array(left)}, outbox
+
+    def leave(self, state: State, view: View) -> tuple[State, Outbox]:
+        """Return (0, 0), and letters with all of (x, w) to the active out-neighbours, in proportion to their shares.
+
+        The numerator travels as float64, whatever the model is: what rounding left over would have nobody to keep it.
+
+        Raises
+        ------
+        TopologyError
+            When there is mass and no out-neighbour to take it.
+        """
+        x, w = state["x"], float(state["w"])
+        if not w and not x.any():
+            return state, ()
+        to = sorted(j for j in view.column if view.column[j] > 0.0)
+        if not to:
+            raise TopologyError(
+                f"node {view.node} cannot leave in good order: no living out-neighbour takes its share; let it leave "
+                "in an iteration in which it has one"
+            )
+        total = math.fsum(view.column[j] for j in to)
+        outbox, left, rest = [], w, x
+        for j in to:
+            part = view.column[j] / total
+            # The last one takes what is left, so that nothing is made or lost by rounding.
+            share, moved = (left, rest) if j == to[-1] else (w * part, x * part)
+            left, rest = left - share, rest - moved
+            body = put_scalars(share) + put_real(moved)
+            outbox.append(Posting((j,), pack(view.iteration, 0, Flag.DENSE | Flag.LEAVING, moved.dtype, body)))
+        return self._guarded({**state, "x": np.zeros_like(x), "w": np.array(0.0)}, state), tuple(outbox)
+
+
+def credited(state: State, x: Real, w: float) -> State:
+    """Return the state with a share added."""
+    return {**state, "x": state["x"] + x, "w": np.array(float(state["w"]) + w)}
+
+
+def grouped(shares: Mapping[int, float]) -> dict[float, tuple[int, ...]]:
+    """Return who gets the same share, and so the same letter; by first destination."""
+    groups: dict[float, tuple[int, ...]] = {}
+    for to, share in shares.items():
+        groups[share] = (*groups.get(share, ()), to)
+    return groups
+
+
+def share_of(data: memoryview | bytes, source: int) -> float:
+    """Return the share of w that stands in ``data``.
+
+    Raises
+    ------
+    LetterError
+        When it is cut short, negative or not finite.
+    """
+    (share,) = take_scalars(data[:SHARE_BYTES], 1)
+    if share < 0.0:
+        raise LetterError(f"node {source} sent a share of {share}; a share is a number from 0 on")
+    return share
+
+
+def is_whole(letter: Letter) -> bool:
+    """Whether a letter carries a whole model or numerator and concerns no estimate."""
+    return bool(peek(letter.payload).flags & Flag.DENSE)
+
+
+def read_whole(letter: Letter, who: int, state: State) -> tuple[Header, float, Real]:
+    """Return header, share of w, and what the letter adds to the numerator: float64 of shape (d,).
+
+    Raises
+    ------
+    LetterError
+        When it is not a whole letter of ``who`` for a model like this state's.
+    """
+    size = state["x"].size
+    header, body = unpack(letter.payload, most=SHARE_BYTES + 8 * size)
+    leaving = bool(header.flags & Flag.LEAVING)
+    dtype = np.dtype(np.float64) if leaving else state["dtype"].dtype
+    if header.flags not in (Flag.DENSE, Flag.DENSE | Flag.LEAVING) or header.dtype != dtype:
+        raise LetterError(
+            f"node {who} sent a letter with flags {header.flags!r} and {header.dtype} vectors; expected a whole model "
+            f"in {dtype}; all nodes must run one algorithm with models of one dtype"
+        )
+    share = share_of(body, who)
+    values = take_real(body[SHARE_BYTES:], size, dtype).astype(np.float64)
+    return header, share, values if leaving else share * values

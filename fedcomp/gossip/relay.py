@@ -1,0 +1,611 @@
+"""The relay's half of the protocol: who is told what, and a mailbox that never looks inside a letter.
+
+Life of an instruction. It is *issued* with the mail that waits for its node. It is then *open*: asked again, verbatim,
+every round. It ends in one of two ways. *Answered*: the mail counts as delivered and what the node posted goes into the
+mailboxes. *Given up*, when its node did not answer ``patience`` times or has lost its memory: the node is **gone**. Its
+mail was not delivered, whatever the node may have done with it, since its state is never used again: it comes back only
+by **joining**, with a new state. Nothing else happens to an instruction; in particular none is ever withdrawn from a
+node that goes on. So no letter is delivered twice, and none is both delivered and returned.
+
+Asynchronous algorithms (push-sum) go on without the nodes that have not answered: edges to them rest, their mail waits,
+and what they posted is delivered when it arrives. What cannot be delivered goes back to its sender, whose mass it is.
+Synchronous algorithms wait: only the nodes that are missing are asked again, so that a run with faults has the same
+trajectory, bit for bit, as one without. When a node goes, comes or leaves, all others begin a new **epoch**: models
+stay, everything that is shared between neighbours begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal, Protocol
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.gossip.base import Algorithm, Letter, Posting, View
+from fedcomp.gossip.errors import AnswerError, Diverged, LetterError
+from fedcomp.gossip.mailbox import Blobs, Mailbox, Parcel
+from fedcomp.gossip.protocol import Action, Answer, Instruction, Start, check
+from fedcomp.gossip.topology import Topology
+from fedcomp.gossip.traffic import Phase, Traffic
+from fedcomp.gossip.tuning import Watch
+
+_REASON: Final = 300
+"""Characters of a node's own words that are kept."""
+
+
+ENDLESS: Final = 2**32 - 1
+"""More iterations than a letter's header can number."""
+
+
+class Observer(Protocol):
+    """What is told the nodes' figures after every iteration; :class:`fedcomp.gossip.tuning.Watch` is one."""
+
+    def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> None:
+        """Take note; raises :class:`~fedcomp.gossip.errors.Diverged` when the run has to end."""
+        ...
+
+
+@dataclass(slots=True)
+class Report:
+    """What happened beside plain iterations. Events are ``[round, node, reason]``, rounds counted from 1.
+
+    Attributes
+    ----------
+    rounds : int
+        Calls of :meth:`Relay.ask`.
+    repeated, ignored : int
+        Instructions asked again; answers to nothing that was open (duplicates, late ones).
+    undelivered : int
+        Letters that no node took in. They went back to their senders, where these were still there.
+    gone, joined, left, failed, refused, needed : list
+        Events. ``refused`` are answers, ``needed`` letters a node could not apply (node: the receiver).
+    split : list
+        ``[round, groups]``: since when living nodes fall into groups that cannot all reach each other.
+    """
+
+    rounds: int = 0
+    repeated: int = 0
+    ignored: int = 0
+    undelivered: int = 0
+    gone: list[tuple[int, int, str]] = field(default_factory=list)
+    joined: list[tuple[int, int, str]] = field(default_factory=list)
+    left: list[tuple[int, int, str]] = field(default_factory=list)
+    failed: list[tuple[int, int, str]] = field(default_factory=list)
+    refused: list[tuple[int, int, str]] = field(default_factory=list)
+    needed: list[tuple[int, int, str]] = field(default_factory=list)
+    split: list[tuple[int, list[list[int]]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Open:
+    """An instruction that has not been answered."""
+
+    instruction: Instruction
+    parcels: tuple[Parcel, ...]
+    attempts: int = 0
+    error: str = ""
+
+
+class Relay:
+    """The mailbox between the nodes of one run.
+
+    A driver repeats ``instructions = relay.ask()``, carries them out in any order and anywhere, and hands over what
+    came back, ``relay.take(answers)``, until :attr:`done`. After ``take``, :meth:`get_state` is all there is.
+
+    Parameters
+    ----------
+    algorithm : Algorithm
+    topology : Topology
+        Checked against the algorithm. Its vertices are the nodes' numbers.
+    iterations : int
+        Iterations with gradients.
+    session : str
+        Names the run, unlike any other of the same nodes.
+    seed : int
+        The run's.
+    largest : int
+        Bytes of the largest letter that is accepted: :func:`~fedcomp.gossip.protocol.largest_letter`.
+    patience : int
+        A node that does not answer this many times in a row is gone; a node whose iterations fail this many times in a
+        row ends an asynchronous run.
+    skew_rounds : int or "auto"
+        Closing iterations without gradients, in which models travel whole (push-sum only). ``"auto"``: as many as the
+        graph needs to average.
+    rejoin : bool
+        A node that has lost its memory joins again in the next round.
+    members : collection of int, optional
+        Who takes part from the beginning; default: every vertex.
+    watch : Observer or bool
+        Is told the nodes' figures of every iteration and ends the run by raising Diverged; True: a
+        :class:`~fedcomp.gossip.tuning.Watch`, False: nobody.
+
+    Raises
+    ------
+    ConfigError
+        For a number out of range, or closing iterations of an algorithm that has no use for them.
+    TopologyError
+        When the graph cannot carry the algorithm.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        topology: Topology,
+        *,
+        iterations: int,
+        session: str,
+        seed: int,
+        largest: int,
+        patience: int = 5,
+        skew_rounds: int | Literal["auto"] = 0,
+        rejoin: bool = True,
+        members: Collection[int] | None = None,
+        watch: Observer | bool = True,
+    ) -> None:
+        for name, value, low in (("iterations", iterations, 0), ("largest", largest, 1), ("patience", patience, 1)):
+            if value < low:
+                raise ConfigError(f"{name}={value} is not valid: an integer, at least {low}")
+        topology.check(algorithm)
+        if skew_rounds == "auto":
+            skew_rounds = topology.averaging_rounds(start=iterations)
+        if skew_rounds < 0 or (skew_rounds and not algorithm.asynchronous):
+            raise ConfigError(
+                f"skew_rounds={skew_rounds} is not valid with {algorithm.name}: closing iterations, at least 0, are "
+                "for push-sum algorithms, whose estimates may be left as they are"
+            )
+        self.algorithm, self.topology, self.session, self.seed = algorithm, topology, session, seed
+        self.iterations, self.skew_rounds, self.largest, self.patience = iterations, skew_rounds, largest, patience
+        self.rejoin = rejoin
+        self.watch: Observer | None = Watch() if watch is True else (watch or None)
+        self.iteration = 0
+        self.epoch = 0
+        self.traffic = Traffic()
+        self.report = Report()
+        self._members = set(range(topology.n)) if members is None else set(members)
+        if not self._members or not self._members <= set(range(topology.n)):
+            raise ConfigError(f"members {members} are not valid: vertices of a graph of {topology.n}, at least one")
+        # Without push-sum there is no mass that could come back: a new epoch begins instead.
+        self._mailbox = Mailbox(topology.n, returns=algorithm.asynchronous)
+        self._serials = [0] * topology.n
+        self._failures = [0] * topology.n
+        self._starts: dict[int, Start] = dict.fromkeys(self._members, "common")
+        self._open: dict[int, Open] = {}
+        self._joining: set[int] = set()
+        self._leaving: set[int] = set()
+        self._departing: set[int] = set()
+        self._finished: set[int] = set()
+        self._figures: dict[int, dict[int, Mapping[str, float]]] = {}
+        # Of synchronous runs: an iteration that was begun cannot be finished; why, when it is because of letters that
+        # cannot be read, how many epochs in a row that was so, and whether the last instructions began an epoch.
+        self._torn = False
+        self._unread = ""
+        self._in_vain = 0
+        self._begun_anew = False
+        self._failure: Diverged | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Who takes part, ascending."""
+        return tuple(sorted(self._members))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is open: every node has answered its last instruction."""
+        return not self._open
+
+    @property
+    def finishing(self) -> bool:
+        """Whether all iterations have been begun; what follows only delivers."""
+        return self.iteration >= self.iterations + self.skew_rounds
+
+    @property
+    def done(self) -> bool:
+        """Whether every node holds its final model and nothing is under way."""
+        if not self.finishing or self._open or self._departing:
+            return False
+        return all(self._has_finished(node) for node in self._members)
+
+    def _has_finished(self, node: int) -> bool:
+        return node in self._finished and not self._mailbox.waits(node)
+
+    def ask(self) -> dict[int, Instruction]:
+        """Return what every node is to be told now, by node, ascending; counts as an attempt. Empty when :attr:`done`.
+
+        Raises
+        ------
+        LetterError
+            When letters of a synchronous run cannot be read, again and again.
+        """
+        if self.done:
+            return {}
+        self.report.rounds += 1
+        self.report.repeated += len(self._open)
+        if self.algorithm.asynchronous:
+            self._enter()
+            self._issue()
+        elif not self._open:
+            self._turn()
+            self._issue()
+        for entry in self._open.values():
+            entry.attempts += 1
+            for letter in (*entry.instruction.mail, *entry.instruction.returned):
+                self.traffic.down.add(len(letter.payload))
+        return {node: self._open[node].instruction for node in sorted(self._open)}
+
+    def _turn(self) -> None:
+        """Begin a new epoch of a synchronous run when the set of nodes has changed or an iteration was in vain."""
+        if self._unread:
+            self._in_vain += 1
+        elif not self._begun_anew:
+            self._in_vain = 0  # letters were read
+        if self._in_vain > self.patience:
+            raise LetterError(f"letters could not be read in {self._in_vain} epochs in a row; last: {self._unread}")
+        self._begun_anew = self._torn or bool(self._leaving) or (bool(self._joining) and not self.finishing)
+        if not self._begun_anew:
+            return
+        self.epoch += 1
+        self._starts = dict.fromkeys(self._members, "reset")
+        if self._torn:
+            self._undelivered(self._mailbox.clear())
+        self._enter()
+        self._torn, self._unread = False, ""
+
+    def _enter(self) -> None:
+        """Let those in who want to join. Who is still about to leave has to wait."""
+        if self.finishing:
+            return
+        for node in sorted(self._joining - self._departing):
+            self._joining.discard(node)
+            self._members.add(node)
+            self._starts[node] = "empty"
+            self._failures[node] = 0
+            self._note(self.report.joined, node, "with a new state")
+            if self.algorithm.asynchronous:
+                self._mailbox.break_edges(node, self._members - {node})
+
+    def _issue(self) -> None:
+        """Issue the next instruction to every node that has answered its last."""
+        idle = [node for node in sorted(self._members) if node not in self._open]
+        living = set(idle)
+        if self.finishing:
+            for node in idle:
+                if not self._has_finished(node):
+                    self._send(node, "finish", View(node, self.iteration, seed=self.seed))
+        else:
+            living -= self._leaving
+            alive = None if len(living) == self.topology.n else frozenset(living)
+            for node in idle:
+                if node in self._leaving:
+                    self._depart(node, living)
+                else:
+                    self._send(node, "step", self._view(node, alive))
+        for node in sorted(self._departing - self._open.keys()):
+            if self._mailbox.comes_back(node):
+                self._see_off(node, living)
+        # Goes on while only delivering: the letters of a node that leaves twice are told apart by it.
+        self.iteration += 1
+
+    def _depart(self, node: int, living: set[int]) -> None:
+        """Tell a node to leave; while nobody can take what it has, it stays."""
+        view = self._view(node, frozenset(living | {node}))
+        if self.algorithm.asynchronous and not view.column:
+            self._send(node, "step", view)
+            return
+        self._send(node, "leave", view)
+        self._leaving.discard(node)
+        self._departing.add(node)
+        self._members.discard(node)
+
+    def _see_off(self, node: int, living: set[int]) -> None:
+        """Let a node that has left take back what could not be delivered, and leave with it once more."""
+        view = self._view(node, frozenset(living | {node}))
+        if view.column:
+            self._send(node, "leave", view)
+        elif len(living) == len(self._members):
+            self._end(node, ())
+
+    def _view(self, node: int, alive: frozenset[int] | None) -> View:
+        algorithm, dense = self.algorithm, self.iteration >= self.iterations
+        view = self.topology.view(
+            node, self.iteration, seed=self.seed, alive=alive, directed_algorithm=algorithm.directed, dense=dense
+        )
+        if algorithm.asynchronous:
+            broken = self._mailbox.broken(node)
+            return replace(view, resync=frozenset(broken & view.column.keys())) if broken else view
+        # Of a new epoch's neighbours nothing is known.
+        new = self._starts.get(node) in ("reset", "empty")
+        return replace(view, resync=frozenset(view.column)) if new else view
+
+    def _send(self, node: int, action: Action, view: View) -> None:
+        self._serials[node] += 1
+        parcels = self._mailbox.take(node)
+        instruction = Instruction(
+            self.session,
+            self._serials[node],
+            self.epoch,
+            action,
+            view,
+            mail=tuple(parcel.letter for parcel in parcels),
+            returned=self._mailbox.take_returned(node),
+            start=self._starts.pop(node, ""),
+        )
+        self._open[node] = Open(instruction, parcels)
+
+    def take(self, answers: Mapping[int, Answer], errors: Mapping[int, str] | None = None) -> None:
+        """Settle a round.
+
+        Parameters
+        ----------
+        answers : mapping of int to Answer
+            By node. Who is missing is asked again. An answer that cannot be one is as good as none.
+        errors : mapping of int to str, optional
+            Why some are missing, for the report.
+
+        Raises
+        ------
+        Diverged
+            When a node's iterates are not finite, or the watcher says so.
+        StateError
+            When no node is left.
+        """
+        for node in sorted(answers):
+            self._settle(node, answers[node])
+        for node, entry in sorted(self._open.items()):
+            entry.error = (errors or {}).get(node, entry.error)
+            if entry.attempts >= self.patience:
+                why = f": {entry.error[:_REASON]}" if entry.error else ""
+                self._give_up(node, f"no answer to {entry.attempts} requests{why}")
+        for node in sorted(self._departing - self._open.keys()):
+            if not self._is_awaited(node):
+                self._end(node, ())
+        self._judge()
+
+    def _judge(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not (self._members or self._departing or self._joining):
+            raise StateError(f"no node is left; the last events were {(self.report.gone + self.report.left)[-3:]}")
+        if self.algorithm.asynchronous or self.settled:
+            figures, self._figures = self._figures, {}
+            if self.watch is not None:
+                for iteration in sorted(figures):
+                    self.watch(iteration, figures[iteration])
+
+    def _settle(self, node: int, answer: Answer) -> None:
+        for posting in answer.postings:
+            self.traffic.up.add(len(posting.payload))
+        entry = self._open.get(node)
+        if entry is None or (answer.session, answer.serial) != (self.session, entry.instruction.serial):
+            self.report.ignored += 1
+            return
+        try:
+            check(entry.instruction, answer, self.largest, synchronous=not self.algorithm.asynchronous)
+        except AnswerError as error:
+            # As if it had not answered. It will say the same again until it is given up, and nobody else is harmed.
+            entry.error = str(error)
+            self._note(self.report.refused, node, str(error))
+            return
+        if answer.fresh:
+            if self.rejoin and node in self._members:
+                self._joining.add(node)
+            self._give_up(node, "its memory is lost")
+            return
+        del self._open[node]
+        self._accept(node, entry, answer)
+
+    def _accept(self, node: int, entry: Open, answer: Answer) -> None:
+        instruction = entry.instruction
+        for source, reason in zip(answer.needs, answer.reasons, strict=True):
+            self._note(self.report.needed, node, f"letters of node {source}: {reason}")
+        if answer.needs and self.algorithm.asynchronous:
+            self._undelivered(self._mailbox.refuse(entry.parcels, answer.needs, node))
+        elif answer.needs:
+            self._torn, self._unread = True, f"node {node}: {answer.reasons[0]}"
+            return
+        if instruction.action == "finish":
+            self._finished.add(node)
+        elif instruction.action == "leave":
+            self._note(self.report.left, node, f"sent {len(answer.postings)} letters")
+        elif answer.failed:
+            self._failures[node] += 1
+            self._note(self.report.failed, node, answer.failed)
+            if not self.algorithm.asynchronous or self._failures[node] >= self.patience:
+                times = f" (iteration {self._failures[node]} in a row)" if self.algorithm.asynchronous else ""
+                self._failure = Diverged(f"node {node}, iteration {instruction.iteration}{times}: {answer.failed}")
+        else:
+            self._failures[node] = 0
+            self._figures.setdefault(instruction.iteration, {})[node] = answer.facts
+        self._deliver(node, instruction.view, answer.postings)
+
+    def _deliver(self, node: int, view: View, postings: Iterable[Posting]) -> None:
+        for posting in postings:
+            phases: dict[Phase, int] = {}
+            for to in posting.destinations:
+                whole = to in view.resync
+                phase: Phase = "resync" if whole else "dense" if view.dense else "train"
+                phases[phase] = phases.get(phase, 0) + 1
+                letter = Letter(node, to, posting.payload)
+                if not self._mailbox.put(letter, receiving=to in self._members, whole=whole):
+                    self._undelivered([letter])
+            self.traffic.post(len(posting.payload), phases)
+
+    def _give_up(self, node: int, reason: str) -> None:
+        """Declare a node gone. Whatever it did with its open instruction, its state is never used again."""
+        entry = self._open.pop(node)
+        self._torn = self._torn or (not self.algorithm.asynchronous and entry.instruction.action == "step")
+        self._note(self.report.gone, node, reason)
+        self._end(node, entry.parcels)
+
+    def _end(self, node: int, parcels: Iterable[Parcel]) -> None:
+        for group in (self._members, self._departing, self._leaving, self._finished):
+            group.discard(node)
+        self._starts.pop(node, None)
+        self._undelivered(self._mailbox.end(node, parcels))
+        groups = self.topology.components(self.iteration, frozenset(self._members))
+        if len(groups) > 1:
+            self.report.split.append((self.report.rounds, [sorted(group) for group in groups]))
+
+    def _is_awaited(self, node: int) -> bool:
+        """Whether letters of a node that has left may still come back to it."""
+        if not self.algorithm.asynchronous:
+            return False
+        mailbox = self._mailbox
+        if mailbox.comes_back(node) or mailbox.letters_of(node):
+            return True
+        return any(parcel.letter.source == node for entry in self._open.values() for parcel in entry.parcels)
+
+    def _undelivered(self, letters: Iterable[Letter]) -> None:
+        for letter in letters:
+            self.report.undelivered += 1
+            self.traffic.undelivered.add(len(letter.payload))
+
+    def _note(self, events: list[tuple[int, int, str]], node: int, reason: str) -> None:
+        events.append((self.report.rounds, node, reason[:_REASON]))
+
+    def observe(self) -> dict[int, Instruction]:
+        """Return instructions that ask for models as they will be after the mail that waits; they change nothing.
+
+        Of nodes that have answered their last instruction; of a synchronous run only while it is :attr:`settled`.
+
+        Raises
+        ------
+        StateError
+            When a synchronous run is in the middle of an iteration: models would be of different ones.
+        """
+        if not (self.algorithm.asynchronous or self.settled):
+            raise StateError(f"nodes {sorted(self._open)} have not finished their iteration; observe when settled")
+        return {
+            node: Instruction(
+                self.session,
+                self._serials[node],
+                self.epoch,
+                "observe",
+                View(node, self.iteration, seed=self.seed),
+                mail=() if self._torn else tuple(parcel.letter for parcel in self._mailbox.look(node)),
+                returned=self._mailbox.look_returned(node),
+                start="reset" if self._torn else "",
+            )
+            for node in sorted(self._members - self._open.keys() - self._starts.keys())
+        }
+
+    def conclude(self) -> None:
+        """Begin no more iterations with gradients; closing iterations and deliveries follow. For a driver that learns
+        only at the end how many iterations there are: it makes the relay with :data:`ENDLESS`."""
+        self.iterations = min(self.iterations, self.iteration)
+
+    def prolong(self, iterations: int) -> None:
+        """Go on until so many iterations with gradients have been begun, also after :attr:`done`.
+
+        Raises
+        ------
+        ConfigError
+            For fewer than have been begun.
+        """
+        if iterations < self.iteration:
+            raise ConfigError(f"iterations={iterations} is not valid: {self.iteration} have been begun")
+        self.iterations = iterations
+        self._finished.clear()
+
+    def leave(self, node: int) -> None:
+        """Let a node leave in good order, by its next instruction: what it has goes to its out-neighbours.
+
+        Raises
+        ------
+        ConfigError
+            When it is no member.
+        """
+        if node not in self._members:
+            raise ConfigError(f"node {node} cannot leave; members are {self.members}")
+        self._leaving.add(node)
+
+    def join(self, node: int) -> None:
+        """Let a node that is not a member enter, with the next round and a new state.
+
+        Raises
+        ------
+        ConfigError
+            When it is a member, or no vertex of the graph.
+        """
+        if node in self._members or not 0 <= node < self.topology.n:
+            raise ConfigError(f"node {node} cannot join; members are {self.members} of a graph of {self.topology.n}")
+        self._joining.add(node)
+
+    def get_state(self) -> tuple[dict[str, Any], list[bytes]]:
+        """Return all there is between :meth:`take` and :meth:`ask`: JSON-able, and the letters it refers to by number.
+
+        What the watcher has seen is not in it. It must be stored after every round: a node that has carried out an
+        instruction this state knows nothing of, beyond the next one, has gone on without it.
+        """
+        blobs = Blobs()
+        state = {
+            "session": self.session,
+            "rounds": [self.iterations, self.skew_rounds],
+            "iteration": self.iteration,
+            "epoch": self.epoch,
+            "serials": list(self._serials),
+            "failures": list(self._failures),
+            "starts": [[node, start] for node, start in sorted(self._starts.items())],
+            "groups": [sorted(group) for group in self._groups],
+            "torn": [self._torn, self._unread, self._in_vain, self._begun_anew],
+            "figures": [
+                [iteration, node, list(facts), [float(value) for value in facts.values()]]
+                for iteration, nodes in sorted(self._figures.items())
+                for node, facts in sorted(nodes.items())
+            ],
+            "open": [
+                [_numbered(entry.instruction, blobs), [p.life for p in entry.parcels], entry.attempts, entry.error]
+                for _, entry in sorted(self._open.items())
+            ],
+            "mailbox": self._mailbox.get_state(blobs),
+            "traffic": self.traffic.to_dict(),
+            "report": asdict(self.report),
+        }
+        return state, blobs.blobs
+
+    @property
+    def _groups(self) -> tuple[set[int], ...]:
+        return self._members, self._joining, self._leaving, self._departing, self._finished
+
+    def set_state(self, state: Mapping[str, Any], letters: Sequence[bytes]) -> None:
+        """Go on from what :meth:`get_state` returned, in a relay made with the same arguments.
+
+        Raises
+        ------
+        StateError
+            When it is the state of another run, or none.
+        """
+        if state.get("session") != self.session or state["rounds"] != [self.iterations, self.skew_rounds]:
+            raise StateError(
+                f"this state is of run {state.get('session')!r} or of another length, not {self.session!r}"
+            )
+        try:
+            self.iteration, self.epoch = int(state["iteration"]), int(state["epoch"])
+            self._serials, self._failures = list(state["serials"]), list(state["failures"])
+            self._starts = dict(state["starts"])
+            groups = map(set, state["groups"])
+            self._members, self._joining, self._leaving, self._departing, self._finished = groups
+            self._torn, self._unread, self._in_vain, self._begun_anew = state["torn"]
+            self._figures = {}
+            for iteration, node, names, values in state["figures"]:
+                self._figures.setdefault(iteration, {})[node] = dict(zip(names, values, strict=True))
+            self._open = {}
+            for parts, lives, attempts, error in state["open"]:
+                instruction = _lettered(parts, letters)
+                parcels = tuple(Parcel(letter, life) for letter, life in zip(instruction.mail, lives, strict=True))
+                self._open[instruction.node] = Open(instruction, parcels, attempts, error)
+            self._mailbox.set_state(state["mailbox"], letters)
+            self.traffic = Traffic.from_dict(state["traffic"])
+            events = {name: list(map(tuple, v)) if isinstance(v, list) else v for name, v in state["report"].items()}
+            self.report = Report(**events)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise StateError(f"this is no relay's state: {type(error).__name__}: {error}") from error
+
+
+def _numbered(instruction: Instruction, blobs: Blobs) -> dict[str, Any]:
+    parts = instruction.to_parts()
+    return parts | {name: [blobs.put(payload) for payload in parts[name]] for name in ("mail", "returned")}
+
+
+def _lettered(parts: Mapping[str, Any], letters: Sequence[bytes]) -> Instruction:
+    given = {name: [letters[number] for number in parts[name]] for name in ("mail", "returned")}
+    return Instruction.from_parts({**parts, **given})

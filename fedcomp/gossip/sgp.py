@@ -1,0 +1,70 @@
+"""SGP: stochastic gradient push, whole models over directed and changing graphs.
+
+After Assran, Loizou, Ballas and Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
+arXiv:1811.10792 (the authors' code was read):
+
+    x <- P (x - lr g(z)),    w <- P w,    z = x / w,    w_0 = 1
+
+The gradient is taken at the de-biased z and its step is applied to the numerator x. The authors' code leaves w out of
+its messages on regular graphs with uniform weights, where it stays 1. Here it always travels, 8 bytes: a node cannot
+know that nobody is missing at the others, and as soon as one is, w is not 1 any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedcomp.gossip.base import Gradient, Letter, Outbox, State, View
+from fedcomp.gossip.pushsum import PushSum, credited, read_whole
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class SGP(PushSum):
+    """Uncompressed push-sum with local gradient steps: the reference of everything compressed on directed graphs.
+
+    Parameters
+    ----------
+    lr, momentum : float
+        Of the local step, heavy ball.
+    w_min : float
+        A node with a smaller weight only receives: its quotient x / w is not to be trusted.
+    w_start : float
+        A node that joined makes no gradient step before its weight is larger.
+
+    Notes
+    -----
+    A letter is the share of w (8 bytes) and the model in its own dtype; all out-neighbours with the same share get the
+    same bytes. The closing phase sends the same letters: ``view.dense`` only leaves the gradient out.
+    """
+
+    name: ClassVar[str] = "sgp"
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    w_min: float = 1e-3
+    w_start: float = 0.05
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
+        """Begin an iteration: the local step, and a share of the result to every out-neighbour."""
+        local = self._local(state, gradient, view)
+        return (state, ()) if local is None else self._push_whole(local, view)
+
+    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+        """Finish the iteration: add the shares that came, of whatever iteration they are."""
+        now = state
+        for letter in letters:
+            now = self._credit_whole(now, letter)
+        return self._guarded(now, state)
+
+    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
+        """Return the state after undelivered letters came back: their shares are the sender's again."""
+        now = state
+        for letter in letters:
+            _, share, x = read_whole(letter, letter.source, state)
+            now = credited(now, x, share)
+        return self._guarded(now, state)

@@ -1,0 +1,176 @@
+"""What several iterations share: the local step, who is heard with which weight, and models that travel whole.
+
+What :meth:`~fedcomp.gossip.base.Algorithm.receive` must know of an iteration that was begun stands in the state under
+keys that begin with ``"begun."``; it is gone when the iteration is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View
+from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.packet import Flag, pack, put_real, require_finite, take_real, unpack
+
+BEGUN: Final = "begun."
+
+
+def check_rates(lr: float, momentum: float, gamma: float = 1.0) -> None:
+    """Check what every stochastic iteration is given.
+
+    Raises
+    ------
+    ConfigError
+        Unless ``0 <= lr``, ``0 <= momentum < 1`` and ``0 < gamma <= 1``.
+    """
+    if not 0.0 <= lr < np.inf:
+        raise ConfigError(f"lr={lr!r} is not valid: a step size, finite and at least 0")
+    if not 0.0 <= momentum < 1.0:
+        raise ConfigError(f"momentum={momentum!r} is not valid: at least 0 and below 1")
+    if not 0.0 < gamma <= 1.0:
+        raise ConfigError(f"gamma={gamma!r} is not valid: a consensus step size above 0 and at most 1")
+
+
+def velocity(model: Real, momentum: float) -> State:
+    """Return the momentum buffer of a node that has made no step: none without momentum."""
+    return {"v": np.zeros_like(model)} if momentum else {}
+
+
+def descent(state: State, gradient: Gradient | None, at: Real, lr: float, momentum: float) -> tuple[Real | None, State]:
+    """Return the local step ``lr * v`` with ``v = momentum * v + g`` (heavy ball), and what of the state it changes.
+
+    Parameters
+    ----------
+    at : ndarray, shape (d,)
+        Where the gradient is taken.
+
+    Returns
+    -------
+    step : ndarray, shape (d,), or None
+        To be subtracted from the model; None without a gradient, and the buffer then rests.
+    changed : State
+
+    Raises
+    ------
+    NonFiniteUpdate
+        When the gradient is not finite.
+    ConfigError
+        When it has not the model's shape.
+    """
+    if gradient is None:
+        return None, {}
+    lr, momentum = float(lr), float(momentum)  # a numpy scalar would make float64 of a float32 model
+    g = np.asarray(gradient(at), at.dtype)
+    if g.shape != at.shape:
+        raise ConfigError(f"the gradient has shape {g.shape}, the model {at.shape}")
+    if not momentum:
+        return finite(lr * g, "the gradient"), {}
+    v = finite(momentum * state["v"] + g, "the gradient")
+    return lr * v, {"v": v}
+
+
+def finite(vector: Real, what: str) -> Real:
+    """Return ``vector``, or raise :class:`NonFiniteUpdate` that names ``what`` it is."""
+    require_finite(vector, what)
+    return vector
+
+
+def begun(view: View, **more: Any) -> State:
+    """Return what must be known of the iteration ``view`` when its letters come, and whatever ``more`` there is."""
+    known = {
+        "node": np.int64(view.node),
+        "iteration": np.int64(view.iteration),
+        "ids": np.array(list(view.row), np.int64),
+        "weights": np.array(list(view.row.values()), np.float64),
+        **more,
+    }
+    return {BEGUN + name: np.asarray(value) for name, value in known.items()}
+
+
+def settled(state: State) -> State:
+    """Return the state without what belonged to the iteration that is now finished."""
+    return {key: value for key, value in state.items() if not key.startswith(BEGUN)}
+
+
+class Heard(NamedTuple):
+    """One neighbour's letter and the weight ``W[node, source]`` of what it says."""
+
+    source: int
+    weight: float
+    payload: bytes
+
+
+def heard(state: State, letters: Sequence[Letter]) -> list[Heard]:
+    """Return the letters of the iteration begun with ``state``, ascending by source, exactly one of each neighbour.
+
+    Raises
+    ------
+    LetterError
+        When one is missing, superfluous, or there twice.
+    """
+    expected = [int(j) for j in state[BEGUN + "ids"]] if BEGUN + "ids" in state else []
+    sources = sorted(letter.source for letter in letters)
+    if sources != sorted(expected):
+        raise LetterError(
+            f"letters of nodes {sources} came, expected exactly one of each of {sorted(expected)}; an iteration is "
+            "finished when all of them are there"
+        )
+    if not expected:
+        return []
+    weight = dict(zip(expected, state[BEGUN + "weights"].tolist(), strict=True))
+    return [Heard(m.source, weight[m.source], m.payload) for m in sorted(letters, key=lambda m: m.source)]
+
+
+def whole(model: Real, view: View) -> Outbox:
+    """Return ``model`` as it is, in its own dtype, to every out-neighbour.
+
+    Raises
+    ------
+    NonFiniteUpdate
+        When the model is not finite.
+    """
+    if not view.column:
+        return ()
+    return (Posting(tuple(view.column), pack(view.iteration, 0, Flag.DENSE, model.dtype, put_real(model))),)
+
+
+def pull(state: State, said: Real, letters: Sequence[Letter]) -> Real:
+    """Return ``sum_j W[i, j] (x_j - said)`` over whole models x_j, added up by ascending j.
+
+    Both ends of an edge compute the same difference with opposite sign, so that the mean of all models stays.
+
+    Raises
+    ------
+    LetterError
+        When a letter is missing, superfluous, or no whole model of the iteration that was begun.
+    """
+    moved = np.zeros_like(said)
+    for source, weight, payload in heard(state, letters):
+        moved += weight * (whole_of(payload, said, int(state[BEGUN + "iteration"]), source) - said)
+    return moved
+
+
+def whole_of(payload: bytes, like: Real, iteration: int, source: int) -> Real:
+    """Return the model that :func:`whole` wrote.
+
+    Raises
+    ------
+    LetterError
+        When it is not one of this iteration, of ``like``'s dtype and size, or not finite.
+    """
+    header, body = unpack(payload, most=like.nbytes, dtype=like.dtype)
+    if header.flags != Flag.DENSE or header.iteration != iteration:
+        raise LetterError(f"node {source} sent {header}, expected a whole model of iteration {iteration}")
+    return take_real(body, like.size, like.dtype)
+
+
+def refuse_dense(algorithm: Algorithm, view: View) -> None:
+    """Raise ConfigError in a closing phase: whole models that are merely averaged are push-sum's."""
+    if view.dense:
+        raise ConfigError(
+            f"{algorithm.name} has no closing phase of whole models, which belongs to push-sum; use skew_rounds=0"
+        )

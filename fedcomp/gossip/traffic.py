@@ -1,0 +1,136 @@
+"""Bytes of a decentralised run, counted on real letters: four counters that are never mixed.
+
+* **edge**: every letter on every active directed edge. What an algorithm costs when each link carries its own copy, and
+  the figure for claims and ratios. An undirected edge used both ways counts twice, a letter to three neighbours thrice.
+* **node**: every distinct letter once, however many neighbours it goes to: a radio that broadcasts.
+* **relay**: what the star really moves: up, each posting as often as it arrives; down, each letter as often as it is
+  sent. Never an algorithm's cost.
+* **overhead**: what the framework's messages hold beside letters. Filled in by whoever measures serialised messages.
+
+Edge and node bytes know the phase a letter belongs to: ``train``; ``dense``, the closing iterations in which models
+travel whole; ``resync``, whole estimates for neighbours that had none. Headers are counted apart from bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal
+
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.packet import HEADER_BYTES
+
+Phase = Literal["train", "dense", "resync"]
+PHASES: Final[tuple[Phase, ...]] = ("train", "dense", "resync")
+
+
+@dataclass(slots=True)
+class Count:
+    """Letters and their bytes."""
+
+    letters: int = 0
+    headers: int = 0
+    bodies: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Headers and bodies."""
+        return self.headers + self.bodies
+
+    def add(self, size: int, times: int = 1) -> None:
+        """Count a letter of ``size`` bytes, header included, ``times`` times."""
+        header = min(size, HEADER_BYTES)
+        self.letters += times
+        self.headers += times * header
+        self.bodies += times * (size - header)
+
+
+def _by_phase() -> dict[Phase, Count]:
+    return {phase: Count() for phase in PHASES}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a run has sent so far.
+
+    Attributes
+    ----------
+    edge, node : dict of phase to Count
+        See the module.
+    undelivered : Count
+        Letters counted under ``edge`` that no node took in: they went back to their senders, or were lost with them.
+    up, down : Count
+        The relay's.
+    overhead : int
+        Bytes of the framework.
+    """
+
+    edge: dict[Phase, Count] = field(default_factory=_by_phase)
+    node: dict[Phase, Count] = field(default_factory=_by_phase)
+    undelivered: Count = field(default_factory=Count)
+    up: Count = field(default_factory=Count)
+    down: Count = field(default_factory=Count)
+    overhead: int = 0
+
+    def post(self, size: int, phases: Mapping[Phase, int]) -> None:
+        """Count one letter of ``size`` bytes that goes to ``phases[phase]`` neighbours in each phase."""
+        for phase, times in phases.items():
+            self.edge[phase].add(size, times)
+        # To whom it is a whole estimate and to whom not: it is the same letter, sent once.
+        self.node[min(phases, key=PHASES.index)].add(size)
+
+    @property
+    def edge_bytes(self) -> int:
+        """All edge bytes, headers included."""
+        return sum(count.bytes for count in self.edge.values())
+
+    @property
+    def node_bytes(self) -> int:
+        """All node bytes, headers included."""
+        return sum(count.bytes for count in self.node.values())
+
+    @property
+    def relay_bytes(self) -> int:
+        """Up and down."""
+        return self.up.bytes + self.down.bytes
+
+    @property
+    def letters(self) -> int:
+        """Letters on directed edges."""
+        return sum(count.letters for count in self.edge.values())
+
+    def energy(self, sent: float, received: float, *, broadcast: bool = False) -> float:
+        """Return joules: ``8 * (bytes sent * sent + bytes received * received)``.
+
+        Parameters
+        ----------
+        sent, received : float
+            Joules per bit, at least 0. There are no defaults: they belong to a radio.
+        broadcast : bool
+            A letter to several neighbours is sent once; received it is by each of them either way.
+
+        Raises
+        ------
+        ConfigError
+            For a negative number.
+        """
+        if not (0.0 <= sent < float("inf") and 0.0 <= received < float("inf")):
+            raise ConfigError(f"joules per bit are {sent}, {received}; expected finite numbers, at least 0")
+        out = self.node_bytes if broadcast else self.edge_bytes
+        return 8.0 * (out * sent + (self.edge_bytes - self.undelivered.bytes) * received)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all counters, JSON-able."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Traffic:
+        """Recreate the counters from :meth:`to_dict`."""
+        return cls(
+            edge={phase: Count(**values["edge"][phase]) for phase in PHASES},
+            node={phase: Count(**values["node"][phase]) for phase in PHASES},
+            undelivered=Count(**values["undelivered"]),
+            up=Count(**values["up"]),
+            down=Count(**values["down"]),
+            overhead=int(values["overhead"]),
+        )

@@ -1,0 +1,250 @@
+"""CHOCO-SGD and DeepSqueeze against naive code, their floors, and what each remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from gossip_problems import Problem, problem, ring_weights, run, view_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Algorithm, Letter, State, View, deliver
+from fedcomp.gossip.choco import CHOCO
+from fedcomp.gossip.cold import COLD
+from fedcomp.gossip.compressors import get_compressor
+from fedcomp.gossip.deepsqueeze import DeepSqueeze
+from fedcomp.gossip.dpsgd import DPSGD
+from fedcomp.gossip.errors import LetterError
+from fedcomp.layout import DENSE, Layout
+from fedcomp.rng import Key
+
+TOP = {"id": "topk", "fraction": 0.2}
+
+
+def kept(v: np.ndarray, k: int) -> np.ndarray:
+    """The k entries of largest magnitude of every row, as float32 carries them: what top-k delivers."""
+    out = np.zeros_like(v)
+    for row, into in zip(v, out, strict=True):
+        at = np.argsort(-np.abs(row), kind="stable")[:k]
+        into[at] = row[at].astype(np.float32)
+    return out
+
+
+def naive_choco(
+    task: Problem, weights: np.ndarray, lr: float, momentum: float, gamma: float, k: int, steps: int
+) -> np.ndarray:
+    x, h, v = (np.zeros((task.n, task.d)) for _ in range(3))
+    for _ in range(steps):
+        v = momentum * v + task.gradients(x)
+        x = x - lr * v
+        h = h + kept(x - h, k)
+        x = x + gamma * (weights @ h - h)
+    return x
+
+
+def naive_deepsqueeze(task: Problem, weights: np.ndarray, lr: float, gamma: float, k: int, steps: int) -> np.ndarray:
+    x, e = np.zeros((task.n, task.d)), np.zeros((task.n, task.d))
+    for _ in range(steps):
+        x = x - lr * task.gradients(x)
+        q = kept(x + e, k)
+        e = x + e - q
+        x = x + gamma * (weights @ q - q)
+    return x
+
+
+def compressible(d: int) -> Layout:
+    return Layout.of({"w": np.zeros((d // 2, 2), np.float32)}, lambda *_: None)
+
+
+def models(states: Sequence[State]) -> np.ndarray:
+    return np.stack([state["x"] for state in states])
+
+
+def gossip(
+    algorithm: Algorithm, states: Sequence[State], weights: np.ndarray, iterations: int, begin: int = 0
+) -> list[State]:
+    now = list(states)
+    for k in range(begin, begin + iterations):
+        begun = [algorithm.send(state, None, view_of(weights, i, k)) for i, state in enumerate(now)]
+        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
+        now = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+    return now
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_choco_is_the_published_iteration(momentum: float) -> None:
+    task, weights = problem(n=6, d=20), ring_weights(6)
+    lr = 0.1 / task.smoothness
+    ran = run(CHOCO(lr=lr, momentum=momentum, gamma=0.4, compressor=TOP), task, 60)
+    assert np.abs(models(ran.states) - naive_choco(task, weights, lr, momentum, 0.4, 4, 60)).max() < 1e-12
+
+
+def test_deepsqueeze_is_the_published_iteration() -> None:
+    task, weights = problem(n=6, d=20), ring_weights(6)
+    lr = 0.1 / task.smoothness
+    ran = run(DeepSqueeze(lr=lr, gamma=0.1, compressor=TOP), task, 60)
+    assert np.abs(models(ran.states) - naive_deepsqueeze(task, weights, lr, 0.1, 4, 60)).max() < 1e-12
+
+
+def test_without_compression_both_are_gossip_after_the_step() -> None:
+    task, weights = problem(n=5, d=10), ring_weights(5)
+    lr, x = 0.2 / task.smoothness, np.zeros((5, 10))
+    exact = {"id": "identity"}
+    for _ in range(30):
+        x = weights @ (x - lr * task.gradients(x))
+    for algorithm in (CHOCO(lr=lr, gamma=1.0, compressor=exact), DeepSqueeze(lr=lr, gamma=1.0, compressor=exact)):
+        assert np.abs(models(run(algorithm, task, 30).states) - x).max() < 1e-13
+
+
+def test_7_13_inexact_methods_have_a_floor_and_cold_has_none() -> None:
+    task = problem(n=6, d=20)
+    lr = 0.1 / task.smoothness
+    for algorithm in (
+        DPSGD(lr=lr),
+        CHOCO(lr=lr, gamma=0.5, compressor=TOP),
+        DeepSqueeze(lr=lr, gamma=0.1, compressor=TOP),
+    ):
+        errors = run(algorithm, task, 150).errors
+        assert errors[-1] > 5e-2
+        assert errors[-1] == pytest.approx(errors[99], rel=0.1)
+    assert run(COLD(lr=1.0 / task.smoothness, gamma=0.5, compressor=TOP), task, 150).errors[-1] < 1e-8
+
+
+def test_estimates_make_consensus_exact_and_error_compensation_does_not() -> None:
+    starts, weights, layout = Key(0, "m").generator().standard_normal((6, 20)), ring_weights(6), compressible(20)
+    off = {}
+    for algorithm in (CHOCO(gamma=0.3, compressor=TOP), DeepSqueeze(gamma=0.05, compressor=TOP)):
+        states = [algorithm.init(start, layout, common=np.zeros(20)) for start in starts]
+        states = gossip(algorithm, states, weights, 250)
+        assert np.abs(models(states).mean(axis=0) - starts.mean(axis=0)).max() < 1e-14
+        off[algorithm.name] = np.abs(models(states) - starts.mean(axis=0)).max()
+    assert off["choco"] < 1e-5
+    assert off["deepsqueeze"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    "compressor", [TOP, {"id": "scaled-sign"}, {"id": "dithered", "bits": 2}, {"id": "randomk", "fraction": 0.3}]
+)
+def test_seeded_and_dithered_compressors_reach_all_ends_alike(compressor: dict) -> None:
+    """The mean of models stays only if all neighbours decode what the sender did."""
+    starts, weights, layout = Key(1, "m").generator().standard_normal((4, 20)), ring_weights(4), compressible(20)
+    for algorithm in (CHOCO(gamma=0.1, compressor=compressor), DeepSqueeze(gamma=0.05, compressor=compressor)):
+        states = gossip(algorithm, [algorithm.init(s, layout, common=np.zeros(20)) for s in starts], weights, 40)
+        assert np.abs(models(states).mean(axis=0) - starts.mean(axis=0)).max() < 1e-14
+
+
+def test_7_15_copies_equal_the_estimate_they_copy() -> None:
+    task = problem(n=5, d=20)
+
+    def equal(k: int, states: Sequence[State]) -> None:
+        for i, state in enumerate(states):
+            for j in ((i + 1) % 5, (i - 1) % 5):
+                assert states[j][f"h/{i}"].tobytes() == state["h"].tobytes()
+
+    for dtype in ("float32", "float64"):
+        ran = run(CHOCO(lr=0.1 / task.smoothness, compressor=TOP), task, 30, dtype=dtype, watch=equal)
+        assert ran.states[0]["x"].dtype == dtype
+
+
+def test_the_accumulated_sum_replaces_the_copies_on_a_graph_that_stays() -> None:
+    task, weights = problem(n=6, d=20), ring_weights(6)
+    lr = 0.1 / task.smoothness
+    full = run(CHOCO(lr=lr, gamma=0.3, compressor=TOP), task, 50)
+    lean = run(CHOCO(lr=lr, gamma=0.3, compressor=TOP, copies=False), task, 50)
+    assert np.abs(models(full.states) - models(lean.states)).max() < 1e-13
+    assert not any(key.startswith("h/") for key in lean.states[0])
+    algorithm = CHOCO(lr=lr, gamma=0.3, compressor=TOP, copies=False)
+    changed = 0.5 * weights + 0.5 * np.eye(6)
+    with pytest.raises(StateError):
+        algorithm.send(lean.states[0], None, view_of(changed, 0, 50))
+
+
+def test_deepsqueeze_keeps_nothing_of_its_neighbours() -> None:
+    task = problem(n=5, d=20)
+    state = run(DeepSqueeze(lr=0.01, compressor=TOP), task, 5).states[0]
+    assert set(state) == {"x", "error", "split"}
+
+
+@pytest.mark.parametrize(
+    "algorithm", [CHOCO(compressor={"id": "topk", "k": 3}), DeepSqueeze(compressor={"id": "topk", "k": 3})]
+)
+def test_vectors_travel_whole(algorithm: Algorithm) -> None:
+    arrays = {"w": np.zeros((5, 6), np.float32), "b": np.zeros(5, np.float32)}
+    layout = Layout.of(arrays, lambda name, shape, dtype: DENSE if len(shape) < 2 else None)
+    states = [
+        algorithm.init(start, layout, common=np.zeros(35)) for start in Key(0, "m").generator().standard_normal((3, 35))
+    ]
+    weights = ring_weights(3)
+    before = models(states)
+    after = models(gossip(algorithm, states, weights, 1))
+    moved = (after - before)[:, 30:]
+    assert np.abs(moved - algorithm.gamma * (weights @ before - before)[:, 30:]).max() < 1e-15
+    assert (np.abs((after - before)[:, :30]) > 0).sum(axis=1).max() <= 9
+
+
+def test_there_is_no_closing_phase() -> None:
+    for algorithm in (CHOCO(), DeepSqueeze(), DPSGD()):
+        with pytest.raises(ConfigError, match="closing phase"):
+            algorithm.send(
+                algorithm.init(np.zeros(4), Layout.flat(4)), None, View(0, 0, {1: 0.5}, {1: 0.5}, dense=True)
+            )
+
+
+def test_a_step_is_pure() -> None:
+    weights = ring_weights(3)
+    for algorithm in (CHOCO(compressor=TOP, momentum=0.5), DeepSqueeze(compressor=TOP, momentum=0.5)):
+        starts = Key(0, "m").generator().standard_normal((3, 20))
+        states = gossip(
+            algorithm, [algorithm.init(s, compressible(20), common=np.zeros(20)) for s in starts], weights, 2
+        )
+        begun = [algorithm.send(state, lambda z: z, view_of(weights, i, 2)) for i, state in enumerate(states)]
+        inbox = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})[0]
+        state, before = begun[0][0], {key: value.tobytes() for key, value in begun[0][0].items()}
+        once, again = (algorithm.step(state, inbox, lambda z: z, view_of(weights, 0, 3)) for _ in range(2))
+        assert once[1] == again[1]
+        assert {key: value.tobytes() for key, value in state.items()} == before
+        assert all(np.array_equal(once[0][key], again[0][key]) for key in once[0])
+
+
+def test_letters_that_cannot_be_are_refused() -> None:
+    weights = ring_weights(3)
+    for algorithm in (CHOCO(compressor=TOP), DeepSqueeze(compressor=TOP)):
+        starts = Key(0, "m").generator().standard_normal((3, 20))
+        states = [algorithm.init(s, compressible(20), common=np.zeros(20)) for s in starts]
+        begun = [algorithm.send(state, None, view_of(weights, i, 0)) for i, state in enumerate(states)]
+        state, inbox = begun[0][0], deliver({i: outbox for i, (_, outbox) in enumerate(begun)})[0]
+        good = inbox[0].payload
+        later = algorithm.send(begun[1][0], None, view_of(weights, 1, 1))[1][0].payload
+        for wrong in (b"", good[:-1], good + b"\0", later, good[:6] + b"\x04" + good[7:]):
+            with pytest.raises((LetterError, StateError)):
+                algorithm.receive(state, [Letter(1, 0, wrong), inbox[1]])
+        for letters in ([], inbox[:1], [*inbox, Letter(2, 0, b"12345678")]):
+            with pytest.raises((LetterError, StateError)):
+                algorithm.receive(state, letters)
+        assert algorithm.receive(states[0], []) is states[0]
+        with pytest.raises(LetterError):
+            algorithm.receive(states[0], inbox)
+
+
+def test_what_is_not_finite_is_not_sent_and_facts_say_what_was_left_out() -> None:
+    for algorithm in (CHOCO(compressor={"id": "topk", "k": 1}), DeepSqueeze(compressor={"id": "topk", "k": 1})):
+        state = algorithm.init(np.zeros(20), compressible(20), common=np.zeros(20))
+        with pytest.raises(NonFiniteUpdate):
+            algorithm.send(state, lambda z: np.full_like(z, np.inf), view_of(ring_weights(3), 0, 0))
+        moved, _ = algorithm.send(
+            state, lambda z: np.eye(20)[0] * 20 + np.eye(20)[5] * 10, view_of(ring_weights(3), 0, 0)
+        )
+        assert algorithm.facts(moved)["innovation"] == pytest.approx(1.0)  # lr * 10 on coordinate 5
+
+
+def test_configuration_makes_the_round_trip_and_wrong_values_are_refused() -> None:
+    for algorithm in (CHOCO(lr=0.2, gamma=0.3, compressor=TOP, copies=False), DeepSqueeze(gamma=0.02, momentum=0.9)):
+        assert get_algorithm(algorithm.to_config()) == algorithm
+        assert isinstance(algorithm.to_config()["compressor"], dict)
+    assert CHOCO(compressor=get_compressor(TOP)) == CHOCO(compressor=TOP)
+    for wrong in ({"gamma": 0.0}, {"gamma": 1.5}, {"lr": -1.0}, {"momentum": 1.0}, {"compressor": {"id": "none"}}):
+        for cls in (CHOCO, DeepSqueeze):
+            with pytest.raises(ConfigError):
+                cls(**wrong)

@@ -1,0 +1,359 @@
+"""COLD and NIDS: exact with a constant step, linear with compressed letters; and what a wrong term does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gossip_problems import Ran, dense_gossip, nids, problem, ring_weights, run, slope, view_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Algorithm, Letter, State, View, deliver
+from fedcomp.gossip.choco import CHOCO
+from fedcomp.gossip.cold import COLD
+from fedcomp.gossip.compressors import Identity, TopK, encode_parts, get_compressor
+from fedcomp.gossip.dpsgd import DPSGD
+from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.estimates import digests, disagreement
+from fedcomp.gossip.exact import consensus_step
+from fedcomp.gossip.nids import NIDS
+from fedcomp.gossip.packet import pack, unpack
+from fedcomp.gossip.primal_dual import DECISION
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+TASK = problem()
+L = TASK.smoothness
+RING = ring_weights(TASK.n)
+SMALL = problem(n=6, d=20)
+M = SMALL.smoothness
+HEXAGON = ring_weights(SMALL.n)
+TOP20 = {"id": "topk", "fraction": 0.2}
+
+
+def small(algorithm: Algorithm, iterations: int, **more: Any) -> Ran:
+    """Run six nodes in a ring."""
+    return run(algorithm, SMALL, iterations, weights=HEXAGON, **more)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Ran:
+    """A correct run of six nodes, which every wrong one is held against: 1e-6 after 131 iterations, 1e-10 after 230."""
+    return small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 250)
+
+
+def test_7_07_cold_without_compression_is_nids() -> None:
+    expected = nids(TASK, RING, 1.0 / L, 120)
+    for algorithm in (NIDS(lr=1.0 / L), COLD(lr=1.0 / L, gamma=1.0, compressor={"id": "identity"})):
+        apart = []
+
+        def watch(k: int, states: Any, apart: list[float] = apart) -> None:
+            x = np.stack([state["x"] for state in states])
+            apart.append(float(np.max(np.abs(x - expected[k]))))
+
+        run(algorithm, TASK, 120, watch=watch)
+        assert max(apart) < 1e-12
+    # The first step of many codes, x¹ = x⁰ - η g⁰ without mixing, is another trajectory: the reference is not that one.
+    unmixed = -TASK.gradients(np.zeros((TASK.n, TASK.d))) / L
+    assert np.abs(expected[0] - unmixed).max() > 1e-2
+
+
+def test_7_08_cold_converges_linearly_at_nearly_the_rate_of_nids() -> None:
+    rate, straight = slope(run(NIDS(lr=1.0 / L), TASK, 200).errors)
+    errors = run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20), TASK, 260).errors
+    slow, fit = slope(errors)
+    assert straight > 0.99
+    assert fit > 0.99
+    assert np.log(rate) / np.log(slow) < 1.5
+    assert errors[-1] < 1e-10
+
+
+@pytest.mark.parametrize("compressor", [TOP20, {"id": "dithered", "bits": 2}, {"id": "scaled-sign"}])
+def test_7_09_duals_sum_to_zero_in_every_iteration(compressor: dict[str, Any]) -> None:
+    algorithm = COLD(lr=0.5 / L, compressor=compressor)
+    sums: list[float] = []
+    ran = run(algorithm, TASK, 60, watch=lambda k, states: sums.append(algorithm.invariants(states)["sum_D"]))
+    assert max(sums) < 1e-10
+    assert max(np.linalg.norm(state["dual"]) for state in ran.states) > 0.1
+
+
+def test_7_13_exact_methods_pass_the_floor_of_inexact_ones(reference: Ran) -> None:
+    choco = small(CHOCO(lr=0.1 / M, gamma=0.3, compressor=TOP20), 200).errors
+    dpsgd = small(DPSGD(lr=0.1 / M), 200).errors
+    for floor in (choco, dpsgd):
+        assert floor[-1] > 5e-2
+        np.testing.assert_allclose(floor[-20:], floor[-1], rtol=1e-2)
+    expected = dense_gossip(SMALL, HEXAGON, 0.1 / M, 200)[-1]
+    assert dpsgd[-1] == pytest.approx(expected, rel=0.3)
+    assert reference.errors[199] < 1e-8
+
+
+class CompressesZ(COLD):
+    """Wrong: the decision vector itself is compressed; the estimate is what came last."""
+
+    def send(self, state: State, gradient: Any, view: Any) -> tuple[State, Any]:
+        return super().send({**state, "h": np.zeros_like(state["h"])}, gradient, view)
+
+    def receive(self, state: State, letters: Any) -> State:
+        blank = {key: np.zeros_like(value) for key, value in state.items() if key.startswith("h/")}
+        blank = {key: value for key, value in blank.items() if value.dtype.kind == "f"}
+        return super().receive({**state, **blank}, letters)
+
+
+class MixesExactZ(COLD):
+    """Wrong: the own term of the mixing is z, which the neighbours do not know."""
+
+    def _mixed(self, state: State) -> State:
+        own = {**state, "h": state[DECISION]}
+        return self._finished(state, (-0.5 * float(state["gamma"])) * disagreement(own, "h"))
+
+
+def test_compressing_the_decision_vector_itself_stalls() -> None:
+    wrong = small(CompressesZ(lr=0.5 / M, gamma=0.5, compressor=TOP20, digest_every=0), 150).errors
+    assert wrong[100:].min() > 0.1
+
+
+def test_mixing_with_the_own_exact_vector_stalls_and_shows_in_the_sum_of_duals() -> None:
+    algorithm = MixesExactZ(lr=0.5 / M, gamma=0.5, compressor=TOP20)
+    ran = small(algorithm, 150)
+    assert ran.errors[100:].min() > 1e-2
+    assert algorithm.invariants(ran.states)["sum_D"] > 1e-3
+
+
+def test_a_first_dual_whose_sum_is_not_zero_moves_the_fixed_point(reference: Ran) -> None:
+    algorithm = COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20)
+    draws = Key(3, "dual").generator().standard_normal((SMALL.n, SMALL.d)) * 0.1
+
+    def begun(duals: np.ndarray) -> list[State]:
+        fresh = algorithm.init(np.zeros(SMALL.d), SMALL.layout)
+        return [{**fresh, "dual": dual} for dual in duals]
+
+    assert small(algorithm, 150, states=begun(draws)).errors[100:].min() > 0.05
+    in_range = (np.eye(SMALL.n) - HEXAGON) @ draws
+    assert small(algorithm, 150, states=begun(in_range)).errors[-1] < 10 * reference.errors[149]
+
+
+def test_silent_loss_is_found_and_diverges_where_it_is_not() -> None:
+    compressor = get_compressor(TOP20)
+
+    def lost(k: int, letter: Letter) -> bool:
+        return bool(Key(11, "loss", k, letter.source, letter.destination).uniform(1)[0] < 0.01)
+
+    def hushed(k: int, letter: Letter) -> Letter:
+        """Return a letter that says "no change", in place of a lost one: a receiver that does not count its letters."""
+        if not lost(k, letter):
+            return letter
+        header, _ = unpack(letter.payload, most=1000)
+        nothing = encode_parts(compressor, np.zeros(SMALL.d), SMALL.d, Key(0))
+        return replace(letter, payload=pack(header.iteration, header.seq, 0, header.dtype, nothing))
+
+    careless = COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20, digest_every=0)
+    ran = small(careless, 150, harm=hushed)
+    assert ran.errors[-1] > 1e-2
+    assert careless.invariants(ran.states)["sum_D"] > 1e-3
+    with pytest.raises(LetterError, match="no letter of iteration"):
+        small(careless, 150, harm=lambda k, letter: None if lost(k, letter) else letter)
+    with pytest.raises(OutOfStep, match="digests"):
+        small(replace(careless, digest_every=1), 150, harm=hushed)
+
+
+def test_an_estimate_that_lost_a_letter_is_found_by_the_digest() -> None:
+    algorithm = COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20, digest_every=5)
+    ran = run(algorithm, TASK, 3)
+    broken = [dict(state) for state in ran.states]
+    broken[4]["h/3"] = broken[4]["h/3"] + 1e-9
+    with pytest.raises(OutOfStep) as caught:
+        run(algorithm, TASK, 5, states=broken, begin=3)
+    assert caught.value.source == 3
+
+
+def test_estimates_are_equal_at_both_ends_in_every_iteration() -> None:
+    for dtype in ("float64", "float32"):
+
+        def equal(k: int, states: Any) -> None:
+            found = [digests(state, ("h",)) for state in states]
+            for i, own in enumerate(found):
+                for j in ((i - 1) % TASK.n, (i + 1) % TASK.n):
+                    assert own[f"h/{j}"] == found[j]["h"]
+
+        run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20), TASK, 25, dtype=dtype, watch=equal)
+
+
+def test_float32_reaches_its_own_precision_and_stays_there() -> None:
+    ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 200, dtype="float32")
+    assert {ran.states[0][key].dtype for key in ("x", "dual", "h", "h/1")} == {np.dtype(np.float32)}
+    assert ran.errors[150:].max() < 1e-5
+    assert COLD().invariants(ran.states)["sum_D"] < 1e-5
+
+
+def test_without_copies_the_trajectory_is_the_same() -> None:
+    kept = run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20), TASK, 40)
+    summed = run(COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20, copies=False), TASK, 40)
+    for a, b in zip(kept.states, summed.states, strict=True):
+        np.testing.assert_allclose(a["x"], b["x"], atol=1e-12)
+    vectors = [sum(v.size == TASK.d for v in ran.states[0].values()) for ran in (kept, summed)]
+    assert vectors[1] < vectors[0]
+    other = np.full((TASK.n, TASK.n), 1.0 / TASK.n)
+    with pytest.raises(StateError, match=r"weights|neighbours"):
+        run(COLD(lr=0.5 / L, compressor=TOP20, copies=False), TASK, 1, states=summed.states, weights=other, begin=40)
+
+
+@pytest.mark.parametrize("algorithm", [NIDS(lr=0.1), COLD(lr=0.1)])
+def test_a_step_is_pure(algorithm: Algorithm) -> None:
+    states = run(algorithm, TASK, 3).states
+    before = {key: value.copy() for key, value in states[2].items()}
+    for value in states[2].values():
+        value.setflags(write=False)
+    view = view_of(RING, 2, 3)
+    first, again = (algorithm.send(states[2], lambda z: TASK.gradient(2, z), view) for _ in range(2))
+    assert first[1] == again[1]
+    assert all(np.array_equal(first[0][key], again[0][key]) for key in first[0])
+    assert all(np.array_equal(states[2][key], before[key]) for key in before)
+
+
+def test_a_step_is_receive_and_send() -> None:
+    algorithm = COLD(lr=0.5 / L, compressor=TOP20)
+    states = {i: algorithm.init(np.zeros(TASK.d), TASK.layout) for i in range(TASK.n)}
+    inboxes: dict[int, list[Letter]] = {i: [] for i in states}
+    for k in range(4):
+        stepped = {
+            i: algorithm.step(states[i], inboxes[i], lambda z, i=i: TASK.gradient(i, z), view_of(RING, i, k))
+            for i in states
+        }
+        states = {i: state for i, (state, _) in stepped.items()}
+        inboxes = deliver({i: outbox for i, (_, outbox) in stepped.items()})
+    finished = [algorithm.receive(states[i], inboxes[i]) for i in states]
+    for own, other in zip(finished, run(algorithm, TASK, 4).states, strict=True):
+        assert np.array_equal(own["x"], other["x"])
+    assert algorithm.receive(finished[0], ()) is finished[0]
+
+
+@pytest.mark.parametrize("algorithm", [NIDS(lr=0.1), COLD(lr=0.1)])
+def test_what_is_not_finite_is_not_sent(algorithm: Algorithm) -> None:
+    state = algorithm.init(np.zeros(5), Layout.flat(5))
+    with pytest.raises(NonFiniteUpdate):
+        algorithm.send(state, lambda z: np.full_like(z, np.nan), view_of(RING, 0, 0))
+    assert not state["x"].any()
+
+
+@pytest.mark.parametrize("algorithm", [NIDS(lr=0.1), COLD(lr=0.1)])
+def test_letters_of_another_iteration_missing_and_damaged_ones_are_refused(algorithm: Algorithm) -> None:
+    states = run(algorithm, TASK, 2).states
+    sent = [algorithm.send(s, lambda z: z, view_of(RING, i, 2)) for i, s in enumerate(states)]
+    inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
+    state = sent[0][0]
+    old = [Letter(m.source, 0, (1).to_bytes(4, "little") + m.payload[4:]) for m in inbox]
+    wrong: list[list[Letter]] = [
+        inbox[:1],
+        [inbox[0], Letter(5, 0, inbox[1].payload)],
+        [inbox[0], Letter(inbox[1].source, 0, inbox[1].payload[:-1])],
+        [inbox[0], Letter(inbox[1].source, 0, inbox[1].payload[:5])],
+        [inbox[0], Letter(inbox[1].source, 0, inbox[1].payload + b"\0")],
+        old,
+    ]
+    for letters in wrong:
+        with pytest.raises((LetterError, OutOfStep)):
+            algorithm.receive(state, letters)
+    assert algorithm.receive(state, inbox)["x"].shape == (TASK.d,)
+    with pytest.raises(LetterError):
+        algorithm.receive(states[0], inbox[:1])
+
+
+@pytest.mark.parametrize("algorithm", [NIDS(lr=1.0 / M), COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20)])
+def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorithm) -> None:
+    states = small(algorithm, 20).states
+    left = SMALL.without(SMALL.n - 1)
+    reset = [algorithm.reset(state, SMALL.layout) for state in states[:-1]]
+    for old, new in zip(states, reset, strict=False):
+        assert np.array_equal(old["x"], new["x"])
+        assert not new["dual"].any()
+    ran = run(algorithm, left, 170, states=reset, begin=20, resync=True)
+    assert ran.errors[-1] < 1e-6
+    assert algorithm.invariants(ran.states)["sum_D"] < 1e-10
+
+
+def test_nodes_may_begin_apart_when_estimates_have_a_common_start(reference: Ran) -> None:
+    starts = list(Key(5, "starts").generator().standard_normal((SMALL.n, SMALL.d)))
+    ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 170, starts=starts)
+    assert ran.errors[-1] < 1e-6
+
+
+def test_running_statistics_move_the_model_and_not_what_neighbours_were_told() -> None:
+    change, weights = np.arange(4.0), np.full((3, 3), 1.0 / 3.0)
+    for algorithm in (NIDS(lr=0.1), COLD(lr=0.1, compressor={"id": "identity"})):
+        opened = [algorithm.init(np.full(4, float(i)), Layout.flat(4), common=np.zeros(4)) for i in range(3)]
+        sent = [algorithm.send(state, lambda z: z, view_of(weights, i, 0)) for i, state in enumerate(opened)]
+        inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
+        plain = algorithm.receive(sent[0][0], inbox)
+        begun = algorithm.shift(algorithm.shift(sent[0][0], change), change)
+        assert np.array_equal(algorithm.model(begun), 2.0 * change)
+        moved = algorithm.receive(begun, inbox)
+        assert np.array_equal(moved["dual"], plain["dual"])
+        assert np.array_equal(moved["x"], plain["x"] + 2.0 * change)
+        assert np.array_equal(algorithm.shift(plain, change)["x"], plain["x"] + change)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_smallest_models_and_a_node_alone(size: int) -> None:
+    alone = np.ones((1, 1))
+    for algorithm in (NIDS(lr=0.5), COLD(lr=0.5)):
+        state = algorithm.init(np.ones(size), Layout.flat(size))
+        for k in range(3):
+            state, outbox = algorithm.send(state, lambda z: z, view_of(alone, 0, k))
+            assert not outbox
+            state = algorithm.receive(state, ())
+        np.testing.assert_allclose(state["x"], np.full(size, 0.125))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "size", "gamma"),
+    [
+        (Identity(), 50, 1.0),
+        (TopK(fraction=0.2), 50, 0.5),
+        (TopK(fraction=0.1), 50, 0.2),
+        (TopK(fraction=0.06), 50, 0.05),
+        (TopK(k=1), 50, 0.02),
+        (TopK(k=1), 4, 0.5),
+        (get_compressor({"id": "dithered", "bits": 2}), 50, 0.5),
+        (get_compressor({"id": "norm-sign"}), 50, 0.5),
+        (get_compressor({"id": "scaled-sign"}), 50, 0.2),
+        (get_compressor({"id": "codec", "codec": {"id": "topk", "density": 0.5}}), 50, 0.5),
+    ],
+)
+def test_the_consensus_step_follows_from_the_compressor(compressor: Any, size: int, gamma: float) -> None:
+    assert consensus_step("auto", compressor, size) == gamma
+    assert consensus_step(0.3, compressor, size) == 0.3
+    if size == 50:
+        assert float(COLD(compressor=compressor).init(np.zeros(50), Layout.flat(50))["gamma"]) == gamma
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: COLD(lr=0.0),
+        lambda: COLD(lr=float("nan")),
+        lambda: NIDS(lr=-1.0),
+        lambda: COLD(gamma=0.0),
+        lambda: COLD(gamma=1.5),
+        lambda: COLD(gamma="best"),
+        lambda: get_algorithm({"name": "cold", "momentum": 0.9}),
+        lambda: COLD().init(np.zeros(3), Layout.flat(4)),
+        lambda: COLD().send(COLD().init(np.zeros(3), Layout.flat(3)), None, dense_view()),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises((ConfigError, StateError)):
+        make()
+
+
+def dense_view() -> View:
+    return replace(view_of(RING, 0, 0), dense=True)
+
+
+@pytest.mark.parametrize("algorithm", [NIDS(lr=0.3), COLD(lr=0.3, gamma=0.4, compressor={"id": "dithered", "bits": 3})])
+def test_configurations_recreate_the_algorithm(algorithm: Algorithm) -> None:
+    assert get_algorithm(algorithm.to_config()) == algorithm

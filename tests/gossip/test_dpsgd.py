@@ -1,0 +1,130 @@
+"""D-PSGD: whole models, the local step beside the averaging."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gossip_problems import dense_gossip, problem, ring_weights, run, view_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Letter, View, deliver
+from fedcomp.gossip.dpsgd import DPSGD
+from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.packet import HEADER_BYTES
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+
+def draws(n: int, d: int) -> np.ndarray:
+    return Key(0, "models").generator().standard_normal((n, d))
+
+
+@pytest.mark.parametrize(("momentum", "gamma"), [(0.0, 1.0), (0.9, 1.0), (0.5, 0.3)])
+def test_the_iteration_is_the_published_one(momentum: float, gamma: float) -> None:
+    task, weights = problem(n=6, d=12), ring_weights(6)
+    lr = 0.1 / task.smoothness
+    x, v = np.zeros((6, 12)), np.zeros((6, 12))
+    mixing = (1 - gamma) * np.eye(6) + gamma * weights
+    ran = run(DPSGD(lr=lr, momentum=momentum, gamma=gamma), task, 40)
+    for _ in range(40):
+        v = momentum * v + task.gradients(x)
+        x = mixing @ x - lr * v
+    assert np.abs(np.stack([state["x"] for state in ran.states]) - x).max() < 1e-13
+
+
+def test_7_13_a_constant_step_leaves_a_floor_in_proportion_to_it() -> None:
+    task = problem(n=6, d=20)
+    floors = []
+    for step in (1.0, 0.3, 0.1):
+        errors = run(DPSGD(lr=step / task.smoothness), task, 100).errors
+        assert np.abs(errors - dense_gossip(task, ring_weights(task.n), step / task.smoothness, 100)).max() < 1e-12
+        floors.append(errors[-1])
+    assert floors[0] > floors[1] > floors[2] > 5e-2
+
+
+def test_the_mean_of_models_moves_by_the_mean_of_gradients_alone() -> None:
+    starts = draws(5, 30)
+    algorithm = DPSGD(lr=0.1)
+    states = [algorithm.init(start, Layout.flat(30)) for start in starts]
+    weights = ring_weights(5)
+    for k in range(30):
+        begun = [algorithm.send(s, lambda z: np.ones_like(z), view_of(weights, i, k)) for i, s in enumerate(states)]
+        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
+        states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+    assert np.abs(np.mean([s["x"] for s in states], axis=0) - starts.mean(axis=0) + 3.0).max() < 1e-14
+
+
+def test_the_graph_may_change() -> None:
+    starts = draws(6, 8)
+    algorithm = DPSGD()
+    states = [algorithm.init(start, Layout.flat(8)) for start in starts]
+    pairings = [((0, 1), (2, 3), (4, 5)), ((1, 2), (3, 4), (0, 5))]
+    for k in range(60):
+        rows = [{a + b - i: 0.5 for a, b in pairings[k % 2] if i in (a, b)} for i in range(6)]
+        begun = [algorithm.send(s, None, View(i, k, rows[i], rows[i])) for i, s in enumerate(states)]
+        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
+        states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
+    assert np.abs(np.stack([s["x"] for s in states]) - starts.mean(axis=0)).max() < 1e-14
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
+def test_7_17_a_letter_is_the_model_and_a_header(dtype: str, itemsize: int) -> None:
+    algorithm = DPSGD()
+    state = algorithm.init(draws(1, 24)[0].astype(dtype), Layout.flat(24))
+    begun, outbox = algorithm.send(state, None, view_of(ring_weights(4), 0, 0))
+    assert [posting.destinations for posting in outbox] == [(1, 3)]
+    assert len(outbox[0].payload) == HEADER_BYTES + 24 * itemsize
+    assert begun["x"].dtype == dtype
+
+
+def test_statistics_that_move_after_sending_are_kept_whole() -> None:
+    weights, algorithm = np.full((2, 2), 0.5), DPSGD()
+    states = [algorithm.init(np.full(3, float(i)), Layout.flat(3)) for i in range(2)]
+    begun = [algorithm.send(s, None, view_of(weights, i, 0)) for i, s in enumerate(states)]
+    inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
+    moved = algorithm.shift(begun[0][0], np.full(3, 10.0))
+    ended = [algorithm.receive(moved, inboxes[0]), algorithm.receive(begun[1][0], inboxes[1])]
+    assert np.allclose([s["x"][0] for s in ended], [10.5, 0.5])
+
+
+def test_letters_that_cannot_be_are_refused() -> None:
+    algorithm, weights = DPSGD(), ring_weights(3)
+    states = [algorithm.init(start, Layout.flat(4)) for start in draws(3, 4)]
+    begun = [algorithm.send(s, None, view_of(weights, i, 0)) for i, s in enumerate(states)]
+    state, inbox = begun[0][0], deliver({i: outbox for i, (_, outbox) in enumerate(begun)})[0]
+    good = inbox[0].payload
+    later = algorithm.send(states[1], None, view_of(weights, 1, 1))[1][0].payload
+    for wrong in (
+        b"",
+        good[:-1],
+        good + b"\0" * 8,
+        later,
+        good[:6] + b"\0" + good[7:],
+        good[:-8] + np.float64(np.nan).tobytes(),
+    ):
+        with pytest.raises(LetterError):
+            algorithm.receive(state, [Letter(1, 0, wrong), inbox[1]])
+    for letters in ([], inbox[:1], [*inbox, Letter(2, 0, good)]):
+        with pytest.raises(LetterError, match="exactly one"):
+            algorithm.receive(state, letters)
+    with pytest.raises(LetterError, match="exactly one"):
+        algorithm.receive(states[0], inbox)
+    assert algorithm.receive(states[0], []) is states[0]
+
+
+def test_what_is_not_finite_is_not_sent() -> None:
+    algorithm = DPSGD()
+    state = algorithm.init(np.zeros(3), Layout.flat(3))
+    with pytest.raises(NonFiniteUpdate, match="gradient"):
+        algorithm.send(state, lambda z: np.full(3, np.nan), View(0, 0, {1: 0.5}, {1: 0.5}))
+    with pytest.raises(ConfigError, match="shape"):
+        algorithm.send(state, lambda z: np.zeros(4), View(0, 0, {1: 0.5}, {1: 0.5}))
+
+
+def test_configuration_makes_the_round_trip_and_wrong_values_are_refused() -> None:
+    algorithm = DPSGD(lr=0.3, momentum=0.9, gamma=0.5)
+    assert get_algorithm(algorithm.to_config()) == algorithm
+    for wrong in ({"lr": -0.1}, {"lr": np.inf}, {"momentum": 1.0}, {"momentum": -0.1}, {"gamma": 0.0}, {"gamma": 1.1}):
+        with pytest.raises(ConfigError):
+            DPSGD(**wrong)

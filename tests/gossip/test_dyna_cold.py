@@ -1,0 +1,325 @@
+"""Dyna-COLD: one bit per coordinate, a scale that both ends keep equal, and what happens when it is the wrong one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from gossip_problems import Ran, problem, ring_weights, run, slope, view_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import deliver, letters_of
+from fedcomp.gossip.cold import COLD
+from fedcomp.gossip.compressors import Compressor, Delta, SignHalf
+from fedcomp.gossip.dyna_cold import DynaCOLD, Scaled
+from fedcomp.gossip.errors import OutOfStep, Saturated
+from fedcomp.gossip.nids import NIDS
+from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
+from fedcomp.gossip.tuning import Watch
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+TASK = problem(n=5, d=20, kappa=4.0)
+L = TASK.smoothness
+RING = ring_weights(TASK.n)
+NORM = max(float(np.abs(g).max()) for g in TASK.gradients(np.zeros((TASK.n, TASK.d))))
+GEOMETRIC = DynaCOLD(lr=1.0 / L, gamma=0.5, scale="geometric", rho=0.95, s0=NORM / L * 1.001)
+ZOOM = DynaCOLD(lr=1.0 / L)
+
+
+def first_below(errors: np.ndarray, level: float) -> int:
+    assert errors.min() < level
+    return int(np.flatnonzero(errors < level)[0]) + 1
+
+
+def test_7_10_the_error_falls_at_the_rate_of_the_scale_and_a_letter_has_one_bit_per_coordinate() -> None:
+    ran = run(replace(GEOMETRIC, digest_every=0), TASK, 300)
+    rate, straight = slope(ran.errors, low=1e-7)
+    assert math.log(rate) == pytest.approx(math.log(0.95), rel=0.05)
+    assert straight > 0.99
+    assert ran.errors[-1] < 1e-6
+    assert {size for sizes in ran.payloads.values() for size in sizes} == {HEADER_BYTES + math.ceil(TASK.d / 8)}
+    assert len(ran.payloads) == 2 * TASK.n
+    assert {len(sizes) for sizes in ran.payloads.values()} == {300}
+
+
+@pytest.mark.parametrize("d", [1, 7, 8, 9, 65])
+def test_zoom_costs_no_byte_more(d: int) -> None:
+    for algorithm in (replace(ZOOM, digest_every=0), replace(ZOOM, digest_every=0, s0=1e-3)):
+        state = algorithm.init(np.zeros(d), Layout.flat(d))
+        _, outbox = algorithm.send(state, lambda z: np.ones(d), view_of(RING, 0, 0))
+        (letter, _) = letters_of(0, outbox)
+        assert len(letter.payload) == HEADER_BYTES + math.ceil(d / 8)
+        assert bool(peek(letter.payload).flags & Flag.ZOOM) == (algorithm.s0 < 1.0)
+
+
+def test_7_11_a_schedule_that_is_too_fast_is_reported_and_ends_the_run() -> None:
+    task = problem()
+    largest = max(float(np.abs(g).max()) for g in task.gradients(np.zeros((task.n, task.d))))
+    lr = 1.0 / task.smoothness
+    fast = replace(GEOMETRIC, lr=lr, rho=0.9, s0=lr * largest * 1.001)
+    facts: list[float] = []
+    with pytest.raises(Saturated, match=r"rho=0\.9 shrinks.*Raise rho or s0.*scale='zoom'"):
+        run(fast, task, 300, watch=lambda k, states: facts.append(max(fast.facts(s)["saturated"] for s in states)))
+    # It is reported with the letter that did it, and the next one is refused: no error had time to grow.
+    assert facts[-1] == 1.0
+    assert not any(facts[:-1])
+    assert 20 < len(facts) < 80
+    watch = Watch()
+    with pytest.raises(Saturated, match="larger rho"):
+        run(fast, task, 80, watch=lambda k, states: watch(k, dict(enumerate(map(fast.facts, states)))))
+
+
+def test_a_first_scale_that_is_too_small_is_told_from_a_fast_schedule() -> None:
+    with pytest.raises(Saturated, match=r"letter 0 .*: s0=0\.0"):
+        run(replace(GEOMETRIC, s0=NORM / L / 100), TASK, 3)
+
+
+def too_fast(rho: float, **more: Any) -> tuple[Any, DynaCOLD]:
+    """Return an ill-conditioned problem and a schedule for it."""
+    task = problem("squares", kappa=46.0)
+    largest = max(float(np.abs(g).max()) for g in task.gradients(np.zeros((task.n, task.d))))
+    lr = 1.0 / task.smoothness
+    return task, replace(GEOMETRIC, lr=lr, rho=rho, s0=lr * largest * 1.001, **more)
+
+
+def test_a_box_left_by_a_little_is_tolerated_unless_told_otherwise() -> None:
+    task, strict = too_fast(0.95, tolerance=1.0)
+    with pytest.raises(Saturated, match=r"was 1\.[0-9]+ times"):
+        run(strict, task, 20)
+    watched, over = replace(strict, tolerance=2.0), []
+    ran = run(watched, task, 100, watch=lambda k, states: over.extend(watched.facts(s)["overshoot"] for s in states))
+    assert 1.0 < max(over) < 2.0
+    assert ran.errors[-1] < 0.01
+
+
+def test_undetected_saturation_would_diverge() -> None:
+    task, blind = too_fast(0.9, tolerance=1e300)
+    errors = run(blind, task, 130).errors
+    assert errors[-1] > 10 * errors.min()
+    assert errors.argmin() < 60
+
+
+def test_7_12_any_first_scale_reaches_the_same_precision_in_about_the_same_time() -> None:
+    found = []
+    for s0 in (1e-3, 1.0, 1e3):
+        algorithm = replace(ZOOM, s0=s0)
+
+        def done(k: int, states: Any) -> None:
+            if TASK.error(state["x"] for state in states) < 1e-6:
+                raise StopIteration
+
+        reached: list[int] = []
+        with pytest.raises(StopIteration):
+            run(algorithm, TASK, 600, watch=lambda k, states, r=reached, stop=done: (r.append(k), stop(k, states)))
+        found.append(len(reached))
+    assert max(found) <= 1.7 * min(found)
+
+
+def test_scales_and_estimates_are_equal_at_both_ends_in_every_iteration() -> None:
+    for dtype in ("float64", "float32"):
+        zoomed: list[float] = []
+
+        def equal(k: int, states: Any, zoomed: list[float] = zoomed) -> None:
+            for i, state in enumerate(states):
+                for j in ((i - 1) % TASK.n, (i + 1) % TASK.n):
+                    assert float(state[f"scale/{j}"]) == float(states[j]["scale"])
+                    assert np.array_equal(state[f"h/{j}"], states[j]["h"])
+                zoomed.append(float(state["scale"]))
+
+        algorithm = replace(ZOOM, s0=1e-4, digest_every=1)
+        ran = run(algorithm, TASK, 40, dtype=dtype, watch=equal)
+        # Out first, then in: both branches of the rule were taken.
+        assert max(zoomed) > 1e-2
+        assert float(ran.states[0]["scale"]) < max(zoomed)
+
+
+def test_a_scale_that_is_not_the_senders_is_found_by_the_digest() -> None:
+    algorithm = replace(ZOOM, digest_every=1)
+    states = [dict(state) for state in run(algorithm, TASK, 5).states]
+    states[2]["scale/1"] = states[2]["scale/1"] * 2.0
+    with pytest.raises(OutOfStep) as caught:
+        run(algorithm, TASK, 1, states=states, begin=5)
+    assert caught.value.source == 1
+
+
+def test_after_a_whole_estimate_all_neighbours_begin_at_the_first_scale() -> None:
+    for algorithm in (replace(ZOOM, s0=2.0), GEOMETRIC):
+        algorithm = replace(algorithm, digest_every=1)
+        states = run(algorithm, TASK, 30).states
+        sent = []
+        for i, state in enumerate(states):
+            view = replace(view_of(RING, i, 30), resync=frozenset({(i + 1) % TASK.n}))
+            sent.append(algorithm.send(state, lambda z, i=i: TASK.gradient(i, z), view))
+        inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})
+        flags = {peek(letter.payload).flags & Flag.RESYNC for inbox in inboxes.values() for letter in inbox}
+        assert flags == {Flag.RESYNC}
+        after = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(sent)]
+        for i, state in enumerate(after):
+            assert np.array_equal(state[f"h/{(i + 1) % TASK.n}"], after[(i + 1) % TASK.n]["h"])
+        if algorithm.scale == "zoom":
+            assert {float(state[f"scale/{(i + 1) % TASK.n}"]) for i, state in enumerate(after)} == {2.0 * 0.95}
+        ran = run(algorithm, TASK, 100, states=after, begin=31)
+        assert ran.errors[-1] < 0.2 * TASK.error(state["x"] for state in states)
+
+
+def test_signs_of_zero_are_positive_at_both_ends() -> None:
+    algorithm = replace(ZOOM, digest_every=1)
+    state = algorithm.init(np.zeros(3), Layout.flat(3))
+    pair = np.full((2, 2), 0.5)
+    sent, outbox = algorithm.send(state, lambda z: np.array([0.0, -0.0, 0.0]), view_of(pair, 0, 0))
+    assert sent["h"].tolist() == [0.5, 0.5, 0.5]
+    other, _ = algorithm.send(state, None, view_of(pair, 1, 0))
+    assert algorithm.receive(other, letters_of(0, outbox))["h/0"].tolist() == [0.5, 0.5, 0.5]
+
+
+@dataclass(frozen=True)
+class Coarse(Compressor):
+    """Multiples of one half within [-1, 1]: good on the unit box, not at all on smaller or larger vectors."""
+
+    id: ClassVar[str] = "coarse"
+
+    def encode(self, v: np.ndarray, key: Key) -> bytes:
+        return np.clip(np.rint(2.0 * v), -2, 2).astype(np.int8).tobytes()
+
+    def decode(self, data: memoryview, n: int, dtype: Any, key: Key) -> Delta:
+        return Delta(
+            n, None, np.frombuffer(data, np.int8).astype(dtype) / np.dtype(dtype).type(2.0), np.zeros(0, dtype)
+        )
+
+    def most(self, n: int, dtype: Any) -> int:
+        return n
+
+
+def test_other_quantisers_are_given_the_scaled_innovation() -> None:
+    ran = run(replace(ZOOM, quantiser=Coarse(), rho=0.9), TASK, 200)
+    assert ran.errors[-1] < 1e-6
+    # Without the division the same quantiser sees vectors that shrink out of its sight: it sends zeros from then on.
+    assert run(COLD(lr=1.0 / L, gamma=0.3, compressor=Coarse()), TASK, 200).errors[-1] > 1e-3
+    scaled = Scaled(Coarse(), 0.25)
+    decoded = scaled.decode(memoryview(scaled.encode(np.array([0.25, -0.13, 0.01]), Key(0))), 3, "float64", Key(0))
+    assert decoded.dense().tolist() == [0.25, -0.125, 0.0]
+
+
+def test_a_scale_on_the_wire_is_cold_with_norm_sign() -> None:
+    ran = run(COLD(lr=1.0 / L, gamma=0.5, compressor={"id": "norm-sign"}, digest_every=0), TASK, 250)
+    assert ran.errors[-1] < 1e-5
+    assert set(ran.payloads[0, 1]) == {HEADER_BYTES + 4 + math.ceil(TASK.d / 8)}
+
+
+def test_duals_sum_to_zero() -> None:
+    for algorithm in (ZOOM, GEOMETRIC):
+        sums: list[float] = []
+
+        def watch(k: int, states: Any, algorithm: DynaCOLD = algorithm, sums: list[float] = sums) -> None:
+            sums.append(algorithm.invariants(states)["sum_D"])
+
+        run(algorithm, TASK, 40, watch=watch)
+        assert max(sums) < 1e-10
+
+
+@pytest.mark.parametrize("scale", ["zoom", "geometric"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_long_after_the_precision_is_reached_nothing_drifts(scale: str, dtype: str) -> None:
+    # A smaller base than usual, so that the schedule falls below rounding long before the end.
+    algorithm: Any = replace(GEOMETRIC if scale == "geometric" else ZOOM, rho=0.9 if scale == "geometric" else 0.8)
+    task, weights = problem(n=2, d=4, kappa=2.0), np.full((2, 2), 0.5)
+    algorithm = replace(algorithm, lr=1.0 / task.smoothness, s0=1.0)
+    end = 500 if dtype == "float64" else 260
+    errors = run(algorithm, task, end, weights=weights, dtype=dtype).errors
+    floor = 1e-12 if dtype == "float64" else 1e-5
+    assert errors[end // 2 + 80 :].max() < floor
+
+
+def test_the_zoom_stops_at_its_smallest_scale() -> None:
+    algorithm = replace(ZOOM, rho=0.5, s_min=1e-2)
+    ran = run(algorithm, problem(n=2, d=4, kappa=2.0), 40, weights=np.full((2, 2), 0.5))
+    assert min(float(state["scale"]) for state in ran.states) >= 1e-2
+    still, quiet = replace(ZOOM, rho=1e-6), Layout.flat(2)
+    state = still.init(np.zeros(2), quiet)
+    for k in range(8):
+        state, _ = still.send(state, None, view_of(np.ones((1, 1)), 0, k))
+        state = still.receive(state, ())
+    assert 0.0 < float(state["scale"]) < 1.0
+    assert np.isfinite(state["h"]).all()
+
+
+def test_after_a_reset_the_schedule_begins_anew() -> None:
+    for algorithm in (ZOOM, GEOMETRIC):
+        states = run(algorithm, TASK, 60).states
+        reset = [algorithm.reset(state, TASK.layout) for state in states[:-1]]
+        assert {float(state["scale"]) for state in reset} == {algorithm.s0}
+        assert {int(state["age"]) for state in reset} == {0}
+        ran = run(algorithm, TASK.without(TASK.n - 1), 170, states=reset, begin=60, resync=True)
+        assert ran.errors[-1] < 1e-3 < ran.errors[0]
+
+
+def test_a_step_is_pure_and_refuses_what_is_not_finite() -> None:
+    for algorithm in (ZOOM, GEOMETRIC):
+        state = run(algorithm, TASK, 3).states[0]
+        for value in state.values():
+            value.setflags(write=False)
+        first, again = (algorithm.send(state, lambda z: TASK.gradient(0, z), view_of(RING, 0, 3)) for _ in range(2))
+        assert first[1] == again[1]
+        assert all(np.array_equal(first[0][key], again[0][key]) for key in first[0])
+        with pytest.raises(NonFiniteUpdate):
+            algorithm.send(state, lambda z: np.full_like(z, np.inf), view_of(RING, 0, 3))
+
+
+def test_small_models_and_dense_stretches() -> None:
+    empty = ZOOM.init(np.zeros(0), Layout.flat(0))
+    _, outbox = ZOOM.send(empty, lambda z: z, view_of(RING, 0, 0))
+    assert {len(letter.payload) for letter in letters_of(0, outbox)} == {HEADER_BYTES + 8}
+    arrays = {"weight": np.zeros((4, 5)), "bias": np.zeros(3)}
+    layout = Layout.of(arrays, lambda name, shape, dtype: 1.0 if len(shape) < 2 else None)
+    state = ZOOM.init(np.zeros(23), layout)
+    pull = np.arange(23.0) - 7.3
+    sent, _ = ZOOM.send(state, lambda z: pull, view_of(RING, 0, 0))
+    np.testing.assert_allclose(sent["h"][20:], -pull[20:] / L, rtol=1e-15)
+    assert set(np.abs(sent["h"][:20])) == {float(sent["scale"]) / 2.0}
+
+
+def test_iterations_are_those_of_nids_at_a_fraction_of_the_bits() -> None:
+    plain = run(NIDS(lr=1.0 / L), TASK, 80)
+    fast = DynaCOLD(lr=1.0 / L, gamma=0.5, scale="geometric", rho=0.9, s0=NORM / L * 1.001, digest_every=0)
+    coded = run(fast, TASK, 160)
+
+    def bits(ran: Ran) -> float:
+        k = first_below(ran.errors, 1e-6)
+        return 8.0 * sum(size - HEADER_BYTES for size in ran.payloads[0, 1][:k])
+
+    assert bits(plain) / bits(coded) > 10
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DynaCOLD(scale="fast"),  # type: ignore[arg-type]
+        lambda: DynaCOLD(rho=1.0),
+        lambda: DynaCOLD(rho=0.0),
+        lambda: DynaCOLD(s0=0.0),
+        lambda: DynaCOLD(s0=math.inf),
+        lambda: DynaCOLD(factor=1.0),
+        lambda: DynaCOLD(s_min=2.0),
+        lambda: DynaCOLD(tolerance=0.5),
+        lambda: DynaCOLD(gamma=0.0),
+        lambda: DynaCOLD(gamma="auto"),  # type: ignore[arg-type]
+        lambda: DynaCOLD(lr=0.0),
+        lambda: get_algorithm({"name": "dyna-cold", "copies": False}),
+        lambda: get_algorithm({"name": "dyna-cold", "compressor": {"id": "identity"}}),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_configurations_recreate_the_algorithm() -> None:
+    for algorithm in (ZOOM, GEOMETRIC, DynaCOLD(lr=np.float64(0.25), rho=0.9, s_min=1e-4)):
+        assert get_algorithm(algorithm.to_config()) == algorithm
+    assert ZOOM.to_config()["quantiser"] == SignHalf().to_config()

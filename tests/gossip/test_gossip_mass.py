@@ -1,0 +1,255 @@
+"""Push-sum on a network that loses things: mass is neither made nor lost, whoever is silent, wiped, leaves or joins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gossip_faults import (
+    EDGES,
+    FAULTS,
+    LAYOUT,
+    LOSS,
+    SPREAD,
+    ZERO,
+    Courier,
+    D,
+    N,
+    Quadratic,
+    average,
+    error,
+    learn,
+    name_of,
+    vectors,
+)
+
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Letter, Real
+from fedcomp.gossip.central import FaultPlan, Nodes, simulate
+from fedcomp.gossip.errors import Diverged
+from fedcomp.gossip.estimates import digests
+from fedcomp.gossip.relay import Relay
+from fedcomp.gossip.topology import topology_of
+from fedcomp.rng import Key
+
+
+@pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
+def test_7_05_a_fifth_of_all_exchanges_lost_and_all_mass_is_there_at_every_moment(config: dict[str, Any]) -> None:
+    graph = "exponential" if "estimates" in config else "digraph:0.4"
+    iterations = 120 if config["name"] == "sgp" else 220
+    outcome, mass = average(
+        config, graph, iterations, faults=FaultPlan(3, LOSS), patience=30, n=8, starts=vectors(8, D)
+    )
+    assert outcome.report.repeated > iterations
+    assert len(mass.seen) > 40
+    assert mass.seen[0][0] == 8.0
+    assert max(mass.drift()) < 1e-12
+    assert error(outcome, np.mean(vectors(8, D), axis=0)) < 1e-10
+
+
+@pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
+def test_7_05_every_kind_of_fault_at_once_moves_no_mass(config: dict[str, Any]) -> None:
+    graph = "exponential" if "estimates" in config else "digraph:0.5"
+    outcome, mass = average(config, graph, 60, faults=FaultPlan(9, FAULTS), patience=30)
+    assert max(mass.drift()) < 1e-12
+    assert not outcome.report.gone
+    assert not outcome.report.needed
+
+
+@pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
+@pytest.mark.parametrize("how", ["wiped", "silent"])
+def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[str, Any], how: str) -> None:
+    """While other faults go on. Wiped: it is known at once, and the node joins again; silent: it is waited for."""
+    held: list[tuple[float, Real]] = []
+
+    def remember(relay: Relay, nodes: Nodes) -> None:
+        if relay.report.rounds == 19:
+            # What it holds by its last answer: an instruction it may have carried out since then did not happen.
+            entry, state = relay._open.get(2), nodes.memories[2].state
+            assert entry is None
+            held.append((float(state["w"]), state["x"].copy()))
+
+    noise = FaultPlan(6, FAULTS)
+
+    def faults(node: int, attempt: int) -> str:
+        if node == 2 and attempt >= 20:
+            return how if attempt == 20 or how == "silent" else "none"
+        return "none" if node == 2 and attempt > 17 else noise(node, attempt)
+
+    graph = "exponential" if "estimates" in config else "digraph:0.5"
+    outcome, mass = average(config, graph, 120, faults=faults, patience=8, before=remember)
+    (w, x), (w0, x0), (w1, x1) = held[0], mass.seen[0], mass.seen[-1]
+    assert outcome.report.gone[0][1] == 2
+    assert len(outcome.report.gone) == 1
+    assert outcome.report.undelivered > 0
+    assert 0.01 < w < N
+    assert w0 - w1 == pytest.approx(w, abs=1e-12)
+    np.testing.assert_allclose(x0 - x1, x, atol=1e-12)
+    assert (2 in outcome.models) == (how == "wiped")
+    # 7_06: whoever is there agrees on what is left of the sums.
+    assert error(outcome, x1 / w1) < (1e-9 if config["name"] == "sgp" else 1e-5)
+    assert w1 < N - 0.01
+
+
+@pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
+def test_7_06_a_node_that_leaves_takes_nothing_with_it(config: dict[str, Any]) -> None:
+    def leave(relay: Relay, nodes: Nodes) -> None:
+        return relay.leave(4) if relay.report.rounds == 10 else None
+
+    graph = "exponential" if "estimates" in config else "digraph:0.5"
+    outcome, mass = average(config, graph, 120, faults=FaultPlan(2, FAULTS), patience=30, before=leave)
+    assert outcome.report.left[0][1] == 4
+    assert 4 not in outcome.models
+    assert max(mass.drift()) < 1e-12
+    assert error(outcome, np.mean(vectors(N, D), axis=0)) < (8e-15 if config["name"] == "sgp" else 1e-6)
+
+
+@pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
+def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(config: dict[str, Any]) -> None:
+    """Its last letters and the one before, which it comes back for. Otherwise the vanished node took more than its own."""
+    own: list[float] = []
+
+    def act(relay: Relay, nodes: Nodes) -> None:
+        if relay.report.rounds == 10:
+            relay.leave(0)
+            own.append(float(nodes.memories[1].state["w"]))
+
+    def faults(node: int, attempt: int) -> str:
+        return "silent" if node == 1 and attempt > 10 else "none"
+
+    outcome, mass = average(config, "complete", 30, faults=faults, patience=4, before=act)
+    assert [event[1] for event in outcome.report.left] == [0, 0]
+    assert [event[1] for event in outcome.report.gone] == [1]
+    assert sorted(outcome.models) == [2, 3, 4, 5]
+    assert mass.seen[-1][0] == pytest.approx(N - own[0], abs=1e-12)
+
+
+def test_7_06_who_joins_brings_nothing_and_takes_part() -> None:
+    for config, graph in (({"name": "sgp"}, "digraph:0.5"), (EDGES, "digraph:0.5"), (SPREAD, "exponential")):
+
+        def join(relay: Relay, nodes: Nodes) -> None:
+            return relay.join(5) if relay.report.rounds == 20 else None
+
+        starts = vectors(N, D)
+        outcome, mass = average(
+            config, graph, 120, faults=FaultPlan(2, FAULTS), patience=30, before=join, members=range(5), starts=starts
+        )
+        assert mass.seen[0][0] == 5.0
+        assert max(mass.drift()) < 1e-12
+        assert len(outcome.models) == N
+        assert float(outcome.states[5]["w"]) > 0.2
+        assert error(outcome, np.mean(starts[:5], axis=0)) < 1e-5
+
+
+def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
+    def act(relay: Relay, nodes: Nodes) -> None:
+        if relay.report.rounds == 25:
+            relay.leave(1)
+        if relay.report.rounds == 35 and 1 not in relay.members:
+            relay.join(1)
+
+    for config, graph in ((EDGES, "digraph:0.6"), (SPREAD, "exponential")):
+        faults = FaultPlan(4, {**LOSS, "wiped": 0.02}, until=60)
+        outcome, _ = average(config, graph, 90, faults=faults, patience=6, before=act)
+        assert len(outcome.report.gone) > 2
+        assert outcome.traffic.edge["resync"].letters > 10
+        found = {i: digests(state, ("h",)) for i, state in outcome.states.items()}
+        edges = topology_of(graph, N, 0).edges(0) if graph == "exponential" else [(i, j) for i in found for j in found]
+        compared = [
+            (found[i].get("h", found[i].get(f"h>{j}")), found[j].get(f"h/{i}"))
+            for i, j in edges
+            if i != j and i in found and j in found
+        ]
+        assert len(compared) > N
+        assert all(own is not None and own == copy for own, copy in compared)
+
+
+def test_no_letter_counts_twice_or_is_both_delivered_and_returned() -> None:
+    """And letters of an edge arrive in their order, whatever happens to the nodes."""
+
+    def act(relay: Relay, nodes: Nodes) -> None:
+        if relay.report.rounds % 17 == 5 and len(relay.members) > 3:
+            relay.leave(relay.members[relay.report.rounds % len(relay.members)])
+        for node in set(range(N)) - set(relay.members) - relay._departing:
+            if relay.report.rounds % 7 == node:
+                relay.join(node)
+
+    events: Counter[str] = Counter()
+    for seed in range(6):
+        plan = FaultPlan(seed, {**FAULTS, "silent": 0.2, "wiped": 0.02})
+        outcome = simulate(
+            Courier(),
+            topology_of("digraph:0.5", N, seed),
+            None,
+            ZERO,
+            80,
+            layout=LAYOUT,
+            seed=seed,
+            faults=plan,
+            patience=3,
+            before=act,
+        )
+        got = {row for state in outcome.states.values() for row in map(tuple, state["got"])}
+        back = {row for state in outcome.states.values() for row in map(tuple, state["back"])}
+        assert not got & back
+        for _i, state in outcome.states.items():
+            for rows in (state["got"], state["back"]):
+                assert len({tuple(row) for row in rows}) == len(rows)
+            for source in range(N):
+                numbers = state["got"][state["got"][:, 0] == source][:, 2]
+                assert (np.diff(numbers) > 0).all()
+            # Of what this life sent, nothing has vanished: receivers that were gone meanwhile took theirs with them.
+            sent = {tuple(row) for row in state["sent"]}
+            assert {tuple(row) for row in state["back"]} <= sent
+            ended = {event[1] for event in (*outcome.report.gone, *outcome.report.left)}
+            assert all(to in ended for _, to, _ in sent - got - back)
+        events += Counter(gone=len(outcome.report.gone), left=len(outcome.report.left), back=len(back), got=len(got))
+    assert min(events.values()) > 10
+
+
+def test_nan_leaves_a_node_at_rest_and_ends_the_run_when_it_stays() -> None:
+    class Poison(Quadratic):
+        times: tuple[int, ...] = ()
+
+        def gradient(self, z: Real, key: Key) -> Real:
+            return super().gradient(z, key) * (np.nan if key.round in self.times else 1.0)
+
+    poisoned = Poison(ZERO)
+    poisoned.times = (4, 5, 9)
+    locals = [poisoned if i == 3 else Quadratic(c) for i, c in enumerate(vectors(N, D))]
+    outcome = learn({"name": "sgp"}, "exponential", 20, "float64", locals=locals, patience=3)
+    assert [event[:2] for event in outcome.report.failed] == [(5, 3), (6, 3), (10, 3)]
+    assert get_algorithm({"name": "sgp"}).invariants(outcome.states.values())["sum_w"] == pytest.approx(N, abs=1e-12)
+    poisoned.times = (4, 5, 6)
+    with pytest.raises(Diverged, match=r"node 3, iteration 6 \(iteration 3 in a row\): "):
+        learn({"name": "sgp"}, "exponential", 20, "float64", locals=locals, patience=3)
+
+
+@pytest.mark.parametrize("config", [EDGES, SPREAD, {"name": "sgp"}], ids=name_of)
+def test_a_damaged_letter_goes_back_and_the_next_one_carries_the_whole_estimate(config: dict[str, Any]) -> None:
+    def damage(relay: Relay, nodes: Nodes) -> None:
+        if relay.report.rounds == 10:
+            box = relay._mailbox._boxes[3]
+            # The sender gets the letter as it wrote it: it is the receiver that cannot read it.
+            at = next(k for k, p in enumerate(box) if p.letter.source == 2)
+            received.append(box[at].letter)
+            nodes.memories[3] = replace(nodes.memories[3], state=spoilt(nodes.memories[3].state))
+
+    def spoilt(state: dict[str, Any]) -> dict[str, Any]:
+        return {k: v + 1.0 if k == "h/2" else v for k, v in state.items()}
+
+    received: list[Letter] = []
+    outcome, mass = average(config, "exponential", 60, before=damage)
+    assert len(received) == 1
+    if config["name"] == "sgp":
+        assert not outcome.report.needed  # holds no estimate that could be spoilt
+        return
+    assert [event[:2] for event in outcome.report.needed] == [(11, 3)]
+    assert "node 2" in outcome.report.needed[0][2]
+    assert outcome.traffic.edge["resync"].letters == 1
+    assert outcome.report.undelivered == 2
+    assert outcome.states[3]["h/2"].tobytes() == outcome.states[2]["h>3" if config is EDGES else "h"].tobytes()
+    assert abs(mass.seen[-1][0] - N) < 1e-12

@@ -1,0 +1,414 @@
+"""The mailbox: whatever is lost, repeated or broken on the way, letters count once, and mass stays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from gossip_faults import (
+    EDGES,
+    FAULTS,
+    LAYOUT,
+    SYNCHRONOUS,
+    ZERO,
+    Courier,
+    D,
+    N,
+    Quadratic,
+    average,
+    error,
+    learn,
+    name_of,
+    same_models,
+    same_states,
+    vectors,
+)
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Algorithm, Letter, Posting, Real
+from fedcomp.gossip.central import FaultPlan, Nodes
+from fedcomp.gossip.errors import Diverged, LetterError, TopologyError
+from fedcomp.gossip.estimates import digests
+from fedcomp.gossip.mailbox import Mailbox, Parcel
+from fedcomp.gossip.node import Memory
+from fedcomp.gossip.protocol import Answer, Instruction, largest_letter
+from fedcomp.gossip.relay import Relay
+from fedcomp.gossip.topology import topology_of
+from fedcomp.rng import Key
+
+
+@pytest.mark.parametrize("config", SYNCHRONOUS, ids=name_of)
+def test_faults_leave_no_trace_in_a_synchronous_run(config: dict[str, Any]) -> None:
+    clean = learn(config, "ring", 12)
+    faulty = learn(config, "ring", 12, faults=FaultPlan(3, FAULTS), patience=40)
+    assert faulty.report.repeated > 12, "the plan must do something"
+    assert same_states(clean.states, faulty.states)
+    assert clean.traffic.edge == faulty.traffic.edge
+    assert clean.traffic.node == faulty.traffic.node
+    assert faulty.traffic.relay_bytes > clean.traffic.relay_bytes
+
+
+def test_a_gradient_is_taken_again_only_when_it_was_not_kept() -> None:
+    """A node that lost its reply has stored it, one that broke before storing has not."""
+    for kind, again in (("lost_reply", 0), ("raise_after", 0), ("silent", 0), ("duplicate", 0), ("raise", 5)):
+        locals = [Quadratic(centre) for centre in vectors(N, D)]
+
+        def faults(i: int, t: int, kind=kind) -> str:
+            return kind if i == 2 and t <= 5 else "none"
+
+        learn(SYNCHRONOUS[7], "ring", 8, "float64", locals=locals, faults=faults, patience=9)
+        assert [local.calls for local in locals] == [8 + (again if i == 2 else 0) for i in range(N)], kind
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS[0], SYNCHRONOUS[2]], ids=name_of)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_7_15_digests_agree_after_every_fault_and_after_save_and_restore(config: dict[str, Any], dtype: str) -> None:
+    seen: set[bytes] = set()
+
+    def compare(relay: Relay, nodes: Nodes) -> None:
+        for node, memory in nodes.memories.items():
+            nodes.memories[node] = restored(memory)
+        if relay.settled and nodes.memories:
+            mail = {i: asked.mail for i, asked in relay.observe().items()}
+            seen.update(
+                both_ends_agree(nodes, mail, lambda i: (i - 1) % N), both_ends_agree(nodes, mail, lambda i: (i + 1) % N)
+            )
+
+    faulty = learn(config, "ring", 12, dtype, faults=FaultPlan(5, FAULTS), patience=40, before=compare)
+    assert len(seen) > 10 * N
+    assert same_states(faulty.states, learn(config, "ring", 12, dtype).states)
+
+
+def both_ends_agree(nodes: Nodes, mail: dict[int, tuple[Letter, ...]], neighbour: Callable[[int], int]) -> set[bytes]:
+    """Check what every node's neighbour holds of it once the letters under way have arrived; return the digests."""
+    now = {i: nodes.algorithm.receive(nodes.memories[i].state, mail[i]) for i in mail}
+    found = {i: digests(now[i], ("h",)) for i in now}
+    for i in found:
+        j = neighbour(i)
+        own = found[i].get("h", found[i].get(f"h>{j}"))
+        assert own is not None
+        assert own == found[j][f"h/{i}"]
+    return {found[i].get("h", b"") for i in found}
+
+
+def restored(memory: Memory) -> Memory:
+    """Return the memory after a journey through bytes."""
+    arrays, parts = memory.to_parts()
+    loaded = {name: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for name, a in arrays.items()}
+    letters = parts.pop("answer.postings")
+    return Memory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.postings": letters})
+
+
+def test_the_relay_goes_on_from_its_stored_state_as_if_nothing_had_been() -> None:
+    """Stored and restored after every round, in the middle of faults, instructions and letters."""
+    for config, graph in ((SYNCHRONOUS[0], "ring"), (EDGES, "digraph:0.5")):
+
+        def replace_relay(relay: Relay, nodes: Nodes) -> None:
+            state, letters = relay.get_state()
+            state = json.loads(json.dumps(state))
+            for name in ("_open", "_mailbox", "_members", "_starts", "traffic", "report", "_serials"):
+                setattr(relay, name, None)  # nothing of the old one is left
+            relay._mailbox = Mailbox(relay.topology.n, returns=relay.algorithm.asynchronous)
+            relay.set_state(state, letters)
+
+        plan = FaultPlan(7, FAULTS)
+        plain = learn(config, graph, 15, faults=plan, patience=3)
+        again = learn(config, graph, 15, faults=plan, patience=3, before=replace_relay)
+        assert same_states(plain.states, again.states)
+        assert (plain.traffic, plain.report) == (again.traffic, again.report)
+        assert plain.report.gone, "the plan must give somebody up"
+
+
+def test_a_state_of_another_run_is_refused() -> None:
+    relay, other = relay_of("sgp"), relay_of("sgp", session="other")
+    with pytest.raises(StateError, match="other"):
+        relay.set_state(*other.get_state())
+    state, letters = relay.get_state()
+    with pytest.raises(StateError, match="no relay's state"):
+        relay.set_state({**state, "open": [[{}, [], 0, ""]]}, letters)
+
+
+def relay_of(name: str, graph: str = "complete", **options: Any) -> Relay:
+    algorithm: Algorithm = Courier() if name == "courier" else get_algorithm({"name": name})
+    options = {"iterations": 5, "session": "s", "seed": 0, "largest": largest_letter(algorithm, D, 8), **options}
+    return Relay(algorithm, topology_of(graph, N, 0), **options)
+
+
+def test_the_others_begin_anew_when_a_node_of_a_synchronous_run_is_gone() -> None:
+    """They go on from their models with a smaller graph, whole estimates first, and reach the optimum of the rest."""
+    rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 2], axis=0)
+    for config in (
+        {"name": "cold", "lr": 0.5, "gamma": 0.5},
+        {"name": "nids", "lr": 0.5},
+        {"name": "gradient-tracking", "lr": 0.3},
+    ):
+        locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
+
+        def faults(i: int, t: int) -> str:
+            return "silent" if i == 2 and t > 10 else "none"
+
+        outcome = learn(config, "complete", 80, "float64", locals=locals, faults=faults, patience=3)
+        assert outcome.report.gone == [(13, 2, "no answer to 3 requests: no connection")]
+        assert sorted(outcome.models) == [0, 1, 3, 4, 5]
+        assert error(outcome, rest) < 1e-6
+        assert outcome.traffic.edge["resync"].letters == 20
+
+
+def test_a_node_that_lost_its_memory_comes_back_into_a_synchronous_run() -> None:
+    mean = np.mean(vectors(N, D), axis=0)
+    locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
+
+    def faults(i: int, t: int) -> str:
+        return "wiped" if (i, t) == (4, 10) else "none"
+
+    config = {"name": "cold", "lr": 0.5, "gamma": 0.5, "digest_every": 1}
+    outcome = learn(config, "complete", 80, "float64", locals=locals, faults=faults)
+    assert [event[:2] for event in outcome.report.gone] == [(10, 4)]
+    assert outcome.report.joined[0][:2] == (11, 4)
+    assert error(outcome, mean) < 1e-6
+    assert len(outcome.models) == N
+
+
+def test_leaving_a_synchronous_run_finishes_the_iteration_for_all() -> None:
+    """No letter is thrown away: the one that leaves and those that stay have what the iteration gave them."""
+    rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 1], axis=0)
+    locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
+
+    def leave(relay: Relay, nodes: Nodes) -> None:
+        return relay.leave(1) if relay.iteration == 7 and relay.settled else None
+
+    config = {"name": "nids", "lr": 0.5}
+    outcome = learn(
+        config, "complete", 80, "float64", locals=locals, before=leave, faults=FaultPlan(1, FAULTS), patience=30
+    )
+    assert outcome.traffic.undelivered.letters == 0
+    assert outcome.report.left[0][1] == 1
+    assert error(outcome, rest) < 1e-6
+    alone = learn(config, "complete", 7, "float64", locals=locals)
+    left = get_algorithm(config).model(outcome.memories[1].state)
+    assert left.tobytes() == alone.models[1].tobytes()
+
+
+def test_nan_ends_a_synchronous_run_and_names_the_node() -> None:
+    class Poison(Quadratic):
+        def gradient(self, z: Real, key: Key) -> Real:
+            return super().gradient(z, key) * (np.nan if key.round == 4 else 1.0)
+
+    locals = [Poison(c) if i == 3 else Quadratic(c) for i, c in enumerate(vectors(N, D))]
+    with pytest.raises(Diverged, match="node 3, iteration 4: "):
+        learn(SYNCHRONOUS[7], "ring", 10, "float64", locals=locals, faults=FaultPlan(1, FAULTS), patience=30)
+
+
+def test_letters_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_does_not_help() -> None:
+    def damage(relay: Relay, nodes: Nodes) -> None:
+        if relay.iteration == 5 or (always and relay.iteration > 5):
+            box = relay._mailbox._boxes[0]
+            box[0] = Parcel(replace(box[0].letter, payload=b"\xff" * 40), box[0].life)
+
+    always = False
+    mean = np.mean(vectors(N, D), axis=0)
+    locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
+    config = {"name": "cold", "lr": 0.5, "gamma": 0.5, "digest_every": 1}
+    outcome = learn(config, "complete", 80, "float64", locals=locals, before=damage)
+    assert {event[1] for event in outcome.report.needed} == {0}
+    assert not outcome.report.gone
+    assert error(outcome, mean) < 1e-6
+
+    always = True
+    with pytest.raises(LetterError, match="4 epochs in a row; last: node 0: "):
+        learn(config, "complete", 80, "float64", locals=locals, before=damage, patience=3)
+
+
+def forge(answer: Answer, how: str) -> Answer:
+    first, *rest = answer.postings
+    if how == "stranger":
+        return replace(answer, postings=(Posting((17,), first.payload), *rest))
+    if how == "itself":
+        return replace(answer, postings=(Posting((3,), first.payload), *rest))
+    if how == "twice":
+        return replace(answer, postings=(*answer.postings, first))
+    if how == "nobody":
+        return replace(answer, postings=(*answer.postings, Posting((), b"")))
+    if how == "too large":
+        return replace(answer, postings=(replace(first, payload=first.payload + bytes(10**6)), *rest))
+    if how == "failed, but speaks":
+        return replace(answer, failed="no")
+    if how == "needs a stranger":
+        return replace(answer, needs=(17,), reasons=("",))
+    if how == "needs without reasons":
+        return replace(answer, needs=tuple(range(N)))
+    if how == "many figures":
+        return replace(answer, facts={str(k): 0.0 for k in range(100)})
+    raise AssertionError(how)
+
+
+HOSTILE = (
+    "stranger", "itself", "twice", "nobody", "too large", "failed, but speaks", "needs a stranger",
+    "needs without reasons", "many figures",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sgp", "dpsgd"])
+@pytest.mark.parametrize("how", HOSTILE)
+def test_an_answer_that_cannot_be_one_is_refused_and_harms_nobody(name: str, how: str) -> None:
+    class Forger(Nodes):
+        def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+            answer = super()._deliver(node, instruction, kind)
+            hostile = node == 3 and instruction.iteration == 4 and instruction.action == "step"
+            return forge(answer, how) if hostile and isinstance(answer, Answer) else answer
+
+    algorithm = get_algorithm({"name": name})
+    relay = relay_of(name, iterations=40, patience=3)
+    starts = vectors(N, D)
+    nodes = Forger(algorithm, None, starts, LAYOUT, common=ZERO)
+    run(relay, nodes)
+    assert [event[:2] for event in relay.report.refused] == [(5, 3), (6, 3), (7, 3)]
+    assert relay.report.gone[0][1] == 3
+    assert sorted(relay.members) == [0, 1, 2, 4, 5]
+    models = [algorithm.model(nodes.memories[i].state) for i in relay.members]
+    assert max(float(np.abs(m - models[0]).max()) for m in models) < 1e-6
+    if name == "sgp":
+        assert sum(float(nodes.memories[i].state["w"]) for i in relay.members) < N - 0.01
+
+
+def run(relay: Relay, nodes: Nodes) -> None:
+    while not relay.done:
+        relay.take(*nodes.carry_out(relay.ask(), relay.report.rounds))
+
+
+def test_an_answer_to_something_else_counts_as_none() -> None:
+    relay = relay_of("sgp")
+    nodes = Nodes(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
+    asked = relay.ask()
+    answers, _ = nodes.carry_out(asked, 1)
+    wrong = {0: replace(answers[0], serial=2), 1: replace(answers[1], session="other"), 17: answers[2]}
+    relay.take({**answers, **wrong})
+    assert relay.report.ignored == 3
+    assert {node: asked[node] is again for node, again in relay.ask().items() if node in (0, 1)} == {0: True, 1: True}
+
+
+def test_an_instruction_is_repeated_verbatim_until_it_is_answered_or_its_node_given_up() -> None:
+    for name in ("sgp", "dpsgd"):
+        relay = relay_of(name, patience=4)
+        nodes = Nodes(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
+        relay.take(nodes.carry_out(relay.ask(), 1)[0])
+        seen = []
+        for attempt in range(2, 6):
+            asked = relay.ask()
+            seen.append(asked[3])
+            answers, _ = nodes.carry_out({i: one for i, one in asked.items() if i != 3}, attempt)
+            relay.take(answers)
+        assert all(one is seen[0] for one in seen)
+        assert seen[0].serial == 2
+        assert len(seen[0].mail) == N - 1
+        assert 3 not in relay.members
+        assert 3 not in relay.ask()
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS[0], SYNCHRONOUS[2], {"name": "sgp"}, EDGES], ids=name_of)
+def test_observing_changes_nothing_and_sees_what_the_end_would_be(config: dict[str, Any]) -> None:
+    graph = "ring" if config in SYNCHRONOUS else "exponential"
+    plan = FaultPlan(3, FAULTS)
+    plain = learn(config, graph, 12, faults=plan, patience=30)
+    watched = learn(
+        config,
+        graph,
+        12,
+        faults=plan,
+        patience=30,
+        every=1,
+        observe=lambda k, models: {i: m.copy() for i, m in models.items()},
+    )
+    assert same_states(plain.states, watched.states)
+    assert plain.traffic == watched.traffic
+    assert [k for k, _ in watched.curve] == list(range(13))
+    clean = learn(config, graph, 12, every=1, observe=lambda k, models: {i: m.copy() for i, m in models.items()})
+    for k, models in (clean.curve[1], clean.curve[7], clean.curve[12]):
+        assert same_models(models, learn(config, graph, k).models)
+    if config in SYNCHRONOUS:
+        assert all(same_models(a[1], b[1]) for a, b in zip(clean.curve, watched.curve, strict=True))
+    else:
+        assert min(len(models) for _, models in watched.curve) < N, "who does not answer is not observed"
+
+
+def test_the_closing_phase_averages_without_gradients_and_is_counted_apart() -> None:
+    outcome, mass = average(EDGES, "one-peer", 20, n=8, starts=vectors(8, D), skew_rounds="auto", faults=None)
+    assert error(outcome, np.mean(vectors(8, D), axis=0)) < 1e-14  # log2(8) = 3 rounds, exact
+    assert outcome.traffic.edge["dense"].letters == 3 * 8
+    assert outcome.traffic.edge["train"].letters == 20 * 8
+    assert max(mass.drift()) < 1e-12
+    locals = [Quadratic(centre) for centre in vectors(N, D)]
+    learn(EDGES, "exponential", 4, "float64", locals=locals, skew_rounds=5)
+    assert [local.calls for local in locals] == [4] * N
+
+
+def test_the_watcher_sees_every_node_of_every_iteration_once() -> None:
+    for name in ("sgp", "dpsgd"):
+        seen: list[tuple[int, int]] = []
+        note = partial(extend, seen)
+        learn({"name": name}, "ring", 6, faults=FaultPlan(3, FAULTS), patience=30, watch=note)
+        assert len(set(seen)) == len(seen)
+        wanted = sorted((k, i) for k in range(6) for i in range(N))
+        assert sorted(seen) == wanted if name == "dpsgd" else set(seen) < set(wanted)
+    with pytest.raises(Diverged, match="enough"):
+        learn({"name": "dpsgd"}, "ring", 6, watch=stop)
+
+
+def extend(seen: list[tuple[int, int]], iteration: int, facts: Any) -> None:
+    seen.extend((iteration, node) for node in facts)
+
+
+def stop(iteration: int, facts: Any) -> None:
+    if iteration == 3:
+        raise Diverged("enough")
+
+
+def test_no_node_left_is_an_error() -> None:
+    for name in ("sgp", "dpsgd"):
+        with pytest.raises(StateError, match="no node is left"):
+            learn({"name": name}, "ring", 6, faults=lambda i, t: "silent", patience=3)
+
+
+def test_living_nodes_that_cannot_reach_each_other_are_reported() -> None:
+    outcome, _ = average(
+        {"name": "sgp"}, "ring", 6, faults=lambda i, t: "silent" if i in (1, 4) else "none", patience=2
+    )
+    assert outcome.report.split[-1] == (2, [[0, 5], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"iterations": -1}, "iterations=-1"),
+        ({"patience": 0}, "patience=0"),
+        ({"largest": 0}, "largest=0"),
+        ({"skew_rounds": -1}, "skew_rounds=-1"),
+        ({"members": [0, 9]}, "members"),
+        ({"members": []}, "members"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        relay_of("sgp", **options)
+
+
+def test_what_cannot_be_run_is_refused_before_the_first_round() -> None:
+    with pytest.raises(ConfigError, match="push-sum"):
+        relay_of("dpsgd", skew_rounds=3)
+    with pytest.raises(TopologyError):
+        relay_of("dpsgd", graph="exponential")
+    relay = relay_of("sgp")
+    with pytest.raises(ConfigError, match="cannot join"):
+        relay.join(3)
+    with pytest.raises(ConfigError, match="cannot leave"):
+        relay.leave(7)
+    waiting = relay_of("dpsgd")
+    waiting.ask()
+    with pytest.raises(StateError, match="settled"):
+        waiting.observe()

@@ -1,0 +1,88 @@
+"""Four counters of bytes, each of them ``len(letter)`` of real letters, and none mixed with another."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from gossip_faults import FAULTS, LAYOUT, D, N, Quadratic, learn, vectors
+
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.central import FaultPlan
+from fedcomp.gossip.traffic import Traffic
+
+K = 10
+"""Iterations of every run."""
+
+
+def test_7_17_edge_bytes_are_the_formula_of_the_letters_and_independent_of_the_relay() -> None:
+    """Whole float32 models on an undirected ring: both directions of n edges, one letter of each sender to both."""
+    letter = 8 + 4 * D
+    clean = learn({"name": "dpsgd"}, "ring", K).traffic
+    assert clean.edge["train"].letters == clean.letters == K * 2 * N
+    assert clean.edge_bytes == K * 2 * N * letter
+    assert clean.node_bytes == K * N * letter
+    assert (clean.up.bytes, clean.down.bytes) == (K * N * letter, K * 2 * N * letter)
+    assert clean.relay_bytes == clean.up.bytes + clean.down.bytes
+    faulty = learn({"name": "dpsgd"}, "ring", K, faults=FaultPlan(1, FAULTS), patience=40).traffic
+    assert (faulty.edge, faulty.node) == (clean.edge, clean.node)
+    assert faulty.up.bytes >= clean.up.bytes
+    assert faulty.down.bytes > clean.down.bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "body"),
+    [
+        # d = 16: a share of 8 bytes, then 4 values and what their places take: a bitmap of 16 bits and its mode.
+        ({"name": "sgp"}, 8 + 4 * D),
+        ({"name": "cold", "compressor": {"id": "randomk", "fraction": 0.25}, "digest_every": 0}, 4 * 4),
+        ({"name": "dyna-cold", "scale": "geometric", "rho": 0.99, "s0": 5.0, "digest_every": 0}, D // 8),
+        ({"name": "beer", "lr": 0.1, "compressor": {"id": "identity"}, "digest_every": 0}, 2 * 4 * D + 1),
+    ],
+)
+def test_7_17_bodies_are_what_the_formats_say(config: dict[str, Any], body: int) -> None:
+    count = learn(config, "ring", K).traffic.edge["train"]
+    assert count.headers == 8 * count.letters == 8 * K * 2 * N
+    assert count.bodies == body * count.letters
+
+
+def test_one_letter_to_one_neighbour_costs_the_same_by_every_count() -> None:
+    traffic = learn({"name": "sparse-push", "fraction": 0.25, "gamma": 0.2}, "one-peer", K).traffic
+    assert traffic.letters == K * N
+    assert traffic.node_bytes == traffic.edge_bytes == traffic.up.bytes == traffic.down.bytes
+
+
+def test_phases_are_counted_apart() -> None:
+    faults = FaultPlan(1, {"wiped": 0.03})
+    outcome = learn(
+        {"name": "sparse-push", "fraction": 0.25, "gamma": 0.2}, "exponential", 30, skew_rounds=4, faults=faults
+    )
+    edge = outcome.traffic.edge
+    assert edge["dense"].bytes == (8 + 8 + 4 * D) * edge["dense"].letters > 0
+    # A whole estimate travels beside the change of it.
+    mean = {phase: count.bodies / count.letters for phase, count in edge.items()}
+    assert 4 * D < mean["resync"] - mean["train"] + 8 < 4 * D + 16
+    assert outcome.traffic.undelivered.letters == outcome.report.undelivered > 0
+
+
+def test_energy_is_bits_times_what_a_bit_costs() -> None:
+    traffic = learn({"name": "dpsgd"}, "ring", K).traffic
+    letter = 8 + 4 * D
+    sent, received = K * 2 * N * letter, K * 2 * N * letter
+    assert traffic.energy(2.0, 0.5) == 8 * (2.0 * sent + 0.5 * received)
+    assert traffic.energy(2.0, 0.5, broadcast=True) == 8 * (2.0 * sent / 2 + 0.5 * received)
+    traffic.undelivered.add(letter, 3)
+    assert traffic.energy(0.0, 1.0) == 8 * (received - 3 * letter)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="joules per bit"):
+            traffic.energy(wrong, 0.0)
+
+
+def test_counters_survive_a_journey_as_json() -> None:
+    locals = [Quadratic(np.float32(centre)) for centre in vectors(N, D)]
+    traffic = learn({"name": "sgp"}, "exponential", K, locals=locals, skew_rounds=2).traffic
+    traffic.overhead = 12345
+    assert Traffic.from_dict(json.loads(json.dumps(traffic.to_dict()))) == traffic
+    assert LAYOUT.size == D

@@ -1,0 +1,270 @@
+"""Stochastic gradient push: averages of whole models over directed graphs, with nothing made and nothing lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from push_sum_runs import UNBALANCED, disagreement, opened, rounds, starts, views_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Letter, View, letters_of
+from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.packet import HEADER_BYTES
+from fedcomp.gossip.sgp import SGP
+from fedcomp.gossip.topology import Exponential, OnePeerExponential, RandomDigraph, topology_of
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+FLAT = Layout.flat(12)
+
+
+def total(states):
+    return np.sum([s["x"] for s in states.values()], axis=0), sum(float(s["w"]) for s in states.values())
+
+
+def fifth(letter: Letter, t: int) -> bool:
+    return Key(4, "loss", t, letter.source, letter.destination).uniform(1)[0] < 0.2
+
+
+def test_the_iteration_is_that_of_the_matrices():
+    graph = RandomDigraph(6, 0.4, seed=1)
+    algorithm = SGP(lr=0.1, momentum=0.5)
+    models, targets = starts(6, 12), np.array(starts(6, 12, seed=7))
+    states = opened(algorithm, models)
+    x, w, v = np.array(models), np.ones(6), np.zeros((6, 12))
+    for t in range(40):
+        states = rounds(algorithm, states, views_of(graph), range(t, t + 1), lambda i, t: lambda z: z - targets[i])
+        mix = graph.mixing_matrix(t, symmetric=False)
+        v = 0.5 * v + (x / w[:, None] - targets)
+        x, w = mix @ (x - 0.1 * v), mix @ w
+        np.testing.assert_allclose([s["x"] for s in states.values()], x, rtol=0, atol=1e-12)
+        np.testing.assert_allclose([algorithm.model(s) for s in states.values()], x / w[:, None], rtol=0, atol=1e-12)
+    assert np.ptp(w) > 0.1
+
+
+def test_7_18_a_one_peer_exponential_graph_averages_exactly_in_log_n_iterations():
+    models = starts(8, 12)
+    algorithm = SGP()
+    states = rounds(algorithm, opened(algorithm, models), views_of(OnePeerExponential(8)), range(3))
+    assert disagreement(algorithm, states, np.mean(models, axis=0)) < 1e-14
+    before = rounds(algorithm, opened(algorithm, models), views_of(OnePeerExponential(8)), range(2))
+    assert disagreement(algorithm, before, np.mean(models, axis=0)) > 0.01
+
+
+def test_weights_settle_away_from_one_on_an_unbalanced_graph_and_the_quotient_is_the_mean():
+    models = starts(8, 12)
+    algorithm = SGP()
+    states = rounds(algorithm, opened(algorithm, models), views_of(topology_of(UNBALANCED, 8)), range(120))
+    mean = np.mean(models, axis=0)
+    assert disagreement(algorithm, states, mean) < 1e-12
+    assert max(np.linalg.norm(s["x"] - mean) for s in states.values()) > 0.2 * np.linalg.norm(mean)
+    assert np.ptp([float(s["w"]) for s in states.values()]) > 0.5
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(dtype):
+    graph = RandomDigraph(6, 0.4, seed=1)
+    algorithm = SGP()
+    states = opened(algorithm, starts(6, 12, dtype))
+    x, w = total(states)
+    states = rounds(algorithm, states, views_of(graph), range(150), lose=fifth)
+    states = rounds(algorithm, states, views_of(graph), range(150, 200))
+    after, mass = total(states)
+    assert mass == pytest.approx(6.0, abs=1e-13)
+    np.testing.assert_allclose(after, x, rtol=0, atol=2e-14 * 6)
+    assert disagreement(algorithm, states, x / w) < (2e-14 if dtype == "float64" else 1e-6)
+    assert algorithm.invariants(states.values())["sum_x"] == pytest.approx(np.linalg.norm(x), rel=1e-14)
+
+
+def test_7_05_mass_that_is_lost_shows_in_the_weights_while_the_models_agree():
+    class Both(SGP):
+        name = "both"
+
+        def take_back(self, state, letters):
+            return state
+
+    class Numerator(SGP):
+        name = "numerator"
+
+        def take_back(self, state, letters):
+            back = super().take_back(state, letters)
+            return {**state, "w": back["w"]}
+
+    models = starts(6, 12)
+    mean = np.mean(models, axis=0)
+    graph = Exponential(6)
+    found = {}
+    for algorithm in (Both(), Numerator()):
+        states = opened(algorithm, models)
+        states = rounds(algorithm, states, views_of(graph), range(30), lose=fifth)
+        states = rounds(algorithm, states, views_of(graph), range(30, 90))
+        found[algorithm.name] = disagreement(algorithm, states, mean), total(states)[1]
+        assert np.ptp([algorithm.model(s) for s in states.values()], axis=0).max() < 1e-9
+    assert 0.005 < found["both"][0] < 0.5
+    assert found["both"][1] < 0.1
+    assert found["numerator"][0] > 0.9
+    assert found["numerator"][1] == pytest.approx(6.0, abs=1e-13)
+
+
+def test_7_06_leaving_crashing_and_sending_to_the_dead():
+    graph = Exponential(8)
+    algorithm = SGP()
+    models = starts(8, 12)
+    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(3))
+    alive = set(range(8)) - {3}
+
+    left = {i: s for i, s in states.items() if i != 3}
+    for letter in letters_of(3, algorithm.leave(states[3], views_of(graph)(3, 3))[1]):
+        left[letter.destination] = algorithm.receive(left[letter.destination], [letter])
+    left = rounds(algorithm, left, views_of(graph, alive=alive), range(4, 80))
+    assert disagreement(algorithm, left, np.mean(models, axis=0)) < 8e-15
+    assert total(left)[1] == pytest.approx(8.0, abs=1e-14)
+
+    crashed = {i: s for i, s in states.items() if i != 3}
+    x, w = total(crashed)
+    crashed = rounds(algorithm, crashed, views_of(graph, alive=alive), range(3, 80))
+    assert disagreement(algorithm, crashed, x / w) < 1e-14
+
+    drained = {i: s for i, s in states.items() if i != 3}
+    drained = rounds(algorithm, drained, views_of(graph), range(3, 80))
+    assert total(drained)[1] < 0.05 * w  # nobody takes what goes to the dead
+
+
+def test_7_06_leaving_loses_nothing_to_rounding_of_a_float32_model():
+    algorithm = SGP(lr=0.3)
+    state = algorithm.init(starts(1, 12, "float32")[0], FLAT)
+    state, _ = algorithm.send(state, lambda z: z / np.float32(3), View(0, 0, {1: 0.3, 2: 0.2}, {}))
+    others = {i: algorithm.init(np.zeros(12, np.float32), FLAT) for i in (1, 2)}
+    _, outbox = algorithm.leave(state, View(0, 1, {1: 0.3, 2: 0.2}, {}))
+    for letter in letters_of(0, outbox):
+        others[letter.destination] = algorithm.receive(others[letter.destination], [letter])
+    assert total(others)[1] - 2 == pytest.approx(float(state["w"]), abs=1e-15)
+    np.testing.assert_allclose(total(others)[0], state["x"], rtol=0, atol=1e-15)
+    share = [float(s["w"]) - 1.0 for s in others.values()]
+    assert share[0] / share[1] == pytest.approx(1.5)
+    returned = algorithm.take_back(algorithm.join(np.zeros(12, np.float32), FLAT), letters_of(0, outbox))
+    np.testing.assert_allclose(returned["x"], state["x"], rtol=0, atol=1e-15)
+    with pytest.raises(TopologyError, match="no living out-neighbour"):
+        algorithm.leave(state, View(0, 1, {}, {}))
+    assert algorithm.leave(algorithm.join(np.zeros(12), FLAT), View(0, 1, {1: 0.5}, {}))[1] == ()
+
+
+def test_7_06_a_node_joins_without_mass():
+    graph = Exponential(5)
+    models = starts(5, 12)
+    algorithm = SGP(w_start=0.5)
+    states = opened(algorithm, models[:4])
+    states = rounds(algorithm, states, views_of(graph, alive=set(range(4))), range(3))
+    states[4] = algorithm.join(models[4], FLAT)
+    np.testing.assert_array_equal(algorithm.model(states[4]), models[4])
+    weights = []
+
+    def gradients(i, t):
+        def gradient(z):
+            if i == 4:
+                weights.append(float(states[4]["w"]))
+            return np.zeros(12)
+
+        return gradient
+
+    for t in range(3, 80):
+        states = rounds(algorithm, states, views_of(graph), range(t, t + 1), gradients)
+    assert disagreement(algorithm, states, np.mean(models[:4], axis=0)) < 1e-13
+    assert total(states)[1] == pytest.approx(4.0, abs=1e-14)
+    assert weights
+    assert min(weights) > 0.5
+
+
+def test_a_letter_is_a_share_and_the_model_in_its_own_dtype():
+    algorithm = SGP(lr=1.0)
+    for dtype, size in (("float32", 4), ("float64", 8)):
+        state = algorithm.init(np.zeros(12, dtype), FLAT)
+        state, outbox = algorithm.send(state, lambda z: np.arange(12.0), View(0, 0, {1: 0.25, 2: 0.25, 3: 0.1}, {}))
+        assert [posting.destinations for posting in outbox] == [(1, 2), (3,)]
+        assert {len(posting.payload) for posting in outbox} == {HEADER_BYTES + 8 + 12 * size}
+        assert algorithm.model(state).dtype == dtype
+        assert float(state["w"]) == pytest.approx(0.4)
+
+
+def test_the_closing_phase_asks_for_no_gradient():
+    def gradient(z):
+        raise AssertionError("asked for a gradient")
+
+    _, outbox = SGP().send(SGP().init(np.ones(12), FLAT), gradient, View(0, 0, {1: 0.5}, {}, dense=True))
+    assert len(outbox) == 1
+
+
+def test_late_letters_count_once_whenever_they_come():
+    graph = Exponential(4)
+    algorithm = SGP()
+    states = opened(algorithm, starts(4, 12))
+    x, w = total(states)
+    waiting: list[Letter] = []
+    for t in range(120):
+        states, outboxes = (
+            dict(zip(states, step, strict=True))
+            for step in zip(*(algorithm.send(s, None, views_of(graph)(i, t)) for i, s in states.items()), strict=True)
+        )
+        waiting += [letter for i, box in outboxes.items() for letter in letters_of(i, box)]
+        if t % 3 == 2 or t == 119:
+            for i in states:
+                inbox = sorted((m for m in waiting if m.destination == i), key=lambda m: m.source)
+                states[i] = algorithm.receive(algorithm.receive(states[i], inbox), inbox[-1:])
+            waiting = []
+    assert total(states)[1] == pytest.approx(w, abs=1e-14)
+    assert disagreement(algorithm, states, x / w) < 1e-6
+
+
+def test_a_step_is_pure_and_a_model_that_is_not_finite_changes_nothing():
+    algorithm = SGP(momentum=0.9)
+    view = View(0, 0, {1: 0.5}, {})
+    state, _ = algorithm.send(algorithm.init(np.ones(12), FLAT), lambda z: 2 * z, view)
+    _, outbox = algorithm.send(algorithm.init(np.ones(12), FLAT), None, View(1, 0, {0: 0.5}, {}))
+    kept = {key: value.copy() for key, value in state.items()}
+    view = replace(view, iteration=1)
+    one, two = (algorithm.step(state, letters_of(1, outbox), lambda z: 2 * z, view) for _ in range(2))
+    assert one[1] == two[1]
+    assert all(np.array_equal(one[0][key], two[0][key]) for key in one[0])
+    for bad in (np.nan, np.inf):
+        with pytest.raises(NonFiniteUpdate):
+            algorithm.send(state, lambda z, bad=bad: np.full(12, bad), view)
+    assert state.keys() == kept.keys()
+    assert all(np.array_equal(state[key], kept[key]) for key in kept)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p[:4],
+        lambda p: p[:-1],
+        lambda p: p + bytes(8),
+        lambda p: p[:7] + b"\1" + p[8:],
+        lambda p: p[:8] + np.array(-0.1).tobytes() + p[16:],
+        lambda p: p[:8] + np.array(np.inf).tobytes() + p[16:],
+        lambda p: p[:16] + np.array(np.nan).tobytes() + p[24:],
+        lambda p: p[:6] + b"\0" + p[7:],
+    ],
+)
+def test_letters_that_cannot_be_are_refused(change):
+    algorithm = SGP()
+    state = algorithm.init(np.ones(12), FLAT)
+    _, outbox = algorithm.send(state, None, View(1, 0, {0: 0.5}, {}))
+    with pytest.raises(LetterError):
+        algorithm.receive(state, [Letter(1, 0, change(outbox[0].payload))])
+
+
+def test_configurations_survive_and_wrong_ones_are_refused():
+    algorithm = SGP(lr=0.3, momentum=0.9)
+    assert get_algorithm(algorithm.to_config()) == algorithm
+    for wrong in ({"momentum": -0.1}, {"lr": np.nan}, {"w_min": 0.5, "w_start": 0.1}, {"w_start": 1.0}):
+        with pytest.raises(ConfigError):
+            SGP(**wrong)
+    with pytest.raises(StateError, match="reset"):
+        algorithm.reset(algorithm.init(np.ones(12), FLAT), FLAT)
+    with pytest.raises(StateError, match="12 elements"):
+        algorithm.init(np.ones(12), Layout.flat(13))
+    moved = algorithm.shift({**algorithm.init(np.ones(12), FLAT), "w": np.array(0.5)}, np.full(12, 2.0))
+    np.testing.assert_array_equal(algorithm.model(moved), np.full(12, 4.0))

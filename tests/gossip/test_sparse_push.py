@@ -1,0 +1,483 @@
+"""Compressed push-sum: mass is conserved, consensus is exact, and the near misses are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from push_sum_runs import UNBALANCED, audible, by_matrices, disagreement, opened, rounds, starts, views_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Letter, View, letters_of
+from fedcomp.gossip.compressors import Identity, TopK
+from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.estimates import digests
+from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
+from fedcomp.gossip.sgp import SGP
+from fedcomp.gossip.sparse_push import SparsePush, automatic_gamma
+from fedcomp.gossip.topology import Complete, DirectedRing, Exponential, RandomDigraph, Topology, topology_of
+from fedcomp.layout import Layout, TensorSpec
+from fedcomp.rng import Key
+
+FLAT = Layout.flat(20)
+
+
+def total(states):
+    return np.sum([s["x"] for s in states.values()], axis=0), sum(float(s["w"]) for s in states.values())
+
+
+def quadratic(targets):
+    """Each node pulls towards a target of its own."""
+    return lambda i, t: lambda z: (z - targets[i]).astype(z.dtype)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "estimates", "dtype"),
+    [
+        ({"id": "topk", "fraction": 0.1}, "edge", "float32"),
+        ({"id": "topk", "k": 2, "values": "float16"}, "broadcast", "float32"),
+        ({"id": "randomk", "fraction": 0.2}, "edge", "float64"),
+        ({"id": "scaled-sign"}, "broadcast", "float64"),
+        ({"id": "dithered", "bits": 2}, "edge", "float32"),
+    ],
+)
+def test_7_01_sums_of_x_and_w_are_constant_for_any_compressor(compressor, estimates, dtype):
+    graph = RandomDigraph(6, 0.4, seed=3)
+    algorithm = SparsePush(compressor=compressor, gamma=0.05, estimates=estimates)
+    states = opened(algorithm, starts(6, 20, dtype))
+    x, w = total(states)
+    drift = []
+    iterations = 200 if (estimates, dtype) == ("edge", "float32") and compressor["id"] == "topk" else 40
+
+    def watch(t, now):
+        mass = total(now)
+        drift.append(max(np.abs(mass[0] - x).max(), abs(mass[1] - w)))
+
+    views = views_of(graph) if estimates == "edge" else audible(graph)
+    states = rounds(algorithm, states, views, range(iterations), watch=watch)
+    assert w == 6.0
+    assert max(drift) < 1e-12
+    assert algorithm.invariants(states.values())["sum_w"] == pytest.approx(6.0, abs=1e-13)
+    assert algorithm.invariants(states.values())["sum_x"] == pytest.approx(np.linalg.norm(x), rel=1e-13)
+
+
+@pytest.mark.parametrize("estimates", ["edge", "broadcast"])
+def test_7_02_without_compression_and_with_gamma_1_it_is_sgp(estimates):
+    graph = RandomDigraph(6, 0.4, seed=1) if estimates == "edge" else topology_of(UNBALANCED, 8)
+    models = starts(graph.n, 20)
+    gradients = quadratic(starts(graph.n, 20, seed=5))
+    common = {"lr": 0.05, "momentum": 0.9}
+    dense, sparse = SGP(**common), SparsePush(compressor=Identity(), gamma="auto", estimates=estimates, **common)
+    there = rounds(dense, opened(dense, models), views_of(graph), range(60), gradients)
+    here = rounds(sparse, opened(sparse, models), views_of(graph), range(60), gradients)
+    for i in here:
+        np.testing.assert_allclose(sparse.model(here[i]), dense.model(there[i]), rtol=0, atol=1e-12)
+        assert float(here[i]["w"]) == pytest.approx(float(there[i]["w"]), abs=1e-13)
+
+
+@pytest.mark.parametrize(("estimates", "gamma", "iterations"), [("broadcast", 0.05, 650), ("edge", 0.1, 350)])
+def test_7_03_consensus_is_exact_on_an_unbalanced_graph_that_changes(estimates, gamma, iterations):
+    graph = RandomDigraph(4, 0.5, seed=2)
+    models = starts(4, 20)
+    algorithm = SparsePush(fraction=0.1, gamma=gamma, estimates=estimates, digest_every=1)
+    views = views_of(graph) if estimates == "edge" else audible(graph)
+    states = rounds(algorithm, opened(algorithm, models), views, range(iterations))
+    assert disagreement(algorithm, states, np.mean(models, axis=0)) < 1e-10
+    weights = [float(s["w"]) for s in states.values()]
+    assert max(weights) - min(weights) > 0.1
+    for i, j in ((0, 1), (3, 2)):
+        own = digests(states[i], ("h",))["h" if estimates == "broadcast" else f"h>{j}"]
+        assert own == digests(states[j], ("h",))[f"h/{i}"]
+
+
+def test_7_03_estimates_of_the_numerator_or_none_at_all_stall():
+    graph = RandomDigraph(8, 0.3, seed=2)
+    models = starts(8, 20)
+    mean = np.mean(models, axis=0)
+    found = {
+        reading: np.abs(by_matrices(models, graph, 800, k=2, gamma=0.05, reading=reading) - mean).max()
+        for reading in ("z", "x", "none")
+    }
+    assert found["z"] < 1e-10
+    assert found["x"] > 1e-4
+    assert found["none"] > 0.1
+
+
+def test_the_iteration_is_that_of_the_matrices():
+    graph = topology_of(UNBALANCED, 8)
+    models = starts(8, 20)
+    compressor = TopK(k=2, values="float64")
+    for estimates in ("broadcast", "edge"):
+        algorithm = SparsePush(compressor=compressor, gamma=0.1, estimates=estimates)
+        states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(60))
+        expected = by_matrices(models, graph, 60, k=2, gamma=0.1, reading="z")
+        np.testing.assert_allclose([algorithm.model(s) for s in states.values()], expected, rtol=0, atol=1e-12)
+
+
+def test_7_04_only_the_debiased_models_agree():
+    graph = topology_of(UNBALANCED, 8)
+    models = starts(8, 20)
+    mean = np.mean(models, axis=0)
+    algorithm = SparsePush(fraction=0.1, gamma=0.15, estimates="broadcast")
+    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(180))
+    assert disagreement(algorithm, states, mean) < 1e-3
+    assert max(np.linalg.norm(s["x"] - mean) for s in states.values()) > 0.2 * np.linalg.norm(mean)
+    weights = [float(s["w"]) for s in states.values()]
+    assert 0.45 < min(weights) < 0.7
+    assert 1.2 < max(weights) < 1.5
+
+
+def fifth(letter: Letter, t: int) -> bool:
+    return Key(9, "loss", t, letter.source, letter.destination).uniform(1)[0] < 0.2
+
+
+@pytest.mark.parametrize(("estimates", "dtype"), [("edge", "float64"), ("broadcast", "float32")])
+def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(estimates, dtype):
+    graph = Exponential(4)
+    models = starts(4, 20, dtype)
+    algorithm = SparsePush(fraction=0.1, gamma=0.15, estimates=estimates)
+    states = opened(algorithm, models)
+    x, _ = total(states)
+    states = rounds(algorithm, states, views_of(graph), range(100), lose=fifth)
+    after, w = total(states)
+    assert w == pytest.approx(4.0, abs=1e-13)
+    np.testing.assert_allclose(after, x, rtol=0, atol=1e-12)
+    states = rounds(algorithm, states, views_of(graph), range(100, 320))
+    limit = 1e-10 if dtype == "float64" else 1e-6
+    assert disagreement(algorithm, states, x / 4) < limit
+
+
+def test_7_05_a_debit_that_nobody_gets_shows_in_the_sum_of_weights_only():
+    class Careless(SparsePush):
+        """Forgets what came back; the next letter tells the whole estimate all the same."""
+
+        name = "careless"
+
+        def take_back(self, state, letters):
+            back = super().take_back(state, letters)
+            return {**back, "x": state["x"], "w": state["w"]}
+
+    algorithm = Careless(fraction=0.1, gamma=0.15)
+    models = starts(4, 20)
+    views = views_of(Exponential(4))
+    states = rounds(algorithm, opened(algorithm, models), views, range(120), lose=fifth)
+    states = rounds(algorithm, states, views, range(120, 320))
+    _, w = total(states)
+    assert w < 0.5
+    assert np.ptp([algorithm.model(s) for s in states.values()], axis=0).max() < 1e-6
+    assert disagreement(algorithm, states, np.mean(models, axis=0)) > 0.01  # they agree, but not on the mean
+
+
+def resting(graph: Topology, away: int, first: int, last: int):
+    """Views in which nobody sends to ``away`` from iteration ``first`` to before ``last``."""
+    whole, without = views_of(graph), views_of(graph, alive=set(range(graph.n)) - {away})
+    return lambda i, t: without(i, t) if first <= t < last and i != away else whole(i, t)
+
+
+@pytest.mark.parametrize(("estimates", "dtype"), [("edge", "float64"), ("broadcast", "float32")])
+def test_letters_that_come_back_late_bring_back_what_they_took(estimates, dtype):
+    """Two letters to a silent node come back when the others have gone on without it."""
+    graph = Exponential(8)
+    algorithm = SparsePush(fraction=0.1, gamma=0.15, estimates=estimates)
+    states = rounds(algorithm, opened(algorithm, starts(8, 20, dtype)), views_of(graph), range(20))
+    x, w = total(states)
+    kept: list[Letter] = []
+
+    def hold(letter, t):
+        if letter.destination == 3 and t < 22:
+            kept.append(letter)
+            return True
+        return False
+
+    class Late(SparsePush):
+        def take_back(self, state, letters):
+            return state
+
+    late = Late(**algorithm.get_config())
+    states = rounds(late, states, resting(graph, 3, 22, 99), range(20, 30), lose=hold)
+    assert abs(total(states)[1] - w) > 0.01
+    for i in states:
+        back = [letter for letter in kept if letter.source == i]
+        if back:
+            assert len(back) == 2
+            with pytest.raises(OutOfStep, match="come back"):
+                algorithm.take_back(states[i], back[:1])
+            states[i] = algorithm.take_back(states[i], back)
+    after, mass = total(states)
+    assert mass == pytest.approx(w, abs=1e-13)
+    np.testing.assert_allclose(after, x, rtol=0, atol=1e-12)
+    sender = 2
+    _, outbox = algorithm.send(states[sender], None, views_of(graph)(sender, 30))
+    flags = {letter.destination: peek(letter.payload).flags & Flag.RESYNC for letter in letters_of(sender, outbox)}
+    assert {to for to, whole in flags.items() if whole} == {3}
+    states = rounds(algorithm, states, views_of(graph), range(30, 32))  # and node 3 can read it
+    assert total(states)[1] == pytest.approx(w, abs=1e-13)
+
+
+def test_7_06_a_node_that_leaves_in_good_order_leaves_the_mean_as_it_is():
+    graph = Exponential(4)
+    models = starts(4, 20)
+    mean = np.mean(models, axis=0)
+    algorithm = SparsePush(fraction=0.1, gamma=0.15)
+    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5))
+    alive = set(range(4)) - {3}
+    views = views_of(graph, alive=alive)
+    last = letters_of(3, algorithm.leave(states.pop(3), views_of(graph)(3, 5))[1])
+    assert [letter.destination for letter in last] == [0, 1]
+    for letter in last:
+        states[letter.destination] = algorithm.receive(states[letter.destination], [letter])
+    states = rounds(algorithm, states, views, range(6, 320))
+    assert disagreement(algorithm, states, mean) < 8e-15
+    assert total(states)[1] == pytest.approx(4.0, abs=1e-13)
+
+
+def test_7_06_a_crash_takes_its_share_and_no_more():
+    graph = Exponential(4)
+    algorithm = SparsePush(fraction=0.1, gamma=0.15)
+    states = rounds(algorithm, opened(algorithm, starts(4, 20)), views_of(graph), range(5))
+    del states[3]
+    x, w = total(states)
+    states = rounds(algorithm, states, views_of(graph, alive=set(states)), range(5, 250))
+    assert disagreement(algorithm, states, x / w) < 1e-12
+    assert total(states)[1] == pytest.approx(w, abs=1e-13)
+
+
+def test_7_06_a_node_joins_without_mass_and_learns_when_it_has_some():
+    graph = Exponential(4)
+    models = starts(4, 20)
+    algorithm = SparsePush(fraction=0.1, gamma=0.15, lr=0.05, w_start=0.3)
+    states = opened(algorithm, models[:3])
+    states = rounds(algorithm, states, views_of(graph, alive=set(range(3))), range(5))
+    states[3] = algorithm.join(models[3], FLAT)
+    np.testing.assert_array_equal(algorithm.model(states[3]), models[3])
+    asked = []
+
+    def gradients(i, t):
+        def gradient(z):
+            asked.append((i, t, float(weights[i])))
+            return np.zeros_like(z)
+
+        return gradient
+
+    weights = {i: s["w"] for i, s in states.items()}
+    plain = views_of(graph)
+
+    def views(i, t):
+        # Nobody knows the new one, and it knows nobody: the first letters along its edges carry whole estimates.
+        view = plain(i, t)
+        return replace(view, resync=frozenset({3} & set(view.column) if i != 3 else view.column)) if t < 7 else view
+
+    for t in range(5, 250):
+        weights = {i: s["w"] for i, s in states.items()}
+        states = rounds(algorithm, states, views, range(t, t + 1), gradients)
+    learning = [(t, w) for i, t, w in asked if i == 3]
+    assert learning
+    assert min(w for _, w in learning) > algorithm.w_start
+    assert learning[0][0] > 6  # some iterations only to be given weight
+    assert disagreement(algorithm, states, np.mean(models[:3], axis=0)) < 1e-6
+    assert total(states)[1] == pytest.approx(3.0, abs=1e-13)
+
+
+def test_a_node_of_hardly_any_weight_only_receives():
+    algorithm = SparsePush(fraction=0.1, gamma=1.0)
+    view = View(0, 0, {1: 0.999}, {1: 0.5})
+    state = algorithm.init(np.ones(20), FLAT)
+
+    def gradient(z):
+        raise AssertionError("asked for a gradient")
+
+    state, outbox = algorithm.send(state, None, view)
+    assert float(state["w"]) == pytest.approx(1e-3)
+    state, outbox = algorithm.send(algorithm.receive(state, ()), None, replace(view, iteration=1))
+    state = algorithm.receive(state, ())
+    assert float(state["w"]) < algorithm.w_min
+    resting_state, outbox = algorithm.send(state, gradient, replace(view, iteration=2))
+    assert outbox == ()
+    assert resting_state is state
+    np.testing.assert_allclose(algorithm.model(state), np.ones(20))
+    assert algorithm.facts(state)["weight"] < 1e-3
+    _other, letters = algorithm.send(algorithm.init(np.ones(20), FLAT), None, View(1, 0, {0: 0.5}, {}))
+    woken = algorithm.receive(state, letters_of(1, letters))
+    assert float(woken["w"]) > 0.5
+    _, outbox = algorithm.send(woken, None, replace(view, iteration=3))
+    assert outbox
+
+
+def test_letters_without_values_still_move_mass():
+    algorithm = SparsePush(k=0, gamma=0.5)
+    models = starts(4, 20)
+    states = opened(algorithm, models)
+    x, _ = total(states)
+    _, outbox = algorithm.send(states[0], None, views_of(Complete(4))(0, 1))
+    assert {len(posting.payload) for posting in outbox} <= {HEADER_BYTES + 8 + n for n in range(10)}
+    states = rounds(algorithm, states, views_of(topology_of("edges:0>1,1>2,2>3,3>0,0>2", 4)), range(30))
+    np.testing.assert_allclose(total(states)[0], x, rtol=0, atol=1e-13)
+    assert total(states)[1] == pytest.approx(4.0, abs=1e-14)
+    assert abs(float(states[2]["w"]) - 1.0) > 0.1
+
+
+def test_bytes_of_a_letter_are_header_share_indices_and_values():
+    algorithm = SparsePush(compressor={"id": "topk", "k": 24, "index": "packed"}, gamma=0.05, digest_every=0)
+    layout = Layout.flat(2410)
+    state = algorithm.init(np.zeros(2410, np.float32), layout)
+    gradient = lambda z: Key(0, "g").generator().standard_normal(2410).astype(np.float32)  # noqa: E731
+    _, outbox = algorithm.send(state, gradient, View(0, 0, {1: 0.25, 2: 0.25}, {}))
+    # 24 indices of 12 bits. Both edges have told the same so far: one posting, two letters.
+    assert [(posting.destinations, len(posting.payload)) for posting in outbox] == [((1, 2), 8 + 8 + 36 + 96)]
+
+
+def test_broadcast_sends_the_same_change_with_different_shares():
+    algorithm = SparsePush(k=3, gamma=0.5, estimates="broadcast", lr=1.0)
+    state = algorithm.init(np.zeros(20), FLAT)
+    gradient = lambda z: np.arange(20.0)  # noqa: E731
+    _, outbox = algorithm.send(state, gradient, View(0, 0, {1: 0.25, 2: 0.5, 3: 0.25}, {}))
+    assert [posting.destinations for posting in outbox] == [(1, 3), (2,)]
+    one, two = (posting.payload for posting in outbox)
+    assert one != two
+    assert len(one) == len(two)
+    assert (one[:8], one[16:]) == (two[:8], two[16:])
+
+
+def test_the_closing_phase_leaves_estimates_alone_and_asks_for_no_gradient():
+    graph = Exponential(8)
+    algorithm = SparsePush(fraction=0.1, gamma=0.1, momentum=0.9)
+    models = starts(8, 20)
+    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5), quadratic(models))
+    before = {i: digests(s, ("h",)) for i, s in states.items()}
+    x, w = total(states)
+
+    def never(i, t):
+        def gradient(z):
+            raise AssertionError("asked for a gradient")
+
+        return gradient
+
+    closed = rounds(algorithm, states, views_of(graph, dense=True), range(5, 60), never)
+    assert {i: digests(s, ("h",)) for i, s in closed.items()} == before
+    assert disagreement(algorithm, closed, x / w) < 1e-14
+    again = rounds(algorithm, closed, views_of(graph), range(60, 65))  # compressed letters go on where they were
+    np.testing.assert_allclose(total(again)[0], x, rtol=0, atol=1e-12)
+
+
+def test_a_model_that_is_not_finite_is_refused_before_anything_changes():
+    algorithm = SparsePush(fraction=0.1, gamma=0.1, momentum=0.9)
+    state = algorithm.init(np.ones(20), FLAT)
+    kept = {key: value.copy() for key, value in state.items()}
+    for bad in (np.nan, np.inf):
+        with pytest.raises(NonFiniteUpdate):
+            algorithm.send(state, lambda z, bad=bad: np.full(20, bad), View(0, 0, {1: 0.5}, {}))
+    with pytest.raises(NonFiniteUpdate):
+        algorithm.send({**state, "x": np.full(20, np.nan)}, None, View(0, 0, {1: 0.5}, {}))
+    assert state.keys() == kept.keys()
+    assert all(np.array_equal(state[key], kept[key]) for key in kept)
+
+
+@pytest.mark.parametrize("estimates", ["edge", "broadcast"])
+def test_a_step_is_pure_and_the_same_every_time(estimates):
+    graph = Exponential(4)
+    algorithm = SparsePush(compressor={"id": "dithered", "bits": 2}, gamma=0.1, estimates=estimates, momentum=0.5)
+    gradients = quadratic(starts(4, 20, seed=8))
+    states = rounds(algorithm, opened(algorithm, starts(4, 20)), views_of(graph), range(3), gradients)
+    sent = {i: algorithm.send(s, gradients(i, 3), views_of(graph)(i, 3)) for i, s in states.items()}
+    inbox = [letter for i in (1, 2, 3) for letter in letters_of(i, sent[i][1]) if letter.destination == 0]
+    before = {key: value.copy() for key, value in sent[0][0].items()}
+    outcomes = [algorithm.step(sent[0][0], inbox, gradients(0, 4), views_of(graph)(0, 4)) for _ in range(2)]
+    assert outcomes[0][1] == outcomes[1][1]
+    assert all(np.array_equal(outcomes[0][0][key], outcomes[1][0][key]) for key in outcomes[0][0])
+    assert all(np.array_equal(sent[0][0][key], before[key]) for key in before)
+    twice = algorithm.receive(algorithm.receive(sent[0][0], inbox), inbox)  # a letter counts once
+    once = algorithm.receive(sent[0][0], inbox)
+    assert float(twice["w"]) == float(once["w"])
+    np.testing.assert_array_equal(twice["x"], once["x"])
+
+
+def test_adapting_halves_gamma_of_a_node_whose_innovations_grow():
+    graph = Complete(3)
+    models = starts(3, 40)
+    fixed = {"k": 1, "gamma": 0.9}
+    grown, steady = SparsePush(**fixed), SparsePush(adapt=True, **fixed)
+    worse = rounds(grown, opened(grown, models), views_of(graph), range(220))
+    better = rounds(steady, opened(steady, models), views_of(graph), range(220))
+    mean = np.mean(models, axis=0)
+    assert disagreement(grown, worse, mean) > 1e3
+    assert min(steady.facts(s)["gamma"] for s in better.values()) <= 0.45
+    assert disagreement(steady, better, mean) < disagreement(grown, worse, mean) / 100
+    assert total(better)[1] == pytest.approx(3.0, abs=1e-13)
+
+
+def test_gamma_follows_the_contraction():
+    assert automatic_gamma(TopK(k=24), 2410) == pytest.approx(0.04, rel=0.01)
+    assert automatic_gamma(TopK(k=2), 2410) == pytest.approx(0.0115, rel=0.01)
+    assert automatic_gamma(TopK(fraction=0.9), 1000) == 0.2
+    assert automatic_gamma(Identity(), 1000) == 1.0
+    assert automatic_gamma(TopK(k=3), 0) == 1.0  # nothing is compressed
+    for config in ({"k": 0}, {"compressor": {"id": "norm-sign"}}):
+        with pytest.raises(ConfigError, match="gamma"):
+            SparsePush(**config).init(np.ones(20), FLAT)
+    parts = Layout((TensorSpec("a", (16,), "float32", 0, 16), TensorSpec("b", (4,), "float32", 16, 4, 1.0)), (), "ab")
+    state = SparsePush(k=4).init(np.ones(20, np.float32), parts)
+    assert SparsePush(k=4).facts(state)["gamma"] == pytest.approx(automatic_gamma(TopK(k=4), 16))
+
+
+def test_small_tensors_travel_whole():
+    parts = Layout((TensorSpec("a", (16,), "float32", 0, 16), TensorSpec("b", (4,), "float32", 16, 4, 1.0)), (), "ab")
+    algorithm = SparsePush(k=1, gamma=0.1, lr=1.0)
+    state = algorithm.init(np.ones(20, np.float32), parts)
+    state, _ = algorithm.send(state, lambda z: np.arange(1, 21, dtype=np.float32), View(0, 0, {1: 0.5}, {}))
+    behind = algorithm.model(algorithm.init(np.ones(20, np.float32), parts)) - np.arange(1, 21) - state["h>1"]
+    assert np.count_nonzero(behind[:16]) == 15
+    assert not behind[16:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda p: p[:10], LetterError),
+        (lambda p: p[:8] + np.array(-0.5).tobytes() + p[16:], LetterError),
+        (lambda p: p[:8] + np.array(np.nan).tobytes() + p[16:], LetterError),
+        (lambda p: p + b"\0", LetterError),
+        (lambda p: p[:4] + b"\7\0" + p[6:], OutOfStep),
+    ],
+)
+def test_letters_that_cannot_be_are_refused_and_change_nothing(change, error):
+    algorithm = SparsePush(k=2, gamma=0.1, lr=1.0)
+    state = algorithm.init(np.ones(20), FLAT)
+    _, outbox = algorithm.send(state, lambda z: np.arange(20.0), View(1, 0, {0: 0.5}, {}))
+    kept = {key: value.copy() for key, value in state.items()}
+    with pytest.raises(error):
+        algorithm.receive(state, [Letter(1, 0, change(outbox[0].payload))])
+    assert state.keys() == kept.keys()
+    assert all(np.array_equal(state[key], kept[key]) for key in kept)
+
+
+def test_configurations_survive_a_round_trip_and_wrong_ones_are_refused():
+    for algorithm in (
+        SparsePush(),
+        SparsePush(k=2, gamma=0.01, estimates="broadcast", adapt=True),
+        SparsePush(compressor={"id": "scaled-sign"}, gamma=0.1, lr=0.3, momentum=0.9),
+    ):
+        assert get_algorithm(algorithm.to_config()) == algorithm
+    assert SparsePush().time_varying
+    assert not SparsePush(estimates="broadcast").time_varying
+    for wrong in (
+        {"k": 2, "fraction": 0.1},
+        {"gamma": 0.0},
+        {"gamma": 1.5},
+        {"gamma": "large"},
+        {"estimates": "none"},
+        {"momentum": 1.0},
+        {"lr": -1.0},
+        {"w_min": 0.0},
+        {"w_min": 0.1},
+        {"digest_every": -1},
+        {"fraction": 0.0},
+    ):
+        with pytest.raises(ConfigError):
+            SparsePush(**wrong)
+    with pytest.raises(ConfigError, match="changes"):
+        RandomDigraph(8, 0.3, seed=1).check(SparsePush(estimates="broadcast"))
+    DirectedRing(5).check(SparsePush(estimates="broadcast"))
+    with pytest.raises(StateError, match="reset"):
+        SparsePush().reset(SparsePush().init(np.ones(20), FLAT), FLAT)

@@ -1,0 +1,286 @@
+"""Gradient tracking, BEER and LEAD: against recursions coded from their formulas, and by what they conserve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gossip_problems import Problem, problem, ring_weights, run, slope, view_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Algorithm, Letter, deliver
+from fedcomp.gossip.beer import BEER
+from fedcomp.gossip.cold import COLD
+from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.gradient_tracking import GradientTracking
+from fedcomp.gossip.lead import LEAD
+from fedcomp.gossip.nids import NIDS
+from fedcomp.gossip.packet import HEADER_BYTES
+from fedcomp.layout import Layout
+
+TASK = problem(n=6, d=20)
+L = TASK.smoothness
+RING = ring_weights(TASK.n)
+TOP20 = {"id": "topk", "fraction": 0.2}
+EXACT = {"id": "topk", "fraction": 0.2, "values": "float64"}
+ALL = [GradientTracking(lr=0.2 / L), BEER(lr=0.1 / L), LEAD(lr=0.5 / L)]
+
+
+def top(v: np.ndarray, k: int) -> np.ndarray:
+    """Keep the k largest magnitudes of every row, ties to the lowest index."""
+    kept = np.zeros_like(v)
+    for row, out in zip(v, kept, strict=True):
+        found = np.argsort(-np.abs(row), kind="stable")[:k]
+        out[found] = row[found]
+    return kept
+
+
+def diging(task: Problem, w: np.ndarray, lr: float, iterations: int) -> list[np.ndarray]:
+    """x⁺ = W x - η y, y⁺ = W y + g⁺ - g."""
+    x = np.zeros((task.n, task.d))
+    y = g = task.gradients(x)
+    found = []
+    for _ in range(iterations):
+        x = w @ x - lr * y
+        fresh = task.gradients(x)
+        y, g = w @ y + fresh - g, fresh
+        found.append(x)
+    return found
+
+
+def beer(task: Problem, w: np.ndarray, lr: float, gamma: float, k: int, iterations: int) -> list[np.ndarray]:
+    """The matrix form; estimates of x and v are moved before the first step already."""
+    laplacian = w - np.eye(task.n)
+    x = np.zeros((task.n, task.d))
+    v = g = task.gradients(x)
+    hx, hv = top(x, k), top(v, k)
+    found = []
+    for _ in range(iterations):
+        x = x + gamma * laplacian @ hx - lr * v
+        fresh = task.gradients(x)
+        v, g = v + gamma * laplacian @ hv + fresh - g, fresh
+        hx, hv = hx + top(x - hx, k), hv + top(v - hv, k)
+        found.append(x)
+    return found
+
+
+def lead(
+    task: Problem, w: np.ndarray, lr: float, gamma: float, alpha: float, k: int, iterations: int
+) -> list[np.ndarray]:
+    """COLD with ẑ = h + q and h += α q, in matrices."""
+    x, dual, h = (np.zeros((task.n, task.d)) for _ in range(3))
+    found = []
+    for _ in range(iterations):
+        z = x - lr * task.gradients(x) - lr * dual
+        q = top(z - h, k)
+        u = gamma / 2.0 * (np.eye(task.n) - w) @ (h + q)
+        h, dual, x = h + alpha * q, dual + u / lr, z - u
+        found.append(x)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (GradientTracking(lr=0.3 / L), diging(TASK, RING, 0.3 / L, 40)),
+        (BEER(lr=0.1 / L, gamma=0.5, compressor=EXACT), beer(TASK, RING, 0.1 / L, 0.5, 4, 40)),
+        (LEAD(lr=0.5 / L, gamma=0.5, alpha=0.7, compressor=EXACT), lead(TASK, RING, 0.5 / L, 0.5, 0.7, 4, 40)),
+    ],
+)
+def test_the_trajectory_is_that_of_the_formulas(algorithm: Algorithm, expected: list[np.ndarray]) -> None:
+    apart: list[float] = []
+
+    def watch(k: int, states: Any) -> None:
+        apart.append(float(np.abs(np.stack([s["x"] for s in states]) - expected[k]).max()))
+
+    run(algorithm, TASK, 40, watch=watch)
+    assert max(apart) < 1e-12
+    assert np.abs(expected[-1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_what_is_tracked_sums_to_the_gradients_in_every_iteration(algorithm: Algorithm) -> None:
+    off: list[float] = []
+    ran = run(algorithm, TASK, 50, watch=lambda k, states: off.extend(algorithm.invariants(states).values()))
+    assert len(off) == 50
+    assert max(off) < 1e-12
+    begun = [
+        algorithm.send(s, lambda z, i=i: TASK.gradient(i, z), view_of(RING, i, 50))[0] for i, s in enumerate(ran.states)
+    ]
+    assert max(algorithm.invariants(begun).values()) < 1e-12
+    spoilt = [{**ran.states[0], **{key: ran.states[0][key] + 1.0 for key in ("y", "dual") if key in ran.states[0]}}]
+    assert max(algorithm.invariants([*spoilt, *ran.states[1:]]).values()) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "iterations", "level"),
+    [
+        (GradientTracking(lr=0.2 / L), 190, 1e-8),
+        (BEER(lr=0.15 / L, gamma=0.5, compressor=TOP20), 150, 1e-5),
+        (LEAD(lr=1.0 / L), 110, 1e-10),
+    ],
+)
+def test_they_converge_linearly_to_the_exact_optimum(algorithm: Algorithm, iterations: int, level: float) -> None:
+    errors = run(algorithm, TASK, iterations).errors
+    assert errors[-1] < level
+    rate, straight = slope(errors, low=max(1e-9, errors[-1]), high=3e-2)
+    assert rate < 1.0
+    assert straight > 0.99
+
+
+def test_two_bits_keep_the_rate_of_nids() -> None:
+    plain = slope(run(NIDS(lr=1.0 / L), TASK, 100).errors)[0]
+    coded = slope(run(LEAD(lr=1.0 / L), TASK, 100).errors)[0]
+    assert np.log(plain) / np.log(coded) < 1.1
+
+
+def test_lead_with_alpha_one_is_cold_and_ternary_levels_need_less() -> None:
+    cold, same = (
+        run(algorithm, TASK, 30).states
+        for algorithm in (
+            COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20),
+            LEAD(lr=0.5 / L, gamma=0.5, alpha=1.0, compressor=TOP20),
+        )
+    )
+    for a, b in zip(cold, same, strict=True):
+        np.testing.assert_allclose(a["x"], b["x"], atol=1e-14)
+    ternary = {"id": "dithered", "bits": 1}
+    big = problem()
+    damped, undamped = (
+        run(LEAD(lr=1.0 / big.smoothness, gamma=0.5, alpha=alpha, compressor=ternary), big, 60).errors[-1]
+        for alpha in (0.5, 1.0)
+    )
+    assert damped < 0.1
+    assert undamped > 1.0
+
+
+def test_gradient_tracking_is_exact_on_graphs_that_change() -> None:
+    even, odd = np.eye(TASK.n), np.eye(TASK.n)
+    for i in range(TASK.n):
+        even[i, [i, i ^ 1]] = 0.5
+        odd[i, [i, (i + 1 if i % 2 else i - 1) % TASK.n]] = 0.5
+    algorithm = GradientTracking(lr=0.15 / L)
+    states = [algorithm.init(np.zeros(TASK.d), TASK.layout) for _ in range(TASK.n)]
+    for k in range(260):
+        states = run(algorithm, TASK, 1, weights=(even, odd)[k % 2], states=states, begin=k).states
+    assert TASK.error(state["x"] for state in states) < 1e-6
+    assert algorithm.invariants(states)["sum_y - sum_g"] < 1e-10
+    assert GradientTracking.time_varying
+    assert not BEER.time_varying
+
+
+def test_two_vectors_travel_in_one_letter() -> None:
+    assert set(run(GradientTracking(), TASK, 2).payloads[0, 1]) == {HEADER_BYTES + 2 * 8 * TASK.d}
+    assert GradientTracking.letters_per_iteration == BEER.letters_per_iteration == 2
+    identity = run(BEER(compressor={"id": "identity"}, digest_every=0), TASK, 2).payloads[0, 1]
+    assert set(identity) == {HEADER_BYTES + 2 + 2 * 8 * TASK.d}
+    digested = run(BEER(compressor={"id": "identity"}, digest_every=2), TASK, 4).payloads[0, 1]
+    assert [size - identity[0] for size in digested] == [8, 0, 8, 0]
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_both_ends_agree_in_float32_and_the_dtype_stays(algorithm: Algorithm) -> None:
+    def equal(k: int, states: Any) -> None:
+        for i, state in enumerate(states):
+            for name in ("h", "g"):
+                for j in ((i - 1) % TASK.n, (i + 1) % TASK.n):
+                    if name in state:
+                        assert np.array_equal(state[f"{name}/{j}"], states[j][name])
+
+    algorithm = replace(algorithm, lr=np.float64(algorithm.lr))  # type: ignore[type-var, attr-defined]
+    ran = run(algorithm, TASK, 60, dtype="float32", watch=equal)
+    for key in ("x", "y", "dual", "gradient", "h", "g"):
+        assert key not in ran.states[0] or ran.states[0][key].dtype == np.float32
+    assert ran.errors[-1] < 0.5
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_a_step_is_pure(algorithm: Algorithm) -> None:
+    states = run(algorithm, TASK, 3).states
+    for state in states:
+        for value in state.values():
+            value.setflags(write=False)
+    view = view_of(RING, 2, 3)
+    first, again = (algorithm.send(states[2], lambda z: TASK.gradient(2, z), view) for _ in range(2))
+    assert first[1] == again[1]
+    assert all(np.array_equal(first[0][key], again[0][key]) for key in first[0])
+    with pytest.raises(NonFiniteUpdate):
+        algorithm.send(states[2], lambda z: np.full_like(z, np.nan), view)
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_wrong_letters_are_refused_and_an_iteration_needs_all(algorithm: Algorithm) -> None:
+    states = run(algorithm, TASK, 2).states
+    sent = [algorithm.send(s, lambda z: z, view_of(RING, i, 2)) for i, s in enumerate(states)]
+    inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
+    state = sent[0][0]
+    last = inbox[1]
+    for letters in (
+        inbox[:1],
+        [inbox[0], Letter(3, 0, last.payload)],
+        [inbox[0], replace(last, payload=last.payload[:-1])],
+        [inbox[0], replace(last, payload=last.payload + b"\1")],
+        [inbox[0], replace(last, payload=b"\7" + last.payload[1:])],
+    ):
+        with pytest.raises((LetterError, OutOfStep)):
+            algorithm.receive(state, letters)
+    finished = algorithm.receive(state, inbox)
+    assert algorithm.receive(finished, ()) is finished
+    with pytest.raises(LetterError):
+        algorithm.receive(finished, inbox)
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorithm) -> None:
+    states = run(algorithm, TASK, 10).states
+    reset = [algorithm.reset(state, TASK.layout) for state in states[:-1]]
+    for old, new in zip(states, reset, strict=False):
+        assert np.array_equal(old["x"], new["x"])
+        assert not any(new[key].any() for key in ("dual", "y", "gradient") if key in new)
+    ran = run(algorithm, TASK.without(TASK.n - 1), 150, states=reset, begin=10, resync=True)
+    assert ran.errors[-1] < 0.05 < ran.errors[0]
+    assert max(algorithm.invariants(ran.states).values()) < 1e-10
+
+
+def test_running_statistics_move_the_model_only() -> None:
+    change = np.arange(float(TASK.d))
+    for algorithm in ALL:
+        states = run(algorithm, TASK, 2).states
+        sent = [algorithm.send(s, lambda z: z, view_of(RING, i, 2)) for i, s in enumerate(states)]
+        inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
+        plain = algorithm.receive(sent[0][0], inbox)
+        moved = algorithm.receive(algorithm.shift(sent[0][0], change), inbox)
+        np.testing.assert_allclose(moved["x"], plain["x"] + change, rtol=1e-14, atol=1e-14)
+        for key in ("y", "dual", "h", "g"):
+            assert key not in plain or np.array_equal(moved[key], plain[key])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GradientTracking(lr=0.0),
+        lambda: BEER(gamma=2.0),
+        lambda: BEER(gamma="no"),
+        lambda: LEAD(alpha=0.0),
+        lambda: LEAD(alpha=1.5),
+        lambda: get_algorithm({"name": "beer", "momentum": 0.9}),
+        lambda: GradientTracking().init(np.zeros(3), Layout.flat(4)),
+        lambda: BEER().send(BEER().init(np.zeros(3), Layout.flat(3)), None, replace(view_of(RING, 0, 0), dense=True)),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises((ConfigError, StateError)):
+        make()
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_configurations_recreate_the_algorithm(algorithm: Algorithm) -> None:
+    assert get_algorithm(algorithm.to_config()) == algorithm
+    innovation = algorithm.facts(
+        algorithm.send(algorithm.init(np.ones(4), Layout.flat(4)), None, view_of(RING, 0, 0))[0]
+    )
+    assert innovation.get("innovation", 0.0) < 1e-6
