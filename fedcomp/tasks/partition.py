@@ -1,4 +1,4 @@
-"""Which client holds which example: IID, Dirichlet label skew, single-label shards, natural ids.
+"""Which client holds which example: IID, Dirichlet label skew, single-label shards, sorted, natural ids.
 
 A partitioner returns an *assignment*: one partition id per example, int64, shape ``(N,)``. Being a function
 from examples to partitions it is disjoint and complete by construction; what is left to check is balance and
@@ -26,7 +26,7 @@ from fedcomp.tasks.options import plain, shown
 
 Assignment = NDArray[np.int64]
 
-KINDS: Final = ("iid", "dirichlet", "shards", "natural")
+KINDS: Final = ("iid", "dirichlet", "shards", "sorted", "natural")
 """The partitioners' names; "dirichlet" and "shards" take a number after a colon."""
 
 _LEAST_ALPHA: Final = 1e-300
@@ -147,6 +147,23 @@ def shards(
     return _check_smallest(out, num_partitions, min_examples)
 
 
+def by_label(labels: NDArray[Any], num_partitions: int, *, min_examples: int = 1) -> Assignment:
+    """Cut the examples, in order of label and then of position, into contiguous pieces whose sizes differ by at most
+    one; piece i belongs to partition i, so that neighbours in a ring hold like data and nothing is drawn.
+
+    Raises
+    ------
+    ConfigError
+        When there are not enough examples for ``min_examples`` everywhere.
+    """
+    labels = np.asarray(labels)
+    _check_count(len(labels), num_partitions, min_examples)
+    out = np.empty(len(labels), np.int64)
+    for partition, rows in enumerate(np.array_split(np.argsort(labels, kind="stable"), num_partitions)):
+        out[rows] = partition
+    return out
+
+
 def natural(ids: NDArray[Any], num_partitions: int, *, min_examples: int = 1) -> Assignment:
     """Keep the examples of one id (a speaker, a writer, a phone) together.
 
@@ -235,6 +252,8 @@ class Partitioner:
             return iid(size, num_partitions, key, min_examples=min_examples)
         if labels is None:
             raise ConfigError(f"{self} splits by class, but an example of this data has no single class; use 'natural'")
+        if self.kind == "sorted":
+            return by_label(labels, num_partitions, min_examples=min_examples)
         assert self.value is not None
         if self.kind == "dirichlet":
             return dirichlet(labels, num_partitions, self.value, key, min_examples=min_examples)
@@ -242,7 +261,7 @@ class Partitioner:
 
 
 def parse_partitioner(text: str | Partitioner) -> Partitioner:
-    """Return the partitioner that ``text`` names: ``iid``, ``dirichlet:ALPHA``, ``shards:COUNT`` or
+    """Return the partitioner that ``text`` names: ``iid``, ``dirichlet:ALPHA``, ``shards:COUNT``, ``sorted`` or
     ``natural``.
 
     Raises
@@ -256,7 +275,7 @@ def parse_partitioner(text: str | Partitioner) -> Partitioner:
     kind, colon, number = plain("partition", text).strip().lower().partition(":")
     if kind not in KINDS:
         raise ConfigError(f"unknown partitioner {shown(kind)}{nearest(kind[:80], KINDS)}")
-    if kind in ("iid", "natural"):
+    if kind in ("iid", "sorted", "natural"):
         if colon:
             raise ConfigError(f"partitioner {kind!r} takes no number, got {shown(text)}; write {kind!r}")
         return Partitioner(kind)

@@ -22,6 +22,7 @@ TASKS: Final[Mapping[str, str]] = MappingProxyType(
         "tiny-shakespeare": "fedcomp.tasks.shakespeare:TinyShakespeare",
         "a9a": "fedcomp.tasks.linear:A9a",
         "breast-cancer": "fedcomp.tasks.linear:BreastCancer",
+        "digits-five": "fedcomp.tasks.linear:DigitsFive",
         "digits-zero": "fedcomp.tasks.linear:DigitsZero",
         "wifi": "fedcomp.tasks.wifi:Wifi",
     }

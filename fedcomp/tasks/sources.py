@@ -275,12 +275,29 @@ def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Ta
     return Table(x[train], y[train], x[test], y[test], int(y.max()) + 1)
 
 
-def _digits() -> Table:
-    from sklearn.datasets import load_digits
+def _embedded(name: str, skip: int = 0) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return rows and targets of a table embedded in scikit-learn, whose last column is the target.
 
-    bunch = load_digits()
+    The file is read as it lies there: importing the library takes a second, which a deployed client, a process per
+    message, would spend on every message.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise DataError("scikit-learn is not installed, which embeds this data; install it: pip install scikit-learn")
+    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / name
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); reinstall scikit-learn, 1.4 or newer") from error
+    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode()
+    rows = np.loadtxt(io.StringIO(text), delimiter=",", skiprows=skip)
+    return rows[:, :-1], rows[:, -1].astype(np.int64)
+
+
+def _digits() -> Table:
+    x, y = _embedded("digits.csv.gz")
     # Pixels are 0..16; the overall mean and deviation are 4.884 and 6.017 (measured).
-    return _split((bunch.data - 4.884) / 6.017, bunch.target)
+    return _split((x - 4.884) / 6.017, y)
 
 
 def _digits_zero() -> Table:
@@ -290,20 +307,28 @@ def _digits_zero() -> Table:
     return Table(table.x_train, train, table.x_test, test, 2)
 
 
-def _breast_cancer() -> Table:
-    from sklearn.datasets import load_breast_cancer
+def _digits_five() -> Table:
+    """Return the digits in [0, 1] with the classes "below five" and "five and more", in order of the digit.
 
-    bunch = load_breast_cancer()
-    return _split(bunch.data, bunch.target, standardise=True)
+    The order makes the partition "sorted" one by digit: labels that only say which half a row is in cannot.
+    """
+    x, y = _embedded("digits.csv.gz")
+    table = _split(x / 16.0, y)
+    train, test = (np.argsort(y, kind="stable") for y in (table.y_train, table.y_test))
+    y_train, y_test = table.y_train[train], table.y_test[test]
+    half = [np.asarray(y >= 5, np.int64) for y in (y_train, y_test)]
+    return Table(table.x_train[train], half[0], table.x_test[test], half[1], 2)
+
+
+def _breast_cancer() -> Table:
+    return _split(*_embedded("breast_cancer.csv", skip=1), standardise=True)
 
 
 def _enlarged_digits() -> Table:
     """Return the embedded digits in MNIST's shape: every pixel three times each way, a margin of two."""
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    images = np.pad(bunch.images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
-    return _split(_mnist_scale(images / 16.0), bunch.target)
+    x, y = _embedded("digits.csv.gz")
+    images = np.pad(x.reshape(-1, 8, 8).repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
+    return _split(_mnist_scale(images / 16.0), y)
 
 
 def _mnist_scale(images: NDArray[Any]) -> NDArray[np.float32]:
@@ -368,6 +393,7 @@ def _read_shakespeare(files: Mapping[str, bytes]) -> Corpus:
 SETS: Final[Mapping[str, _Set]] = {
     "digits": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
     "digits-zero": _Set(_digits_zero, "scikit-learn's embedded 8x8 digits, zero against the rest"),
+    "digits-five": _Set(_digits_five, "scikit-learn's embedded 8x8 digits, five and more against the rest"),
     "breast-cancer": _Set(_breast_cancer, "scikit-learn's embedded breast cancer table"),
     "mnist": _Set(
         _enlarged_digits,

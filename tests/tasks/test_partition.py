@@ -31,7 +31,9 @@ def _entropies(assignment: np.ndarray, labels: np.ndarray, partitions: int) -> n
 
 @settings(deadline=None, max_examples=60)
 @given(
-    text=st.sampled_from(["iid", "dirichlet:0.05", "dirichlet:1", "dirichlet:50", "shards:1", "shards:3", "natural"]),
+    text=st.sampled_from(
+        ["iid", "dirichlet:0.05", "dirichlet:1", "dirichlet:50", "shards:1", "shards:3", "sorted", "natural"]
+    ),
     partitions=st.integers(10, 12),
     seed=st.integers(0, 2**63),
 )
@@ -139,6 +141,16 @@ def test_natural_keeps_ids_together() -> None:
     assert sizes.max() - sizes.min() < np.bincount(IDS).max()
 
 
+def test_sorted_pieces_follow_the_labels_and_differ_by_one_example_at_most() -> None:
+    labels = np.array([3, 0, 1, 3, 2, 0, 1, 1, 2, 0, 3])
+    out = parse_partitioner("sorted").assign(4, KEY, labels=labels)
+    # In order of label, then of position: 1 5 9 | 2 6 7 | 4 8 0 | 3 10.
+    np.testing.assert_array_equal(out, [2, 0, 1, 3, 2, 0, 1, 1, 2, 0, 3])
+    np.testing.assert_array_equal(out, parse_partitioner("sorted").assign(4, Key(99, "other"), labels=labels))
+    with pytest.raises(ConfigError, match="no single class"):
+        parse_partitioner("sorted").assign(4, KEY, labels=None, ids=labels)
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -155,6 +167,7 @@ def test_natural_keeps_ids_together() -> None:
         ("dirichlet:1e-320", "positive concentration"),
         pytest.param(10**5000, "written down", id="5001 digits"),
         ("iid:3", "takes no number"),
+        ("sorted:3", "takes no number"),
         ("", "known"),
     ],
 )
@@ -167,6 +180,7 @@ def test_parse_errors_say_what_to_write(text: str, match: str) -> None:
     "text",
     [
         "iid",
+        "sorted",
         "natural",
         "dirichlet:0.5",
         "dirichlet:1",
@@ -190,14 +204,14 @@ def test_no_digit_of_the_number_is_lost(alpha: float, count: int) -> None:
     assert parse_partitioner(str(Partitioner("shards", count))).value == count
 
 
-@pytest.mark.parametrize("text", ["iid", "dirichlet:0.5", "shards:1"])
+@pytest.mark.parametrize("text", ["iid", "dirichlet:0.5", "shards:1", "sorted"])
 def test_more_partitions_than_examples_are_refused_alike(text: str) -> None:
     labels = np.arange(20) % 4
     with pytest.raises(ConfigError, match="20 examples cannot give 21 partitions at least 1 each"):
         parse_partitioner(text).assign(21, KEY, labels=labels)
 
 
-@pytest.mark.parametrize("text", ["iid", "dirichlet:0.1", "shards:2", "natural"])
+@pytest.mark.parametrize("text", ["iid", "dirichlet:0.1", "shards:2", "sorted", "natural"])
 def test_min_examples_holds_for_every_partitioner(text: str) -> None:
     labels, ids = np.arange(100) % 5, np.arange(100) % 8
     part = parse_partitioner(text)

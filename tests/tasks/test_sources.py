@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 import types
 import warnings
@@ -200,6 +201,14 @@ def test_embedded_sets_are_what_they_say(name: str) -> None:
     assert (source.used, source.substitute) == ("offline", False)
 
 
+def _torchvision_is(monkeypatch: pytest.MonkeyPatch, found: object) -> None:
+    """Let a look for torchvision find ``found``; other packages are where they are."""
+    real = sources.importlib.util.find_spec
+    monkeypatch.setattr(
+        sources.importlib.util, "find_spec", lambda name: found if name == "torchvision" else real(name)
+    )
+
+
 def _fake_torchvision(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, bool, bool]]) -> None:
     class Fake:
         def __init__(self, root: str, train: bool, download: bool) -> None:
@@ -212,7 +221,7 @@ def _fake_torchvision(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, bo
     module.MNIST = Fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchvision", package)
     monkeypatch.setitem(sys.modules, "torchvision.datasets", module)
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: object())
+    _torchvision_is(monkeypatch, object())
 
 
 def test_library_is_used_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +249,7 @@ def test_local_files_win_over_the_library(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_missing_library_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    _torchvision_is(monkeypatch, None)
     with pytest.warns(DataWarning, match="torchvision is not installed"):
         assert load("mnist", download=True)[1].used == "offline"
 
@@ -302,3 +311,41 @@ def test_real_files_have_their_published_counts(local_data: Path) -> None:
     wifi, _ = load("wifi", root=local_data)
     assert isinstance(wifi, Table)
     assert np.bincount(np.concatenate([wifi.y_train, wifi.y_test])).tolist() == [500] * 4
+
+
+def test_embedded_tables_are_scikit_learns_own_read_without_the_library() -> None:
+    from sklearn.datasets import load_breast_cancer, load_digits
+
+    for bunch, name, skip in ((load_digits(), "digits.csv.gz", 0), (load_breast_cancer(), "breast_cancer.csv", 1)):
+        x, y = sources._embedded(name, skip)
+        assert x.dtype == bunch.data.dtype == np.float64
+        assert x.tobytes() == bunch.data.tobytes()
+        np.testing.assert_array_equal(y, bunch.target)
+    code = (
+        "import sys; from fedcomp.tasks.sources import load\n"
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "[load(n) for n in ('digits', 'digits-zero', 'digits-five', 'breast-cancer', 'mnist', 'a9a')]\n"
+        "print([m for m in ('torch', 'sklearn', 'scipy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_missing_library_or_file_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="reinstall scikit-learn"):
+        sources._embedded("no-such-table.csv")
+    monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="not installed"):
+        sources._embedded("digits.csv.gz")
+
+
+def test_digits_five_is_in_order_of_the_digit_and_in_the_unit_interval() -> None:
+    table, _ = load("digits-five")
+    other, _ = load("digits")
+    assert isinstance(table, Table)
+    assert isinstance(other, Table)
+    order = np.argsort(other.y_train, kind="stable")
+    np.testing.assert_array_equal(table.y_train, (other.y_train[order] >= 5).astype(np.int64))
+    np.testing.assert_allclose(table.x_train, (other.x_train[order] * 6.017 + 4.884) / 16, atol=1e-6)
+    assert table.x_train.min() == 0.0
+    assert table.x_train.max() == 1.0
+    assert (len(table.x_train), len(table.x_test), table.classes) == (1442, 355, 2)
