@@ -7,6 +7,7 @@ that can be rebuilt at any time: deployments start a fresh process for each mess
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from flwr.clientapp import ClientApp
 from clients.coded import answer_coded, coded
 from clients.coded_linear import LinearRows, answer_coded_linear
 from clients.compressed import compression
+from clients.gossip import answer_gossip
 from clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import put_node
@@ -25,7 +27,9 @@ from fedcomp.rng import Key
 if TYPE_CHECKING:
     from torch import nn
 
+    from fedcomp.flower.gossip import Setup
     from fedcomp.tasks.base import Task
+    from fedcomp.tasks.local import LocalObjective
 
 app = answer_coded(ClientApp(mods=[coded(), shared_support(), compression()]))
 
@@ -77,6 +81,25 @@ def linear_rows(msg: Message, context: Context, partitions: int) -> LinearRows:
 
 
 answer_coded_linear(app, linear_rows)
+
+
+def local_objective(msg: Message, context: Context, setup: Setup) -> LocalObjective:
+    """Return this node's own part of the task, for decentralised learning; a batch size of 0 takes all examples."""
+    job = Job.read(msg, context)
+    return _objective(
+        job.task(), job.partition, job.clients, job.seed, _integer(job.config, "batch_size", 0), setup.dtype
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _objective(task: Task, partition: int, clients: int, seed: int, batch_size: int, dtype: str) -> LocalObjective:
+    # It holds a cast copy of the data and a model for scratch, which in one process would be made for every message.
+    from fedcomp.tasks.local import LocalObjective
+
+    return LocalObjective(task, partition, clients, seed=seed, batch_size=batch_size, dtype=dtype)
+
+
+answer_gossip(app, local_objective)
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,17 @@ class Row(NamedTuple):
         Id of the uplink's codec; empty for none.
     strategy : str
         The server's half: "compressed" (the drop-in pair, the default of rows with a codec), "shared_support",
-        "coded_linear" (gradient descent on coded data), or "coded" (a construction around the drop-in pair, or around
-        the inner strategy itself where there is no codec).
+        "coded_linear" (gradient descent on coded data), "gossip" (decentralised learning; the row's name is the
+        algorithm's), or "coded" (a construction around the drop-in pair, or around the inner strategy itself where
+        there is no codec).
     construction : str
         Of a coded row: which of :data:`strategies.coded.CONSTRUCTIONS`.
     defaults : mapping
         Settings beyond the common ones, with their defaults. Of a coded row, those that are not the drop-in pair's are
         arguments of :class:`strategies.coded.CodedFedAvg`, or options of the construction; see
-        :data:`experiments.systems.CODED`.
+        :data:`experiments.systems.CODED`. Of a gossip row, ``topology`` and the parameters of the algorithm that a user
+        is likely to turn; what else all of them have is :data:`experiments.systems.GOSSIP`. ``compressor`` is a
+        compressor's id, whose parameters are settings below ``compressor.``.
     """
 
     name: str
@@ -296,5 +299,109 @@ ROWS: Final[tuple[Row, ...]] = (
             "retries": 7,
         },
         strategy="coded_linear",
+    ),
+    Row(
+        "dpsgd",
+        "D-PSGD",
+        "Lian et al. 2017, Can decentralized algorithms outperform centralized algorithms?",
+        "the whole model to every neighbour, which takes a weighted mean",
+        defaults={"topology": "ring", "gamma": 1.0},
+        strategy="gossip",
+    ),
+    Row(
+        "sgp",
+        "Stochastic gradient push",
+        "Assran et al. 2019, Stochastic gradient push for distributed deep learning",
+        "the whole model with a share of the sender's weight to every out-neighbour of a directed graph",
+        defaults={"topology": "exponential"},
+        strategy="gossip",
+    ),
+    Row(
+        "sparse-push",
+        "Sparse-Push",
+        "Aketi, Singh, Rabaey 2021, Sparse-Push: communication- and energy-efficient decentralized distributed "
+        "learning over directed and time-varying graphs with non-IID datasets (abstract only; the iteration is "
+        "derived here)",
+        "the largest entries of the model's difference to what an out-neighbour knows, with a share of the weight",
+        defaults={"topology": "exponential", "gamma": "auto", "estimates": "edge", "compressor": "topk"},
+        strategy="gossip",
+    ),
+    Row(
+        "choco",
+        "CHOCO-SGD",
+        "Koloskova, Stich, Jaggi 2019, Decentralized stochastic optimization and gossip algorithms with compressed "
+        "communication",
+        "the compressed difference of the model to what the neighbours know of it",
+        defaults={"topology": "ring", "gamma": 0.1, "compressor": "topk"},
+        strategy="gossip",
+    ),
+    Row(
+        "deepsqueeze",
+        "DeepSqueeze",
+        "Tang et al. 2019, DeepSqueeze: decentralization meets error-compensated compression",
+        "the compressed model; what compression left out is added to the next one",
+        defaults={"topology": "ring", "gamma": 0.05, "compressor": "topk"},
+        strategy="gossip",
+    ),
+    Row(
+        "nids",
+        "NIDS",
+        "Li, Shi, Yan 2019, A decentralized proximal-gradient method with network independent step-sizes and separated "
+        "convergence rates",
+        "the whole decision vector to every neighbour; a dual vector removes the bias of differing data",
+        defaults={"topology": "ring"},
+        strategy="gossip",
+    ),
+    Row(
+        "gradient-tracking",
+        "Gradient tracking (DIGing)",
+        "Nedić, Olshevsky, Shi 2017, Achieving geometric convergence for distributed optimization over time-varying "
+        "graphs",
+        "the whole model and an estimate of the mean gradient to every neighbour",
+        defaults={"topology": "ring"},
+        strategy="gossip",
+    ),
+    Row(
+        "lead",
+        "LEAD",
+        "Liu et al. 2021, Linear convergent decentralized optimization with compression",
+        "the compressed innovation of the decision vector; a dual vector removes the bias of differing data",
+        defaults={"topology": "ring", "gamma": "1.0", "alpha": 0.5, "compressor": "dithered"},
+        strategy="gossip",
+    ),
+    Row(
+        "beer",
+        "BEER",
+        "Zhao et al. 2022, BEER: fast O(1/T) rate for decentralized nonconvex optimization with communication "
+        "compression",
+        "the compressed differences of the model and of the tracked gradient to what the neighbours know of them",
+        defaults={"topology": "ring", "gamma": "auto", "compressor": "topk"},
+        strategy="gossip",
+    ),
+    Row(
+        "cold",
+        "COLD",
+        "Zhang, You, Xie 2023, Innovation compression for communication-efficient distributed optimization with linear "
+        "convergence (abstract only; the iteration is derived here)",
+        "the compressed innovation of the decision vector; a dual vector removes the bias of differing data",
+        defaults={"topology": "ring", "gamma": "auto", "compressor": "topk"},
+        strategy="gossip",
+    ),
+    Row(
+        "dyna-cold",
+        "Dyna-COLD",
+        "Zhang, You, Xie 2023, Innovation compression for communication-efficient distributed optimization with linear "
+        "convergence (abstract only; the iteration is derived here)",
+        "one bit per coordinate of the innovation, over a scale that both ends of an edge know without being told",
+        defaults={"topology": "ring", "gamma": 0.3, "scale": "zoom", "rho": 0.95, "s0": 1.0},
+        strategy="gossip",
+    ),
+    Row(
+        "power-gossip",
+        "PowerGossip",
+        "Vogels, Karimireddy, Jaggi 2020, Practical low-rank communication compression in decentralized deep learning",
+        "products of each weight matrix with a vector that both ends of an edge know: power steps on their difference",
+        defaults={"topology": "ring", "rank": 1, "steps": 1, "rate": 1.0, "warm_start": True, "overlap": True},
+        strategy="gossip",
     ),
 )

@@ -22,6 +22,9 @@ from experiments.spec import RoundRecord, RunResult, RunSpec, Scalar
 from experiments.systems import TASK_PREFIX, TRAINING, get_system
 from fedcomp.errors import ConfigError
 from fedcomp.flower import checkpoint as checkpoints
+from fedcomp.flower.gossip import OBSERVE_TYPE as GOSSIP_OBSERVATION
+from fedcomp.flower.gossip import START_TYPE as GOSSIP_START
+from fedcomp.flower.gossip import TRAINING as GOSSIP_MESSAGES
 from fedcomp.flower.grid import in_process
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
@@ -246,7 +249,7 @@ class _Run:
                 metrics["report.notes"] = list(report.notes)
         elif self._cohorts.reasons:
             metrics["report.errors_because"] = sorted(set(self._cohorts.reasons))
-        return metrics | self._coded(server_round)
+        return metrics | self._coded(server_round) | self._gossip(server_round)
 
     def _coded(self, server_round: int) -> dict[str, Any]:
         """Return the figures of a coded round; the time of decoding, which never repeats, is in the notes."""
@@ -268,6 +271,26 @@ class _Run:
                 metrics[f"coded.{name}_because"] = sorted(set(reasons))
         if report.notes:
             metrics["coded.notes"] = list(report.notes)
+        return metrics
+
+    def _gossip(self, server_round: int) -> dict[str, Any]:
+        """Return what a decentralised round cost beside its letters, and what happened in it.
+
+        The letters themselves, on edges, by node and through the server, are in the strategy's own metrics. Overhead is
+        all that the messages with letters weigh beyond letters and, where a run begins or is joined, the model; equal
+        letters in one message travel once, so that it may be negative.
+        """
+        report = getattr(self.strategy, "gossip", {}).get(server_round)
+        if report is None:
+            return {}
+        ledger, where = self.grid.ledger, {"round": server_round, "link": "hub", "message_type": GOSSIP_MESSAGES}
+        metrics: dict[str, Any] = {
+            "gossip.overhead": ledger.total("wire", **where) - ledger.total("payload", **where),
+            "gossip.start": ledger.total("payload", round=server_round, direction="down", message_type=GOSSIP_START),
+            "gossip.observation": ledger.total("wire", round=server_round, message_type=GOSSIP_OBSERVATION),
+        }
+        for kind, reasons in sorted(report.events.items()):
+            metrics |= {f"gossip.{kind}": len(reasons), f"gossip.{kind}_because": sorted(set(reasons))}
         return metrics
 
     def _notes(self) -> dict[str, Any]:

@@ -30,6 +30,8 @@ INNER_PREFIX: Final = "inner."
 CODEC_PREFIX: Final = "codec."
 FEEDBACK_PREFIX: Final = "feedback."
 DOWNLINK_PREFIX: Final = "downlink."
+COMPRESSOR_PREFIX: Final = "compressor."
+ALGORITHM_PREFIX: Final = "algorithm."
 PLAIN_PREFIXES: Final = (TASK_PREFIX, INNER_PREFIX)
 CODEC_PREFIXES: Final = (*PLAIN_PREFIXES, CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX)
 """Settings below these belong to the task, the inner strategy and the codecs, which check them themselves."""
@@ -49,6 +51,20 @@ CODED: Final[Settings] = MappingProxyType(
 )
 """Settings of every coded row, with :class:`strategies.coded.CodedFedAvg`'s meaning; 0 and the empty text leave the
 choice to it. ``seal`` is "yes" or "no"."""
+
+GOSSIP: Final[Settings] = MappingProxyType(
+    {
+        "skew_rounds": "0",
+        "patience": 5,
+        "deadline": 0.0,
+        "dtype": "float32",
+        "dense_below": 64,
+        "buffers": "dense",
+    }
+)
+"""Settings of every gossip row, with :class:`strategies.gossip.GossipRelay`'s meaning; ``skew_rounds`` is a number or
+"auto", and ``deadline`` 0 leaves it to ``timeout``. A ``batch_size`` of 0 takes all of a node's examples. Below
+``algorithm.`` stand parameters of the algorithm that its row does not have."""
 
 _PAIR: Final = ("codec", "feedback", "downlink")
 """Settings of the drop-in pair inside a coded row: the codec may be any, with its parameters below ``codec.``."""
@@ -120,7 +136,8 @@ class System:
     prefixes : tuple of str
         Families of settings that are passed on to the system's parts.
     needs : mapping
-        What it asks of the task and the topology; empty means any task, star topology.
+        What it asks of the task ("task": "linear") and the topology ("topology": "graph", a setting of that name);
+        empty means any task, star topology.
     """
 
     name: str
@@ -152,7 +169,7 @@ class System:
             key: _typed(key, settings[key], default) if key in settings else default for key, default in known.items()
         }
         out |= {key: value for key, value in settings.items() if key not in known}
-        _check_ranges(out)
+        _check_ranges(out, all_examples="topology" in self.needs)
         return out
 
 
@@ -179,7 +196,9 @@ def check(spec: RunSpec) -> None:
     task.assignment(spec.clients)
     if system.needs.get("task") == "linear":
         _ = task.linear_loss
-    system.make_strategy(settings, spec.seed)
+    strategy = system.make_strategy(settings, spec.seed)
+    if "topology" in system.needs:
+        strategy.graph(spec.clients)  # type: ignore[attr-defined]
 
 
 def below(settings: Settings, prefix: str) -> dict[str, Any]:
@@ -331,6 +350,71 @@ def _coded_linear(settings: Settings, seed: int, *, row: Row) -> Strategy:
     return CodedLinearGD(loss=loss, lr=float(settings["lr"]), l2=l2, seed=seed, **own)
 
 
+def _gossip(settings: Settings, seed: int, *, row: Row) -> Strategy:
+    """Return the relay of a decentralised algorithm; every parameter of it is a setting, or has its own default."""
+    from fedcomp.gossip import algorithm_class, get_algorithm
+    from strategies.gossip import GossipRelay
+
+    unused = {"weight_decay": 0.0, "epochs": 1, "max_steps": 0, "inner": "fedavg"}
+    for key, default in {**unused, "fraction": 1.0, "fraction_evaluate": 0.0}.items():
+        if settings[key] != default:
+            raise ConfigError(
+                f"{key}={settings[key]!r} does not fit: a round is one iteration of all nodes, with one gradient each; "
+                "use lr, momentum (where the algorithm has it), batch_size, and more rounds"
+            )
+    allowed = inspect.signature(algorithm_class(row.name)).parameters
+    own = {key: settings[key] for key in row.defaults if key in allowed} | below(settings, ALGORITHM_PREFIX)
+    for key in own:
+        if key not in allowed:
+            raise ConfigError(f"{row.title} has no parameter {key!r}{nearest(key, allowed)}")
+    own["lr"] = settings["lr"]
+    if "momentum" in allowed:
+        own["momentum"] = settings["momentum"]
+    elif settings["momentum"]:
+        raise ConfigError(f"momentum={settings['momentum']!r} does not fit: {row.title} has none; set momentum=0")
+    if "gamma" in own:
+        own["gamma"] = _number_or(str(own["gamma"]), "auto", "gamma", float)
+    options = below(settings, COMPRESSOR_PREFIX)
+    if "compressor" in own:
+        own["compressor"] = _compressor(row, str(settings["compressor"]), options)
+    elif options:
+        raise ConfigError(
+            f"settings {sorted(options)} below {COMPRESSOR_PREFIX!r} do not fit: {row.title} has no compressor"
+        )
+    skew_rounds = _number_or(str(settings["skew_rounds"]), "auto", "skew_rounds", int)
+    common: dict[str, Any] = {key: settings[key] for key in GOSSIP if key != "skew_rounds"}
+    common["deadline"] = common["deadline"] or None
+    return GossipRelay(
+        get_algorithm({"name": row.name, **own}),
+        str(settings["topology"]),
+        skew_rounds=skew_rounds,
+        observe_every=int(settings["evaluate_every"]),
+        seed=seed,
+        **common,
+    )
+
+
+def _compressor(row: Row, name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration of a compressor; the algorithm's own keeps its parameters unless they are given."""
+    if name != row.defaults["compressor"]:
+        return {"id": name, **options}
+    from fedcomp.gossip import algorithm_class
+
+    usual = algorithm_class(row.name)().get_config()["compressor"]
+    if usual is None:
+        return {"id": name, **options} if options else None
+    return {**usual, **options}
+
+
+def _number_or(text: str, word: str, key: str, kind: type[int] | type[float]) -> Any:
+    if text == word:
+        return word
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"setting {key!r} is {text!r}; expected {_EXPECTED[kind]} or {word!r}") from error
+
+
 _SEAL: Final = {"": None, "yes": True, "no": False}
 
 
@@ -346,6 +430,11 @@ def _system(row: Row) -> System:
         make_linear = functools.partial(_coded_linear, row=row)
         needs = {"task": "linear"}
         return System(row.name, row.title, row.paper, row.summary, make_linear, row.defaults, (TASK_PREFIX,), needs)
+    if row.strategy == "gossip":
+        make_gossip = functools.partial(_gossip, row=row)
+        settings, families = {**GOSSIP, **row.defaults}, (TASK_PREFIX, COMPRESSOR_PREFIX, ALGORITHM_PREFIX)
+        graph = {"topology": "graph"}
+        return System(row.name, row.title, row.paper, row.summary, make_gossip, settings, families, graph)
     if row.strategy == "shared_support":
         own = (TASK_PREFIX, CODEC_PREFIX)
         return System(row.name, row.title, row.paper, row.summary, _shared_support, row.defaults, own)
@@ -396,7 +485,9 @@ _RANGES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 }
 
 
-def _check_ranges(settings: Settings) -> None:
+def _check_ranges(settings: Settings, *, all_examples: bool) -> None:
     for key, (holds, expected) in _RANGES.items():
+        if all_examples and key == "batch_size" and settings[key] == 0:
+            continue
         if not holds(settings[key]):
             raise ConfigError(f"setting {key!r} is {settings[key]!r}; expected {expected}")

@@ -47,6 +47,8 @@ from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 CONNECTION: Final = "dep"
 START_LIMIT: Final = 60.0
 MAX_NODES: Final = 64
+TASK_POLL: Final = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
+"""Environment variable: seconds between two looks of Flower's SuperExec, which starts a process per message."""
 
 
 def project_root() -> Path:
@@ -130,30 +132,32 @@ class Deployment:
 
     def _start(self) -> None:
         port, *ports = free_ports(1 + self.nodes * (1 + self.peers))
-        node_ports, peer_ports = ports[: self.nodes], ports[self.nodes :]
+        self._node_ports, self._peer_ports = ports[: self.nodes], ports[self.nodes :]
         self.address = f"127.0.0.1:{port}"
         command = [edge.program("flower-superlink"), "--insecure", "--host", "127.0.0.1", "--port", str(port)]
         link = self._launch("the SuperLink", "superlink", command)
         wait_for_port(port, link, START_LIMIT)
-        for i, node_port in enumerate(node_ports):
-            arguments = ["--insecure", "--superlink", self.address, "--port", str(node_port)]
-            arguments += ["--partition", str(i), "--of", str(self.nodes)]
-            if self.peers:
-                # The entry point itself: it starts the listener, and becomes the SuperNode.
-                arguments += ["--peer", f"127.0.0.1:{peer_ports[i]}", "--peer-store", str(self.peer_store(i))]
-                command = [sys.executable, "-m", "clients.edge", *arguments]
-                # Where its modules are found, installed or not; the apps have those of their bundle.
-                self._launch(f"SuperNode {i}", f"node-{i}", command, cwd=Path(edge.__file__).parents[1])
-            else:
-                command, _ = edge.prepare(arguments)
-                self._launch(f"SuperNode {i}", f"node-{i}", command)
-        for child, node_port in zip(self.children[1:], node_ports, strict=True):
+        for node in range(self.nodes):
+            self._launch_node(node)
+        for child, node_port in zip(self.children[1:], self._node_ports, strict=True):
             wait_for_port(node_port, child, START_LIMIT)
         (self.home("cli") / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
             f'[superlink.{CONNECTION}]\naddress = "{self.address}"\ninsecure = true\n',
             encoding="utf-8",
         )
+
+    def _launch_node(self, node: int) -> Child:
+        arguments = ["--insecure", "--superlink", self.address, "--port", str(self._node_ports[node])]
+        arguments += ["--partition", str(node), "--of", str(self.nodes)]
+        if not self.peers:
+            command, _ = edge.prepare(arguments)
+            return self._launch(f"SuperNode {node}", f"node-{node}", command)
+        # The entry point itself: it starts the listener, and becomes the SuperNode.
+        arguments += ["--peer", f"127.0.0.1:{self._peer_ports[node]}", "--peer-store", str(self.peer_store(node))]
+        command = [sys.executable, "-m", "clients.edge", *arguments]
+        # Where its modules are found, installed or not; the apps have those of their bundle.
+        return self._launch(f"SuperNode {node}", f"node-{node}", command, cwd=Path(edge.__file__).parents[1])
 
     def peer_store(self, node: int) -> Path:
         """Return the folder in which the listener of ``node`` keeps the parcels of other nodes."""
@@ -192,6 +196,40 @@ class Deployment:
             time.sleep(0.02)
         return [self.children[1 + node].pid, *killed]
 
+    def start(self, node: int) -> None:
+        """Start a node that was killed anew, with the same partition: a new process with no state, and to the SuperLink
+        another node.
+
+        Raises
+        ------
+        ConfigError
+            When it was not killed.
+        DeploymentError
+            When it does not start.
+        """
+        if node not in self._killed:
+            raise ConfigError(f"node {node} runs already; kill it before it is started anew")
+        child = self._launch_node(node)
+        # In the place of the dead one.
+        self.children[1 + node] = self.children.pop()
+        self._killed.discard(node)
+        wait_for_port(self._node_ports[node], child, START_LIMIT)
+
+    def pause(self, node: int) -> list[int]:
+        """Stop every process of ``node`` with SIGSTOP, as a suspended machine would; return their ids."""
+        return self._signal(node, signal.SIGSTOP)
+
+    def resume(self, node: int) -> list[int]:
+        """Let every process of a paused node go on; return their ids."""
+        return self._signal(node, signal.SIGCONT)
+
+    def _signal(self, node: int, number: signal.Signals) -> list[int]:
+        found = sorted(self.processes(node))
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return found
+
     def home(self, name: str) -> Path:
         """Return the Flower home of the process called ``name``, made on first use."""
         path = self.folder / name
@@ -203,7 +241,8 @@ class Deployment:
         # Flower's helpers start each other by name; they must find the ones of this very environment.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         own = {"PATH": path, "FLWR_HOME": str(self.home(name)), "PYTHONUNBUFFERED": "1"}
-        return {**os.environ, **OFFLINE_ENVIRONMENT, **own}
+        # On loopback nobody is spared by looking once a second whether there is something to start.
+        return {TASK_POLL: "0.05", **os.environ, **OFFLINE_ENVIRONMENT, **own}
 
     def _launch(self, title: str, name: str, command: list[str], cwd: Path | None = None) -> Child:
         log = self.folder / f"{name}.log"

@@ -230,15 +230,26 @@ def exchanges_of(
     train_config: ConfigRecord,
     evaluate_config: ConfigRecord,
     grid: Grid,
+    *,
+    last: bool = False,
 ) -> Exchanges[RoundOutcome]:
-    """One round of ``strategy``: its own generator if it has one, Flower's hooks otherwise."""
+    """One round of ``strategy``: its own generator if it has one, Flower's hooks otherwise.
+
+    Of an :class:`ExchangeStrategy` what :meth:`ExchangeStrategy.close_round` returns takes the place of the round's
+    arrays, and its metrics join the round's. ``last`` says that no round will follow.
+    """
     if not isinstance(strategy, HasRound):
         return (yield from hooks_round(strategy, server_round, arrays, train_config, evaluate_config, grid))
     aggregated, train = yield from strategy.round(server_round, arrays, train_config, grid)
+    if not isinstance(strategy, ExchangeStrategy):
+        return RoundOutcome(aggregated, train, None)
     current = arrays if aggregated is None else aggregated
-    evaluate = None
-    if isinstance(strategy, ExchangeStrategy):
-        evaluate = yield from strategy.evaluate_round(server_round, current, evaluate_config, grid)
+    closed, more = yield from strategy.close_round(server_round, current, train_config, grid, last=last)
+    if closed is not None:
+        aggregated = current = closed
+    if more is not None:
+        train = MetricRecord({**(train or {}), **more})
+    evaluate = yield from strategy.evaluate_round(server_round, current, evaluate_config, grid)
     return RoundOutcome(aggregated, train, evaluate)
 
 
@@ -254,6 +265,18 @@ class ExchangeStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Train once: ``replies = yield messages`` for every exchange; return new arrays and metrics (or None)."""
+
+    def close_round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, *, last: bool
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Exchanges after a round's training and before its evaluation, as a generator; by default none.
+
+        For a model that is on the nodes: here it is collected, in the rounds that show it, and here, when ``last`` says
+        that no round will follow, whatever is still under way is brought home. Takes and returns what :meth:`round`
+        does; None leaves the round's own arrays and metrics as they are.
+        """
+        return None, None
+        yield
 
     def evaluate_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -380,7 +403,8 @@ def fit(
     for server_round in range(start_round, num_rounds + 1):
         if hasattr(grid, "round"):
             grid.round = server_round
-        exchanges = exchanges_of(strategy, server_round, arrays, train_config, evaluate_config, grid)
+        last = server_round == num_rounds
+        exchanges = exchanges_of(strategy, server_round, arrays, train_config, evaluate_config, grid, last=last)
         outcome = drive(exchanges, grid, timeout=timeout)
         if outcome.arrays is not None:
             arrays = outcome.arrays

@@ -341,6 +341,62 @@ def test_an_exchange_strategy_may_evaluate_on_its_clients() -> None:
     assert [m["seen"] for m in result.evaluate_metrics_clientapp.values()] == [1.0, 1.0]
 
 
+class Collecting(MeanOfMeans):
+    """Trains without an answer; what came of it is collected in every second round and in the last."""
+
+    def __init__(self) -> None:
+        self.closed: list[tuple[int, bool]] = []
+        self.evaluated: list[bytes] = []
+
+    def round(self, server_round, arrays, config, grid):
+        aggregated, _ = yield from super().round(server_round, arrays, config, grid)
+        self.waiting = aggregated
+        return None, MetricRecord({"trained": server_round, "both": 1})
+
+    def close_round(self, server_round, arrays, config, grid, *, last):
+        self.closed.append((server_round, last))
+        heard = yield ask(grid.get_node_ids())
+        if not last and server_round % 2:
+            return None, None
+        return self.waiting, MetricRecord({"closed": len(heard), "both": 2})
+
+    def evaluate_round(self, server_round, arrays, config, grid):
+        self.evaluated.append(stack(arrays).tobytes())
+        return None
+        yield
+
+
+def test_a_strategy_may_close_its_rounds_and_is_told_the_last() -> None:
+    strategy, plain = Collecting(), MeanOfMeans()
+    seen: list[bool] = []
+    result, _ = run(strategy, rounds=3, on_round=lambda r, arrays, outcome: seen.append(outcome.arrays is not None))
+    assert strategy.closed == [(1, False), (2, False), (3, True)]
+    assert seen == [False, True, True]
+    # What closing returns is the round's model: evaluated after it, and passed on to the next round.
+    assert strategy.evaluated == [stack(model()).tobytes()] + [stack(a).tobytes() for a in after(plain, strategy)]
+    assert dict(result.train_metrics_clientapp[1]) == {"trained": 1, "both": 1}
+    assert dict(result.train_metrics_clientapp[3]) == {"trained": 3, "closed": NODES, "both": 2}
+
+
+def after(plain: MeanOfMeans, strategy: Collecting) -> list[ArrayRecord]:
+    """Return the models of rounds 2 and 3 when the round before the first of them brought nothing."""
+
+    class Skipping(MeanOfMeans):
+        def round(self, server_round, arrays, config, grid):
+            aggregated, metrics = yield from plain.round(server_round, arrays, config, grid)
+            return (None if server_round == 1 else aggregated), metrics
+
+    models: list[ArrayRecord] = []
+    run(Skipping(), rounds=3, on_round=lambda r, arrays, outcome: models.append(arrays))
+    return models[1:]
+
+
+def test_closing_exchanges_of_a_run_without_rounds_do_not_happen() -> None:
+    strategy = Collecting()
+    run(strategy, rounds=0)
+    assert strategy.closed == []
+
+
 def test_faults_are_scripted_in_the_drivers_rounds() -> None:
     # MeanOfMeans' second exchange says no round of its own; the driver tells the engine.
     plan = ScriptedFaults({(2, 0): Fault("silent")}, message_types=("evaluate",))

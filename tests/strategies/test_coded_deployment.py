@@ -9,9 +9,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from quick_nodes import quicken
 
 from coding.transport import Parcel
-from experiments.engines.superlink import Deployment, project_root
+from experiments.engines.superlink import Deployment
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 
@@ -65,8 +66,10 @@ class Killer:
 def test_a_node_killed_after_sharing_is_in_the_sum_bit_for_bit(
     vanishing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The bundle holds the two apps only; the project is there as on a machine it was installed on.
-    monkeypatch.setenv("PYTHONPATH", str(project_root()))
+    # The bundle holds the two apps only.
+    quick = tmp_path / "quick"
+    quick.mkdir()
+    quicken(monkeypatch, quick)
     with Deployment(5, peers=True) as deployment:
         killer = Killer(deployment, tmp_path / "gone")
         config = {"lingers": VICTIM, "out": str(tmp_path)}

@@ -1,0 +1,201 @@
+"""The client half of decentralised learning: one iteration of an algorithm per message, its state in ``context.state``.
+
+Which algorithm it is, and all that belongs to an iteration, the message says; how a node carries it out stands in
+:mod:`fedcomp.gossip.node`. A handler reads the state, computes, and writes the state as its last act: whatever breaks
+before leaves the node as it was, and the server repeats the very same instruction. A node that has carried it out
+already answers from memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower import gossip
+from fedcomp.flower.payload import PARTITION_KEY, put_node
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Real
+from fedcomp.gossip.local import FlatObjective, Objective
+from fedcomp.gossip.node import handle
+from fedcomp.gossip.protocol import Instruction
+from fedcomp.gossip.vector import flatten, unflatten
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+Arrays = Mapping[str, NDArray[Any]]
+
+_LOG: Final = logging.getLogger(__name__)
+_NOTHING: Final = Layout((), (), ())
+
+
+class Problem(Objective, Protocol):
+    """What a node learns from, such as :class:`fedcomp.tasks.local.LocalObjective`.
+
+    Arrays come and go by the names of the initial model; its float tensors have the run's dtype.
+    """
+
+    def evaluate(self, arrays: Arrays) -> Mapping[str, float]:
+        """Return figures of a model for the server's reports, on data that all nodes have in common."""
+        ...
+
+
+ProblemOf = Callable[[Message, Context, gossip.Setup], Problem]
+"""``problem(message, context, setup)``: called only where an instruction needs a gradient or figures."""
+
+
+def answer_gossip(app: ClientApp, problem: ProblemOf) -> ClientApp:
+    """Give ``app`` the handlers of decentralised learning; return ``app``.
+
+    The node configuration's ``partition-id`` is the node's vertex of the graph.
+
+    Parameters
+    ----------
+    problem : callable
+        Returns what this node learns from. What it keeps between calls is lost in a deployment.
+
+    Examples
+    --------
+    Every node pulls towards the number of its own vertex; together they settle on the mean:
+
+    >>> import numpy as np
+    >>> from flwr.clientapp import ClientApp
+    >>> class Pull:
+    ...     def __init__(self, target):
+    ...         self.target = target
+    ...
+    ...     def gradient(self, arrays, key):
+    ...         return {name: array - self.target for name, array in arrays.items()}
+    ...
+    ...     def buffers_after(self):
+    ...         return {}
+    ...
+    ...     def evaluate(self, arrays):
+    ...         return {"loss": float(sum(np.square(a - self.target).sum() for a in arrays.values()))}
+    >>> app = answer_gossip(ClientApp(), lambda msg, context, setup: Pull(context.node_config["partition-id"]))
+    """
+
+    @app.query(gossip.HELLO)
+    def gossip_hello(msg: Message, context: Context) -> Message:
+        reply = RecordDict()
+        put_node(reply, _vertex(context))
+        return Message(reply, reply_to=msg)
+
+    @app.train(gossip.START)
+    def gossip_start(msg: Message, context: Context) -> Message:
+        return _carry_out(msg, context, problem)
+
+    @app.train(gossip.EXCHANGE)
+    def gossip_exchange(msg: Message, context: Context) -> Message:
+        return _carry_out(msg, context, problem)
+
+    @app.query(gossip.OBSERVE)
+    def gossip_observe(msg: Message, context: Context) -> Message:
+        return _observe(msg, context, problem)
+
+    return app
+
+
+class _Lazy:
+    """A node's own data, loaded when they are first needed: the closing iterations, and answers from memory, are not
+    worth an import of torch in a process of their own."""
+
+    def __init__(self, make: Callable[[], Problem], layout: Layout, own: Arrays) -> None:
+        self._make = make
+        self._layout = layout
+        self._own = own
+        self._local: FlatObjective | None = None
+
+    @property
+    def own(self) -> Arrays:
+        """What stays at home, as the last gradient left it."""
+        return self._own if self._local is None else self._local.at_home()
+
+    def gradient(self, z: Real, key: Key) -> Real:
+        if self._local is None:
+            self._local = FlatObjective(self._make(), self._layout, self._own)
+        return self._local.gradient(z, key)
+
+    def change(self) -> Real | None:
+        return None if self._local is None else self._local.change()
+
+
+def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
+    """Carry out an instruction, keep what came of it, answer."""
+    setup, instruction = gossip.Setup.of(msg), _instruction(msg, context)
+    algorithm = get_algorithm(setup.algorithm)
+    kept = gossip.Kept.load(context)
+    if instruction.start in ("common", "empty"):
+        arrays = gossip.take_model(msg)
+        layout = Layout.of(arrays, setup.policy)
+        own: Arrays = {t.name: arrays[t.name] for t in layout.exact}
+        start = flatten(arrays, layout, setup.dtype)
+    else:
+        layout, own = (_NOTHING, {}) if kept is None else (kept.layout, kept.own)
+        start = flatten({}, _NOTHING, setup.dtype)  # which nothing begins with
+    local = _Lazy(lambda: problem(msg, context, setup), layout, own)
+    memory, answer = handle(algorithm, None if kept is None else kept.memory, instruction, local, start, layout)
+    if answer.failed:
+        _LOG.warning("node %d sent nothing in iteration %d: %s", instruction.node, instruction.iteration, answer.failed)
+    reply = RecordDict()
+    gossip.put_answer(reply, answer)
+    put_node(reply, instruction.node)
+    out = Message(reply, reply_to=msg)
+    if memory is not None and (kept is None or memory is not kept.memory):
+        gossip.Kept(memory, layout, local.own).save(context)
+    return out
+
+
+def _observe(msg: Message, context: Context, problem: ProblemOf) -> Message:
+    """Tell the model as it is after the mail that waits for this node, and its figures; change nothing."""
+    setup, instruction = gossip.Setup.of(msg), _instruction(msg, context)
+    if instruction.action != "observe":
+        raise StateError(f"an observation asks to {instruction.action!r}; it must not change anything")
+    kept = gossip.Kept.load(context)
+    memory, layout = (None, _NOTHING) if kept is None else (kept.memory, kept.layout)
+    start = flatten({}, _NOTHING, setup.dtype)
+    _, answer = handle(get_algorithm(setup.algorithm), memory, instruction, None, start, layout)
+    reply = RecordDict()
+    gossip.put_answer(reply, answer)
+    if answer.model is not None and kept is not None:
+        # Evaluated is exactly what the server gets.
+        named = {**unflatten(answer.model, layout), **kept.own}
+        arrays = {name: named[name] for name in layout.order}
+        found = problem(msg, context, setup).evaluate(arrays)
+        reply[gossip.MODEL] = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+        reply[gossip.FIGURES] = MetricRecord({name: float(value) for name, value in found.items()})
+    put_node(reply, instruction.node)
+    return Message(reply, reply_to=msg)
+
+
+def _instruction(msg: Message, context: Context) -> Instruction:
+    """Return the message's instruction.
+
+    Raises
+    ------
+    StateError
+        When it is another vertex's.
+    """
+    instruction, vertex = gossip.take_instruction(msg), _vertex(context)
+    if instruction.node != vertex:
+        raise StateError(
+            f"this node is vertex {vertex} of the graph and was told what vertex {instruction.node} has to do; give "
+            "every node a partition-id of its own"
+        )
+    return instruction
+
+
+def _vertex(context: Context) -> int:
+    """Return this node's vertex: its partition id."""
+    value = context.node_config.get(PARTITION_KEY)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"this node's {PARTITION_KEY} is {value!r}; decentralised learning needs to know which vertex of the graph "
+            "it is: start the SuperNode with --node-config 'partition-id=0 num-partitions=4'"
+        )
+    return value

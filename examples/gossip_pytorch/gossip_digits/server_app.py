@@ -1,0 +1,26 @@
+"""The Flower ServerApp: a mailbox between the nodes."""
+
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedcomp.gossip.sparse_push import SparsePush
+from gossip_digits.task import Net
+from strategies.gossip import GossipRelay
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Let the nodes learn from each other."""
+    config = context.run_config
+    algorithm = SparsePush(fraction=config["fraction"], lr=config["learning-rate"], momentum=0.9)
+    rounds = config["num-server-rounds"]
+    strategy = GossipRelay(algorithm, config["topology"], skew_rounds="auto", observe_every=rounds)
+    strategy.start(grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
+    figures, traffic = strategy.gossip[rounds].figures, strategy.relay.traffic
+    print(
+        f"accuracy of the nodes {figures['accuracy_min']:.3f} to {figures['accuracy_max']:.3f}; "
+        f"{traffic.edge['train'].bytes:,} bytes in {traffic.edge['train'].letters:,} letters, "
+        f"and {traffic.edge['dense'].bytes:,} in the {strategy.relay.skew_rounds} closing iterations"
+    )

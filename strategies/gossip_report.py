@@ -1,0 +1,183 @@
+"""What a decentralised run tells of itself: a round's report, and the nodes' models when they are observed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord
+from numpy.typing import NDArray
+
+from fedcomp.errors import LayoutError, StateError
+from fedcomp.flower import gossip
+from fedcomp.gossip.protocol import Answer
+
+_REASON: Final = 300
+
+
+@dataclass
+class GossipReport:
+    """One round of a decentralised run.
+
+    Attributes
+    ----------
+    round : int
+    iteration, epoch : int
+        Iterations begun by the end of the round; how often the set of nodes had changed.
+    exchanges, answers : int
+        Exchanges of training messages; usable answers to them.
+    members : list of int
+        The vertices that take part, after the round.
+    traffic : dict of str to int
+        Bytes of this round's letters: ``edge``, ``node``, ``up`` and ``down`` (the relay's) and ``undelivered``; of the
+        first two also by phase (``edge.train``, ``edge.dense``, ``edge.resync``), how many there were
+        (``edge.letters``), and what of the bytes are headers (``edge.headers``).
+    events : dict of str to list of str
+        What happened beside plain iterations, by kind.
+    figures : dict of str to float
+        Of the observation, if there was one.
+    """
+
+    round: int
+    iteration: int = 0
+    epoch: int = 0
+    exchanges: int = 0
+    answers: int = 0
+    members: list[int] = field(default_factory=list)
+    traffic: dict[str, int] = field(default_factory=dict)
+    events: dict[str, list[str]] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def note(self, kind: str, reason: str) -> None:
+        """Add an event."""
+        self.events.setdefault(kind, []).append(reason[:_REASON])
+
+    def metrics(self) -> MetricRecord:
+        """Return the round's numbers as a record."""
+        numbers: dict[str, int | float] = {
+            "gossip.iteration": self.iteration,
+            "gossip.epoch": self.epoch,
+            "gossip.exchanges": self.exchanges,
+            "gossip.answers": self.answers,
+            "gossip.members": len(self.members),
+        }
+        numbers |= {f"gossip.{name}": value for name, value in self.traffic.items()}
+        numbers |= {f"gossip.{name}": value for name, value in self.figures.items()}
+        return MetricRecord(dict(numbers))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One node's model as it was told.
+
+    Attributes
+    ----------
+    arrays : dict of str to ndarray
+        The whole model, the node's own buffers included.
+    figures : dict of str to float
+        What the node makes of it on the data that all have in common.
+    facts : dict of str to float
+        See :meth:`fedcomp.gossip.Algorithm.facts`.
+    """
+
+    arrays: Mapping[str, NDArray[Any]]
+    figures: Mapping[str, float]
+    facts: Mapping[str, float]
+
+    @classmethod
+    def of(cls, reply: Message, initial: ArrayRecord) -> Observed:
+        """Read the reply to an observation of a run that began with ``initial``.
+
+        Raises
+        ------
+        PayloadError, AnswerError
+            When it holds none.
+        StateError
+            When the node has no model to show.
+        LayoutError
+            When it shows another model than the run's.
+        """
+        answer = answer_of(reply)
+        if answer.fresh or answer.failed:
+            raise StateError(answer.failed or "it has no memory of the run")
+        arrays = gossip.take_model(reply)
+        shapes = {name: array.shape for name, array in arrays.items()}
+        if shapes != {name: tuple(array.shape) for name, array in initial.items()}:
+            raise LayoutError(f"its model has tensors {dict(list(shapes.items())[:5])}, not those of the run")
+        figures = reply.content.get(gossip.FIGURES)
+        found = dict(figures) if isinstance(figures, MetricRecord) else {}
+        return cls(arrays, {k: float(v) for k, v in found.items() if isinstance(v, int | float)}, answer.facts)
+
+
+def mean_of(models: Sequence[Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Return the mean of models with the same tensors, added up in the order given in float64, in their own dtypes;
+    integers of the first."""
+    first = models[0]
+    out: dict[str, NDArray[Any]] = {}
+    for name, array in first.items():
+        if array.dtype.kind != "f":
+            out[name] = array
+            continue
+        total = np.zeros(array.shape)
+        for model in models:
+            total += model[name]
+        out[name] = (total / len(models)).astype(array.dtype)
+    return out
+
+
+def figures_of(seen: Sequence[Observed], middle: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """Return mean, least and most of each of the nodes' figures; how far the nodes are from the mean model; what is
+    conserved.
+
+    ``distance`` is the root of the mean squared Euclidean distance over nodes, ``sum_w`` the sum of push-sum's weights.
+    """
+    out: dict[str, float] = {"observed": float(len(seen))}
+    for name in seen[0].figures:
+        values = [found.figures[name] for found in seen if name in found.figures]
+        out |= {f"{name}_mean": math.fsum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    squares = [
+        float(np.sum(np.square(np.asarray(found.arrays[name], np.float64) - array)))
+        for found in seen
+        for name, array in middle.items()
+        if array.dtype.kind == "f"
+    ]
+    out["distance"] = math.sqrt(math.fsum(squares) / len(seen))
+    weights = [found.facts["weight"] for found in seen if "weight" in found.facts]
+    if len(weights) == len(seen):
+        out["sum_w"] = math.fsum(weights)
+    return out
+
+
+def answer_of(reply: Message) -> Answer:
+    """Return the answer a reply carries.
+
+    Raises
+    ------
+    StateError
+        When the reply is an error.
+    PayloadError, AnswerError
+        When it carries no answer.
+    """
+    if reply.has_error():
+        raise StateError(f"error {reply.error.code}: {reply.error.reason}")
+    return gossip.take_answer(reply)
+
+
+def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes of letters between two states of the counters, by name."""
+
+    def size(count: Mapping[str, int]) -> int:
+        return count["headers"] + count["bodies"]
+
+    out: dict[str, int] = {}
+    for side in ("edge", "node"):
+        phases = now[side]
+        out |= {f"{side}.{phase}": size(phases[phase]) - size(before[side][phase]) for phase in phases}
+        out[side] = sum(out[f"{side}.{phase}"] for phase in phases)
+        for name in ("letters", "headers"):
+            out[f"{side}.{name}"] = sum(phases[phase][name] - before[side][phase][name] for phase in phases)
+    out |= {name: size(now[name]) - size(before[name]) for name in ("up", "down", "undelivered")}
+    return out

@@ -1,0 +1,415 @@
+"""Decentralised learning through Flower's star: the same bits as in one process, whatever the network does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Context, Message
+from gossip_toy import COUNTER, NODES, ROUNDS, central, client, grid, kept, made, model, states, states_of, strategy
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower import checkpoint, gossip
+from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.rounds import drive, fit
+from fedcomp.gossip.central import FaultPlan
+from fedcomp.gossip.errors import Diverged, TopologyError
+from fedcomp.rng import Key
+from strategies.gossip import GossipRelay
+
+
+def run(relay: GossipRelay, over: MeteredGrid, rounds: int = ROUNDS):
+    with over.inner:
+        return relay.start(over, model(), num_rounds=rounds, timeout=9)
+
+
+@pytest.mark.parametrize("name", ["sgp", "gradient-tracking", "dyna-cold", "power-gossip"])
+def test_7_16_and_7_17_relay_and_central_mode_agree_to_the_bit(name: str) -> None:
+    """The states of all nodes, and the letters' bytes whatever way they take; every row: test_gossip_systems.py."""
+    algorithm, relay, over = made(name), strategy(name), grid()
+    result, alone = run(relay, over), central(made(name))
+    assert states(over) == states_of(alone)
+    for counter in ("edge", "node", "up", "down", "undelivered"):
+        assert relay.relay.traffic.to_dict()[counter] == alone.traffic.to_dict()[counter]
+    told = sum(report.traffic["edge"] for report in relay.gossip.values())
+    assert told == relay.relay.traffic.edge_bytes == alone.traffic.edge_bytes > 0
+    assert [report.exchanges for report in relay.gossip.values()] == [1] * (ROUNDS - 1) + [2]
+    # Buffers that never leave a node are its own: every gradient counted once.
+    assert [int(kept(over, p).own[COUNTER]) for p in range(NODES)] == [ROUNDS] * NODES
+    middle = np.mean([algorithm.model(alone.states[p]).astype(float) for p in range(NODES)], axis=0)
+    tensors = [t.name for t in kept(over, 0).layout.tensors]
+    seen = np.concatenate([result.arrays[name].numpy().ravel() for name in tensors])
+    assert seen.tobytes() == middle.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("sparse-push", {"skew_rounds": "auto"}), ("cold", {"dtype": "float64"})]
+)
+def test_7_16_closing_iterations_and_other_dtypes_agree_to_the_bit(name: str, options: dict) -> None:
+    relay, over = strategy(name, **options), grid()
+    run(relay, over)
+    alone = central(made(name), **options)
+    assert states(over) == states_of(alone)
+    assert relay.relay.traffic.to_dict() == alone.traffic.to_dict()
+    dense = relay.gossip[ROUNDS].traffic["edge.dense"]
+    assert (dense > 0) == (name == "sparse-push")
+    assert dense == alone.traffic.edge["dense"].bytes
+
+
+def same_faults(rates: dict[str, float], until: int) -> tuple[FaultPlan, Callable[[Delivery], str]]:
+    """The same faults for both: the first push of a run asks who is there, so exchange t is the relay's attempt t."""
+    plan = FaultPlan(3, rates, until)
+
+    def deliver(delivery: Delivery) -> str:
+        trains = delivery.message_type.startswith("train")
+        return plan(delivery.partition, delivery.exchange) if trains else "none"
+
+    return plan, deliver
+
+
+@pytest.mark.parametrize("name", ["sgp", "sparse-push"])
+def test_7_16_push_sum_with_the_same_faults_agrees_to_the_bit(name: str) -> None:
+    rates = {"silent": 0.1, "raise": 0.1, "lost_reply": 0.1, "duplicate": 0.1}
+    plan, deliver = same_faults(rates, until=8)
+    relay, over = strategy(name), grid(fault=deliver)
+    run(relay, over, rounds=12)
+    alone = central(made(name), faults=plan, iterations=12)
+    assert relay.relay.report.repeated > 3
+    assert states(over) == states_of(alone)
+    assert relay.relay.traffic.to_dict() == alone.traffic.to_dict()
+    assert relay.gossip[12].figures["sum_w"] == pytest.approx(NODES, abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "error_state"), [("choco", "discard"), ("beer", "keep")])
+def test_7_16_faults_leave_no_trace_in_a_synchronous_run(name: str, error_state: str) -> None:
+    rates = {"silent": 0.08, "lost_reply": 0.08, "duplicate": 0.08, "raise": 0.08, "offline": 0.05, "late": 0.05}
+    faults = RandomFaults(Key(1, "faults"), rates | {"duplicate_reply": 0.05}, message_types=("train",))
+    relay, over = strategy(name, patience=20), grid(fault=faults, error_state=error_state)
+    run(relay, over, rounds=8)
+    alone = central(made(name), iterations=8)
+    report = relay.relay.report
+    assert report.repeated > 3
+    assert not report.gone
+    assert sum(report.exchanges for report in relay.gossip.values()) > 8 + 1
+    assert states(over) == states_of(alone)
+    # What is sent again costs the star, not the algorithm.
+    assert relay.relay.traffic.edge_bytes == alone.traffic.edge_bytes
+    assert relay.relay.traffic.down.bytes > alone.traffic.down.bytes
+
+
+def test_7_17_letters_in_messages_are_what_the_ledger_counts() -> None:
+    relay, over = strategy("choco"), grid()
+    run(relay, over)
+    count = {d: over.ledger.total("payload", direction=d, message_type=gossip.EXCHANGE_TYPE) for d in ("up", "down")}
+    first = over.ledger.total("payload", direction="up", message_type=gossip.START_TYPE)
+    assert count["up"] + first == relay.relay.traffic.up.bytes
+    assert count["down"] == relay.relay.traffic.down.bytes
+    # The model travels once to every node, in messages of a type of its own.
+    begin = over.ledger.total("payload", direction="down", message_type=gossip.START_TYPE)
+    assert begin == NODES * sum(len(array.data) for array in model().values())
+    assert over.ledger.total("messages", direction="down", message_type=gossip.START_TYPE) == NODES
+    assert over.ledger.total("messages", direction="down", message_type=gossip.OBSERVE_TYPE) == NODES
+
+
+def test_observing_changes_nothing_and_is_counted_apart() -> None:
+    seldom, often = (strategy("sparse-push", observe_every=every) for every in (100, 1))
+    first, second = grid(), grid()
+    run(seldom, first)
+    run(often, second)
+    assert states(first) == states(second)
+    assert seldom.relay.traffic == often.relay.traffic
+    for direction in ("up", "down"):
+        of = [g.ledger.total("wire", direction=direction, message_type=gossip.TRAINING) for g in (first, second)]
+        assert of[0] == pytest.approx(of[1], abs=64)  # session and run ids have no fixed length
+    assert [bool(report.figures) for report in often.gossip.values()] == [True] * ROUNDS
+    assert [bool(report.figures) for report in seldom.gossip.values()] == [False] * (ROUNDS - 1) + [True]
+    figures = often.gossip[ROUNDS].figures
+    assert figures["loss_min"] <= figures["loss_mean"] <= figures["loss_max"]
+    assert figures["batches_mean"] == ROUNDS
+    assert figures["observed"] == NODES
+
+
+class Tampering:
+    """Noise in place of one letter, on its way to the server or on its way from there; what arrives is written down."""
+
+    def __init__(self, server_round: int, way: str) -> None:
+        self.honest = client()
+        self.server_round = server_round
+        self.way = way
+        self.noise: list[bytes] = []
+        self.arrived: list[bytes] = []
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if message.metadata.message_type != gossip.EXCHANGE_TYPE:
+            return self.honest(message, context)
+        partition, now = context.node_config["partition-id"], message.content.config_records["config"]["server-round"]
+        if now == self.server_round and self.way == "down" and partition == 2:
+            self.replace(message, "mail")
+        mail = gossip.take_instruction(message).mail
+        self.arrived += [letter.payload for letter in mail if letter.payload in self.noise]
+        reply = self.honest(message, context)
+        if now == self.server_round and self.way == "up" and partition == 1:
+            self.replace(reply, "postings")
+        return reply
+
+    def replace(self, message: Message, part: str) -> None:
+        for name in [name for name in message.content if f"/{part}/" in name]:
+            noise = Key(len(self.noise), "noise").generator().bytes(40)
+            put_frame(message.content, name, noise)
+            self.noise.append(noise)
+
+
+@pytest.mark.parametrize("name", ["sparse-push", "choco", "power-gossip"])
+def test_the_server_forwards_what_it_cannot_read_and_the_receiver_complains(name: str) -> None:
+    app = Tampering(server_round=2, way="up")
+    relay, over = strategy(name), grid(app)
+    with over.inner:
+        for server_round in (1, 2, 3):
+            exchanges = relay.round(server_round, model(), ConfigRecord({"clients": NODES}), over)
+            drive(exchanges, over)
+    assert set(app.arrived) == set(app.noise) != set()
+    needed = relay.gossip[3].events["needed"]
+    assert len(needed) >= len(app.noise)
+    assert any("letters of node 1" in reason for reason in needed)
+
+
+@pytest.mark.parametrize("name", ["sparse-push", "sgp"])
+def test_a_letter_damaged_on_its_way_goes_back_to_its_sender(name: str) -> None:
+    app = Tampering(server_round=3, way="down")
+    relay = strategy(name, observe_every=1)
+    run(relay, grid(app), rounds=8)
+    assert len(app.noise) == len(relay.gossip[3].events["needed"]) > 0
+    assert relay.gossip[3].traffic["undelivered"] > 0
+    assert [report.figures["sum_w"] for report in relay.gossip.values()] == pytest.approx([NODES] * 8, abs=1e-12)
+    assert not relay.relay.report.gone
+
+
+def test_a_node_that_lost_its_state_joins_with_whole_estimates() -> None:
+    relay, over = strategy("sparse-push", observe_every=1, topology="complete"), grid()
+    lost: list[float] = []
+
+    def after(server_round: int, arrays: object, outcome: object) -> None:
+        if server_round == 6:
+            lost.append(float(kept(over, 2).memory.state["w"]))
+            over.wipe(2)
+
+    with over.inner:
+        fit(relay, over, model(), 20, on_round=after)
+    assert [("memory is lost" in e) for e in relay.gossip[7].events["gone"]] == [True]
+    assert relay.gossip[8].events["joined"] == ["vertex 2: with a new state"]
+    assert relay.gossip[9].traffic["edge.resync"] > 0
+    # What it had is gone, and nothing else: shares that were under way to it went back.
+    left = NODES - lost[0]
+    assert [relay.gossip[r].figures["sum_w"] for r in (10, 15, 20)] == pytest.approx([left] * 3, abs=1e-12)
+    assert len(relay.gossip[20].members) == NODES
+
+
+def test_a_vertex_comes_back_as_another_node() -> None:
+    """Synchronous: the others begin a new epoch without it, and one more with it."""
+    relay, over = strategy("choco", patience=2), grid()
+
+    def after(server_round: int, arrays: object, outcome: object) -> None:
+        if server_round == 3:
+            over.remove_node(1)
+        if server_round == 6:
+            over.add_node(1)
+
+    with over.inner:
+        fit(relay, over, model(), 10, on_round=after)
+    assert "no node of this vertex is online" in relay.gossip[4].events["gone"][0]
+    assert relay.gossip[6].members == [0, 2, 3]
+    assert relay.gossip[10].members == [0, 1, 2, 3]
+    assert (relay.gossip[3].epoch, relay.gossip[6].epoch, relay.gossip[10].epoch) == (0, 1, 2)
+    assert over.ledger.total("messages", direction="down", message_type=gossip.START_TYPE) == NODES + 1
+
+
+def test_who_is_given_up_and_reached_again_is_let_in_again() -> None:
+    def deliver(delivery: Delivery) -> str:
+        return "silent" if delivery.partition == 3 and 2 <= delivery.round <= 5 else "none"
+
+    relay, over = strategy("sgp", patience=2, observe_every=1), grid(fault=deliver)
+    run(relay, over, rounds=10)
+    assert relay.gossip[3].members == [0, 1, 2]
+    assert relay.gossip[10].members == [0, 1, 2, 3]
+    weights = [relay.gossip[r].figures["sum_w"] for r in (8, 10)]
+    assert weights == pytest.approx([weights[0]] * 2, abs=1e-12)
+    assert 2.0 < weights[0] < 4.0
+
+
+class Blind(InProcessGrid):
+    """Knows no more of its nodes than a deployment does: what they say."""
+
+    def partition_of(self, node_id: int) -> None:
+        return None
+
+
+def test_a_second_node_of_a_vertex_waits_until_the_first_is_silent() -> None:
+    """Its SuperNode was started with the partition id of another one, by mistake or as its successor."""
+
+    first: list[int] = []
+
+    def deliver(delivery: Delivery) -> str:
+        if delivery.round == 1 and delivery.partition >= 3 and delivery.message_type == gossip.START_TYPE:
+            first.append(delivery.partition)
+        return "silent" if delivery.partition in first and delivery.round >= 4 else "none"
+
+    app = client()
+    twin = {4: {"partition-id": 3}}
+    over = MeteredGrid(Blind(app, 5, seed=2, fault=deliver, node_config=lambda p: twin.get(p, {})))
+    relay = strategy("sparse-push", nodes=NODES, observe_every=1)
+    run(relay, over, rounds=9)
+    assert len(first) == 1
+    assert relay.gossip[1].events == {"unknown": ["a node says it is vertex 3, as which another one answers"]}
+    assert [relay.gossip[r].events for r in (2, 3)] == [{}, {}]
+    assert relay.gossip[4].events["unanswered"] == ["vertex 3: nothing came back in time"]
+    assert "memory is lost" in relay.gossip[5].events["gone"][0]
+    assert relay.gossip[9].members == [0, 1, 2, 3]
+    assert relay.gossip[9].figures["observed"] == NODES
+
+
+def test_what_a_node_shows_must_be_the_runs_model() -> None:
+    honest = client()
+
+    def app(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        if message.metadata.message_type == gossip.OBSERVE_TYPE and context.node_config["partition-id"] == 2:
+            del reply.content[gossip.MODEL]["bias"]
+        return reply
+
+    relay = strategy("choco")
+    run(relay, grid(app))
+    assert relay.gossip[ROUNDS].figures["observed"] == NODES - 1
+    (reason,) = relay.gossip[ROUNDS].events["unseen"]
+    assert "vertex 2: its model has tensors" in reason
+
+
+def test_a_vertex_outside_the_graph_takes_no_part() -> None:
+    over = MeteredGrid(Blind(client(), 4, seed=2))
+    relay = strategy("choco", nodes=NODES)
+
+    def after(server_round: int, arrays: object, outcome: object) -> None:
+        if server_round == 1:
+            over.add_node(7)
+
+    with over.inner:
+        fit(relay, over, model(), 4, on_round=after)
+    assert relay.gossip[2].events["unknown"] == ["a node says it is vertex 7 of a graph of 4"]
+    assert relay.gossip[4].members == [0, 1, 2, 3]
+
+
+def test_a_node_leaves_in_good_order_and_takes_nothing_with_it() -> None:
+    relay, over = strategy("sparse-push", observe_every=1), grid()
+
+    def after(server_round: int, arrays: object, outcome: object) -> None:
+        if server_round == 3:
+            relay.leave(0)
+
+    with over.inner:
+        fit(relay, over, model(), 8, on_round=after)
+    assert relay.gossip[8].members == [1, 2, 3]
+    assert relay.gossip[8].figures["sum_w"] == pytest.approx(NODES, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sparse-push", "beer"])
+def test_a_stored_run_goes_on_to_the_same_bits_and_bytes(name: str, tmp_path) -> None:
+    """Stored while one node has not answered: its instruction is repeated by the new process as it was."""
+
+    def deliver(delivery: Delivery) -> str:
+        lost = delivery.partition == 1 and delivery.round == 2 and delivery.message_type == gossip.EXCHANGE_TYPE
+        return "lost_reply" if lost and name == "sparse-push" else "none"
+
+    def fresh() -> tuple[GossipRelay, MeteredGrid]:
+        return strategy(name), grid(fault=deliver)
+
+    whole, over = fresh()
+    with over.inner:
+        fit(whole, over, model(), 5)
+    first, before = fresh()
+    file = tmp_path / "checkpoint"
+
+    def store(server_round: int, arrays, outcome) -> None:
+        checkpoint.save(file, server_round=server_round, arrays=arrays, strategy=first, grid=before)
+        if server_round == 2:
+            raise KeyboardInterrupt
+
+    with before.inner, pytest.raises(KeyboardInterrupt):
+        fit(first, before, model(), 5, on_round=store)
+    again, after = fresh()
+    found = checkpoint.load(file)
+    found.apply(again, after)
+    assert again.relay.settled == (name != "sparse-push")
+    with after.inner:
+        fit(again, after, found.arrays, 5, start_round=3, result=found.result)
+    assert states(after) == states(over)
+    assert again.relay.traffic == whole.relay.traffic
+    for direction in ("up", "down"):
+        assert after.ledger.by("round", "payload", direction=direction) == over.ledger.by(
+            "round", "payload", direction=direction
+        )
+
+
+@pytest.mark.parametrize("name", ["sparse-push", "choco"])
+def test_a_finished_run_may_be_extended(name: str) -> None:
+    relay, over = strategy(name), grid()
+    with over.inner:
+        fit(relay, over, model(), 3)
+        assert relay.relay.done
+        fit(relay, over, model(), 6, start_round=4)
+    longer, other = strategy(name), grid()
+    run(longer, other, rounds=6)
+    # Only that the letters of round 3 were delivered early tells the two apart.
+    assert [relay.gossip[r].iteration for r in (3, 4, 6)] == [3, 4, 6]
+    assert relay.relay.done
+    assert states(over) == states(other)
+    for counter in ("edge", "node", "up", "down"):
+        assert relay.relay.traffic.to_dict()[counter] == longer.relay.traffic.to_dict()[counter]
+
+
+def test_a_state_of_another_run_is_refused() -> None:
+    relay, over = strategy("choco"), grid()
+    run(relay, over)
+    with pytest.raises(ConfigError, match="resume with the algorithm"):
+        strategy("cold").load_state_dict(relay.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"topology": "directed-ring"}, "needs symmetric weights"),
+        ({"topology": "one-peer"}, "directed|same neighbours"),
+        ({"topology": "edges:0-1,1-2,2-9"}, "leaves the vertices"),
+        ({"topology": "rong"}, "did you mean 'ring'"),
+        ({"skew_rounds": 3}, "push-sum"),
+    ],
+)
+def test_graphs_that_do_not_fit_are_refused_before_anything_is_sent(options: dict, said: str) -> None:
+    over = grid()
+    with pytest.raises((TopologyError, ConfigError), match=said):
+        run(strategy("choco", **options), over)
+    assert over.ledger.total("messages", message_type=gossip.TRAINING) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"patience": 0}, {"deadline": 0.0}, {"wait": -1.0}, {"dtype": "float16"}, {"skew_rounds": 1.5}, {"nodes": -1}],
+)
+def test_arguments_out_of_range_are_refused(options: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        strategy("sgp", **options)
+
+
+def test_a_run_that_diverges_ends_with_advice() -> None:
+    relay = strategy(made("dpsgd", lr=1e20))
+    with pytest.raises(Diverged, match=r"iteration \d: .*Lower the learning rate"):
+        run(relay, grid(), rounds=30)
+    assert len(relay.gossip) < 10
+
+
+def test_without_any_answer_the_run_ends_with_a_reason() -> None:
+    relay = strategy("sgp", patience=2)
+    with pytest.raises(StateError, match="no node is left"):
+        run(relay, grid(fault=lambda delivery: "offline" if delivery.message_type in gossip.TRAINING else "none"))
