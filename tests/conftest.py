@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,17 @@ go_offline()
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("deep", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_are_no_garbage() -> None:
+    """Take all that was imported so far out of the garbage collector's sight.
+
+    Some of Flower's strategies collect the garbage after every reply, which looks at every object there is: with the
+    imports of all tests that took most of their time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -122,13 +122,11 @@ class Mass:
 
     def _state(self, i: int, entry: Any, memory: Memory | None, done: bool) -> State:
         start = "" if entry is None or done else entry.instruction.start
-        if start == "empty" or (memory is None and entry is None and i not in self._beginners):
+        if start == "empty":
             return self.algorithm.join(self.starts[i], self.layout)
         if memory is None or start == "common":
             return self.algorithm.init(self.starts[i], self.layout, common=self.common)
         return memory.state
-
-    _beginners: frozenset[int] = frozenset(range(64))
 
     def drift(self) -> tuple[float, float]:
         """Return how far the sums of w and of x ever were from what they were at first."""
@@ -207,7 +205,7 @@ SYNCHRONOUS: list[dict[str, Any]] = [
     {"name": "deepsqueeze", "lr": 0.1},
     {"name": "power-gossip", "lr": 0.1},
 ]
-EDGES: dict[str, Any] = {"name": "sparse-push", "fraction": 0.4, "gamma": 0.4, "digest_every": 1}
+EDGES: dict[str, Any] = {"name": "sparse-push", "fraction": 0.5, "gamma": 0.6, "digest_every": 1}
 SPREAD: dict[str, Any] = {**EDGES, "estimates": "broadcast"}
 
 

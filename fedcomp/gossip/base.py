@@ -249,7 +249,7 @@ class Algorithm(ABC):
         raise LetterError(f"{self.name} keeps no mass that could come back")
 
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
-        """Return the state of a node that leaves in good order, and its last letters: all it has, to its out-neighbours.
+        """Return the state of a node that leaves in good order, and its last letters: all it has, to out-neighbours.
 
         The state is without mass, but can still :meth:`take_back` letters whose receivers vanish; it leaves anew then.
         """

@@ -31,7 +31,7 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip import sparse
 from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
 from fedcomp.gossip.errors import LetterError, TopologyError
-from fedcomp.gossip.packet import Flag, pack, peek, require_finite, unpack
+from fedcomp.gossip.packet import Flag, all_finite, pack, peek, require_finite, unpack
 from fedcomp.layout import Layout
 
 _SHARE: Final = np.dtype("<f4")
@@ -148,6 +148,8 @@ class CoordinatePush(Algorithm):
         ------
         ConfigError
             When there is a gradient.
+        NonFiniteUpdate
+            When the model, a value or a share is not finite as it travels.
         """
         if gradient is not None:
             raise ConfigError(
@@ -165,8 +167,11 @@ class CoordinatePush(Algorithm):
         x, weights, said = state["x"].copy(), state["weights"].copy(), state["said"].copy()
         # Below w_min z is what was shown; a share must be of what there is.
         there = np.divide(x, weights, out=z.astype(np.float64), where=weights > 0.0)
-        value = there[at].astype(pairs["value"])
-        shares = {j: (view.column[j] * state["weights"][at]).astype(_SHARE) for j in sorted(view.column)}
+        with np.errstate(over="ignore"):
+            value = there[at].astype(pairs["value"])
+            shares = {j: (view.column[j] * state["weights"][at]).astype(_SHARE) for j in sorted(view.column)}
+        for part in (value, *shares.values()):
+            require_finite(part, f"node {view.node}, iteration {view.iteration}: what would be sent")
         outbox = []
         for j, share in shares.items():
             entries = np.empty(at.size, pairs)
@@ -215,8 +220,11 @@ class CoordinatePush(Algorithm):
         """Return the state with what a letter carries added."""
         at, share, moved = self._read(state, letter)
         x, weights = state["x"].copy(), state["weights"].copy()
-        x[at] += moved
-        weights[at] += share
+        with np.errstate(over="ignore", invalid="ignore"):
+            x[at] += moved
+            weights[at] += share
+        if not (all_finite(x) and all_finite(weights)):
+            raise LetterError(f"a letter of node {letter.source} takes the node's mass beyond the largest number")
         return {**state, "x": x, "weights": weights}
 
     def _read(self, state: State, letter: Letter) -> tuple[NDArray[np.int64], Real, Real]:
@@ -250,7 +258,8 @@ class CoordinatePush(Algorithm):
         shares, values = entries["share"].astype(np.float64), entries["value"].astype(np.float64)
         if not (np.isfinite(values).all() and np.isfinite(shares).all() and (shares >= 0.0).all()):
             raise LetterError(f"node {letter.source} sent a value that is not finite or a share below 0")
-        return at, shares, values if leaving else shares * values
+        with np.errstate(over="ignore"):
+            return at, shares, values if leaving else shares * values
 
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
         """Return (0, 0), and letters with all of (x, w) to the active out-neighbours, in proportion to their shares.

@@ -33,7 +33,7 @@ from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, par
 from fedcomp.gossip.cold import COLD, ESTIMATE
 from fedcomp.gossip.compressors import Compressor, Delta, get_compressor
 from fedcomp.gossip.errors import Saturated
-from fedcomp.gossip.estimates import absorb, broadcast, copy_key
+from fedcomp.gossip.estimates import absorb, broadcast, copy_key, missed
 from fedcomp.gossip.exact import share
 from fedcomp.gossip.packet import Flag, Header
 from fedcomp.gossip.primal_dual import DECISION
@@ -166,11 +166,11 @@ class DynaCOLD(COLD):
         """
         self._check_box(state, view)
         z = self._decision(state, gradient, view)
-        if view.resync and self.scale == "zoom":
+        if view.resync or any(missed(state, ESTIMATE, j) for j in view.column):
             # Who gets a whole estimate has no scale of this node: all neighbours begin anew, at s0.
-            state = {**state, _SCALE: np.array(self.s0)}
-        if view.resync:
             view = replace(view, resync=frozenset(view.column))
+            if self.scale == "zoom":
+                state = {**state, _SCALE: np.array(self.s0)}
         split, before = int(state["split"]), state[ESTIMATE]
         reach = float(np.max(np.abs(z[:split] - before[:split]), initial=0.0))
         scale = self._scale_of(state[_SCALE], int(state["age"]), None if view.resync else before)

@@ -84,7 +84,7 @@ __all__ = [
     "copy_key",
     "digests",
     "disagreement",
-    "forget",
+    "missed",
     "mixed",
     "open_estimates",
     "own_key",
@@ -243,7 +243,7 @@ def broadcast(
     written: dict[tuple[bool, bytes], bytes] = {}
     for j in sorted(set(view.column if to is None else to)):
         own = extra if isinstance(extra, bytes) else extra[j]
-        whole = j in view.resync or count(state, f"{first}.sent/{j}") != number
+        whole = j in view.resync or missed(state, first, j)
         if (whole, own) not in written:
             written[whole, own] = letter.write(number, own, whole)
         groups.setdefault(written[whole, own], []).append(j)
@@ -251,6 +251,11 @@ def broadcast(
     new[f"{first}.seq"] = np.array(number + 1, np.int64)
     outbox = tuple(Posting(tuple(destinations), payload) for payload, destinations in groups.items())
     return Sent(new, outbox, letter.deltas)
+
+
+def missed(state: State, name: str, to: int) -> bool:
+    """Whether ``to`` does not know all of the broadcast stream ``name``: the next letter to it carries the whole."""
+    return count(state, f"{name}.sent/{to}") != count(state, f"{name}.seq")
 
 
 def along_edge(
@@ -443,20 +448,6 @@ def mixed(state: State, name: str) -> Real:
     for j, weight in row_of(state, name).items():
         total += weight * copy_of(state, name, j)
     return total
-
-
-def forget(state: State, names: Sequence[str], neighbour: int) -> State:
-    """Return ``state`` without what it holds of one neighbour: gone for good. Should it come back, whole estimates go
-    both ways."""
-    first = names[0]
-    new = dict(state)
-    for name in names:
-        for key in (copy_key(name, neighbour), own_key(name, neighbour)):
-            new.pop(key, None)
-    for key in (f"{first}.seq/{neighbour}", f"{first}.seq>{neighbour}"):
-        new.pop(key, None)
-    new[f"{first}.sent/{neighbour}"] = np.array(-1, np.int64)
-    return new
 
 
 def digests(state: State, names: Sequence[str]) -> dict[str, bytes]:

@@ -38,6 +38,11 @@ class FlatObjective:
         Tensors that stay at home (``layout.exact``) are taken from ``home``.
     home : mapping of str to ndarray, optional
         This node's own values of them; those the objective begins with when left out.
+
+    Attributes
+    ----------
+    home : dict of str to ndarray
+        The same, as the last gradient left them.
     """
 
     def __init__(self, objective: Objective, layout: Layout, home: Arrays | None = None) -> None:
@@ -58,6 +63,7 @@ class FlatObjective:
                 moved = np.zeros_like(out) if moved is None else moved
                 moved[t.slice] = after[t.name].reshape(-1) - z[t.slice]
         self._change = moved
+        self.home |= {t.name: np.asarray(after[t.name]) for t in self.layout.exact if t.name in after}
         return out
 
     def change(self) -> Real | None:
@@ -69,8 +75,7 @@ class FlatObjective:
 
     def at_home(self) -> dict[str, NDArray[Any]]:
         """Return what the last :meth:`gradient` made of the tensors that stay at home, to be given as ``home``."""
-        after = self.objective.buffers_after()
-        return {t.name: np.asarray(after[t.name]) for t in self.layout.exact if t.name in after}
+        return dict(self.home)
 
     def flatten(self, arrays: Arrays, dtype: str = "float32") -> Real:
         """Return ``arrays`` as the vector."""

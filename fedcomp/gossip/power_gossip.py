@@ -59,6 +59,9 @@ if TYPE_CHECKING:
 DEAD: Final = 1e-12
 """A column of a factor this short, or shortened this much by the columns before it, is noise and drawn anew."""
 
+_LARGE: Final = 1e100
+"""Factors with larger entries are scaled down before they are squared; their basis is the same."""
+
 _DIGEST_BYTES: Final = 8
 _TURNS: Final = 2**16
 
@@ -330,6 +333,9 @@ def orthonormal(factor: Real, stream: Key) -> NDArray[np.float64]:
     basis = np.empty(factor.shape, np.float64)
     for c in range(factor.shape[1]):
         column = np.ascontiguousarray(factor[:, c], np.float64)
+        top = float(np.abs(column).max(initial=0.0))
+        if top > _LARGE:
+            column = column / top
         draws = 0
         while True:
             length = _norm(column)

@@ -19,12 +19,14 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from fedcomp.codecs import params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
 from fedcomp.gossip.errors import LetterError, TopologyError
 from fedcomp.gossip.packet import (
     Flag,
     Header,
+    all_finite,
     pack,
     peek,
     put_real,
@@ -75,12 +77,14 @@ class PushSum(Algorithm):
 
     lr: float
     momentum: float
+    decay_over: int
     w_min: float
     w_start: float
 
     def _check(self) -> None:
         """Refuse hyper-parameters that cannot work."""
         check_rates(self.lr, self.momentum)
+        params.assign(self, decay_over=params.integer("decay_over", self.decay_over, low=0))
         if not 0.0 < self.w_min <= self.w_start < 1.0:
             raise ConfigError(
                 f"w_min={self.w_min}, w_start={self.w_start} are not valid: 0 < w_min <= w_start < 1, since every node "
@@ -167,12 +171,18 @@ class PushSum(Algorithm):
             return None
         z = self._debiased(state)
         if gradient is not None and not view.dense and "fresh" not in state:
-            step, moved = descent(state, gradient, z, self.lr, self.momentum)
+            step, moved = descent(state, gradient, z, self._rate(view.iteration), self.momentum)
             if step is not None:
                 state = {**state, **moved, "x": state["x"] - step}
                 z = self._debiased(state)
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
         return Local(state, z, w)
+
+    def _rate(self, iteration: int) -> float:
+        """Return the step size of an iteration: half a cosine from ``lr`` to zero, if it is to fall."""
+        if not self.decay_over:
+            return self.lr
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / self.decay_over)))
 
     def _guarded(self, state: State, before: State) -> State:
         """Return a state in which letters were counted, with the marks that follow from its weight."""
@@ -247,9 +257,25 @@ class PushSum(Algorithm):
         return self._guarded({**state, "x": np.zeros_like(x), "w": np.array(0.0)}, state), tuple(outbox)
 
 
+def part_of(model: Real, share: float) -> Real:
+    """Return what ``share`` of a node with this model adds to a numerator: float64 of shape (d,)."""
+    with np.errstate(over="ignore"):  # seen by credited
+        return share * model.astype(np.float64)
+
+
 def credited(state: State, x: Real, w: float) -> State:
-    """Return the state with a share added."""
-    return {**state, "x": state["x"] + x, "w": np.array(float(state["w"]) + w)}
+    """Return the state with a share added.
+
+    Raises
+    ------
+    LetterError
+        When the sum is not finite: the share is none that any run could have, and the state would never recover.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        numerator, weight = state["x"] + x, float(state["w"]) + w
+    if not (all_finite(numerator) and math.isfinite(weight)):
+        raise LetterError(f"a share of {w:g} takes the node's mass beyond the largest number")
+    return {**state, "x": numerator, "w": np.array(weight)}
 
 
 def grouped(shares: Mapping[int, float]) -> dict[float, tuple[int, ...]]:
@@ -297,5 +323,5 @@ def read_whole(letter: Letter, who: int, state: State) -> tuple[Header, float, R
             f"in {dtype}; all nodes must run one algorithm with models of one dtype"
         )
     share = share_of(body, who)
-    values = take_real(body[SHARE_BYTES:], size, dtype).astype(np.float64)
-    return header, share, values if leaving else share * values
+    values = take_real(body[SHARE_BYTES:], size, dtype)
+    return header, share, values if leaving else part_of(values, share)

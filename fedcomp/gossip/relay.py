@@ -17,12 +17,13 @@ stay, everything that is shared between neighbours begins anew.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import Algorithm, Letter, Posting, View
 from fedcomp.gossip.errors import AnswerError, Diverged, LetterError
+from fedcomp.gossip.events import Report
 from fedcomp.gossip.mailbox import Blobs, Mailbox, Parcel
 from fedcomp.gossip.protocol import Action, Answer, Instruction, Start, check
 from fedcomp.gossip.topology import Topology
@@ -43,37 +44,6 @@ class Observer(Protocol):
     def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> None:
         """Take note; raises :class:`~fedcomp.gossip.errors.Diverged` when the run has to end."""
         ...
-
-
-@dataclass(slots=True)
-class Report:
-    """What happened beside plain iterations. Events are ``[round, node, reason]``, rounds counted from 1.
-
-    Attributes
-    ----------
-    rounds : int
-        Calls of :meth:`Relay.ask`.
-    repeated, ignored : int
-        Instructions asked again; answers to nothing that was open (duplicates, late ones).
-    undelivered : int
-        Letters that no node took in. They went back to their senders, where these were still there.
-    gone, joined, left, failed, refused, needed : list
-        Events. ``refused`` are answers, ``needed`` letters a node could not apply (node: the receiver).
-    split : list
-        ``[round, groups]``: since when living nodes fall into groups that cannot all reach each other.
-    """
-
-    rounds: int = 0
-    repeated: int = 0
-    ignored: int = 0
-    undelivered: int = 0
-    gone: list[tuple[int, int, str]] = field(default_factory=list)
-    joined: list[tuple[int, int, str]] = field(default_factory=list)
-    left: list[tuple[int, int, str]] = field(default_factory=list)
-    failed: list[tuple[int, int, str]] = field(default_factory=list)
-    refused: list[tuple[int, int, str]] = field(default_factory=list)
-    needed: list[tuple[int, int, str]] = field(default_factory=list)
-    split: list[tuple[int, list[list[int]]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -147,7 +117,7 @@ class Relay:
                 raise ConfigError(f"{name}={value} is not valid: an integer, at least {low}")
         topology.check(algorithm)
         if skew_rounds == "auto":
-            skew_rounds = topology.averaging_rounds(start=iterations)
+            skew_rounds = topology.averaging_rounds()
         if skew_rounds < 0 or (skew_rounds and not algorithm.asynchronous):
             raise ConfigError(
                 f"skew_rounds={skew_rounds} is not valid with {algorithm.name}: closing iterations, at least 0, are "
@@ -267,7 +237,8 @@ class Relay:
         """Issue the next instruction to every node that has answered its last."""
         idle = [node for node in sorted(self._members) if node not in self._open]
         living = set(idle)
-        if self.finishing:
+        begins = not self.finishing
+        if not begins:
             for node in idle:
                 if not self._has_finished(node):
                     self._send(node, "finish", View(node, self.iteration, seed=self.seed))
@@ -282,8 +253,8 @@ class Relay:
         for node in sorted(self._departing - self._open.keys()):
             if self._mailbox.comes_back(node):
                 self._see_off(node, living)
-        # Goes on while only delivering: the letters of a node that leaves twice are told apart by it.
-        self.iteration += 1
+        # The letters of a node that leaves twice are told apart by the iteration.
+        self.iteration += begins or bool(self._departing)
 
     def _depart(self, node: int, living: set[int]) -> None:
         """Tell a node to leave; while nobody can take what it has, it stays."""
@@ -301,8 +272,14 @@ class Relay:
         view = self._view(node, frozenset(living | {node}))
         if view.column:
             self._send(node, "leave", view)
-        elif len(living) == len(self._members):
+        elif len(living) == len(self._members) and not self._has_heirs(node):
             self._end(node, ())
+
+    def _has_heirs(self, node: int) -> bool:
+        """Whether a node that has left will have a living out-neighbour before long."""
+        alive = frozenset(self._members | {node})
+        coming = range(self.iteration, self.iteration + self.topology.window)
+        return any(self.topology.column(node, t, alive) for t in coming)
 
     def _view(self, node: int, alive: frozenset[int] | None) -> View:
         algorithm, dense = self.algorithm, self.iteration >= self.iterations
@@ -558,7 +535,7 @@ class Relay:
             ],
             "mailbox": self._mailbox.get_state(blobs),
             "traffic": self.traffic.to_dict(),
-            "report": asdict(self.report),
+            "report": self.report.to_dict(),
         }
         return state, blobs.blobs
 
@@ -595,8 +572,7 @@ class Relay:
                 self._open[instruction.node] = Open(instruction, parcels, attempts, error)
             self._mailbox.set_state(state["mailbox"], letters)
             self.traffic = Traffic.from_dict(state["traffic"])
-            events = {name: list(map(tuple, v)) if isinstance(v, list) else v for name, v in state["report"].items()}
-            self.report = Report(**events)
+            self.report = Report.from_dict(state["report"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StateError(f"this is no relay's state: {type(error).__name__}: {error}") from error
 

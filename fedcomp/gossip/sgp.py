@@ -28,6 +28,9 @@ class SGP(PushSum):
     ----------
     lr, momentum : float
         Of the local step, heavy ball.
+    decay_over : int
+        Iterations in which the step size falls to zero, along half a cosine; 0 keeps it. With unlike data and
+        compressed letters a constant one leaves the nodes at a distance from each other.
     w_min : float
         A node with a smaller weight only receives: its quotient x / w is not to be trusted.
     w_start : float
@@ -43,6 +46,7 @@ class SGP(PushSum):
 
     lr: float = 0.1
     momentum: float = 0.0
+    decay_over: int = 0
     w_min: float = 1e-3
     w_start: float = 0.05
 

@@ -112,8 +112,8 @@ class Reader:
         whole = self.size * self.dtype.itemsize
         most = self.extra + DIGEST_BYTES + len(self.names) * (whole + _PREFIX + section)
         _, body = unpack(letter.payload, most=most, dtype=self.dtype)
-        if header.flags & Flag.DENSE:
-            raise LetterError("a letter of the closing phase came where a change of an estimate was expected")
+        if header.flags & (Flag.DENSE | Flag.LEAVING):
+            raise LetterError(f"a letter with flags {header.flags!r} came where a change of an estimate was expected")
         if header.flags & Flag.DIGEST and not self.copies:
             raise LetterError("a letter has a digest, which a sum of copies cannot be compared with")
         extra, body = _cut(body, self.extra)

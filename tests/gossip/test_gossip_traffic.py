@@ -35,11 +35,10 @@ def test_7_17_edge_bytes_are_the_formula_of_the_letters_and_independent_of_the_r
 @pytest.mark.parametrize(
     ("config", "body"),
     [
-        # d = 16: a share of 8 bytes, then 4 values and what their places take: a bitmap of 16 bits and its mode.
-        ({"name": "sgp"}, 8 + 4 * D),
-        ({"name": "cold", "compressor": {"id": "randomk", "fraction": 0.25}, "digest_every": 0}, 4 * 4),
-        ({"name": "dyna-cold", "scale": "geometric", "rho": 0.99, "s0": 5.0, "digest_every": 0}, D // 8),
-        ({"name": "beer", "lr": 0.1, "compressor": {"id": "identity"}, "digest_every": 0}, 2 * 4 * D + 1),
+        ({"name": "sgp"}, 8 + 4 * D),  # a share, the model
+        ({"name": "cold", "compressor": {"id": "randomk", "fraction": 0.25}, "digest_every": 0}, 4 * 4),  # no places
+        ({"name": "dyna-cold", "scale": "geometric", "rho": 0.99, "s0": 5.0, "digest_every": 0}, D // 8),  # a bit each
+        ({"name": "beer", "lr": 0.1, "compressor": {"id": "identity"}, "digest_every": 0}, 2 * 4 * D + 1),  # a length
     ],
 )
 def test_7_17_bodies_are_what_the_formats_say(config: dict[str, Any], body: int) -> None:
@@ -81,7 +80,7 @@ def test_energy_is_bits_times_what_a_bit_costs() -> None:
 
 
 def test_counters_survive_a_journey_as_json() -> None:
-    locals = [Quadratic(np.float32(centre)) for centre in vectors(N, D)]
+    locals = [Quadratic(centre.astype(np.float32)) for centre in vectors(N, D)]
     traffic = learn({"name": "sgp"}, "exponential", K, locals=locals, skew_rounds=2).traffic
     traffic.overhead = 12345
     assert Traffic.from_dict(json.loads(json.dumps(traffic.to_dict()))) == traffic

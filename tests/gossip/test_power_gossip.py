@@ -88,9 +88,9 @@ def test_7_14_power_gossip_preserves_the_mean(rank: int, warm: bool) -> None:
     layout = layout_of((7, 5), (4, 3, 2), (6,))
     starts = draws(6, layout.size)
     algorithm = PowerGossip(rank=rank, warm_start=warm, rate=1.3)
-    states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(6), 60)
+    states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(6), 40)
     assert np.abs(models(states).mean(axis=0) - np.mean(starts, axis=0)).max() < 1e-15
-    assert disagreement(states, np.stack(starts)) < 0.02
+    assert disagreement(states, np.stack(starts)) < 0.1
 
 
 def test_7_14_what_one_end_adds_the_other_subtracts_bit_for_bit() -> None:
@@ -136,12 +136,12 @@ def test_7_14_two_nodes_that_differ_by_rank_one_agree_after_two_rounds() -> None
 
 
 def test_7_14_a_warm_start_beats_a_cold_one_twofold() -> None:
-    layout = layout_of((40, 40))
-    starts = decaying(6, 40)
+    layout = layout_of((30, 30))
+    starts = decaying(4, 30)
     reached = {}
     for warm in (True, False):
         algorithm = PowerGossip(warm_start=warm)
-        states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(6), 150)
+        states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(4), 60)
         reached[warm] = disagreement(states, np.stack(starts))
     assert reached[True] < 0.5 * reached[False]
     assert reached[True] < 0.2
@@ -284,11 +284,11 @@ def test_edges_may_come_and_go() -> None:
         row = {a + b - node: 0.5 for a, b in pairings[k % 4] if node in (a, b)}
         return View(node, k, row, row)
 
-    states = gossip(algorithm, opened(algorithm, starts, layout), views, 400)
+    states = gossip(algorithm, opened(algorithm, starts, layout), views, 200)
     assert np.abs(models(states).mean(axis=0) - np.mean(starts, axis=0)).max() < 1e-14
     assert disagreement(states, np.stack(starts)) < 1e-3
     assert all(state["restarts"] == 0 for state in states)
-    assert states[0]["turn/1"] == 100
+    assert states[0]["turn/1"] == 50
 
 
 def test_ends_out_of_step_apply_nothing_and_begin_anew() -> None:
@@ -303,7 +303,7 @@ def test_ends_out_of_step_apply_nothing_and_begin_anew() -> None:
     assert "factor/1" not in states[2]
     assert "factor/2" not in states[1]
     assert "factor/0" not in states[3]
-    states = gossip(algorithm, states, ring_views(4), 300, begin=6)
+    states = gossip(algorithm, states, ring_views(4), 120, begin=6)
     assert np.abs(models(states).mean(axis=0) - np.mean(starts, axis=0)).max() < 1e-14
     assert disagreement(states, np.stack(starts)) < 1e-3
     assert [int(s["restarts"]) for s in states] == [1, 1, 1, 1]
@@ -377,11 +377,11 @@ def test_the_rate_of_the_ring_of_eight_is_the_authors() -> None:
 
 
 def test_the_auto_rate_is_faster_than_one() -> None:
-    layout, starts = layout_of((10, 10)), draws(8, 100)
+    layout, starts = layout_of((4, 4)), draws(8, 16)
     reached = {}
     for rate in (1.0, auto_rate(Ring(8))):
-        algorithm = PowerGossip(rank=10, rate=rate)
-        states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(8), 30)
+        algorithm = PowerGossip(rank=4, rate=rate)
+        states = gossip(algorithm, opened(algorithm, starts, layout), ring_views(8), 25)
         reached[rate] = disagreement(states, np.stack(starts))
     assert reached[auto_rate(Ring(8))] < 0.5 * reached[1.0]
 
@@ -460,7 +460,11 @@ def test_orthonormal_columns_whatever_the_factor() -> None:
         random,
         np.zeros((12, 4)),
         np.outer(np.arange(12.0), np.ones(4)),
+        random[:, :1] + 1e-7 * random,  # nearly dependent: one pass would leave 1e-9 of the first in the others
         random * 1e-9,
+        random * 1e12,
+        random * 1e154,  # squares are finite, their sum is not
+        random * 1e200,
         random * 1e12,
         np.eye(4)[::-1],
     ):

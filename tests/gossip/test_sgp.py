@@ -14,6 +14,7 @@ from fedcomp.gossip.base import Letter, View, letters_of
 from fedcomp.gossip.errors import LetterError, TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.gossip.sgp import SGP
+from fedcomp.gossip.sparse_push import SparsePush
 from fedcomp.gossip.topology import Exponential, OnePeerExponential, RandomDigraph, topology_of
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -189,6 +190,15 @@ def test_a_letter_is_a_share_and_the_model_in_its_own_dtype():
         assert float(state["w"]) == pytest.approx(0.4)
 
 
+def test_the_step_size_falls_to_zero_along_half_a_cosine():
+    algorithm = SGP(lr=0.5, decay_over=8)
+    moved = []
+    for t in (0, 2, 4, 8, 20):
+        state, _ = algorithm.send(algorithm.init(np.zeros(12), FLAT), lambda z: np.ones(12), View(0, t, {}, {}))
+        moved.append(-float(algorithm.model(state)[0]))
+    np.testing.assert_allclose(moved, [0.5, 0.25 * (1 + np.sqrt(0.5)), 0.25, 0.0, 0.0], atol=1e-15)
+
+
 def test_the_closing_phase_asks_for_no_gradient():
     def gradient(z):
         raise AssertionError("asked for a gradient")
@@ -256,10 +266,31 @@ def test_letters_that_cannot_be_are_refused(change):
         algorithm.receive(state, [Letter(1, 0, change(outbox[0].payload))])
 
 
+@pytest.mark.parametrize("algorithm", [SGP(), SparsePush(k=2), SparsePush(k=2, estimates="broadcast")], ids=repr)
+def test_a_share_no_run_could_have_is_refused_before_it_makes_mass_infinite(algorithm):
+    sender, state = (algorithm.init(np.full(12, scale), FLAT, common=np.zeros(12)) for scale in (1e10, 1.0))
+    payload = algorithm.send(sender, None, View(1, 0, {0: 0.5}, {}))[1][0].payload
+    leaving = algorithm.leave(sender, View(1, 0, {0: 0.5}, {}))[1][0].payload
+    huge, half = (np.array(share).tobytes() for share in (1e300, 1.7e308))
+    for forged in ([payload[:8] + huge + payload[16:]], [leaving[:8] + half + leaving[16:], half]):
+        letters = [Letter(1, 0, forged[0])]
+        if len(forged) > 1:  # the weights alone
+            letters.append(Letter(2, 0, forged[0]))
+        with pytest.raises(LetterError, match="largest number"):
+            algorithm.receive(state, letters)
+    assert float(state["w"]) == 1.0
+
+
 def test_configurations_survive_and_wrong_ones_are_refused():
     algorithm = SGP(lr=0.3, momentum=0.9)
     assert get_algorithm(algorithm.to_config()) == algorithm
-    for wrong in ({"momentum": -0.1}, {"lr": np.nan}, {"w_min": 0.5, "w_start": 0.1}, {"w_start": 1.0}):
+    for wrong in (
+        {"momentum": -0.1},
+        {"lr": np.nan},
+        {"w_min": 0.5, "w_start": 0.1},
+        {"w_start": 1.0},
+        {"decay_over": -1},
+    ):
         with pytest.raises(ConfigError):
             SGP(**wrong)
     with pytest.raises(StateError, match="reset"):

@@ -204,7 +204,9 @@ def test_letters_that_come_back_late_bring_back_what_they_took(estimates, dtype)
             assert len(back) == 2
             with pytest.raises(OutOfStep, match="come back"):
                 algorithm.take_back(states[i], back[:1])
+            turned = algorithm.take_back(states[i], back[::-1])  # their numbers tell the order
             states[i] = algorithm.take_back(states[i], back)
+            assert all(np.array_equal(turned[key], states[i][key]) for key in turned)
     after, mass = total(states)
     assert mass == pytest.approx(w, abs=1e-13)
     np.testing.assert_allclose(after, x, rtol=0, atol=1e-12)

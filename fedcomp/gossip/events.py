@@ -1,0 +1,53 @@
+"""What happened in a run beside plain iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Event = tuple[int, int, str]
+"""Round (from 1), node, reason."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What happened beside plain iterations. Events are ``[round, node, reason]``, rounds counted from 1.
+
+    Attributes
+    ----------
+    rounds : int
+        Calls of :meth:`~fedcomp.gossip.relay.Relay.ask`.
+    repeated, ignored : int
+        Instructions asked again; answers to nothing that was open (duplicates, late ones).
+    undelivered : int
+        Letters that no node took in. They went back to their senders, where these were still there.
+    gone, joined, left, failed, refused, needed : list
+        Events. ``refused`` are answers, ``needed`` letters a node could not apply (node: the receiver).
+    split : list
+        ``[round, groups]``: since when living nodes fall into groups that cannot all reach each other.
+    """
+
+    rounds: int = 0
+    repeated: int = 0
+    ignored: int = 0
+    undelivered: int = 0
+    gone: list[Event] = field(default_factory=list)
+    joined: list[Event] = field(default_factory=list)
+    left: list[Event] = field(default_factory=list)
+    failed: list[Event] = field(default_factory=list)
+    refused: list[Event] = field(default_factory=list)
+    needed: list[Event] = field(default_factory=list)
+    split: list[tuple[int, list[list[int]]]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-able."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Report:
+        """Recreate the report from :meth:`to_dict`."""
+        report = cls()
+        for name, value in values.items():
+            setattr(report, name, [tuple(event) for event in value] if isinstance(value, list) else int(value))
+        return report

@@ -1,0 +1,225 @@
+"""Push-sum with a weight per coordinate: mass is conserved in each, consensus is exact, gradients are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from push_sum_runs import UNBALANCED, by_matrices, opened, rounds, starts, views_of
+
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.gossip import AVERAGING, get_algorithm
+from fedcomp.gossip.base import Letter, View, letters_of
+from fedcomp.gossip.central import FaultPlan, simulate
+from fedcomp.gossip.coordinate_push import CoordinatePush
+from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.packet import HEADER_BYTES
+from fedcomp.gossip.topology import Exponential, OnePeerExponential, RandomDigraph, topology_of
+from fedcomp.layout import Layout, TensorSpec
+from fedcomp.rng import Key
+
+D = 20
+FLAT = Layout.flat(D)
+SPLIT = Layout((TensorSpec("w", (16,), "float64", 0, 16), TensorSpec("b", (4,), "float64", 16, 4, 1.0)))
+
+
+def sums(states):
+    return sum(s["x"] for s in states.values()), sum(s["weights"] for s in states.values())
+
+
+def spread(algorithm, states, mean):
+    return max(np.abs(algorithm.model(state) - mean).max() for state in states.values())
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [OnePeerExponential(8), RandomDigraph(8, 0.3, seed=3), topology_of(UNBALANCED, 8)],
+    ids=lambda g: g.text[:12],
+)
+def test_consensus_is_exact_and_every_coordinate_keeps_its_mass(graph):
+    algorithm, models = CoordinatePush(fraction=0.4), starts(8, 5)
+    states, mean, drift = opened(algorithm, models), np.mean(models, axis=0), []
+
+    def watch(t, now):
+        x, w = sums(now)
+        drift.append(max(np.abs(x - 8 * mean).max(), np.abs(w - 8.0).max()))
+
+    states = rounds(algorithm, states, views_of(graph), range(120), watch=watch)
+    assert spread(algorithm, states, mean) < 1e-6
+    assert max(drift) < 1e-12
+    # The weights do not stay at 1: x itself is no model.
+    assert max(np.abs(s["x"] - mean).max() for s in states.values()) > 1e-2
+
+
+def test_everything_in_every_letter_is_push_sum():
+    graph, models = topology_of(UNBALANCED, 8), starts(8, D)
+    algorithm = CoordinatePush(fraction=1.0)
+    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(20))
+    expected = by_matrices(models, graph, 20, k=D, gamma=1.0, reading="z")
+    for i, state in states.items():
+        # Shares of w are rounded to float32 before they are used, at both ends.
+        np.testing.assert_allclose(algorithm.model(state), expected[i], rtol=0, atol=1e-6)
+    closing = rounds(CoordinatePush(k=0), opened(algorithm, models), views_of(graph, dense=True), range(20))
+    for i, state in closing.items():
+        assert np.array_equal(algorithm.model(state), algorithm.model(states[i]))
+
+
+def test_lost_letters_are_the_senders():
+    graph, models = RandomDigraph(8, 0.3, seed=1), starts(8, 5)
+    algorithm = CoordinatePush(fraction=0.4)
+
+    def lose(letter: Letter, t: int) -> bool:
+        return t < 60 and Key(4, "loss", t, 8 * letter.source + letter.destination).uniform(1)[0] < 0.2
+
+    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(130), lose=lose)
+    x, w = sums(states)
+    mean = np.mean(models, axis=0)
+    assert np.abs(w - 8.0).max() < 1e-12
+    assert np.abs(x - 8 * mean).max() < 1e-12
+    assert spread(algorithm, states, mean) < 1e-8
+
+
+def test_a_run_with_faults_ends_at_the_mean():
+    models = starts(6, D)
+    outcome = simulate(
+        CoordinatePush(fraction=0.5),
+        Exponential(6),
+        None,
+        models,
+        120,
+        layout=SPLIT,
+        seed=0,
+        common=np.zeros(D),
+        faults=FaultPlan(2, {"silent": 0.05, "lost_reply": 0.05, "duplicate": 0.05, "late_duplicate": 0.05}, until=60),
+    )
+    mean = np.mean(models, axis=0)
+    assert max(np.abs(z - mean).max() for z in outcome.models.values()) < 1e-8
+    assert outcome.traffic.letters > 0
+
+
+@pytest.mark.parametrize("layout", [FLAT, SPLIT], ids=["flat", "split"])
+@pytest.mark.parametrize(("values", "size"), [("model", 8), ("float32", 4)])
+def test_letter_is_the_formula(layout, values, size):
+    algorithm = CoordinatePush(k=3, values=values)
+    state = algorithm.init(starts(1, D)[0], layout, common=np.zeros(D))
+    _, outbox = algorithm.send(state, None, View(0, 0, {1: 0.25, 2: 0.25}))
+    whole = 0 if layout is FLAT else 4
+    index = -(-3 * (5 if layout is FLAT else 4) // 8) + 1
+    assert [len(p.payload) for p in outbox] == [HEADER_BYTES + index + (3 + whole) * (4 + size)] * 2
+
+
+def test_float32_letters_conserve_mass_as_exactly():
+    models = starts(5, D, "float32")
+    algorithm, graph = CoordinatePush(fraction=0.3), RandomDigraph(5, 0.5, seed=2)
+    states = opened(algorithm, models)
+    before = sums(states)
+    states = rounds(algorithm, states, views_of(graph), range(80))
+    for now, then in zip(sums(states), before, strict=True):
+        assert np.abs(now - then).max() < 1e-12
+    assert spread(algorithm, states, before[0] / 5) < 1e-5
+    assert algorithm.model(states[0]).dtype == np.float32
+
+
+def test_send_is_pure_and_refuses_gradients_and_nan():
+    algorithm = CoordinatePush(k=2)
+    state = algorithm.init(np.arange(1.0, 6.0), Layout.flat(5), common=np.zeros(5))
+    before = {name: array.copy() for name, array in state.items()}
+    view = View(0, 0, {1: 0.5})
+    first, again = algorithm.send(state, None, view), algorithm.send(state, None, view)
+    assert first[1] == again[1]
+    assert all(np.array_equal(state[name], before[name]) for name in before)
+    letters = [Letter(1, 0, first[1][0].payload)]
+    received = algorithm.receive(state, letters)
+    assert all(np.array_equal(state[name], before[name]) for name in before)
+    # The two largest moved; a letter that comes twice counts once.
+    assert np.array_equal(np.flatnonzero(first[0]["weights"] == 0.5), [3, 4])
+    assert np.array_equal(algorithm.receive(received, letters)["weights"], received["weights"])
+    with pytest.raises(ConfigError, match="only averages"):
+        algorithm.send(state, lambda z: z, view)
+    with pytest.raises(NonFiniteUpdate):
+        algorithm.send({**state, "x": np.full(5, np.nan)}, None, view)
+
+
+def test_what_did_not_move_is_not_sent():
+    algorithm = CoordinatePush(k=3)
+    state = algorithm.init(np.array([0.0, 2.0, 0.0, 0.0]), Layout.flat(4), common=np.zeros(4))
+    state, outbox = algorithm.send(state, None, View(0, 0, {1: 0.5}))
+    assert len(outbox[0].payload) == HEADER_BYTES + 2 + 12
+    _, second = algorithm.send(state, None, View(0, 1, {1: 0.5}))
+    assert len(second[0].payload) == HEADER_BYTES
+
+
+def test_leaving_and_joining_keep_the_mean():
+    graph, models = Exponential(8), starts(8, D)
+    algorithm = CoordinatePush(fraction=0.5)
+    states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5))
+    mean = np.mean(models, axis=0)
+    gone, outbox = algorithm.leave(states[3], graph.view(3, 5, seed=0, directed_algorithm=True))
+    assert not gone["x"].any()
+    assert not gone["weights"].any()
+    for letter in letters_of(3, outbox):
+        to = letter.destination
+        states[to] = algorithm.receive(states[to], [letter])
+    states[3] = algorithm.join(np.full(D, 9.0), FLAT)
+    assert np.array_equal(algorithm.model(states[3]), np.full(D, 9.0))
+    assert algorithm.send(states[3], None, View(3, 5, {4: 0.5}))[0]["weights"].max() == 0.0
+    states = rounds(algorithm, states, views_of(graph), range(6, 100))
+    x, w = sums(states)
+    assert np.abs(x - 8 * mean).max() < 1e-12
+    assert np.abs(w - 8.0).max() < 1e-12
+    assert spread(algorithm, states, mean) < 1e-8
+    with pytest.raises(TopologyError, match="no living out-neighbour"):
+        algorithm.leave(states[0], View(0, 9))
+    with pytest.raises(StateError, match="never reset"):
+        algorithm.reset(states[0], FLAT)
+
+
+def test_damaged_letters_are_refused():
+    algorithm = CoordinatePush(k=3)
+    state = algorithm.init(starts(1, D)[0], SPLIT, common=np.zeros(D))
+    _, outbox = algorithm.send(state, None, View(1, 0, {0: 0.5}))
+    payload = outbox[0].payload
+    # A letter of fewer coordinates is a letter, too: the length tells how many.
+    shorter = {HEADER_BYTES + 48, *(HEADER_BYTES + 48 + 1 + -(-4 * k // 8) + 12 * k for k in (1, 2))}
+    for cut in set(range(len(payload))) - shorter:
+        with pytest.raises(LetterError):
+            algorithm.receive(state, [Letter(1, 0, payload[:cut])])
+    for bad in (
+        payload + b"\0",
+        payload[:-8] + np.array(np.nan).tobytes(),
+        payload[:-12] + b"\0\0\x80\xbf" + payload[-8:],
+    ):
+        with pytest.raises(LetterError):
+            algorithm.receive(state, [Letter(1, 0, bad)])
+    other = algorithm.init(starts(1, D, "float32")[0], SPLIT)
+    with pytest.raises(LetterError, match="float32"):
+        algorithm.receive(other, [Letter(1, 0, payload)])
+
+
+def test_mass_that_would_not_be_finite_is_neither_taken_nor_sent():
+    algorithm = CoordinatePush(k=3)
+    state = algorithm.init(np.ones(D), FLAT)
+    heavy = {**state, "weights": np.full(D, 1e308), "x": np.full(D, 1e308)}
+    letters = [algorithm.leave(heavy, View(i, 0, {0: 0.5}))[1][0].payload for i in (1, 2)]
+    with pytest.raises(LetterError, match="largest number"):
+        algorithm.receive(state, [Letter(i, 0, payload) for i, payload in enumerate(letters, 1)])
+    moved = {**heavy, "x": np.arange(D) * 1e305}
+    with pytest.raises(NonFiniteUpdate, match="would be sent"):  # the shares, as float32
+        algorithm.send(moved, None, View(0, 0, {1: 0.5}))
+    far = {**state, "x": np.arange(D) * 1e300}
+    with pytest.raises(NonFiniteUpdate, match="would be sent"):  # the values
+        CoordinatePush(k=3, values="float32").send(far, None, View(0, 0, {1: 0.5}))
+
+
+def test_configuration_makes_the_same_algorithm_again():
+    assert set(AVERAGING) == {CoordinatePush.name}
+    for algorithm in (
+        CoordinatePush(),
+        CoordinatePush(k=7, values="float32"),
+        CoordinatePush(fraction=0.5, w_min=0.01),
+    ):
+        assert get_algorithm(algorithm.to_config()) == algorithm
+    for wrong in ({"k": 1, "fraction": 0.5}, {"k": -1}, {"fraction": 0.0}, {"values": "float16"}, {"w_min": 0.0}):
+        with pytest.raises(ConfigError):
+            CoordinatePush(**wrong)
+    with pytest.raises(ConfigError, match="did you mean 'coordinate-push'"):
+        get_algorithm({"name": "coordinate_push"})

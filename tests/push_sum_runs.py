@@ -1,0 +1,117 @@
+"""Push-sum runs of a few nodes in one process, with letters delivered by hand: what the tests of the family share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from fedcomp.gossip.base import Algorithm, Letter, Real, State, View, deliver
+from fedcomp.gossip.topology import Topology
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+UNBALANCED = "edges:0>1,0>2,0>3,1>2,2>3,3>4,4>5,5>0,6>0,7>6,5>7,2>7,4>2"
+"""A static digraph on 8 nodes whose in-degrees are 1 to 3, so that weights settle away from 1."""
+
+Views = Callable[[int, int], View]
+
+
+def starts(n: int, d: int, dtype: str = "float64", seed: int = 0) -> list[Real]:
+    """Return n different models around 1."""
+    return [(1.0 + Key(seed, "start", i).generator().standard_normal(d)).astype(dtype) for i in range(n)]
+
+
+def opened(algorithm: Algorithm, models: Sequence[Real]) -> dict[int, State]:
+    """Return the states of nodes that begin with these models and know nothing of each other but zero."""
+    d = models[0].size
+    common = np.zeros(d, models[0].dtype)
+    return {i: algorithm.init(x, Layout.flat(d), common=common) for i, x in enumerate(models)}
+
+
+def views_of(topology: Topology, *, seed: int = 0, dense: bool = False, alive: set[int] | None = None) -> Views:
+    """Return what each node is told in an iteration."""
+    return lambda i, t: topology.view(i, t, seed=seed, alive=alive, directed_algorithm=True, dense=dense)
+
+
+def audible(topology: Topology, seed: int = 0) -> Views:
+    """Return views in which everybody hears everybody, and shares flow along the active edges alone: what broadcast
+    estimates need on a graph that changes."""
+
+    def view(i: int, t: int) -> View:
+        active = topology.column(i, t)
+        others = [j for j in range(topology.n) if j != i]
+        return View(i, t, {j: active.get(j, 0.0) for j in others}, dict.fromkeys(others, 0.0), seed)
+
+    return view
+
+
+def rounds(
+    algorithm: Algorithm,
+    states: Mapping[int, State],
+    views: Views,
+    iterations: range,
+    gradients: Callable[[int, int], Callable[[Real], Real] | None] = lambda i, t: None,
+    lose: Callable[[Letter, int], bool] = lambda letter, t: False,
+    watch: Callable[[int, dict[int, State]], None] = lambda t, states: None,
+) -> dict[int, State]:
+    """Run iterations to their end; letters that ``lose`` names go back to their senders at once."""
+    now = dict(states)
+    for t in iterations:
+        outboxes = {}
+        for i in now:
+            now[i], outboxes[i] = algorithm.send(now[i], gradients(i, t), views(i, t))
+        inboxes = deliver(outboxes)
+        lost: dict[int, list[Letter]] = {i: [] for i in now}
+        for i in now:
+            arrived = []
+            for letter in inboxes[i]:
+                if lose(letter, t):
+                    lost[letter.source].append(letter)
+                else:
+                    arrived.append(letter)
+            now[i] = algorithm.receive(now[i], arrived)
+        for i, letters in lost.items():
+            if letters:
+                now[i] = algorithm.take_back(now[i], letters)
+        watch(t, now)
+    return now
+
+
+def disagreement(algorithm: Algorithm, states: Mapping[int, State], mean: Real) -> float:
+    """Return the largest relative distance of a node's model from ``mean``."""
+    return max(float(np.linalg.norm(algorithm.model(s) - mean)) for s in states.values()) / float(np.linalg.norm(mean))
+
+
+def largest(v: Real, k: int) -> Real:
+    """Return v with all but its k largest entries set to zero."""
+    out = np.zeros_like(v)
+    kept = np.argsort(-np.abs(v), kind="stable")[:k]
+    out[kept] = v[kept]
+    return out
+
+
+def by_matrices(
+    models: Sequence[Real], topology: Topology, iterations: int, *, k: int, gamma: float, reading: str
+) -> Real:
+    """Return the de-biased models, shape (n, d), after compressed push-sum written as matrices: no letters, no codecs.
+
+    ``reading`` says what the one estimate per node is an estimate of: "z", the de-biased model; "x", the numerator, a
+    mistake; or "none", error feedback on the model itself without estimates, another one.
+    """
+    x, w = np.array(models), np.ones(len(models))
+    known, residual = np.zeros_like(x), np.zeros_like(x)
+    for t in range(iterations):
+        flows = topology.mixing_matrix(t, symmetric=False)
+        flows = gamma * (flows - np.diag(np.diag(flows)))
+        if reading == "none":
+            asked = x / w[:, None] + residual
+            known = np.array([largest(v, k) for v in asked])
+            residual = asked - known
+        else:
+            target = x / w[:, None] if reading == "z" else x
+            known = known + np.array([largest(v, k) for v in target - known])
+        said = known if reading == "x" else w[:, None] * known
+        x = x + flows @ said - flows.sum(0)[:, None] * said
+        w = w + flows @ w - flows.sum(0) * w
+    return x / w[:, None]
