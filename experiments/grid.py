@@ -1,7 +1,8 @@
 """Many simulated trainings, one after another or on several cores, with every finished one kept.
 
-A :class:`Cell` is one training of :mod:`experiments.central` as plain data, so that it can be given to another process.
-What it comes to depends on the cell alone: the number of workers changes the time and nothing else.
+A cell is one training as plain data, so that it can be given to another process; :class:`Cell` one of
+:mod:`experiments.central`. What it comes to depends on the cell alone: the number of workers changes the time and
+nothing else.
 """
 
 from __future__ import annotations
@@ -15,10 +16,40 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from experiments.findings import Say
 from experiments.report import duration
+
+
+class Outcome(Protocol):
+    """What a cell comes to: a JSON-able dataclass, with the loss that is told while others wait."""
+
+    @property
+    def loss(self) -> float:
+        """Infinite when the training diverged."""
+        ...
+
+
+Found = TypeVar("Found", bound=Outcome)
+Gives = TypeVar("Gives", bound=Outcome, covariant=True)
+
+
+class Runnable(Protocol[Gives]):
+    """A cell."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the run."""
+        ...
+
+    def run(self) -> Gives:
+        """Train."""
+        ...
+
+    def read(self, document: Mapping[str, Any]) -> Gives:
+        """Return what was kept of :meth:`run`'s result, with NaN and infinities as None."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +109,10 @@ class Cell:
             points=[(float(p.round), p.loss, float(p.uplink)) for p in out.points],
         )
 
+    def read(self, document: Mapping[str, Any]) -> Measured:
+        """Read what was kept."""
+        return Measured.from_json(document)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -123,7 +158,7 @@ class Measured:
         return cls(**values)
 
 
-def run_cells(cells: Sequence[Cell], say: Say, workers: int = 1) -> dict[str, Measured]:
+def run_cells(cells: Sequence[Runnable[Found]], say: Say, workers: int = 1) -> dict[str, Found]:
     """Return what every cell came to, by name; finished cells are kept as they come.
 
     Parameters
@@ -140,16 +175,16 @@ def run_cells(cells: Sequence[Cell], say: Say, workers: int = 1) -> dict[str, Me
         left = (time.perf_counter() - began) / done * (len(waiting) - done)
         loss = "diverged" if content["loss"] is None else f"loss {content['loss']:.4f}"
         say(f"{done + len(cells) - len(waiting)}/{len(cells)} {cell.name}: {loss}, {duration(left)} left")
-    return {cell.name: Measured.from_json(say.cell(cell.name, dict)) for cell in cells}
+    return {cell.name: cell.read(say.cell(cell.name, dict)) for cell in cells}
 
 
-def _run_all(cells: Sequence[Cell], workers: int) -> Iterable[tuple[Cell, Measured]]:
+def _run_all(cells: Sequence[Runnable[Found]], workers: int) -> Iterable[tuple[Runnable[Found], Found]]:
     if workers <= 1 or len(cells) <= 1:
         return ((cell, cell.run()) for cell in cells)
     return _in_processes(cells, min(workers, len(cells)))
 
 
-def _in_processes(cells: Sequence[Cell], workers: int) -> Iterator[tuple[Cell, Measured]]:
+def _in_processes(cells: Sequence[Runnable[Found]], workers: int) -> Iterator[tuple[Runnable[Found], Found]]:
     # Spawned, not forked: a copy of a process that has threads of torch and Flower is not one that can be relied on.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_ignore_interrupt)
     with contextlib.ExitStack() as stack:
@@ -157,7 +192,7 @@ def _in_processes(cells: Sequence[Cell], workers: int) -> Iterator[tuple[Cell, M
         yield from zip(cells, pool.map(_run, cells), strict=True)
 
 
-def _run(cell: Cell) -> Measured:
+def _run(cell: Runnable[Found]) -> Found:
     return cell.run()
 
 

@@ -20,6 +20,10 @@ CATALOG: dict[str, str] = {
     "coded_training": "experiments.catalog.coded_training",
     "gradient_coding": "experiments.catalog.gradient_coding",
     "sumcode": "experiments.catalog.sumcode",
+    "sparse_push": "experiments.catalog.sparse_push",
+    "consensus": "experiments.catalog.consensus",
+    "cold": "experiments.catalog.cold",
+    "power_gossip": "experiments.catalog.power_gossip",
 }
 
 

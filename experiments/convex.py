@@ -1,0 +1,269 @@
+"""Smooth convex objectives of nodes, their optimum to machine precision, and how fast an algorithm comes to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.decentralised import Record
+from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.gossip.base import Algorithm
+from fedcomp.gossip.central import simulate
+from fedcomp.gossip.errors import Diverged, Saturated
+from fedcomp.gossip.local import FlatObjective
+from fedcomp.gossip.topology import Topology
+from fedcomp.gossip.traffic import Traffic
+from fedcomp.gossip.vector import GossipPolicy, unflatten
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    # Listing the experiments needs no torch: it is imported when one is run.
+    from fedcomp.tasks.base import Task
+    from fedcomp.tasks.local import LocalObjective
+
+Real = NDArray[Any]
+
+_NEWTON_STEPS: Final = 100
+
+
+@dataclass(frozen=True)
+class Convex:
+    """Smooth convex objectives of nodes in float64, the optimum of their mean, and the constants of the theory.
+
+    Attributes
+    ----------
+    objectives : tuple of LocalObjective
+        f_i with all examples of a node at once.
+    layout : Layout
+        Compressed whole, without dense stretches.
+    optimum : ndarray, float64, shape (d,)
+        Minimises the mean of f_i, all nodes alike.
+    smoothness : float
+        L: the largest curvature of any f_i at zero, which is the largest anywhere for the logistic loss.
+    """
+
+    objectives: tuple[LocalObjective, ...]
+    layout: Layout
+    optimum: Real
+    smoothness: float
+
+    @classmethod
+    def of(cls, task: Task, nodes: int, *, policy: GossipPolicy | None = None) -> Convex:
+        """Return the problem of ``task`` split over ``nodes``.
+
+        Raises
+        ------
+        ConfigError
+            When Newton's method finds no minimum: the objective is not smooth, or not strongly convex.
+        """
+        from fedcomp.tasks.local import LocalObjective
+
+        objectives = tuple(LocalObjective(task, i, nodes, batch_size=0, dtype="float64") for i in range(nodes))
+        layout = Layout.of(objectives[0].start(), GossipPolicy(dense_below=0) if policy is None else policy)
+        zero = np.zeros(layout.size)
+        largest = max(float(np.linalg.eigvalsh(_hessian(f, zero, layout))[-1]) for f in objectives)
+        return cls(objectives, layout, optimum(objectives, layout), largest)
+
+    @property
+    def nodes(self) -> int:
+        """How many."""
+        return len(self.objectives)
+
+    def gradients(self, z: Real) -> Real:
+        """Return every node's gradient at ``z``, shape ``(nodes, d)``."""
+        return np.stack([_gradient(f, z, self.layout) for f in self.objectives])
+
+    def distance(self, models: Iterable[Real]) -> float:
+        """Return the nodes' root mean square distance to the optimum, relative to its norm."""
+        with np.errstate(over="ignore", invalid="ignore"):  # a run that diverges is at an infinite distance
+            squares = [np.sum((model - self.optimum) ** 2) for model in models]
+            return float(np.sqrt(np.mean(squares)) / np.linalg.norm(self.optimum))
+
+
+def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: float = 1e-14) -> Real:
+    """Return the minimiser of the mean of ``objectives`` by Newton's method, float64, shape ``(layout.size,)``.
+
+    Parameters
+    ----------
+    tolerance : float
+        Norm of the mean gradient at which it ends, relative to the largest norm of a single one.
+
+    Raises
+    ------
+    ConfigError
+        When it is not reached.
+    """
+    z = np.zeros(layout.size)
+    for _ in range(_NEWTON_STEPS):
+        gradients = [_gradient(f, z, layout) for f in objectives]
+        gradient = np.sum(gradients, axis=0) / len(gradients)
+        scale = max(float(np.linalg.norm(g)) for g in gradients)
+        size = float(np.linalg.norm(gradient))
+        if size <= tolerance * scale:
+            return z
+        curvature = np.sum([_hessian(f, z, layout) for f in objectives], axis=0) / len(objectives)
+        try:
+            step = np.linalg.solve(curvature, gradient)
+        except np.linalg.LinAlgError as error:
+            raise ConfigError("the objective is not strongly convex; use a logistic task with l2 > 0") from error
+        length = 1.0
+        while length > 1e-3 and _mean_gradient_norm(objectives, z - length * step, layout) > size:
+            length /= 2
+        z = z - length * step
+    raise ConfigError(
+        f"no minimum after {_NEWTON_STEPS} Newton steps (gradient {size:.3g}): the objective is not smooth or not "
+        "strongly convex; use a logistic task with l2 > 0"
+    )
+
+
+def error_curve(
+    problem: Convex,
+    algorithm: Algorithm,
+    topology: Topology,
+    iterations: int,
+    *,
+    seed: int = 0,
+    start: Real | None = None,
+    watch: bool = True,
+) -> ErrorCurve:
+    """Run an algorithm on a convex problem with the gradients of all examples, in float64.
+
+    Parameters
+    ----------
+    start : ndarray, shape (d,), optional
+        Where all nodes begin; default zero.
+    watch : bool
+        Whether a run whose innovations grow is ended.
+    """
+    edges = len(topology.edges())
+
+    def look(iteration: int, models: Mapping[int, Real], traffic: Traffic) -> tuple[float, float, float]:
+        count = traffic.edge["train"]
+        return problem.distance(models.values()), 8 * count.bytes / edges, 8 * count.bodies / edges
+
+    record = Record(look)
+    outcome, stopped, saturated = None, "", False
+    try:
+        # Numbers that leave the range are what ends a run that diverges.
+        with np.errstate(over="ignore", invalid="ignore"):
+            outcome = simulate(
+                algorithm,
+                topology,
+                [FlatObjective(f, problem.layout) for f in problem.objectives],
+                np.zeros(problem.layout.size) if start is None else start,
+                iterations,
+                layout=problem.layout,
+                seed=seed,
+                every=1,
+                observe=record.observe,
+                before=record.before,
+                watch=watch,
+            )
+    except (Diverged, NonFiniteUpdate) as error:
+        stopped, saturated = f"{type(error).__name__}: {error}", isinstance(error, Saturated)
+    errors, bits, payload = (np.array(column) for column in zip(*record.seen, strict=True))
+    invariants = {} if outcome is None else algorithm.invariants(outcome.states.values())
+    return ErrorCurve(errors, bits, payload, record.traffic, invariants, stopped, saturated)
+
+
+@dataclass(frozen=True)
+class ErrorCurve:
+    """How a run came to an optimum.
+
+    Attributes
+    ----------
+    errors : ndarray, float64, shape (iterations + 1,)
+        :meth:`Convex.distance` after every iteration, the initial models first.
+    bits, payload_bits : ndarray, shape (iterations + 1,)
+        Bits per directed edge so far, mean over edges: of whole letters, and of their bodies without headers.
+    traffic : Traffic
+    invariants : dict of str to float
+        What the algorithm conserves over all nodes, after the last iteration.
+    stopped : str
+        Why the run was ended before its last iteration; empty when it was not.
+    saturated : bool
+        Whether it was because innovations left a given scale.
+    """
+
+    errors: Real
+    bits: Real
+    payload_bits: Real
+    traffic: Traffic
+    invariants: Mapping[str, float]
+    stopped: str = ""
+    saturated: bool = False
+
+    def first(self, tolerance: float = 1e-6) -> int | None:
+        """Return the iterations until the error is below ``tolerance`` and stays there; None when it never does."""
+        above = np.flatnonzero(~(self.errors < tolerance))
+        if len(above) and above[-1] == len(self.errors) - 1:
+            return None
+        return int(above[-1]) + 1 if len(above) else 0
+
+    def fit(self, high: float = 1e-1, low: float = 1e-9) -> Fit:
+        """Return the straight line through the logarithm of the errors between ``high`` and ``low``."""
+        below = np.flatnonzero(self.errors < high)
+        done = np.flatnonzero(self.errors < low)
+        return fit_line(self.errors[int(below[0]) if len(below) else 0 : int(done[0]) if len(done) else None])
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A straight line through logarithms of errors.
+
+    Attributes
+    ----------
+    slope : float
+        Natural logarithm per iteration; negative when the error falls.
+    r2 : float
+        Share of the variance the line explains.
+    points : int
+    """
+
+    slope: float
+    r2: float
+    points: int
+
+    @property
+    def rate(self) -> float:
+        """Factor by which the error changes per iteration."""
+        return math.exp(self.slope)
+
+
+def fit_line(errors: Real) -> Fit:
+    """Fit ``log errors`` by least squares over their indices; NaN with fewer than three or with errors not positive."""
+    errors = np.asarray(errors, np.float64)
+    if len(errors) < 3 or not (np.isfinite(errors).all() and (errors > 0).all()):
+        return Fit(math.nan, math.nan, len(errors))
+    y = np.log(errors)
+    x = np.arange(len(y)) - (len(y) - 1) / 2
+    slope = float(x @ y / (x @ x))
+    around = y - y.mean()
+    rest = around - slope * x
+    total = float(around @ around)
+    return Fit(slope, 1.0 - float(rest @ rest) / total if total else math.nan, len(y))
+
+
+def _hessian(objective: LocalObjective, z: Real, layout: Layout) -> Real:
+    arrays = unflatten(z, layout)
+    found = objective.hessian(arrays)
+    # The Hessian is in the model's order of parameters, the vector in the layout's.
+    slices = [np.arange(layout.size)[layout.by_name[name].slice] for name in objective.parameters]
+    place = np.concatenate(slices)
+    out = np.zeros((layout.size, layout.size))
+    out[np.ix_(place, place)] = found
+    return out
+
+
+def _gradient(objective: LocalObjective, z: Real, layout: Layout) -> Real:
+    return FlatObjective(objective, layout).gradient(z, Key(0, "optimum"))
+
+
+def _mean_gradient_norm(objectives: Sequence[LocalObjective], z: Real, layout: Layout) -> float:
+    return float(np.linalg.norm(np.sum([_gradient(f, z, layout) for f in objectives], axis=0))) / len(objectives)

@@ -1,0 +1,437 @@
+"""Decentralised trainings in one process, and what their letters cost: what experiments of gossip algorithms share.
+
+:func:`train` runs an algorithm on a task and says how good the nodes' models are and what was sent. The protocol is the
+one that runs over messages (:mod:`fedcomp.gossip.central`): the same letters, the same bits. Convex problems, whose
+optimum is known, are in :mod:`experiments.convex`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.experiment import Option
+from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.gossip.base import Algorithm
+from fedcomp.gossip.central import FaultPlan, Nodes, simulate
+from fedcomp.gossip.errors import Diverged
+from fedcomp.gossip.local import FlatObjective
+from fedcomp.gossip.relay import Relay
+from fedcomp.gossip.topology import Topology, topology_of
+from fedcomp.gossip.traffic import Traffic
+from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
+from fedcomp.layout import Layout
+
+if TYPE_CHECKING:
+    # Listing the experiments needs no torch: it is imported when one is run.
+    from fedcomp.tasks.base import Task
+    from fedcomp.tasks.local import LocalObjective
+
+Real = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One decentralised training.
+
+    Parameters
+    ----------
+    task : Task
+    algorithm : Algorithm
+    topology : Topology
+        Node i holds partition i of as many as there are vertices.
+    iterations : int
+        With gradients.
+    seed : int
+        Of initial model, batches and compressors.
+    batch_size : int
+        Examples of a gradient; 0 takes all of a partition.
+    dtype : {"float32", "float64"}
+        Of models and gradients.
+    policy : GossipPolicy
+        What of the model travels whole.
+    skew_rounds : int or "auto"
+        Closing iterations in which whole models travel; push-sum only.
+    every : int
+        Iterations between evaluations; 0 evaluates the end only.
+    drop : float
+        Share of instructions whose node does not answer: half of them it never got, of the others the answer is lost.
+    patience : int
+        See :class:`fedcomp.gossip.relay.Relay`.
+    watch : bool
+        Whether a run whose innovations grow is ended (:class:`fedcomp.gossip.tuning.Watch`).
+    """
+
+    task: Task
+    algorithm: Algorithm
+    topology: Topology
+    iterations: int
+    seed: int = 0
+    batch_size: int = 32
+    dtype: Literal["float32", "float64"] = "float32"
+    policy: GossipPolicy = field(default_factory=GossipPolicy)
+    skew_rounds: int | Literal["auto"] = 0
+    every: int = 0
+    drop: float = 0.0
+    patience: int = 20
+    watch: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.drop < 1.0:
+            raise ConfigError(f"drop={self.drop!r} is not valid: a share of instructions, at least 0 and below 1")
+
+    @cached_property
+    def objectives(self) -> tuple[LocalObjective, ...]:
+        """Every node's objective, in order of the nodes."""
+        from fedcomp.tasks.local import LocalObjective
+
+        n = self.topology.n
+        options: dict[str, Any] = {"seed": self.seed, "batch_size": self.batch_size, "dtype": self.dtype}
+        return tuple(LocalObjective(self.task, i, n, **options) for i in range(n))
+
+
+@dataclass(frozen=True)
+class Point:
+    """The nodes' models after some iteration, all letters of it delivered.
+
+    Attributes
+    ----------
+    iteration : int
+        Finished iterations; 0 is the initial model.
+    accuracy, worst : float
+        On the whole test split, of the nodes' models: mean and minimum.
+    average : float
+        Accuracy of the average of the nodes' models.
+    loss : float
+        Mean test loss of the nodes' models.
+    consensus : float
+        Root mean square over nodes of ``‖z_i - mean z‖``, relative to ``‖mean z‖``.
+    edge_bytes : int
+        So far.
+    """
+
+    iteration: int
+    accuracy: float
+    worst: float
+    average: float
+    loss: float
+    consensus: float
+    edge_bytes: int
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Point:
+        """Read what a kept cell holds."""
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in document.items()}
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a decentralised training came to; JSON-able by :func:`dataclasses.asdict`.
+
+    Attributes
+    ----------
+    accuracy, worst, average, loss, consensus : float
+        Of the last point, see :class:`Point`; NaN and infinite loss when the run diverged.
+    points : list of Point
+    traffic : Traffic
+    invariants : dict of str to float
+        What the algorithm conserves over all nodes, after the last iteration.
+    events : dict of str to int
+        How often something happened beside plain iterations: answers missing, nodes gone, letters returned.
+    diverged : str
+        Why the run was ended; empty when it was not.
+    """
+
+    accuracy: float
+    worst: float
+    average: float
+    loss: float
+    consensus: float
+    points: Sequence[Point]
+    traffic: Traffic
+    invariants: Mapping[str, float]
+    events: Mapping[str, int]
+    diverged: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what :meth:`from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Trained:
+        """Read what a kept cell holds: NaN and infinities have become None there."""
+        values = {f.name: document[f.name] for f in fields(cls)}
+        for name in ("accuracy", "worst", "average", "consensus"):
+            values[name] = math.nan if values[name] is None else values[name]
+        values["loss"] = math.inf if values["loss"] is None else values["loss"]
+        values["traffic"] = Traffic.from_dict(values["traffic"])
+        values["invariants"] = {k: math.nan if v is None else v for k, v in values["invariants"].items()}
+        values["points"] = [Point.from_json(point) for point in values["points"]]
+        return cls(**values)
+
+
+class Record:
+    """Takes part in a simulation: keeps its relay, and what was seen, also when the run is ended by an error."""
+
+    def __init__(self, look: Callable[[int, Mapping[int, Real], Traffic], Any]) -> None:
+        self.seen: list[Any] = []
+        self.relay: Relay | None = None
+        self._look = look
+
+    def before(self, relay: Relay, nodes: Nodes) -> None:
+        """Know the relay."""
+        self.relay = relay
+
+    def observe(self, iteration: int, models: Mapping[int, Real]) -> None:
+        """Look at the models."""
+        self.seen.append(self._look(iteration, models, self.traffic))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was sent so far."""
+        return Traffic() if self.relay is None else self.relay.traffic
+
+
+def train(plan: Plan) -> Trained:
+    """Run ``plan`` in this process. A run that diverges is an outcome, not an error."""
+    objectives = plan.objectives
+    start = objectives[0].start()
+    layout = Layout.of(start, plan.policy)
+    home = {t.name: start[t.name] for t in layout.exact}
+
+    def look(iteration: int, models: Mapping[int, Real], traffic: Traffic) -> Point:
+        return _point(iteration, models, traffic, objectives, layout, home)
+
+    record = Record(look)
+    rates = {"silent": plan.drop / 2, "lost_reply": plan.drop / 2}
+    outcome, diverged = None, ""
+    try:
+        # Numbers that leave the range are what ends a run that diverges.
+        with np.errstate(over="ignore", invalid="ignore"):
+            outcome = simulate(
+                plan.algorithm,
+                plan.topology,
+                [FlatObjective(f, layout, home) for f in objectives],
+                flatten(start, layout, plan.dtype),
+                plan.iterations,
+                layout=layout,
+                seed=plan.seed,
+                faults=FaultPlan(plan.seed, rates) if plan.drop else None,
+                skew_rounds=plan.skew_rounds,
+                every=plan.every,
+                observe=record.observe,
+                before=record.before,
+                patience=plan.patience,
+                watch=plan.watch,
+            )
+    except (Diverged, NonFiniteUpdate) as error:
+        diverged = f"{type(error).__name__}: {error}"
+    last = None if outcome is None else record.seen[-1]
+    return Trained(
+        accuracy=math.nan if last is None else last.accuracy,
+        worst=math.nan if last is None else last.worst,
+        average=math.nan if last is None else last.average,
+        loss=math.inf if last is None else last.loss,
+        consensus=math.nan if last is None else last.consensus,
+        points=record.seen,
+        traffic=record.traffic,
+        invariants={} if outcome is None else plan.algorithm.invariants(outcome.states.values()),
+        events=_events(record.relay),
+        diverged=diverged,
+    )
+
+
+def _point(
+    iteration: int,
+    models: Mapping[int, Real],
+    traffic: Traffic,
+    objectives: Sequence[LocalObjective],
+    layout: Layout,
+    home: Mapping[str, Real],
+) -> Point:
+    found = [objectives[node].evaluate({**unflatten(models[node], layout), **home}) for node in sorted(models)]
+    stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
+    mean = stack.mean(axis=0)
+    averaged = unflatten(mean.astype(objectives[0].dtype), layout)
+    spread = math.sqrt(float(np.mean(np.sum((stack - mean) ** 2, axis=1))))
+    return Point(
+        iteration=iteration,
+        accuracy=math.fsum(f["accuracy"] for f in found) / len(found),
+        worst=min(f["accuracy"] for f in found),
+        average=objectives[0].evaluate({**averaged, **home})["accuracy"],
+        loss=math.fsum(f["loss"] for f in found) / len(found),
+        consensus=spread / (float(np.linalg.norm(mean)) or math.nan),
+        edge_bytes=traffic.edge_bytes,
+    )
+
+
+def _events(relay: Relay | None) -> dict[str, int]:
+    if relay is None:
+        return {}
+    counted = {f.name: getattr(relay.report, f.name) for f in fields(relay.report)}
+    return {name: value if isinstance(value, int) else len(value) for name, value in counted.items()}
+
+
+@dataclass(frozen=True)
+class GossipCell:
+    """One training as plain data, for :func:`experiments.grid.run_cells`.
+
+    Attributes
+    ----------
+    name : str
+        Unique within the run.
+    algorithm : mapping
+        As :func:`fedcomp.gossip.get_algorithm` takes it.
+    topology : str or mapping
+        As :func:`fedcomp.gossip.topology.topology_of` takes it.
+    nodes, iterations, seed : int
+    task, options : str, mapping
+    training : mapping
+        What else a :class:`Plan` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``, ``patience``,
+        ``watch``; and a policy's ``dense_below`` and ``buffers``.
+    """
+
+    name: str
+    algorithm: Mapping[str, Any]
+    topology: str | Mapping[str, Any]
+    nodes: int
+    iterations: int
+    seed: int
+    task: str = "digits"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        """Return what is to be run."""
+        from fedcomp.gossip import get_algorithm
+        from fedcomp.tasks import get_task
+
+        training = dict(self.training)
+        policy = {key: training.pop(key) for key in ("dense_below", "buffers") if key in training}
+        return Plan(
+            get_task(self.task, **self.options),
+            get_algorithm(dict(self.algorithm)),
+            topology_of(self.topology, self.nodes, self.seed),
+            self.iterations,
+            seed=self.seed,
+            policy=GossipPolicy(**policy),
+            **training,
+        )
+
+    def run(self) -> Trained:
+        """Train."""
+        return train(self.plan())
+
+    def read(self, document: Mapping[str, Any]) -> Trained:
+        """Read what was kept of this cell."""
+        return Trained.from_json(document)
+
+
+def per_letter(traffic: Traffic, *, headers: bool) -> float:
+    """Return the mean bytes of a letter on an edge while training, without closing iterations and whole estimates."""
+    count = traffic.edge["train"]
+    return (count.bytes if headers else count.bodies) / count.letters if count.letters else math.nan
+
+
+def ratio(traffic: Traffic, dense: Traffic, *, headers: bool = False) -> float:
+    """Return how many times smaller a letter is than the letter of ``dense``, a run that was measured without
+    compression."""
+    return per_letter(dense, headers=headers) / per_letter(traffic, headers=headers)
+
+
+def honest_ratio(traffic: Traffic, dense: Traffic) -> float:
+    """Return how many times fewer edge bytes the whole run took than ``dense`` letters on the same edges would have.
+
+    Headers, closing iterations and whole estimates count here; the baseline has headers and no closing iterations.
+    """
+    total = traffic.edge_bytes
+    return traffic.edge["train"].letters * per_letter(dense, headers=True) / total if total else math.nan
+
+
+def _joules(value: str) -> float:
+    number = float(value) if value else 0.0
+    if not 0.0 <= number < math.inf:
+        raise ValueError("expected joules per bit, a finite number of at least 0, or nothing")
+    return number
+
+
+ENERGY_OPTIONS: Final[Mapping[str, Option]] = {
+    "energy_tx": Option("", "joules per bit sent, of your radio; empty: no energy column", check=_joules),
+    "energy_rx": Option("", "joules per bit received; empty: no energy column", check=_joules),
+}
+"""Options of experiments with an energy column. There are no built-in figures."""
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules per bit as a user gave them; None where nothing was given."""
+
+    sent: float | None = None
+    received: float | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Energy:
+        """Read the settings of :data:`ENERGY_OPTIONS`."""
+        given = [str(settings[name]).strip() for name in ENERGY_OPTIONS]
+        return cls(*(_joules(value) if value else None for value in given))
+
+    def joules(self, traffic: Traffic) -> float | None:
+        """Return the energy of all letters on edges, None without both figures."""
+        if self.sent is None or self.received is None:
+            return None
+        return traffic.energy(self.sent, self.received)
+
+
+COST_COLUMNS: Final = (
+    "letter, bytes",
+    "times smaller",
+    "with headers",
+    "edge bytes",
+    "of them closing",
+    "whole run, times fewer",
+    "node bytes",
+    "relay bytes",
+    "overhead bytes",
+    "joules",
+)
+"""Columns of :func:`cost_cells`."""
+
+COST_CAPTION: Final = (
+    "Edge bytes: every letter on every directed edge, headers and closing iterations included. Node bytes: every "
+    "distinct letter once. Relay bytes: what the star moves, never an algorithm's cost. Overhead: the framework's "
+    "messages beside letters, where there are messages. Times smaller: the body of a letter against a dense one; whole "
+    "run: all edge bytes against dense letters in the same iterations. Joules: bytes times the joules per bit that "
+    "were given; empty when none were."
+)
+
+
+def cost_cells(traffic: Traffic, dense: Traffic, energy: Energy | None = None) -> list[float | int | None]:
+    """Return one row of figures below :data:`COST_COLUMNS`.
+
+    Parameters
+    ----------
+    traffic : Traffic
+        Of the run.
+    dense : Traffic
+        Of a run whose letters carry whole models, with the same graph.
+    energy : Energy, optional
+    """
+    return [
+        per_letter(traffic, headers=False),
+        ratio(traffic, dense),
+        ratio(traffic, dense, headers=True),
+        traffic.edge_bytes,
+        traffic.edge["dense"].bytes,
+        honest_ratio(traffic, dense),
+        traffic.node_bytes,
+        traffic.relay_bytes,
+        traffic.overhead or None,
+        (energy or Energy()).joules(traffic),
+    ]

@@ -1,0 +1,84 @@
+"""A gossip row without messages: the same algorithm, graph, data and seeds in one process, to compare bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.spec import RunResult, RunSpec
+from experiments.systems import TASK_PREFIX, get_system
+from fedcomp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Central:
+    """What a run comes to in one process.
+
+    Attributes
+    ----------
+    arrays : dict of str to ndarray
+        Mean of the nodes' models, as the server half returns it.
+    edge_bytes : int
+        Of all letters.
+    """
+
+    arrays: dict[str, NDArray[Any]]
+    edge_bytes: int
+
+
+def without_messages(spec: RunSpec) -> Central:
+    """Run the gossip row of ``spec`` here.
+
+    Raises
+    ------
+    ConfigError
+        When the system is no gossip algorithm.
+    """
+    from fedcomp.gossip.central import simulate
+    from fedcomp.gossip.local import FlatObjective
+    from fedcomp.gossip.vector import flatten, unflatten
+    from fedcomp.layout import Layout
+    from fedcomp.tasks import get_task
+    from fedcomp.tasks.local import LocalObjective
+    from strategies.gossip import GossipRelay, mean_of
+
+    system = get_system(spec.system)
+    settings = system.resolve(spec.settings)
+    strategy = system.make_strategy(settings, spec.seed)
+    if not isinstance(strategy, GossipRelay):
+        raise ConfigError(f"{system.title} is no decentralised algorithm; there is nothing to compare")
+    options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
+    task, setup = get_task(spec.task, **options), strategy.setup
+    batch = int(settings["batch_size"])
+    objectives = [
+        LocalObjective(task, i, spec.clients, seed=spec.seed, batch_size=batch, dtype=setup.dtype)
+        for i in range(spec.clients)
+    ]
+    start = objectives[0].start()
+    layout = Layout.of(start, setup.policy)
+    locals_ = [
+        FlatObjective(objective, layout, {t.name: start[t.name] for t in layout.exact}) for objective in objectives
+    ]
+    outcome = simulate(
+        strategy.algorithm,
+        strategy.graph(spec.clients),
+        locals_,
+        flatten(start, layout, setup.dtype),
+        spec.rounds,
+        layout=layout,
+        seed=spec.seed,
+        skew_rounds=strategy.skew_rounds,
+    )
+    models = []
+    for i in sorted(outcome.models):
+        named = {**unflatten(outcome.models[i], layout), **locals_[i].at_home()}
+        models.append({name: named[name] for name in layout.order})
+    return Central({k: np.asarray(v) for k, v in mean_of(models).items()}, outcome.traffic.edge_bytes)
+
+
+def edge_bytes(result: RunResult) -> int:
+    """Return the bytes of all letters of a gossip row that was run as messages."""
+    return sum(int(record.metrics["gossip.edge"]) for record in result.rounds if record.round)

@@ -1,0 +1,135 @@
+"""The experiment on COLD: bits are those of letters, what did not arrive counts as nothing, and claims can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from noted_settings import Read
+
+from experiments import convex, engines
+from experiments.catalog import cold
+from experiments.catalog.cold import GEOMETRIC, NIDS, TOP20, TWO_BITS, ZOOM
+from experiments.experiment import Config
+from experiments.findings import Findings, Say
+from experiments.spec import RunResult
+
+SMALL = ("most=14", "tolerance=0.09", "l2=5", "topology=complete", "energy_tx=2e-9", "energy_rx=1e-9")
+D = 65
+
+Ran = tuple[Config, dict[str, RunResult], Findings, dict[str, Any], Read]
+
+
+@pytest.fixture(scope="module")
+def problem() -> convex.Convex:
+    from fedcomp.tasks import get_task
+
+    return convex.Convex.of(get_task(cold.TASK, partition="sorted", l2=5.0), 4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_problem(problem: convex.Convex) -> Iterator[None]:
+    """Newton's method is the longest part of so short a run."""
+
+    def known(task: Any, nodes: int) -> convex.Convex:
+        assert (task.name, task.options["partition"], task.options["l2"], nodes) == (cold.TASK, "sorted", 5.0, 4)
+        return problem
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convex.Convex, "of", known)
+        yield
+
+
+@pytest.fixture(scope="module")
+def ran(one_problem: None) -> Ran:
+    """Everything on four fully connected nodes, for fourteen iterations at most; what was kept beside it."""
+    config = cold.EXPERIMENT.configure(rounds=4, clients=4, assignments=SMALL)
+    settings = Read(config.settings)
+    config = dataclasses.replace(config, settings=settings)
+    results = {spec.label: engines.run(spec) for spec in cold.EXPERIMENT.specs(config)}
+    kept: dict[str, Any] = {}
+    return config, results, cold.measure(config, results, Say(keep=kept.__setitem__)), kept, settings
+
+
+def test_bits_are_those_of_the_letters(ran: Ran) -> None:
+    _, _, findings, kept, _ = ran
+    digest = 8 * 8
+    for name, body in ((NIDS, 8 * D), (GEOMETRIC, math.ceil(D / 8)), (ZOOM, math.ceil(D / 8))):
+        course = cold.Course.from_json(kept[name])
+        first = 0 if name == NIDS else digest
+        assert list(course.payload_bits) == [0, *(8 * body * k + first for k in range(1, 15))]
+        assert [a - b for a, b in zip(course.bits, course.payload_bits, strict=True)] == [64 * k for k in range(15)]
+    values = findings.values
+    assert values["letter32"] == 4 * D
+    assert values["nids_bits"] == 32 * D * values[f"first/{NIDS}"]
+    # A norm in float32, and two bits of level with a sign.
+    bits = 8 * (4 + math.ceil(3 * D / 8)) * values[f"first/{TWO_BITS}"] + digest
+    assert values[f"fewer/{TWO_BITS}"] == values["nids_bits"] / bits
+
+
+def test_methods_arrive_in_the_order_of_their_compression(ran: Ran) -> None:
+    values = ran[2].values
+    assert values[f"first/{NIDS}"] <= 14
+    assert values[f"slowdown/{NIDS}"] == 1.0
+    assert math.isnan(values[f"first/{cold.SIGN}"])
+    assert values[f"last/{cold.SIGN}"] > values[f"last/{TOP20}"]
+    assert values["floor/D-PSGD"] > values[f"last/{NIDS}"]
+    assert values["saturated/geometric, s0 / 100"] == 1.0
+    assert values[f"saturated/{GEOMETRIC}"] == 0.0
+
+
+def test_rows_over_flower_are_the_runs_in_one_process_and_a_wrong_one_shows(ran: Ran, problem: convex.Convex) -> None:
+    config, results, findings, _, _ = ran
+    assert all(findings.values[f"apart/{label}"] == 0.0 for label in cold.OVER_FLOWER)
+    (table,) = [t for t in findings.tables if t.title == "Over Flower's messages"]
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows[NIDS]["letter with header, bytes"] == 8 + 8 * D
+    assert rows[ZOOM]["letter with header, bytes"] == 8 + math.ceil(D / 8)
+    assert rows[NIDS]["edge bytes a round"] == 3 * rows[NIDS]["node bytes"]
+    assert cold._apart(config, problem, results[NIDS]) == 0
+    assert cold._apart(dataclasses.replace(config, rounds=3), problem, results[NIDS]) > 0
+
+
+def test_energy_is_what_was_given_per_bit_and_missing_otherwise(ran: Ran) -> None:
+    config, _, findings, kept, _ = ran
+    column = findings.tables[0].columns.index("joules per edge")
+    row = next(row for row in findings.tables[0].rows if row[0] == NIDS)
+    course = cold.Course.from_json(kept[NIDS])
+    assert row[column] == pytest.approx(3e-9 * course.sent(headers=True))
+    silent = dataclasses.replace(config, settings={**dict(config.settings), "energy_tx": "", "energy_rx": ""})
+    courses = {name: cold.Course.from_json(run) for name, run in kept.items()}
+    table = cold._arrival_table(silent, courses, 260.0)
+    assert {row[column] for row in table.rows} == {None}
+
+
+def test_findings_survive_json_and_a_resumed_run_computes_nothing_anew(ran: Ran, monkeypatch: Any) -> None:
+    config, results, findings, kept, _ = ran
+    document = json.loads(json.dumps(findings.to_json(), allow_nan=False))
+    assert Findings.from_json(document).to_json() == findings.to_json()
+
+    def never(*args: Any, **how: Any) -> None:
+        raise AssertionError("a run that was kept was made again")
+
+    monkeypatch.setattr(convex, "error_curve", never)
+    again = cold.measure(config, results, Say(kept=json.loads(json.dumps(kept))))
+    assert again.to_json() == findings.to_json()
+
+
+def test_claims_are_the_goals_and_fail_when_nothing_arrived(ran: Ran) -> None:
+    config, results, findings, _, _ = ran
+    found = {claim.name: claim for claim in cold.claims(config, results, findings)}
+    assert all(claim.gate for claim in found.values())
+    bounds = {(claim.op, claim.bound) for claim in found.values() if claim.source == cold.GOAL}
+    assert bounds == {("<=", 1.2), (">=", 25.0), (">", 0.99)}
+    nothing = dataclasses.replace(findings, values=dict.fromkeys(findings.values, math.nan))
+    assert not any(claim.ok for claim in cold.claims(config, results, nothing))
+
+
+def test_every_setting_is_read(ran: Ran) -> None:
+    config, _, _, _, settings = ran
+    assert set(cold.OPTIONS) <= settings.read | set(cold.ENERGY_OPTIONS)
+    assert cold.EXPERIMENT.changed(config)

@@ -1,0 +1,145 @@
+"""The consensus experiment: what it fits, counts and compares, on runs of a few rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from noted_settings import Read
+
+from experiments import averaging
+from experiments.averaging import READINGS, Track, average, by_matrices, fitted, reading, starts
+from experiments.catalog import consensus
+from experiments.experiment import Config
+from experiments.findings import Findings, Say
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.errors import TopologyError
+from fedcomp.gossip.topology import Complete, DirectedRing, OnePeerExponential, Ring
+from fedcomp.layout import Layout
+from fedcomp.rng import Key
+
+SMALL = ("size=10", "k=2", "matrix=3", "dense_rounds=12", "sweep_rounds=2", "reading_rounds=20")
+VALUES = starts(Key(1, "values"), 4, 10)
+FLAT = Layout.flat(10)
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, Findings, Read, dict[str, object]]:
+    """Every measurement, very small; and the cells that were kept."""
+    config = consensus.EXPERIMENT.configure(rounds=6, clients=4, assignments=SMALL)
+    settings, kept = Read(config.settings), {}
+    config = dataclasses.replace(config, settings=settings)
+    return config, consensus.measure(config, {}, Say(keep=kept.__setitem__)), settings, kept
+
+
+def test_every_setting_is_read_and_findings_survive_json(run) -> None:
+    config, findings, settings, _ = run
+    assert settings.read == set(consensus.OPTIONS)
+    again = Findings.from_json(json.loads(json.dumps(findings.to_json(), allow_nan=False)))
+    assert again.to_json() == findings.to_json()
+    assert {table.title for table in findings.tables} >= {"Without compression", "What is conserved"}
+    assert not findings.tasks
+    assert consensus.EXPERIMENT.specs(config) == []
+
+
+def test_claims_of_theory_hold_in_a_run_of_any_length(run) -> None:
+    config, findings, _, _ = run
+    claims = {claim.name: claim for claim in consensus.claims(config, {}, findings)}
+    named = ("one round", "log2 n", "sums over all", "sum of w", "products of the matrices")
+    theory = [claim for name, claim in claims.items() if any(part in name for part in named)]
+    assert len(theory) == 7
+    assert all(claim.ok for claim in theory)
+    # What needs hundreds of rounds cannot hold after 6: the bounds say something.
+    assert not claims["Sparse-Push, random digraph: last error"].ok
+
+
+def test_a_resumed_run_finds_the_same(run) -> None:
+    config, findings, _, kept = run
+    again = consensus.measure(config, {}, Say(kept=kept, keep=lambda name, cell: pytest.fail(f"{name} ran again")))
+    assert again.to_json() == findings.to_json()
+
+
+def test_compressed_rows_send_less_and_dense_rows_what_their_vectors_have(run) -> None:
+    _, findings, _, _ = run
+    tables = {table.title: table for table in findings.tables}
+    compressed = [tables[f"Compressed, {kind} graphs"] for kind in ("directed", "undirected")]
+    dense = {row[0]: row[5] for row in tables["Without compression"].rows}
+    # Header, share of w, ten float64.
+    assert dense["SGP, exponential"] == 8 + 8 + 80
+    assert dense["D-PSGD, ring"] == 8 + 80
+    assert all(0 < row[6] < 80 for table in compressed for row in table.rows)
+    assert {table.columns[6] for table in compressed} == {"bytes a letter"}
+
+
+@pytest.mark.parametrize(
+    ("clients", "assignments", "message"), [(3, (), "at least 4"), (4, ("size=10", "k=11"), "exceeds size=10")]
+)
+def test_sizes_that_cannot_be_are_refused(clients, assignments, message) -> None:
+    config = consensus.EXPERIMENT.configure(clients=clients, assignments=assignments)
+    with pytest.raises(ConfigError, match=message):
+        consensus.measure(config, {}, Say())
+
+
+def test_a_torus_is_left_out_where_there_is_none() -> None:
+    config = consensus.EXPERIMENT.configure()
+    assert consensus._possible(("ring", "torus"), 7, config) == ["ring"]
+    assert consensus._possible(("ring", "torus"), 8, config) == ["ring", "torus"]
+    with pytest.raises(TopologyError):
+        consensus._possible(("digraph",), 8, dataclasses.replace(config, settings={**config.settings, "p": 1e-6}))
+
+
+def test_fit_finds_slope_and_leaves_rounding_and_the_first_rounds_out() -> None:
+    rounds = list(range(200))
+    errors = [0.7**k + 0.3 * 0.2**k for k in rounds]
+    rate, r2 = fitted(rounds, errors, late=0.5)
+    assert rate == pytest.approx(0.7, rel=1e-4)
+    assert r2 > 0.9999
+    assert fitted(rounds, [max(e, 1e-16) for e in errors], late=0.5) == (rate, r2)
+    stalled = fitted(rounds, [0.1 + 0.01 * (-1) ** k for k in rounds], late=0.5)
+    assert stalled[0] == pytest.approx(1.0, abs=1e-3)
+    assert stalled[1] < 0.1
+    assert all(math.isnan(value) for value in fitted([0, 1], [1.0, 1e-20], late=0.5))
+
+
+def test_average_is_the_product_of_the_matrices_and_counts_real_letters() -> None:
+    graph = DirectedRing(4)
+    track = average({"name": "sgp"}, graph, VALUES, 12, layout=FLAT, seed=0, every=1, late=0.5)
+    np.testing.assert_allclose(track.errors, by_matrices(graph, VALUES, 12, symmetric=False), rtol=1e-9)
+    assert track.rounds == list(range(13))
+    assert (track.letter, track.sent, track.least, track.most) == (96.0, 96.0, 1.0, 1.0)
+    assert track.moved < 1e-14
+    assert track.digits == pytest.approx(-math.log10(track.rate) / 0.096)
+    assert Track.from_json(json.loads(json.dumps(track.to_json()))) == track
+    exact = average({"name": "dpsgd"}, Complete(4), VALUES, 3, layout=FLAT, seed=0, every=1)
+    assert exact.rate == 0.0
+    assert exact.final < 1e-15
+
+
+def test_a_run_that_diverges_is_said_so_and_nothing_else_is_known() -> None:
+    options = {"name": "choco", "gamma": 1.0, "compressor": {"id": "topk", "k": 1}}
+    track = average(options, Ring(4), VALUES, 200, layout=FLAT, seed=0)
+    assert track.diverged
+    assert track.final == math.inf
+    assert math.isnan(track.letter)
+    assert track.errors[-1] > averaging.GROWN
+    with pytest.raises(TopologyError, match="symmetric"):
+        average(options, DirectedRing(4), VALUES, 2, layout=FLAT, seed=0)
+
+
+def test_readings_without_loss_are_push_sum_and_with_it_only_one_converges() -> None:
+    graph = OnePeerExponential(4)
+    matrices = [graph.mixing_matrix(t) for t in range(2)]
+    for kind in READINGS:
+        assert reading(kind, matrices, VALUES, 10, 1.0, 2)[-1] < 1e-15
+    # A hub: the weights change from round to round.
+    hub = [np.array([[0.5, 0.5, 0, 0], [0, 0.5, 0, 0], [0, 0, 1, 0], [0.5, 0, 0, 1.0]]), np.eye(4)[[1, 2, 3, 0]] / 2]
+    hub[1] = hub[1] + np.eye(4) / 2
+    last = {kind: reading(kind, lambda t: hub[t % 2], VALUES, 2, 0.1, 1500)[-1] for kind in READINGS}
+    assert last["estimates of z"] < 1e-12
+    assert last["estimates of x"] > 1e-4
+    assert last["models, error kept"] > 1e-3
+    with pytest.raises(ValueError, match="no reading"):
+        reading("models", matrices, VALUES, 2, 0.1, 1)
