@@ -12,4 +12,5 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "wire": ("experiments.bench.wire", "size and speed of the FCW1 wire format against the naive ones"),
     "kernels": ("experiments.bench.kernels", "selection, fused steps and threshold estimates against a read pass"),
     "engine": ("experiments.bench.engine", "client rounds per second in process against Ray, memory of the server"),
+    "gossip": ("experiments.bench.gossip", "decentralised runs: time per edge as graphs grow, letters, the protocol"),
 }

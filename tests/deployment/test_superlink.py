@@ -122,6 +122,9 @@ def test_every_process_is_offline_and_has_a_home_of_its_own(tmp_path, monkeypatc
     assert env["FLWR_TELEMETRY_ENABLED"] == "0"
     assert env["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert float(env[superlink.TASK_POLL]) < 0.2
+    monkeypatch.setenv(superlink.TASK_POLL, "0.7")
+    assert deployment.env("superlink")[superlink.TASK_POLL] == "0.7"
 
 
 @pytest.mark.parametrize(("system", "linked"), [("relay-mds", True), ("topk", False)])

@@ -145,17 +145,3 @@ def test_what_cannot_work_is_found_before_anything_starts(task: str, settings: d
     with pytest.raises(ConfigError, match=said):
         check(RunSpec("coded-linear", task=task, clients=6, settings=settings))
     assert get_system("coded-linear").needs == {"task": "linear"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "clients"), [("ray", 3), ("superlink", 2)])
-def test_other_engines_give_the_same_bits(engine: str, clients: int) -> None:
-    """The stored rows go through the engine's own client state; partitions through spools on this machine."""
-    settings = LINEAR | {"parities": 1, "transport": "peers"}
-    spec = RunSpec("coded-linear", task="digits-zero", rounds=2, clients=clients, settings=settings)
-    here, there = engines.run(spec), engines.run(dataclasses.replace(spec, engine=engine))
-    assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
-    for a, b in zip(here, there, strict=True):
-        assert (a.accuracy, a.loss, a.metrics) == (b.accuracy, b.loss, b.metrics)
-        assert (a.uplink_payload_bytes, a.downlink_payload_bytes) == (b.uplink_payload_bytes, b.downlink_payload_bytes)
-        assert a.peer_payload_bytes == b.peer_payload_bytes

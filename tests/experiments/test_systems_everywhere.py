@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from quick_nodes import quicken
 
 from experiments import engines
 from experiments.engines import ray
@@ -20,10 +24,30 @@ EARLY = ["gradient-code"]
 APART = ("identity", *EARLY, *(name for name, system in SYSTEMS.items() if system.needs))
 COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART]
 DEPLOYED = ["adacomp", "scalecom"]
+APP = Path(__file__).parent / "several_app"
+GOSSIP = {
+    "sparse-push": {"topology": "one-peer", "skew_rounds": "auto", "momentum": 0.9},
+    "choco": {"topology": "complete", "compressor": "randomk", "compressor.fraction": 0.1},
+    "dyna-cold": {"dtype": "float64", "batch_size": 0},
+    "power-gossip": {"dense_below": 0},
+}
+"""Of the systems with a graph, those whose letters and states differ most. In this process all of them have the bits of
+the run without messages (test_gossip_systems.py)."""
 
 
 def spec(name: str, engine: str = "inprocess", clients: int = 2) -> RunSpec:
     return RunSpec(name, rounds=2, clients=clients, seed=3, engine=engine, settings=SETTINGS)
+
+
+def linear(engine: str = "inprocess") -> RunSpec:
+    """Coded data of a linear task: stored rows go through the engine's own client state, partitions to the peers."""
+    settings = {"parities": 1, "lr": 0.3, "task.l2": 0.001, "transport": "peers"}
+    return RunSpec("coded-linear", task="digits-zero", rounds=2, clients=2, engine=engine, settings=settings)
+
+
+def gossip(name: str, engine: str = "inprocess") -> RunSpec:
+    settings = {"task.hidden": "32", "task.partition": "dirichlet:0.5", **GOSSIP[name]}
+    return RunSpec(name, rounds=2, clients=2, seed=3, engine=engine, settings=settings)
 
 
 def same(here: RunResult, there: RunResult) -> None:
@@ -46,6 +70,9 @@ def on_ray() -> dict[str, RunResult]:
         def main(grid: Grid, context: Context) -> None:
             for name in (*COMPRESSED, *EARLY):
                 results[name] = serve(spec(name, "ray"), grid)
+            for name in GOSSIP:
+                results[name] = serve(gossip(name, "ray"), grid)
+            results["coded-linear"] = serve(linear("ray"), grid)
             deliver(results[COMPRESSED[0]])
 
         return app
@@ -66,6 +93,19 @@ def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", GOSSIP)
+def test_7_16_decentralised_systems_give_the_same_bits_on_ray(name: str, on_ray: dict[str, RunResult]) -> None:
+    here, there = engines.run(gossip(name)), on_ray[name]
+    for a, b in zip(here.rounds[1:], there.rounds[1:], strict=True):
+        # Ids of runs and nodes, which the engine draws, are numbers of no fixed length, and whole messages hold them.
+        for key in ("gossip.overhead", "gossip.observation"):
+            assert a.metrics.pop(key) == pytest.approx(b.metrics.pop(key), rel=0.01)
+    same(here, there)
+    assert here.rounds[0].loss != here.final.loss
+    assert here.final.metrics["gossip.edge"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EARLY)
 def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> None:
     here, there = engines.run(spec(name)), on_ray[name]
@@ -75,25 +115,30 @@ def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dic
     assert there.uplink_payload_bytes <= here.uplink_payload_bytes
 
 
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
+    """Systems one after the other in one run: each message costs a process, the start of a run five of them."""
+    asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink")]
+    # Last: whoever was not waited for is busy with it for a while.
+    asked += [spec(name, "superlink") for name in EARLY]
+    with pytest.MonkeyPatch.context() as patch:
+        # The bundle holds the two apps only.
+        quicken(patch, tmp_path_factory.mktemp("quick"))
+        with Deployment(2, peers=True) as deployment:
+            out, specs = deployment.home("out"), deployment.folder / "specs.json"
+            specs.write_text(json.dumps([one.to_run_config() for one in asked]), encoding="utf-8")
+            deployment.run_app({"specs": str(specs), "out": str(out)}, limit=400, project=APP)
+            assert deployment.runs()[0]["status"] == "finished:completed", deployment.logs(40)
+            return {one.system: RunResult.load(out / one.system) for one in asked}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EARLY)
-def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str) -> None:
-    here, there = engines.run(spec(name)), engines.run(spec(name, "superlink"))
+def test_whoever_answers_first_in_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
+    here, there = engines.run(spec(name)), deployed[name]
     assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
     assert here.rounds[0].loss != there.final.loss
     assert there.final.metrics["coded.received"] >= 1
-
-
-@pytest.fixture(scope="module")
-def deployed() -> dict[str, RunResult]:
-    results = {}
-    # One node: each message costs a process, and two nodes are what test_superlink.py has.
-    with Deployment(1) as deployment:
-        for name in DEPLOYED:
-            out = deployment.home(f"out-{name}")
-            deployment.run_app({**spec(name, "superlink", 1).to_run_config(), "out": str(out)}, limit=180)
-            results[name] = RunResult.load(out)
-    return results
 
 
 @pytest.mark.slow
@@ -101,6 +146,17 @@ def deployed() -> dict[str, RunResult]:
 def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResult]) -> None:
     """AdaComp's memory and ScaleCom's waiting update go through a SuperNode's own state, a process per message."""
     there = deployed[name]
-    same(engines.run(spec(name, clients=1)), there)
+    same(engines.run(spec(name)), there)
     remembers = SYSTEMS[name].make_strategy(SYSTEMS[name].resolve({}), 0).codec.remembers
-    assert [r.metrics["report.fresh"] for r in there.rounds[1:]] == ([1, 0] if remembers else [0, 0])
+    assert [r.metrics["report.fresh"] for r in there.rounds[1:]] == ([2, 0] if remembers else [0, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ray", "superlink"])
+def test_coded_data_gives_the_same_bits_on_other_engines(engine: str, request: pytest.FixtureRequest) -> None:
+    """On Ray partitions go through spools of this machine, in a deployment over TCP from listener to listener."""
+    there: RunResult = request.getfixturevalue({"ray": "on_ray", "superlink": "deployed"}[engine])["coded-linear"]
+    here = engines.run(linear())
+    same(here, there)
+    assert [r.peer_payload_bytes for r in here] == [r.peer_payload_bytes for r in there]
+    assert here.rounds[1].peer_payload_bytes > 0

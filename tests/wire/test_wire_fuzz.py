@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+
 import pytest
 
 from fedcomp import wire
@@ -60,7 +65,20 @@ def test_large_tensors(which: int) -> None:
     check(fuzz(large[which], large, 512, seed=2), large[which])
 
 
+def at_length(which: int) -> FuzzResult:
+    return fuzz(SMALL[which], SMALL, 100_000, seed=3)
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[list[Future[FuzzResult]]]:
+    """All specimens at length, on two processors where there are two."""
+    workers = min(2, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        yield [pool.submit(at_length, which) for which in range(len(SMALL))]
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("specimen", SMALL, ids=NAMES)
-def test_at_length(specimen: Specimen) -> None:
-    check(fuzz(specimen, SMALL, 100_000, seed=3), specimen)
+@pytest.mark.parametrize("which", range(len(SMALL)), ids=NAMES)
+def test_at_length(which: int, fuzzed: list[Future[FuzzResult]]) -> None:
+    check(fuzzed[which].result(), SMALL[which])

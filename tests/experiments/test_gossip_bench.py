@@ -1,0 +1,26 @@
+"""The benchmark of decentralised runs, with its smallest sizes."""
+
+from __future__ import annotations
+
+from experiments.bench import BENCHMARKS, gossip
+
+
+def test_the_quick_benchmark_measures_runs_letters_and_the_protocol() -> None:
+    said: list[str] = []
+    result = gossip.run(quick=True, progress=said.append)
+    runs = [row for row in result["rows"] if "algorithm" in row]
+    assert {(row["graph"], row["nodes"], row["edges"]) for row in runs} == {
+        ("exponential", 4, 8),
+        ("exponential", 8, 24),
+        ("ring", 4, 8),
+        ("ring", 8, 16),
+    }
+    assert {row["gradient"] for row in runs} == {"synthetic", "torch"}
+    assert all(row["us_per_edge"] > 1.0 for row in runs)
+    sizes = {row["compressor"].split("(")[0]: row["bytes"] for row in result["rows"] if "compressor" in row}
+    assert sizes["Identity"] == 4 * gossip.SIZE
+    assert 32 * sizes["ScaledSign"] < 1.1 * sizes["Identity"]
+    assert any("protocol" in row for row in result["rows"])
+    assert not any(claim.gate for claim in result["claims"]), "figures of the smallest sizes say nothing"
+    assert len(said) == len(result["rows"])
+    assert BENCHMARKS["gossip"][0] == gossip.__name__

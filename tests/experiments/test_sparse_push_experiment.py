@@ -1,0 +1,141 @@
+"""The experiment on Sparse-Push: rows are what they say, both ends of a run are shown, bounds are the goals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from noted_settings import Read
+
+from experiments import engines
+from experiments.catalog import sparse_push
+from experiments.catalog.sparse_push import DIGRAPH, GRAPHS, IID, LEVELS, ONE_PERCENT, SGP, THREE_DIGITS, TWO, Setting
+from experiments.experiment import Config
+from experiments.findings import Findings, Say
+from experiments.push_sum_readings import READINGS, Reading, ReadingCell
+from experiments.spec import RunResult
+from fedcomp.errors import ConfigError
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.topology import topology_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
+
+SMALL = ("task.hidden=4", "check_rounds=2", "workers=1", "energy_tx=1e-9", "energy_rx=2e-9")
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
+    """Everything, with five nodes and a network of four hidden units, for two iterations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FEDCOMP_DATA", raising=False)
+        config = sparse_push.EXPERIMENT.configure(rounds=2, clients=5, assignments=SMALL)
+        settings = Read(config.settings)
+        config = dataclasses.replace(config, settings=settings)
+        results = {spec.label: engines.run(spec) for spec in sparse_push.rows(config)}
+        return config, results, sparse_push.measure(config, results, Say()), settings
+
+
+def test_every_setting_is_used_and_the_rows_with_messages_are_those_without(
+    run: tuple[Config, dict[str, RunResult], Findings, Read],
+) -> None:
+    config, results, findings, settings = run
+    assert not set(config.settings) - settings.read
+    assert {v for k, v in findings.values.items() if k.endswith("that differ")} == {0.0}
+    assert len(results) == 2
+    claims = {claim.name: claim for claim in sparse_push.claims(config, results, findings)}
+    assert all(claim.ok for name, claim in claims.items() if name.startswith("sum of the weights"))
+    assert all(claim.ok for name, claim in claims.items() if "bytes of the" in name and "differ" in name)
+    assert Findings.from_json(findings.to_json()).values.keys() == findings.values.keys()
+
+
+def test_the_bounds_are_the_goals(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
+    config, results, findings, _ = run
+    gates = [claim for claim in sparse_push.claims(config, results, findings) if claim.gate]
+    points = [c for c in gates if "points below SGP, closed" in c.name]
+    assert [c.bound for c in points] == [1.0, 1.0]
+    assert [(IID in c.name, ONE_PERCENT in c.name) for c in points] == [(True, False), (False, True)]
+    assert [c.bound for c in gates if "before headers" in c.name] == [400.0]
+    assert {c.bound for c in gates if "largest error" in c.name} == {1e-10}
+
+
+def test_costs_are_counted_and_the_closing_phase_is_among_them(
+    run: tuple[Config, dict[str, RunResult], Findings, Read],
+) -> None:
+    _, _, findings, _ = run
+    size = 64 * 4 + 4 + 4 * 10 + 10
+    costs = next(t for t in findings.tables if t.title == "Cost of a run")
+    table = {row[0]: dict(zip(costs.columns, row, strict=True)) for row in costs.rows}
+    dense, sparse = (table[f"5 nodes, exponential, {IID}, {level}"] for level in (SGP, TWO))
+    assert dense["letter, bytes"] == 8 + 4 * size
+    assert dense["edge bytes"] == 2 * 15 * (16 + 4 * size)
+    assert dense["of them closing"] == 0
+    closing = topology_of("exponential", 5).averaging_rounds()
+    assert sparse["of them closing"] == closing * 15 * (16 + 4 * size)
+    assert sparse["edge bytes"] > sparse["of them closing"]
+    assert sparse["whole run, times fewer"] < 1.0 < sparse["times smaller"]
+    assert sparse["joules"] == pytest.approx(8 * 3e-9 * sparse["edge bytes"])
+    # At two values: 8 of a share, indices and two float32; the first of both letters has a digest.
+    assert 8 + 8 < sparse["letter, bytes"] < 8 + 8 + 4 + 8
+    curves = findings.figures[0]
+    assert curves.series[0].x[-1] == dense["edge bytes"]
+
+
+def test_a_run_shows_what_the_nodes_hold_before_and_after_the_closing_phase(
+    run: tuple[Config, dict[str, RunResult], Findings, Read],
+) -> None:
+    _, _, findings, _ = run
+    shown = next(t for t in findings.tables if t.title == "5 nodes, exponential")
+    rows = {row[0]: dict(zip(range(len(row)), row, strict=True)) for row in shown.rows}
+    row = rows[f"{THREE_DIGITS}, {ONE_PERCENT}"]
+    assert row[4] > 10 * row[7]
+    assert rows[f"{THREE_DIGITS}, {SGP}"][5] is None
+    assert all(r[8] == pytest.approx(5.0, abs=1e-12) for r in rows.values())
+
+
+def test_rows_are_the_product_or_what_the_claims_need() -> None:
+    config = sparse_push.EXPERIMENT.configure()
+    chosen = sparse_push.settings_of(config)
+    assert len(set(chosen)) == len(chosen)
+    for setting in chosen:
+        assert dataclasses.replace(setting, level=SGP, lossy=False) in chosen
+    assert {s.graph for s in chosen if s.lossy} == set(GRAPHS)
+    assert {s.nodes for s in chosen} == {8, 16}
+    whole = sparse_push.settings_of(sparse_push.EXPERIMENT.configure(assignments=("full=true",)))
+    assert len(set(whole)) == len(whole) == 288
+    assert set(chosen) < set(whole)
+    for setting in (*chosen, Setting(8, DIGRAPH, IID, "2 %")):
+        cell = setting.cell(config, 0)
+        topology_of(cell.topology, cell.nodes, 0).check(get_algorithm(cell.algorithm))
+    assert LEVELS[TWO] == {"k": 2}
+
+
+def test_a_consensus_step_that_is_none_is_refused() -> None:
+    for wrong in ("0", "1.5", "large", "nan"):
+        with pytest.raises(ConfigError):
+            sparse_push.EXPERIMENT.configure(assignments=(f"gamma.digraph={wrong}",))
+    assert [sparse_push.looks(n) for n in (1500, 7, 10, 0)] == [150, 1, 1, 1]
+
+
+def test_readings_do_what_they_say() -> None:
+    found = {}
+    for reading in READINGS:
+        cell = ReadingCell(
+            reading,
+            reading,
+            "exponential",
+            4,
+            6,
+            1,
+            options={"hidden": "4", "partition": "shards:3"},
+            gamma=0.3,
+            drop=0.3 if reading in ("kept", "naive debit") else 0.0,
+        )
+        found[reading] = cell.run()
+        assert cell.read(dataclasses.asdict(found[reading])) == found[reading]
+    assert found["kept"].sum_w == pytest.approx(4.0, abs=1e-13)
+    assert found["naive debit"].sum_w < 3.5
+    assert len({reading.loss for reading in found.values()}) == len(READINGS)
+    assert math.isinf(Reading.from_json({"accuracy": None, "worst": None, "loss": None, "sum_w": 1.0}).loss)
+    assert np.isfinite([reading.accuracy for reading in found.values()]).all()
