@@ -87,6 +87,10 @@ class Track:
         """Decimal digits of the error removed per kB a node sends, by the fitted rate; 0 when it removes none."""
         return max(0.0, -math.log10(self.rate) * 1e3 / self.sent) if self.rate > 0.0 else math.nan
 
+    def joules(self, per_byte: float | None) -> float | None:
+        """Return what a digit costs a node, which receives as much as it sends; None where there is no figure."""
+        return 1e3 * per_byte / self.digits if per_byte is not None and self.digits > 0.0 else None
+
     @property
     def spent(self) -> list[float]:
         """Bytes a node has sent at each of ``rounds``."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.experiment import Option
+from experiments.findings import Table
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.central import FaultPlan, Nodes, simulate
@@ -378,9 +379,25 @@ class Energy:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Energy:
-        """Read the settings of :data:`ENERGY_OPTIONS`."""
+        """Read the settings of :data:`ENERGY_OPTIONS`.
+
+        Raises
+        ------
+        ConfigError
+            When only one of the two is given.
+        """
         given = [str(settings[name]).strip() for name in ENERGY_OPTIONS]
+        if any(given) and not all(given):
+            raise ConfigError(
+                f"energy_tx={given[0]!r} and energy_rx={given[1]!r} do not go together: every letter is sent and "
+                "received; give both, or neither"
+            )
         return cls(*(_joules(value) if value else None for value in given))
+
+    @property
+    def per_byte(self) -> float | None:
+        """Joules of a byte that is sent once and received once, None without both figures."""
+        return None if self.sent is None or self.received is None else 8.0 * (self.sent + self.received)
 
     def joules(self, traffic: Traffic) -> float | None:
         """Return the energy of all letters on edges, None without both figures."""
@@ -403,6 +420,9 @@ COST_COLUMNS: Final = (
 )
 """Columns of :func:`cost_cells`."""
 
+COST_OPTIONAL: Final = ("overhead bytes", "joules")
+"""Those of them that only some runs have."""
+
 COST_CAPTION: Final = (
     "Edge bytes: every letter on every directed edge, headers and closing iterations included. Node bytes: every "
     "distinct letter once. Relay bytes: what the star moves, never an algorithm's cost. Overhead: the framework's "
@@ -410,6 +430,19 @@ COST_CAPTION: Final = (
     "run: all edge bytes against dense letters in the same iterations. Joules: bytes times the joules per bit that "
     "were given; empty when none were."
 )
+
+
+def table_of(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, *, optional: Sequence[str]
+) -> Table:
+    """Return a table without those of the ``optional`` columns in which nothing stands, as joules nobody asked for."""
+    gone = {n for n, name in enumerate(columns) if name in optional and all(row[n] is None for row in rows)}
+    return Table(
+        title,
+        [name for n, name in enumerate(columns) if n not in gone],
+        [[cell for n, cell in enumerate(row) if n not in gone] for row in rows],
+        caption,
+    )
 
 
 def cost_cells(traffic: Traffic, dense: Traffic, energy: Energy | None = None) -> list[float | int | None]:

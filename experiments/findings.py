@@ -275,6 +275,12 @@ def mean(values: Iterable[float]) -> float:
     return math.fsum(found) / len(found) if found and all(map(math.isfinite, found)) else math.nan
 
 
+def largest(values: Iterable[float]) -> float:
+    """Return the largest, NaN of none or when one is NaN: ``max`` would pass over it, depending on where it stands."""
+    found = list(values)
+    return max(found) if found and not any(map(math.isnan, found)) else math.nan
+
+
 def spread(values: Iterable[float]) -> float:
     """Return half the distance between the largest and the smallest of a few repetitions, NaN of none."""
     found = list(values)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.findings import Say, Table, different_bytes
 from experiments.spec import RunResult, RunSpec
 from experiments.systems import TASK_PREFIX, get_system
 from fedcomp.errors import ConfigError
@@ -82,3 +84,29 @@ def without_messages(spec: RunSpec) -> Central:
 def edge_bytes(result: RunResult) -> int:
     """Return the bytes of all letters of a gossip row that was run as messages."""
     return sum(int(record.metrics["gossip.edge"]) for record in result.rounds if record.round)
+
+
+def beside(results: Mapping[str, RunResult], say: Say, caption: str) -> tuple[Table, dict[str, float]]:
+    """Return the runs that went through messages beside the same runs in one process.
+
+    The values are, by label, ``LABEL: bytes of the model that differ`` and ``LABEL: bytes of letters that differ``.
+    """
+    table: list[list[Any]] = []
+    values: dict[str, float] = {}
+    for label, result in results.items():
+        say(f"{label} without messages")
+        central = without_messages(result.spec)
+        sent, differ = edge_bytes(result), different_bytes(result.arrays, central.arrays)
+        values[f"{label}: bytes of the model that differ"] = float(differ)
+        values[f"{label}: bytes of letters that differ"] = float(abs(sent - central.edge_bytes))
+        moved = result.uplink_wire_bytes + result.downlink_wire_bytes
+        table.append([label, result.spec.rounds, sent, central.edge_bytes, moved, differ])
+    columns = (
+        "system",
+        "iterations",
+        "edge bytes, messages",
+        "edge bytes, one process",
+        "whole messages, bytes",
+        "model bytes that differ",
+    )
+    return Table("The same runs with messages and without", columns, table, caption), values

@@ -396,6 +396,8 @@ def _gossip(settings: Settings, seed: int, *, row: Row) -> Strategy:
 
 def _compressor(row: Row, name: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the configuration of a compressor; the algorithm's own keeps its parameters unless they are given."""
+    if "id" in options:
+        raise ConfigError(f"{COMPRESSOR_PREFIX}id does not fit: set compressor={options['id']} itself")
     if name != row.defaults["compressor"]:
         return {"id": name, **options}
     from fedcomp.gossip import algorithm_class

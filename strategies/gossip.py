@@ -41,7 +41,7 @@ __all__ = ["GossipRelay", "GossipReport", "Observed", "figures_of", "mean_of"]
 log = logging.getLogger("fedcomp")
 
 _POLL_SECONDS: Final = 0.2
-_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed")
+_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost")
 """What :class:`fedcomp.gossip.relay.Report` lists."""
 
 
@@ -118,8 +118,9 @@ class GossipRelay(ExchangeStrategy):
             raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
         if not 0 <= wait < float("inf"):
             raise ConfigError(f"wait={wait!r} is not valid: a number of seconds, at least 0")
-        if skew_rounds != "auto" and (isinstance(skew_rounds, bool) or not isinstance(skew_rounds, int)):
-            raise ConfigError(f"skew_rounds={skew_rounds!r} is not valid: a whole number, or 'auto'")
+        whole = isinstance(skew_rounds, int) and not isinstance(skew_rounds, bool)
+        if skew_rounds != "auto" and not (whole and skew_rounds >= 0):
+            raise ConfigError(f"skew_rounds={skew_rounds!r} is not valid: a whole number, at least 0, or 'auto'")
         if skew_rounds and not self.algorithm.asynchronous:
             raise ConfigError(
                 f"skew_rounds={skew_rounds!r} is not valid with {self.algorithm.name}: closing iterations are for "
@@ -190,7 +191,7 @@ class GossipRelay(ExchangeStrategy):
         config["server-round"] = server_round
         yield from self._meet(grid, config, report)
         if self._relay is None:
-            self._begin(arrays, config, grid)
+            self._begin(arrays, config, grid, report)
         relay = self.relay
         if relay.finishing:
             relay.prolong(ENDLESS)  # a finished run that is extended
@@ -219,15 +220,22 @@ class GossipRelay(ExchangeStrategy):
         self._close(report, before)
         return observed, report.metrics()
 
-    def _begin(self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> None:
+    def _begin(self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, report: GossipReport) -> None:
         named = to_arrays(arrays)
         layout = Layout.of(named, self.setup.policy)
-        clients = config.get("clients")
-        count = self._count or (clients if isinstance(clients, int) else len(list(grid.get_node_ids())))
+        count = self._announced(config) or len(list(grid.get_node_ids()))
         size = flatten(named, layout, self.setup.dtype).nbytes // max(1, layout.size)
         self._initial = arrays
         largest = largest_letter(self.algorithm, layout.size, size)
         self._relay = self._made(count, ENDLESS, secrets.token_hex(8), largest)
+        for vertex in self._met.values():
+            if vertex is not None and vertex >= count:
+                report.note("unknown", _outside(vertex, count))
+
+    def _announced(self, config: ConfigRecord) -> int:
+        """Return how many vertices the settings say there are; 0 when they do not."""
+        clients = config.get("clients")
+        return self._count or (clients if isinstance(clients, int) else 0)
 
     def _made(self, count: int, iterations: int, session: str, largest: int) -> Relay:
         return Relay(
@@ -251,13 +259,13 @@ class GossipRelay(ExchangeStrategy):
             if strangers:
                 yield from self._greet(strangers, grid, config, report)
             self._seat(online)
-            missing = self._expected() - self._node_of.keys()
+            missing = self._expected(config) - self._node_of.keys()
             if not missing or time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _expected(self) -> set[int]:
-        return set(range(self._count)) if self._relay is None else set(self._relay.members)
+    def _expected(self, config: ConfigRecord) -> set[int]:
+        return set(range(self._announced(config))) if self._relay is None else set(self._relay.members)
 
     def _greet(
         self, strangers: Sequence[int], grid: Grid, config: ConfigRecord, report: GossipReport
@@ -277,7 +285,7 @@ class GossipRelay(ExchangeStrategy):
             if vertex is None:
                 report.note("unknown", "a node does not say which vertex it is")
             elif self._relay is not None and vertex >= self._relay.topology.n:
-                report.note("unknown", f"a node says it is vertex {vertex} of a graph of {self._relay.topology.n}")
+                report.note("unknown", _outside(vertex, self._relay.topology.n))
             elif taken:
                 report.note("unknown", f"a node says it is vertex {vertex}, as which another one answers")
 
@@ -358,7 +366,7 @@ class GossipRelay(ExchangeStrategy):
         for reply in replies:
             vertex = vertices[reply.metadata.reply_to_message_id]
             try:
-                seen[vertex] = Observed.of(reply, self._initial or ArrayRecord())
+                seen[vertex] = Observed.of(reply, self._initial or ArrayRecord(), self.setup.dtype)
             except FedcompError as error:
                 report.note("unseen", f"vertex {vertex}: {error}")
         if not seen:
@@ -424,6 +432,10 @@ class GossipRelay(ExchangeStrategy):
             self._relay = self._made(stored["nodes"], stored["iterations"], stored["session"], stored["largest"])
             self._relay.set_state(*stored["state"])
             self._told = {kind: len(getattr(self._relay.report, kind)) for kind in _EVENTS}
+
+
+def _outside(vertex: int, nodes: int) -> str:
+    return f"a node says it is vertex {vertex} of a graph of {nodes}"
 
 
 def _vertices(topology: Topology | Mapping[str, Any], nodes: int) -> int:

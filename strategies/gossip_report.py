@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import LayoutError, StateError
 from fedcomp.flower import gossip
+from fedcomp.flower.payload import PayloadError
+from fedcomp.flower.records import read_array
 from fedcomp.gossip.protocol import Answer
 
 _REASON: Final = 300
+_MOST_FIGURES: Final = 32
 
 
 @dataclass
@@ -88,27 +91,36 @@ class Observed:
     facts: Mapping[str, float]
 
     @classmethod
-    def of(cls, reply: Message, initial: ArrayRecord) -> Observed:
-        """Read the reply to an observation of a run that began with ``initial``.
+    def of(cls, reply: Message, initial: ArrayRecord, dtype: str) -> Observed:
+        """Read the reply to an observation of a run in ``dtype`` that began with ``initial``.
 
         Raises
         ------
         PayloadError, AnswerError
-            When it holds none.
+            When it holds none, or too many figures.
         StateError
             When the node has no model to show.
         LayoutError
-            When it shows another model than the run's.
+            When it shows another model than the run's, or one that is not finite.
         """
         answer = answer_of(reply)
         if answer.fresh or answer.failed:
             raise StateError(answer.failed or "it has no memory of the run")
-        arrays = gossip.take_model(reply)
-        shapes = {name: array.shape for name, array in arrays.items()}
-        if shapes != {name: tuple(array.shape) for name, array in initial.items()}:
-            raise LayoutError(f"its model has tensors {dict(list(shapes.items())[:5])}, not those of the run")
+        record = reply.content.get(gossip.MODEL)
+        if not isinstance(record, ArrayRecord):
+            raise PayloadError(f"the message has no model under {gossip.MODEL!r}")
+        if set(record) != set(initial):
+            raise LayoutError(f"its model has tensors {list(record)[:5]}, not those of the run: {list(initial)[:5]}")
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, array in initial.items():
+            own = np.dtype(array.dtype)
+            arrays[name] = read_array(record[name], name, tuple(array.shape), dtype if own.kind == "f" else own)
+            if not np.isfinite(arrays[name]).all():
+                raise LayoutError(f"its tensor {name!r} holds non-finite values")
         figures = reply.content.get(gossip.FIGURES)
         found = dict(figures) if isinstance(figures, MetricRecord) else {}
+        if len(found) > _MOST_FIGURES:
+            raise PayloadError(f"it tells {len(found)} figures; at most {_MOST_FIGURES} are taken")
         return cls(arrays, {k: float(v) for k, v in found.items() if isinstance(v, int | float)}, answer.facts)
 
 
@@ -135,20 +147,28 @@ def figures_of(seen: Sequence[Observed], middle: Mapping[str, NDArray[Any]]) -> 
     ``distance`` is the root of the mean squared Euclidean distance over nodes, ``sum_w`` the sum of push-sum's weights.
     """
     out: dict[str, float] = {"observed": float(len(seen))}
-    for name in seen[0].figures:
+    for name in dict.fromkeys(name for found in seen for name in found.figures):
         values = [found.figures[name] for found in seen if name in found.figures]
-        out |= {f"{name}_mean": math.fsum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+        out |= {f"{name}_mean": _sum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)}
     squares = [
         float(np.sum(np.square(np.asarray(found.arrays[name], np.float64) - array)))
         for found in seen
         for name, array in middle.items()
         if array.dtype.kind == "f"
     ]
-    out["distance"] = math.sqrt(math.fsum(squares) / len(seen))
+    out["distance"] = math.sqrt(_sum(squares) / len(seen))
     weights = [found.facts["weight"] for found in seen if "weight" in found.facts]
     if len(weights) == len(seen):
-        out["sum_w"] = math.fsum(weights)
+        out["sum_w"] = _sum(weights)
     return out
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Return the sum; not a number, or infinite, where math.fsum raises: what nodes say has not been looked at."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
 
 
 def answer_of(reply: Message) -> Answer:

@@ -6,7 +6,6 @@ the round's report; only then does an aggregation begin.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,10 +17,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
-from fedcomp.errors import FedcompError
+from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
+from fedcomp.flower.records import read_array
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 from fedcomp.wire import Frame, tensor_bytes
@@ -34,8 +34,6 @@ MAX_WEIGHT: Final = 2**63
 
 MAX_REASON: Final = 300
 """Characters of a reason that a report keeps."""
-
-_NUMPY: Final = "numpy.ndarray"
 
 
 class Rejected(FedcompError):
@@ -327,23 +325,10 @@ def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, m
 
 
 def _read_array(array: Array, spec: TensorSpec) -> NDArray[Any]:
-    """Return a plain array in the tensor's own dtype, allocating nothing its header only claims."""
-    if array.stype != _NUMPY:
-        raise Rejected(f"tensor {spec.name!r} is serialised as {array.stype!r}, expected {_NUMPY!r}")
-    data = io.BytesIO(array.data)
     try:
-        version = np.lib.format.read_magic(data)
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(data)
-        kind_fits = np.can_cast(dtype, spec.dtype, "same_kind")
-        if shape != spec.shape or not kind_fits or len(array.data) - data.tell() != spec.size * dtype.itemsize:
-            raise Rejected(
-                f"tensor {spec.name!r} is {dtype}{shape} in {len(array.data)} bytes, expected {spec.dtype}{spec.shape}"
-            )
-        with np.errstate(over="ignore"):
-            return array.numpy().astype(spec.dtype, copy=False)
-    except (ValueError, TypeError, EOFError, SyntaxError) as error:
-        raise Rejected(f"tensor {spec.name!r} cannot be read: {error}") from error
+        return read_array(array, spec.name, spec.shape, spec.dtype)
+    except LayoutError as error:
+        raise Rejected(str(error)) from error
 
 
 def strip(content: RecordDict) -> RecordDict:

@@ -12,8 +12,9 @@ import numpy as np
 
 from experiments.averaging import FLOOR, READINGS, Track, average, by_matrices, reading, starts
 from experiments.claims import Claim
+from experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
 from experiments.experiment import Config, Experiment, Option, no_rows
-from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table
+from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, largest
 from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.errors import TopologyError
@@ -38,6 +39,7 @@ GAMMAS: Final[Mapping[str, float]] = {
 }
 """Consensus steps of Sparse-Push for letters of one tenth."""
 
+COSTS: Final = ("bytes a letter", "digits per kB", "joules per digit")
 SWEEP: Final = (0.05, 0.1, 0.2, 0.4)
 READING_GAMMAS: Final = (0.02, 0.05, 0.1, 0.2)
 READING_GRAPHS: Final = ("exponential", UNBALANCED, DIGRAPH)
@@ -52,6 +54,7 @@ OPTIONS = {
     "dense_rounds": Option(120, "rounds without compression", least=12),
     "sweep_rounds": Option(100, "rounds per cell of the sweep of gamma", least=1),
     "reading_rounds": Option(1200, "rounds of the three readings of compressed push-sum", least=1),
+    **ENERGY_OPTIONS,
 }
 
 
@@ -91,7 +94,7 @@ class Bench:
     def __init__(self, config: Config, say: Say) -> None:
         if config.clients < 4:
             raise ConfigError(f"--clients must be at least 4 for this experiment, not {config.clients}")
-        self.config, self.say = config, say
+        self.config, self.say, self.energy = config, say, Energy.of(config.settings)
         self.size, self.k = int(config.settings["size"]), int(config.settings["k"])
         if self.k > self.size:
             raise ConfigError(f"k={self.k} exceeds size={self.size}; a letter holds at most all elements")
@@ -187,7 +190,7 @@ def dense_runs(bench: Bench) -> tuple[dict[Cell, Track], dict[Cell, float], floa
             rounds = max(12, min(int(config.settings["dense_rounds"]), math.ceil(needed)))
             track = bench.run(label, {"name": name}, graph, n, rounds, every=1, late=0.5)
             known = bench.products(graph, n, rounds, graph in UNDIRECTED)
-            worst = max(worst, *(abs(e / k - 1.0) for e, k in zip(track.errors, known, strict=True) if k > 1e-9))
+            worst = largest([worst, *(abs(e / k - 1.0) for e, k in zip(track.errors, known, strict=True) if k > 1e-9)])
             # A line through the few points before exact averaging means nothing.
             tracks[cell] = replace(track, rate=0.0) if rate == 0.0 and track.final <= FLOOR else track
     return tracks, rates, worst
@@ -298,8 +301,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     squeezes = [label for label, _, _ in compressed if label.startswith(SQUEEZE)]
     return Findings(
         tables=[
-            _dense_table(dense, rates),
-            *_compressed_tables(compressed, gammas),
+            _dense_table(dense, rates, bench.energy),
+            *_compressed_tables(compressed, gammas, bench.energy),
             _matrix_table(matrices),
             _reading_table(readings),
             _sums_table(dense, compressed),
@@ -330,35 +333,40 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     )
 
 
-def _dense_table(dense: Mapping[Cell, Track], rates: Mapping[Cell, float]) -> Table:
+def _dense_table(dense: Mapping[Cell, Track], rates: Mapping[Cell, float], energy: Energy) -> Table:
     rows: list[list[Any]] = [
-        [f"{label}, {graph}", n, rates[label, graph, n], t.rate, t.final, t.letter, t.digits]
+        [f"{label}, {graph}", n, rates[label, graph, n], t.rate, t.final, t.letter, t.digits, t.joules(energy.per_byte)]
         for (label, graph, n), t in dense.items()
     ]
-    return Table(
+    return table_of(
         "Without compression",
-        ("algorithm, graph", "nodes", "rate by matrices", "rate", "last error", "bytes a letter", "digits per kB"),
+        ("algorithm, graph", "nodes", "rate by matrices", "rate", "last error", *COSTS),
         rows,
         "Error: distance of all models from the mean of the first ones, relative to what it was. Rate: factor per "
         "round, fitted; 0 is exact averaging in finitely many rounds. By matrices: second eigenvalue, on the random "
         "digraph the second Lyapunov exponent. Digits: decimal digits of error removed per kB a node sends. float64 "
         "throughout.",
+        optional=COSTS[-1:],
     )
 
 
-def _compressed_tables(compressed: Mapping[Cell, Track], gammas: Mapping[Cell, float | None]) -> list[Table]:
+def _compressed_tables(
+    compressed: Mapping[Cell, Track], gammas: Mapping[Cell, float | None], energy: Energy
+) -> list[Table]:
     rows: dict[bool, list[list[Any]]] = {False: [], True: []}
     for (label, graph, n), t in compressed.items():
         row = [f"{_short(label)}, {graph}", n, gammas[label, graph, n], t.rate, t.r2, t.final, t.letter, t.digits]
+        row.append(t.joules(energy.per_byte))
         rows[graph in UNDIRECTED].append(row)
     return [
-        Table(
+        table_of(
             f"Compressed, {'un' if undirected else ''}directed graphs",
-            ("algorithm, graph", "nodes", "gamma", "rate", "R²", "last error", "bytes a letter", "digits per kB"),
+            ("algorithm, graph", "nodes", "gamma", "rate", "R²", "last error", *COSTS),
             found,
             "As above. Bytes are those of real letters, header, share and digests included; values travel as float32, "
             "but for coordinate push, which sends float64. Where R² is small the error does not fall along a line: it "
             "has stopped.",
+            optional=COSTS[-1:],
         )
         for undirected, found in rows.items()
     ]
@@ -448,8 +456,8 @@ def _values(
         if exact is not None and (graph == "complete" or _power_of_two(nodes)):
             out[f"exact/{graph}/{nodes}"] = track.errors[exact]
     everything = [*dense.values(), *compressed.values(), *matrices.values()]
-    out["moved"] = max(_nan_last(t.moved) for t in everything if not t.diverged)
-    out["weights"] = max(_nan_last(t.weights) for t in everything if not t.diverged)
+    out["moved"] = largest(t.moved for t in everything if not t.diverged)
+    out["weights"] = largest(t.weights for t in everything if not t.diverged)
     out["biased"] = dense["SGP", UNBALANCED, n].biased
     out["de-biased"] = dense["SGP", UNBALANCED, n].final
     for (label, graph, nodes), track in compressed.items():
@@ -466,10 +474,6 @@ def _values(
 def _off(rate: float, expected: float) -> float:
     """Return the relative difference of two rates' logarithms, which are what rounds are proportional to."""
     return abs(math.log(rate) / math.log(expected) - 1.0) if 0.0 < rate < math.inf else math.nan
-
-
-def _nan_last(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def _power_of_two(n: int) -> bool:
@@ -505,10 +509,10 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
     drawn = [value for key, value in off.items() if DIGRAPH in key.split("/")]
     slope = "dense: relative difference of slope and"
     out += [
-        Claim(f"{slope} log of the second eigenvalue, largest of all graphs", max(fixed), "<=", 0.02, THEORY),
+        Claim(f"{slope} log of the second eigenvalue, largest of all graphs", largest(fixed), "<=", 0.02, THEORY),
         Claim(
             f"{slope} Lyapunov exponent, random digraphs",
-            max(drawn),
+            largest(drawn),
             "<=",
             0.1,
             f"{THEORY}, in the long run; few rounds of one draw, missed with seeds 1, 2",

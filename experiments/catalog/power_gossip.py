@@ -18,15 +18,17 @@ from experiments.claims import Claim
 from experiments.decentralised import (
     COST_CAPTION,
     COST_COLUMNS,
+    COST_OPTIONAL,
     ENERGY_OPTIONS,
     Energy,
     GossipCell,
     Trained,
     cost_cells,
     ratio,
+    table_of,
 )
 from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
+from experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
 from experiments.grid import run_cells
 from experiments.spec import RunResult, RunSpec
 from fedcomp.gossip.power_gossip import auto_rate
@@ -86,6 +88,7 @@ OPTIONS = {
 
 def rows(config: Config) -> list[RunSpec]:
     """Return a few systems to be run as messages, for as many rounds as ``relay_rounds`` says."""
+    Energy.of(config.settings)  # what cannot be is refused before anything runs
     short = replace(config, rounds=min(config.rounds, int(config.settings["relay_rounds"])))
     return [
         short.spec(system, label, TASK, take=TAKE, evaluate_every=short.rounds or 1) for label, system in ROWS.items()
@@ -152,6 +155,7 @@ class Group:
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Train every algorithm, average matrices, and run the rows without messages."""
+    from experiments.relayed import beside
     from fedcomp.tasks import get_task
 
     seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
@@ -162,7 +166,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     found = run_cells([cell for group in cells.values() for cell in group], say, int(config.settings["workers"]))
     groups = {label: Group([found[cell.name] for cell in group]) for label, group in cells.items()}
     averaging = Averaging(config, say)
-    relayed, bits = _relayed(results, say)
+    relayed, bits = beside(results, say, _RELAYED)
     return Findings(
         tables=[_accuracy(groups), _costs(groups, Energy.of(config.settings)), *averaging.tables(), relayed],
         figures=[_sweep(groups), _training(groups), *averaging.figures()],
@@ -206,7 +210,8 @@ def _accuracy(groups: Mapping[str, Group]) -> Table:
 def _costs(groups: Mapping[str, Group], energy: Energy) -> Table:
     dense = groups[DENSE].runs[0].traffic
     table = [[label, *cost_cells(group.runs[0].traffic, dense, energy)] for label, group in groups.items()]
-    return Table("What was sent, first seed", ("algorithm", *COST_COLUMNS), table, COST_CAPTION)
+    columns = ("algorithm", *COST_COLUMNS)
+    return table_of("What was sent, first seed", columns, table, COST_CAPTION, optional=COST_OPTIONAL)
 
 
 def _sweep(groups: Mapping[str, Group]) -> Curves:
@@ -374,8 +379,8 @@ class Averaging:
         late = [gamma for gamma in RANDOM_GAMMAS if gamma >= 0.2]
         tracks = [*self.random.values(), *self.decaying.values()]
         return {
-            "random: largest error of three ranks": max(ranks),
-            "random: spread of three ranks": max(ranks) / min(ranks),
+            "random: largest error of three ranks": largest(ranks),
+            "random: spread of three ranks": largest(ranks) / min(ranks),
             "random: cold over warm": self.random["rank 1, cold start"].final / self.random["rank 1"].final,
             "random: rank 1 over the best CHOCO": self.at(self.random["rank 1"], self.half) / self.best("random"),
             "random: CHOCO runs of gamma >= 0.2 that came to an end": float(
@@ -385,36 +390,13 @@ class Averaging:
             "decaying: rank 2": self.decaying["rank 2"].final,
             "decaying: cold over warm": self.decaying["rank 1, cold start"].final / self.decaying["rank 1"].final,
             "decaying: best CHOCO over rank 1": self.best("decaying") / self.decaying["rank 1"].final,
-            "sum of all matrices moved by": max(track.moved for track in tracks),
+            "sum of all matrices moved by": largest(track.moved for track in tracks),
         }
 
 
-def _relayed(results: Mapping[str, RunResult], say: Say) -> tuple[Table, dict[str, float]]:
-    """Return the runs that went through messages beside the same runs in one process."""
-    from experiments.relayed import edge_bytes, without_messages
-
-    table: list[list[Any]] = []
-    values: dict[str, float] = {}
-    for label, result in results.items():
-        say(f"{label} without messages")
-        central = without_messages(result.spec)
-        sent, differ = edge_bytes(result), different_bytes(result.arrays, central.arrays)
-        values[f"{label}: bytes of the model that differ"] = float(differ)
-        values[f"{label}: bytes of letters that differ"] = float(abs(sent - central.edge_bytes))
-        moved = result.uplink_wire_bytes + result.downlink_wire_bytes
-        table.append([label, result.spec.rounds, sent, central.edge_bytes, moved, differ])
-    columns = (
-        "system",
-        "iterations",
-        "edge bytes, messages",
-        "edge bytes, one process",
-        "whole messages, bytes",
-        "model bytes that differ",
-    )
-    caption = (
-        "With messages: through Flower's server, on the engine chosen; whole messages include the start and models."
-    )
-    return Table("The same runs with messages and without", columns, table, caption), values
+_RELAYED: Final = (
+    "With messages: through Flower's server, on the engine chosen; whole messages include the start and models."
+)
 
 
 def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:

@@ -12,6 +12,7 @@ from experiments.claims import Claim
 from experiments.decentralised import (
     COST_CAPTION,
     COST_COLUMNS,
+    COST_OPTIONAL,
     ENERGY_OPTIONS,
     Energy,
     GossipCell,
@@ -20,9 +21,10 @@ from experiments.decentralised import (
     cost_cells,
     honest_ratio,
     ratio,
+    table_of,
 )
 from experiments.experiment import Config, Experiment, Option, Value
-from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
+from experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
 from experiments.grid import run_cells
 from experiments.push_sum_readings import LABELS, READINGS, Reading, ReadingCell, claims_of_readings
 from experiments.spec import RunResult, RunSpec
@@ -55,8 +57,18 @@ TWO_DIGITS: Final = "2 digits per node"
 PARTITIONS: Final[Mapping[str, int]] = {IID: 0, THREE_DIGITS: 3, TWO_DIGITS: 2}
 """How many digits a node sees; 0: all of them."""
 
+PIECES: Final = "2 sorted pieces per node"
+"""Of equal size, which straddle digits in places (``pieces:2``): what the long rows are trained on."""
+
+LONGER: Final = 2
+"""How many times as many iterations long rows have."""
+
+LONG_SEEDS: Final = 3
+"""Trainings of a long row at least: which node gets which digits is a draw that decides over a point and more."""
+
 DIGITS: Final = 10
 
+_LONG: Final = ", twice as long"
 _LOSS: Final = ", with loss"
 _ERROR: Final = ": error of the sum of weights"
 
@@ -78,7 +90,7 @@ OPTIONS = {
     "workers": Option(
         2, "processes that train side by side; changes nothing but the time", least=1, most=256, neutral=True
     ),
-    "full": Option(False, "the whole product of graphs, data, sizes, levels and losses: 288 trainings per seed"),
+    "full": Option(False, "the whole product of graphs, data, sizes, levels and losses: and long rows"),
     "task.hidden": Option("32", "widths of the model's hidden layers"),
     "lr": Option(0.1, "step size of the nodes' SGD", above=0.0),
     "decay": Option(True, "the step size falls to zero along half a cosine"),
@@ -102,11 +114,21 @@ class Setting:
     data: str
     level: str
     lossy: bool = False
+    long: bool = False
 
     @property
     def label(self) -> str:
         """For a table that says nodes and graph elsewhere."""
-        return f"{self.data}, {self.level}" + (_LOSS if self.lossy else "")
+        return f"{self.data}, {self.level}" + _LONG * self.long + _LOSS * self.lossy
+
+    def iterations(self, config: Config) -> int:
+        """Return how many iterations have gradients."""
+        return config.rounds * (LONGER if self.long else 1)
+
+    def seeds(self, config: Config) -> range:
+        """Return the seeds it is trained with."""
+        count = int(config.settings["seeds"])
+        return range(config.seed, config.seed + (max(count, LONG_SEEDS) if self.long else count))
 
     def name(self, seed: int) -> str:
         """Return the name of a training."""
@@ -115,7 +137,7 @@ class Setting:
     def algorithm(self, config: Config) -> dict[str, Any]:
         """Return the configuration of the algorithm."""
         own = {"lr": config.settings["lr"], "momentum": config.settings["momentum"]}
-        own["decay_over"] = config.rounds if config.settings["decay"] else 0
+        own["decay_over"] = self.iterations(config) if config.settings["decay"] else 0
         if self.level == SGP:
             return {"name": "sgp", **own}
         family = self.graph.partition(":")[0]
@@ -132,15 +154,16 @@ class Setting:
             self.algorithm(config),
             self.graph,
             self.nodes,
-            config.rounds,
+            self.iterations(config),
             seed,
             TASK,
-            {"hidden": str(config.settings["task.hidden"]), "partition": partition(self.data, self.nodes)},
+            {"hidden": str(config.settings["task.hidden"]), "partition": partition(self.data, self.nodes)}
+            | ({"partition_seed": seed} if self.long else {}),
             {
                 "batch_size": config.settings["batch_size"],
                 "dense_below": 0,
                 "skew_rounds": 0 if self.level == SGP else "auto",
-                "every": looks(config.rounds),
+                "every": looks(self.iterations(config)),
                 "drop": config.settings["drop"] if self.lossy else 0.0,
             },
         )
@@ -148,6 +171,8 @@ class Setting:
 
 def partition(data: str, nodes: int) -> str:
     """Return how the examples are dealt; with few nodes each gets more digits, so that every digit has a place."""
+    if data == PIECES:
+        return "pieces:2"
     each = PARTITIONS[data]
     return f"shards:{max(each, math.ceil(DIGITS / nodes))}" if each else "iid"
 
@@ -164,8 +189,9 @@ def settings_of(config: Config) -> list[Setting]:
     without loss, on the data where that level is of interest. Twice the nodes are run on the static graph.
     """
     small, large = config.clients, 2 * config.clients
+    long = [Setting(small, DIGRAPH, PIECES, level, long=True) for level in (SGP, ONE_PERCENT)]
     if config.settings["full"]:
-        return [
+        return long + [
             Setting(nodes, graph, data, level, lossy)
             for nodes in (small, large)
             for graph in GRAPHS
@@ -181,7 +207,7 @@ def settings_of(config: Config) -> list[Setting]:
     out += [Setting(small, graph, THREE_DIGITS, ONE_PERCENT, lossy=True) for graph in GRAPHS]
     out += [Setting(small, STATIC, IID, TWO, lossy=True), Setting(small, DIGRAPH, THREE_DIGITS, SGP, lossy=True)]
     out += [Setting(large, STATIC, data, level) for data, level in _PAIRS]
-    return out
+    return out + long
 
 
 _PAIRS: Final = ((IID, SGP), (IID, TWO), (THREE_DIGITS, SGP), (THREE_DIGITS, ONE_PERCENT))
@@ -214,6 +240,7 @@ def readings(config: Config) -> list[ReadingCell]:
 
 def rows(config: Config) -> list[RunSpec]:
     """Both algorithms as messages through a server, over fewer iterations: they show that the others can be trusted."""
+    Energy.of(config.settings)  # what cannot be is refused before anything runs
     shared: dict[str, Value] = {
         "task.partition": partition(THREE_DIGITS, config.clients),
         "topology": DIGRAPH,
@@ -235,22 +262,22 @@ Group = Sequence[Trained]
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Train every row and every reading, and the systems that were run as messages once more without them."""
+    from experiments.relayed import beside
     from fedcomp.tasks import get_task
 
     settings = settings_of(config)
-    seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
-    cells = {setting: [setting.cell(config, seed) for seed in seeds] for setting in settings}
+    cells = {s: [s.cell(config, seed) for seed in s.seeds(config)] for s in settings}
     workers = int(config.settings["workers"])
     found = run_cells([cell for group in cells.values() for cell in group], say, workers)
     groups = {setting: [found[cell.name] for cell in group] for setting, group in cells.items()}
     near = readings(config)
     read = run_cells(near, say, workers)
-    checked, values = _checks(results)
+    checked, values = beside(results, say, _RELAYED)
     values |= _values(config, groups, [(cell, read[cell.name]) for cell in near])
     tables = []
     for nodes, graph in dict.fromkeys((s.nodes, s.graph) for s in settings):
         part = {s: group for s, group in groups.items() if (s.nodes, s.graph) == (nodes, graph)}
-        tables += [_accuracies(f"{nodes} nodes, {graph}", part, config.rounds)]
+        tables += [_accuracies(f"{nodes} nodes, {graph}", part, config)]
     options = {cell.options["partition"]: dict(cell.options) for group in cells.values() for cell in group}
     return Findings(
         tables=[
@@ -287,7 +314,7 @@ def _values(
     for setting, group in groups.items():
         dense, key = _dense(setting, groups), _key(setting)
         sent = dense[0].traffic
-        reference, before = (_before(runs, config.rounds, "accuracy") for runs in (dense, group))
+        reference, before = (_before(runs, setting.iterations(config), "accuracy") for runs in (dense, group))
         after = mean(run.accuracy for run in group)
         values |= {
             f"{key}: accuracy": after,
@@ -297,7 +324,7 @@ def _values(
             f"{key}: bodies, times smaller": mean(ratio(run.traffic, sent) for run in group),
             f"{key}: letters, times smaller": mean(ratio(run.traffic, sent, headers=True) for run in group),
             f"{key}: whole run, times fewer": mean(honest_ratio(run.traffic, sent) for run in group),
-            key + _ERROR: max(abs(run.invariants.get("sum_w", math.nan) - setting.nodes) for run in group),
+            key + _ERROR: largest(abs(run.invariants.get("sum_w", math.nan) - setting.nodes) for run in group),
         }
     for cell, found in near:
         values |= {f"{cell.name}: accuracy": found.accuracy, f"{cell.name}: sum of weights": found.sum_w}
@@ -312,10 +339,11 @@ def _percent(value: float) -> float | None:
     return None if math.isnan(value) else round(100 * value, 1)
 
 
-def _accuracies(title: str, groups: Mapping[Setting, Group], iterations: int) -> Table:
+def _accuracies(title: str, groups: Mapping[Setting, Group], config: Config) -> Table:
     table: list[list[Any]] = []
     for setting, group in groups.items():
-        before = {name: _before(group, iterations, name) for name in ("accuracy", "worst", "average", "consensus")}
+        names = ("accuracy", "worst", "average", "consensus")
+        before = {name: _before(group, setting.iterations(config), name) for name in names}
         weights = [run.invariants.get("sum_w", math.nan) for run in group]
         table.append(
             [
@@ -363,15 +391,8 @@ def _costs(groups: Mapping[Setting, Group], energy: Energy) -> Table:
         [_key(setting), *cost_cells(group[0].traffic, _dense(setting, groups)[0].traffic, energy)]
         for setting, group in groups.items()
     ]
-    columns = ("nodes, graph, data, letters", *COST_COLUMNS)
-    # What nothing was measured of, joules that nobody gave, takes no room.
-    filled = [n for n, column in enumerate(zip(*table, strict=True)) if any(cell is not None for cell in column)]
-    return Table(
-        "Cost of a run",
-        [columns[n] for n in filled],
-        [[row[n] for n in filled] for row in table],
-        f"Of the first seed. {COST_CAPTION}",
-    )
+    columns, caption = ("nodes, graph, data, letters", *COST_COLUMNS), f"Of the first seed. {COST_CAPTION}"
+    return table_of("Cost of a run", columns, table, caption, optional=COST_OPTIONAL)
 
 
 def _beside_the_paper(values: Mapping[str, float]) -> Table:
@@ -441,38 +462,10 @@ def _curves(data: str, config: Config, groups: Mapping[Setting, Group]) -> Curve
     )
 
 
-def _checks(results: Mapping[str, RunResult]) -> tuple[Table, dict[str, float]]:
-    """Run what was run as messages once more in one process; return how many bytes differ."""
-    from experiments.relayed import edge_bytes, without_messages
-
-    table: list[list[Any]] = []
-    values: dict[str, float] = {}
-    for label, result in results.items():
-        alone, sent = without_messages(result.spec), edge_bytes(result)
-        differ = different_bytes(result.arrays, alone.arrays)
-        values[f"{label}: bytes of the model that differ"] = float(differ)
-        values[f"{label}: bytes of the letters that differ"] = float(abs(sent - alone.edge_bytes))
-        wire = result.uplink_wire_bytes + result.downlink_wire_bytes
-        table.append([label, result.spec.rounds, sent, alone.edge_bytes, wire, differ])
-    columns = (
-        "system",
-        "iterations",
-        "letters, bytes",
-        "letters in one process, bytes",
-        "whole messages, bytes",
-        "bytes of the average model that differ",
-    )
-    return (
-        Table(
-            "The same runs with messages and without",
-            columns,
-            table,
-            f"Through Flower, on the engine chosen: {DIGRAPH}, {THREE_DIGITS}. Every letter travels twice there, to "
-            "the server and from it, and models are fetched to be looked at.",
-        ),
-        values,
-    )
-
+_RELAYED: Final = (
+    f"Through Flower, on the engine chosen: {DIGRAPH}, {THREE_DIGITS}. Every letter travels twice there, to the server "
+    "and from it, and models are fetched to be looked at."
+)
 
 LETTER: Final = 400.0
 POINT: Final = 1.0
@@ -509,7 +502,9 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
             gate=False,
         ),
     ]
-    for setting in (Setting(nodes, g, data, ONE_PERCENT) for data in (THREE_DIGITS, TWO_DIGITS) for g in GRAPHS):
+    long = Setting(nodes, DIGRAPH, PIECES, ONE_PERCENT, long=True)
+    short = [Setting(nodes, g, data, ONE_PERCENT) for data in (THREE_DIGITS, TWO_DIGITS) for g in GRAPHS]
+    for setting in (long, *short):
         key = _key(setting)
         if f"{key}: points below SGP" in values:
             made.append(
@@ -519,7 +514,8 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
                     "<=",
                     POINT,
                     goal,
-                    gate=setting == Setting(nodes, DIGRAPH, THREE_DIGITS, ONE_PERCENT),
+                    # The only rows with more than one draw of who holds which digits.
+                    gate=setting.long,
                 )
             )
     errors = {k: v for k, v in values.items() if k.endswith(_ERROR)}
@@ -527,7 +523,7 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
         made.append(
             Claim(
                 f"sum of the weights, all rows {what}: largest error",
-                max(value for key, value in errors.items() if key.removesuffix(_ERROR).endswith(_LOSS) == lossy),
+                largest(value for key, value in errors.items() if key.removesuffix(_ERROR).endswith(_LOSS) == lossy),
                 "<=",
                 MASS,
                 "theory: what leaves one node arrives at another, or comes back",
@@ -536,11 +532,11 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
     dense = values[f"{_key(Setting(nodes, STATIC, THREE_DIGITS, SGP))}: accuracy before closing"]
     made += claims_of_readings(values, THREE_DIGITS, dense, nodes, MASS)
     for label in results:
-        for what in ("model", "letters"):
+        for what in ("the model", "letters"):
             made.append(
                 Claim(
-                    f"{label}: bytes of the {what} that differ from the run with messages",
-                    values[f"{label}: bytes of the {what} that differ"],
+                    f"{label}: bytes of {what} that differ from the run with messages",
+                    values[f"{label}: bytes of {what} that differ"],
                     "==",
                     0.0,
                     "theory: the same arithmetic in the same order",
@@ -572,11 +568,16 @@ EXPERIMENT = Experiment(
         "header of 8 is a third more. In a larger model the share is nothing.\n\n"
         "The step size is one for all rows and falls to zero along half a cosine. A constant one leaves the nodes "
         "at a distance from each other that they learn in: with two digits per node and 1 % on the static graph "
-        "the nodes then reach 0.66 and their average 0.91, and with the falling one 0.91 and 0.92. The consensus "
+        "the nodes then reach 0.66 and their average 0.91, and with the falling one 0.93 and 0.93. The consensus "
         "step follows the rule of the algorithm, except on the random digraph, where few edges are active at a "
         "time and 0.2 is stable at 1 %; on the static graph 0.06 still is, 0.08 is not.\n\n"
         "Loss: a tenth of the instructions never reaches its node, or the answer is lost. Letters wait, edges "
         "rest, and nothing is thrown away. What throwing away does is among the near misses.\n\n"
+        "Who holds which digits decides over a point and more, so that one draw shows little. The rows called twice as "
+        "long have three draws: label-sorted pieces of one size, two to a node, which straddle digits in places. The "
+        "claim on unlike data stands on their mean. Their graph, step size and length were chosen on two other draws "
+        "(seeds 10 and 11). On the static graph a consensus step large enough for the goal is too near to the one "
+        "that diverges, and it is missed; those figures stand among the claims, too.\n\n"
         "Not the whole product is run, which takes hours: the static graph shows the levels, where nothing else "
         "varies, and the others the references with one level each. --set full=true runs all of it. The paper's "
         "networks and data are beyond this experiment; its figure stands beside ours as its abstract gives it."

@@ -87,6 +87,7 @@ _ANSWER: Final[Mapping[str, Any]] = {
     "postings.counts": [int],
     "needs": [int],
     "reasons": [str],
+    "lost": [str],
     "failed": str,
     "fresh": bool,
     "facts": [str],

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from tokenize import TokenError
+from typing import Any, Final
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
+
+from fedcomp.errors import LayoutError
+
+_NUMPY: Final = "numpy.ndarray"
 
 Named = dict[str, NDArray[Any]]
 Arrays = Mapping[str, NDArray[Any]]
@@ -21,6 +27,33 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 def to_arrays(record: ArrayRecord) -> Named:
     """Return a record's tensors as new, writable arrays."""
     return {name: array.numpy() for name, array in record.items()}
+
+
+def read_array(array: Array, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return a plain array that somebody sent, in ``dtype``; nothing is allocated that its header only claims.
+
+    Raises
+    ------
+    LayoutError
+        When it cannot be read, has another shape or another kind of elements.
+    """
+    wanted = np.dtype(dtype)
+    if array.stype != _NUMPY:
+        raise LayoutError(f"tensor {name!r} is serialised as {array.stype!r}, expected {_NUMPY!r}")
+    data = io.BytesIO(array.data)
+    try:
+        version = np.lib.format.read_magic(data)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        found, _, kind = read_header(data)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        if found != shape or not np.can_cast(kind, wanted, "same_kind") or len(array.data) - data.tell() != size:
+            raise LayoutError(f"tensor {name!r} is {kind}{found} in {len(array.data)} bytes, expected {wanted}{shape}")
+        with np.errstate(over="ignore"):
+            return array.numpy().astype(wanted, copy=False)
+    except LayoutError:
+        raise
+    except (ValueError, TypeError, EOFError, SyntaxError, TokenError) as error:
+        raise LayoutError(f"tensor {name!r} cannot be read: {error}") from error
 
 
 def same_model(a: ArrayRecord, b: ArrayRecord) -> bool:

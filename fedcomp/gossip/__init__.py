@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +61,10 @@ def get_algorithm(config: Mapping[str, Any]) -> Algorithm:
     if not isinstance(name, str):
         raise ConfigError(f"unknown gossip algorithm {name!r}{nearest('', ALGORITHMS)}")
     cls = algorithm_class(name)
+    known = inspect.signature(cls).parameters
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"gossip algorithm {name!r} has no parameter {key!r}{nearest(str(key)[:64], known)}")
     try:
         return cls.from_config(options)
     except TypeError as error:

@@ -21,18 +21,18 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
 from fedcomp.gossip.compressors import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
 from fedcomp.gossip.exact import consensus_step, opened, share_or_auto, step_size, tracked, untracked
-from fedcomp.gossip.steps import BEGUN, begun, finite, heard, refuse_dense, settled
+from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, heard, refuse_dense, settled
 from fedcomp.layout import Layout
 
 _NAMES: Final = ("h", "g")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class BEER(Algorithm):
+class BEER(Compressing):
     """Undirected static graphs with symmetric weights; two compressed innovations per letter.
 
     State: ``"x"``, ``"y"`` (the tracked gradient v), ``"gradient"`` (the last one taken), ``"gamma"``, and the
@@ -62,14 +62,6 @@ class BEER(Algorithm):
         object.__setattr__(self, "lr", step_size(self.lr))
         object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
         object.__setattr__(self, "compressor", get_compressor(self.compressor))
-
-    @property
-    def _compressor(self) -> Compressor:
-        return get_compressor(self.compressor)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {**parameters(self), "compressor": self._compressor.to_config()}
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, v = 0, and estimates: of models from ``common`` on, of v from 0 on."""

@@ -21,17 +21,28 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
 from fedcomp.gossip.compressors import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates, own_key
-from fedcomp.gossip.steps import BEGUN, begun, check_rates, descent, finite, heard, refuse_dense, settled, velocity
+from fedcomp.gossip.steps import (
+    BEGUN,
+    Compressing,
+    begun,
+    check_rates,
+    descent,
+    finite,
+    heard,
+    refuse_dense,
+    settled,
+    velocity,
+)
 from fedcomp.layout import Layout
 
 _NAME: Final = "h"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CHOCO(Algorithm):
+class CHOCO(Compressing):
     """Compressed decentralised SGD on static undirected graphs.
 
     Parameters
@@ -66,14 +77,6 @@ class CHOCO(Algorithm):
         check_rates(self.lr, self.momentum, self.gamma)
         object.__setattr__(self, "compressor", get_compressor(self.compressor))
 
-    @property
-    def _compressor(self) -> Compressor:
-        return get_compressor(self.compressor)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {**parameters(self), "compressor": self._compressor.to_config()}
-
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return a state whose estimates, of all nodes, begin at ``common`` (default: ``model``)."""
         x = real(model)
@@ -84,6 +87,10 @@ class CHOCO(Algorithm):
     def model(self, state: State) -> Real:
         """Return x."""
         return state["x"]
+
+    def reset(self, state: State, layout: Layout) -> State:
+        """Return the model with estimates that begin anew; momentum is the node's own and stays."""
+        return {**super().reset(state, layout), **{key: state[key] for key in ("v",) if key in state}}
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: the local step, and the compressed innovation to all neighbours."""

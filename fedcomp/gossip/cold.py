@@ -23,12 +23,12 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
 from fedcomp.gossip.compressors import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
 from fedcomp.gossip.exact import consensus_step, share_or_auto, step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
-from fedcomp.gossip.steps import heard
+from fedcomp.gossip.steps import Compressing, heard
 from fedcomp.layout import Layout
 
 ESTIMATE: Final = "h"
@@ -36,7 +36,7 @@ ESTIMATE: Final = "h"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class COLD(PrimalDual):
+class COLD(Compressing, PrimalDual):
     """Send compressed innovations of the decision vector; undirected static graphs with symmetric weights.
 
     The rate of NIDS is kept by mild compression only. With a strong one γ must shrink much faster than the compressor's
@@ -71,14 +71,6 @@ class COLD(PrimalDual):
         object.__setattr__(self, "lr", step_size(self.lr))
         object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
         object.__setattr__(self, "compressor", get_compressor(self.compressor))
-
-    @property
-    def _compressor(self) -> Compressor:
-        return get_compressor(self.compressor)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {**parameters(self), "compressor": self._compressor.to_config()}
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, a dual of zero, and estimates that begin at ``common`` on all nodes."""

@@ -9,6 +9,7 @@ value of the wire's dtype is sent as that value; what rounds to zero is not sent
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -289,6 +290,10 @@ def get_compressor(config: Mapping[str, Any] | Compressor) -> Compressor:
     name = options.pop("id", None)
     if not isinstance(name, str) or name not in _KNOWN:
         raise ConfigError(f"no compressor {params.shown(config)}{nearest(str(name)[:64], _KNOWN)}")
+    known = inspect.signature(_KNOWN[name]).parameters
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"compressor {name!r} has no parameter {key!r}{nearest(str(key)[:64], known)}")
     try:
         return _KNOWN[name](**options)
     except TypeError as error:

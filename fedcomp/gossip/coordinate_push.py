@@ -30,8 +30,9 @@ from fedcomp.codecs import params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip import sparse
 from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
-from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, all_finite, pack, peek, require_finite, unpack
+from fedcomp.gossip.pushsum import heirs
 from fedcomp.layout import Layout
 
 _SHARE: Final = np.dtype("<f4")
@@ -275,19 +276,12 @@ class CoordinatePush(Algorithm):
         x, weights = state["x"], state["weights"]
         if not weights.any() and not x.any():
             return state, ()
-        to = sorted(j for j in view.column if view.column[j] > 0.0)
-        if not to:
-            raise TopologyError(
-                f"node {view.node} cannot leave in good order: no living out-neighbour takes its share; let it leave "
-                "in an iteration in which it has one"
-            )
-        total = math.fsum(view.column[j] for j in to)
+        parts = heirs(view)
         entries = np.empty(x.size, [("share", "<f8"), ("value", "<f8")])
         outbox, left, rest = [], weights, x
-        for j in to:
-            part = view.column[j] / total
+        for j, part in parts.items():
             # The last one takes what is left, so that nothing is made or lost by rounding.
-            entries["share"], entries["value"] = (left, rest) if j == to[-1] else (weights * part, x * part)
+            entries["share"], entries["value"] = (left, rest) if j == max(parts) else (weights * part, x * part)
             left, rest = left - entries["share"], rest - entries["value"]
             flags = Flag.DENSE | Flag.LEAVING
             outbox.append(Posting((j,), pack(view.iteration, 0, flags, state["said"].dtype, entries.tobytes())))

@@ -19,17 +19,28 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.base import Gradient, Letter, Outbox, Posting, Real, State, View, real
 from fedcomp.gossip.compressors import Compressor, decode_parts, encode_parts, get_compressor, most_parts
 from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, pack, unpack
-from fedcomp.gossip.steps import BEGUN, begun, check_rates, descent, finite, heard, refuse_dense, settled, velocity
+from fedcomp.gossip.steps import (
+    BEGUN,
+    Compressing,
+    begun,
+    check_rates,
+    descent,
+    finite,
+    heard,
+    refuse_dense,
+    settled,
+    velocity,
+)
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class DeepSqueeze(Algorithm):
+class DeepSqueeze(Compressing):
     """Error-compensated compression of models on undirected graphs, fixed or time-varying.
 
     Parameters
@@ -57,14 +68,6 @@ class DeepSqueeze(Algorithm):
         check_rates(self.lr, self.momentum, self.gamma)
         object.__setattr__(self, "compressor", get_compressor(self.compressor))
 
-    @property
-    def _compressor(self) -> Compressor:
-        return get_compressor(self.compressor)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {**parameters(self), "compressor": self._compressor.to_config()}
-
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return the state of a node with no error to compensate; there are no estimates that would need ``common``."""
         x = real(model)
@@ -89,10 +92,9 @@ class DeepSqueeze(Algorithm):
         wanted = finite(x + state["error"], "the model with what was not sent of it")
         data = encode_parts(self._compressor, wanted, int(state["split"]), _key(view.seed, view.iteration, view.node))
         q = self._read(memoryview(data), state, _key(view.seed, view.iteration, view.node))
-        seed = np.array(view.seed, np.uint64)
         payload = pack(view.iteration, 0, Flag(0), x.dtype, data)
         outbox = (Posting(tuple(view.column), payload),) if view.column else ()
-        return {**state, "error": wanted - q, **begun(view, said=q, seed=seed)}, outbox
+        return {**state, "error": wanted - q, **begun(view, said=q)}, outbox
 
     def receive(self, state: State, letters: Sequence[Letter]) -> State:
         """Finish the iteration: move by what the neighbours' messages differ from the own one."""
@@ -107,7 +109,7 @@ class DeepSqueeze(Algorithm):
             header, body = unpack(payload, most=most, dtype=said.dtype)
             if header.flags or header.iteration != iteration:
                 raise LetterError(f"node {source} sent {header}, expected a compressed model of iteration {iteration}")
-            q = self._read(body, state, _key(int(state[BEGUN + "seed"]), iteration, source))
+            q = self._read(body, state, _key(0, iteration, source))
             toward += weight * (q - said)
         return settled({**state, "x": state["x"] + float(self.gamma) * toward})
 
@@ -121,5 +123,5 @@ class DeepSqueeze(Algorithm):
 
 
 def _key(seed: int, iteration: int, node: int) -> Key:
-    """Return what a seeded support of ``node`` is drawn from: known to whoever reads its letter."""
+    """Return what a compressor of ``node`` draws from; whoever reads its letter needs all of it but the seed."""
     return Key(seed, "gossip/deepsqueeze", iteration, node)

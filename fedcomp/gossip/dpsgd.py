@@ -1,8 +1,7 @@
 """D-PSGD: average whole models with the neighbours' and take a gradient step, side by side.
 
 After Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms? A Case Study for Decentralized
-Parallel Stochastic Gradient Descent", NeurIPS 2017, arXiv:1705.09056 (the iteration is common knowledge; the paper was
-not re-read):
+Parallel Stochastic Gradient Descent", NeurIPS 2017, arXiv:1705.09056 (recalled):
 
     x_i <- sum_j W[i, j] x_j - lr * v_i,    v_i <- momentum * v_i + g_i(x_i)
 

@@ -340,7 +340,7 @@ def absorb(
     received: list[Received] = []
     for letter in letters:
         header = peek(letter.payload)
-        whole = bool(header.flags & Flag.RESYNC)
+        whole = Flag.RESYNC in header.flags
         heard = new.get(f"{names[0]}.seq/{letter.source}")
         if not follows(header, heard, letter.source):
             continue

@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
 from fedcomp.gossip.compressors import Compressor, Delta, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, open_estimates
 from fedcomp.gossip.exact import consensus_step, share, share_or_auto, step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
-from fedcomp.gossip.steps import BEGUN, begun, heard
+from fedcomp.gossip.steps import BEGUN, Compressing, begun, heard
 from fedcomp.layout import Layout
 
 _H: Final = "h"
@@ -31,7 +31,7 @@ _USED: Final = BEGUN + "used"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class LEAD(PrimalDual):
+class LEAD(Compressing, PrimalDual):
     """Undirected static graphs with symmetric weights.
 
     State: ``"x"``, ``"dual"``, ``"gamma"``, and the estimates ``"h"`` and ``"h/<j>"``.
@@ -63,14 +63,6 @@ class LEAD(PrimalDual):
         object.__setattr__(self, "gamma", share_or_auto("gamma", self.gamma))
         object.__setattr__(self, "alpha", share("alpha", self.alpha))
         object.__setattr__(self, "compressor", get_compressor(self.compressor))
-
-    @property
-    def _compressor(self) -> Compressor:
-        return get_compressor(self.compressor)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the constructor's arguments."""
-        return {**parameters(self), "compressor": self._compressor.to_config()}
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return x = ``model``, a dual of zero, and estimates that begin at ``common`` on all nodes."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedcomp.gossip.base import Letter
+from fedcomp.gossip.protocol import Instruction, Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,18 @@ class Blobs:
         if number == len(self.blobs):
             self.blobs.append(blob)
         return number
+
+
+def numbered(instruction: Instruction, blobs: Blobs) -> Parts:
+    """Return an instruction JSON-able: its parts, with the letters as numbers of ``blobs``."""
+    parts = instruction.to_parts()
+    return parts | {name: [blobs.put(payload) for payload in parts[name]] for name in ("mail", "returned")}
+
+
+def lettered(parts: Mapping[str, Any], blobs: Sequence[bytes]) -> Instruction:
+    """Recreate an instruction from :func:`numbered`."""
+    given = {name: [blobs[number] for number in parts[name]] for name in ("mail", "returned")}
+    return Instruction.from_parts({**parts, **given})
 
 
 class Mailbox:
@@ -75,7 +88,7 @@ class Mailbox:
         life = self.lives[node]
         return sum(p.letter.source == node and p.life == life for box in self._boxes for p in box)
 
-    def put(self, letter: Letter, *, receiving: bool, whole: bool) -> bool:
+    def put(self, letter: Letter, *, receiving: bool, whole: bool, dense: bool = False) -> bool:
         """Post a letter; return whether it is on its way. Otherwise it goes back at once.
 
         Parameters
@@ -85,12 +98,15 @@ class Mailbox:
         whole : bool
             Whether it carries the whole estimate, so that it mends a broken edge. Along a broken edge nothing else
             goes: the receiver could not use it.
+        dense : bool
+            Whether it is of a closing iteration. Such a letter concerns no estimate: it goes along a broken edge, and
+            mends none.
         """
         broken = self._broken.get(letter.source)
         if broken is not None and letter.destination in broken:
-            if whole and receiving:
+            if whole and receiving and not dense:
                 broken.discard(letter.destination)
-            receiving = receiving and whole
+            receiving = receiving and (whole or dense)
         if receiving:
             self._boxes[letter.destination].append(Parcel(letter, self.lives[letter.source]))
         elif self.returns:

@@ -171,7 +171,7 @@ def _carry_out(
     layout: Layout,
 ) -> tuple[Memory, Answer]:
     view = instruction.view
-    state, change, refused = _settled(algorithm, state, change, instruction)
+    state, change, refused, lost = _settled(algorithm, state, change, instruction)
     if instruction.start == "reset" and not refused:
         state = algorithm.reset(state, layout)
     outbox: Outbox = ()
@@ -190,6 +190,7 @@ def _carry_out(
         postings=tuple(outbox),
         needs=tuple(refused),
         reasons=tuple(refused.values()),
+        lost=lost,
         failed=failed,
         facts=algorithm.facts(state),
     )
@@ -198,21 +199,37 @@ def _carry_out(
 
 def _settled(
     algorithm: Algorithm, state: State, change: Real | None, instruction: Instruction
-) -> tuple[State, Real | None, dict[int, str]]:
+) -> tuple[State, Real | None, dict[int, str], tuple[str, ...]]:
     """Finish the iteration begun with ``state``: mail, running statistics, letters that came back.
 
     An iteration that cannot be finished, because one of its nodes is gone, is followed by a reset without mail.
 
-    Returns the state, what is left of ``change``, and the sources whose letters were refused, with the reason.
+    Returns the state, what is left of ``change``, the sources whose letters were refused, with the reason, and why own
+    letters that came back are lost.
     """
     dropped = instruction.start == "reset" and not instruction.mail
     state, refused = (state, {}) if dropped else _received(algorithm, state, instruction.mail)
     if refused and not algorithm.asynchronous:
-        return state, change, refused
-    state = _shifted(algorithm, state, change)
-    if instruction.returned:
-        state = algorithm.take_back(state, instruction.returned)
-    return state, None, refused
+        return state, change, refused, ()
+    state, lost = _taken_back(algorithm, _shifted(algorithm, state, change), instruction.returned)
+    return state, None, refused, lost
+
+
+def _taken_back(algorithm: Algorithm, state: State, letters: Sequence[Letter]) -> tuple[State, tuple[str, ...]]:
+    """Take back own letters. Of some that were damaged on their way, those that can be read: to insist on the others
+    would cost the node all it has, not only what they carried."""
+    if not letters:
+        return state, ()
+    try:
+        return algorithm.take_back(state, letters), ()
+    except (LetterError, OutOfStep):
+        lost = []
+    for letter in reversed(letters):
+        try:
+            state = algorithm.take_back(state, (letter,))
+        except (LetterError, OutOfStep) as error:
+            lost.append(f"letter to node {letter.destination}: {error}")
+    return state, tuple(lost)
 
 
 def _received(algorithm: Algorithm, state: State, mail: Sequence[Letter]) -> tuple[State, dict[int, str]]:
@@ -245,7 +262,7 @@ def _gradient(local: Local | None, view: View) -> Gradient | None:
 def _observed(algorithm: Algorithm, memory: Memory | None, instruction: Instruction) -> Answer:
     if memory is None or memory.serial != instruction.serial or memory.epoch != instruction.epoch:
         return Answer(instruction.session, instruction.serial, fresh=True)
-    state, _, refused = _settled(algorithm, memory.state, memory.change, instruction)
+    state, _, refused, _ = _settled(algorithm, memory.state, memory.change, instruction)
     failed = "; ".join(refused.values()) if refused and not algorithm.asynchronous else ""
     model = None if failed else algorithm.model(state)
     return Answer(instruction.session, instruction.serial, failed=failed, facts=algorithm.facts(state), model=model)

@@ -156,6 +156,9 @@ class Answer:
         The node has no memory of what it should go on with; nothing was done.
     model : ndarray, optional
         The answer to ``observe``.
+    lost : tuple of str
+        Why own letters that came back could not be taken back, one for each: their bytes were damaged on the way, and
+        the mass they carried is gone.
     """
 
     session: str
@@ -167,6 +170,7 @@ class Answer:
     facts: Mapping[str, float] = field(default_factory=dict)
     fresh: bool = False
     model: Real | None = None
+    lost: tuple[str, ...] = ()
 
     def to_parts(self) -> Parts:
         """Return the answer as scalars and lists, without its ``model``; the letters as ``postings``, list of bytes."""
@@ -178,6 +182,7 @@ class Answer:
             "postings.counts": [len(posting.destinations) for posting in self.postings],
             "needs": list(self.needs),
             "reasons": list(self.reasons),
+            "lost": list(self.lost),
             "failed": self.failed,
             "fresh": self.fresh,
             "facts": list(self.facts),
@@ -211,6 +216,7 @@ class Answer:
                 ),
                 needs=tuple(int(j) for j in parts["needs"]),
                 reasons=tuple(str(reason) for reason in parts["reasons"]),
+                lost=tuple(str(reason) for reason in parts["lost"]),
                 failed=str(parts["failed"]),
                 facts={str(k): float(v) for k, v in zip(parts["facts"], parts["facts.values"], strict=True)},
                 fresh=bool(parts["fresh"]),
@@ -240,7 +246,7 @@ def check(instruction: Instruction, answer: Answer, largest: int, *, synchronous
     ------
     AnswerError
         For letters to others than the active out-neighbours, two to one of them or, in a synchronous run, none; too
-        large a letter; letters of a node that says it sent none; or needs of what it was not sent.
+        large a letter; letters of a node that says it sent none; or needs, or losses, of what it was not sent.
     """
     view = instruction.view
     expected = set(view.column) if instruction.action in ("step", "leave") else set()
@@ -260,6 +266,8 @@ def check(instruction: Instruction, answer: Answer, largest: int, *, synchronous
         raise AnswerError(
             f"letters of nodes {answer.needs[:20]} refused for {len(answer.reasons)} reasons; had {sources}"
         )
+    if len(answer.lost) > len(instruction.returned):
+        raise AnswerError(f"{len(answer.lost)} letters lost that came back; {len(instruction.returned)} did")
     if answer.fresh and instruction.start in ("common", "empty"):
         raise AnswerError("no memory, and none was needed: this instruction begins with a new state")
     if len(answer.facts) > _FACTS:

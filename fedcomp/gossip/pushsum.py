@@ -135,7 +135,8 @@ class PushSum(Algorithm):
         return self._debiased(state) if held is None else held
 
     def _debiased(self, state: State) -> Real:
-        z: Real = (state["x"] / float(state["w"])).astype(state["dtype"].dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # before it is sent somebody looks
+            z: Real = (state["x"] / float(state["w"])).astype(state["dtype"].dtype)
         return z
 
     def invariants(self, states: Iterable[State]) -> dict[str, float]:
@@ -239,18 +240,11 @@ class PushSum(Algorithm):
         x, w = state["x"], float(state["w"])
         if not w and not x.any():
             return state, ()
-        to = sorted(j for j in view.column if view.column[j] > 0.0)
-        if not to:
-            raise TopologyError(
-                f"node {view.node} cannot leave in good order: no living out-neighbour takes its share; let it leave "
-                "in an iteration in which it has one"
-            )
-        total = math.fsum(view.column[j] for j in to)
+        parts = heirs(view)
         outbox, left, rest = [], w, x
-        for j in to:
-            part = view.column[j] / total
+        for j, part in parts.items():
             # The last one takes what is left, so that nothing is made or lost by rounding.
-            share, moved = (left, rest) if j == to[-1] else (w * part, x * part)
+            share, moved = (left, rest) if j == max(parts) else (w * part, x * part)
             left, rest = left - share, rest - moved
             body = put_scalars(share) + put_real(moved)
             outbox.append(Posting((j,), pack(view.iteration, 0, Flag.DENSE | Flag.LEAVING, moved.dtype, body)))
@@ -278,6 +272,24 @@ def credited(state: State, x: Real, w: float) -> State:
     return {**state, "x": numerator, "w": np.array(weight)}
 
 
+def heirs(view: View) -> dict[int, float]:
+    """Return the part of what a leaving node has that each active out-neighbour takes, ascending; their sum is 1.
+
+    Raises
+    ------
+    TopologyError
+        When there is none.
+    """
+    shares = {j: view.column[j] for j in sorted(view.column) if view.column[j] > 0.0}
+    if not shares:
+        raise TopologyError(
+            f"node {view.node} cannot leave in good order: no living out-neighbour takes its share; let it leave in an "
+            "iteration in which it has one"
+        )
+    total = math.fsum(shares.values())
+    return {j: share / total for j, share in shares.items()}
+
+
 def grouped(shares: Mapping[int, float]) -> dict[float, tuple[int, ...]]:
     """Return who gets the same share, and so the same letter; by first destination."""
     groups: dict[float, tuple[int, ...]] = {}
@@ -302,7 +314,7 @@ def share_of(data: memoryview | bytes, source: int) -> float:
 
 def is_whole(letter: Letter) -> bool:
     """Whether a letter carries a whole model or numerator and concerns no estimate."""
-    return bool(peek(letter.payload).flags & Flag.DENSE)
+    return Flag.DENSE in peek(letter.payload).flags
 
 
 def read_whole(letter: Letter, who: int, state: State) -> tuple[Header, float, Real]:
@@ -315,7 +327,7 @@ def read_whole(letter: Letter, who: int, state: State) -> tuple[Header, float, R
     """
     size = state["x"].size
     header, body = unpack(letter.payload, most=SHARE_BYTES + 8 * size)
-    leaving = bool(header.flags & Flag.LEAVING)
+    leaving = Flag.LEAVING in header.flags
     dtype = np.dtype(np.float64) if leaving else state["dtype"].dtype
     if header.flags not in (Flag.DENSE, Flag.DENSE | Flag.LEAVING) or header.dtype != dtype:
         raise LetterError(

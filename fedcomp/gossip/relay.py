@@ -24,7 +24,7 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import Algorithm, Letter, Posting, View
 from fedcomp.gossip.errors import AnswerError, Diverged, LetterError
 from fedcomp.gossip.events import Report
-from fedcomp.gossip.mailbox import Blobs, Mailbox, Parcel
+from fedcomp.gossip.mailbox import Blobs, Mailbox, Parcel, lettered, numbered
 from fedcomp.gossip.protocol import Action, Answer, Instruction, Start, check
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import Phase, Traffic
@@ -176,7 +176,7 @@ class Relay:
         return all(self._has_finished(node) for node in self._members)
 
     def _has_finished(self, node: int) -> bool:
-        return node in self._finished and not self._mailbox.waits(node)
+        return node in self._finished and node not in self._starts and not self._mailbox.waits(node)
 
     def ask(self) -> dict[int, Instruction]:
         """Return what every node is to be told now, by node, ascending; counts as an attempt. Empty when :attr:`done`.
@@ -214,11 +214,13 @@ class Relay:
         if not self._begun_anew:
             return
         self.epoch += 1
-        self._starts = dict.fromkeys(self._members, "reset")
+        # Who has not even begun has nothing to reset.
+        self._starts = {node: self._starts.get(node, "reset") for node in self._members}
         if self._torn:
             self._undelivered(self._mailbox.clear())
         self._enter()
-        self._torn, self._unread = False, ""
+        # At the end of a run nothing is sent, so nobody learns whole estimates: if it goes on, another epoch begins.
+        self._torn, self._unread = self.finishing, ""
 
     def _enter(self) -> None:
         """Let those in who want to join. Who is still about to leave has to wait."""
@@ -340,8 +342,13 @@ class Relay:
     def _judge(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if not (self._members or self._departing or self._joining):
-            raise StateError(f"no node is left; the last events were {(self.report.gone + self.report.left)[-3:]}")
+        # Who joins push-sum brings no mass, and nobody joins a run that is over.
+        coming = self._joining and not (self.finishing or self.algorithm.asynchronous)
+        if not (self._members or self._departing or coming):
+            raise StateError(
+                f"no node is left that could go on; the last events were {(self.report.gone + self.report.left)[-3:]}. "
+                "Look into the nodes' logs, or allow more patience, and begin anew"
+            )
         if self.algorithm.asynchronous or self.settled:
             figures, self._figures = self._figures, {}
             if self.watch is not None:
@@ -354,6 +361,8 @@ class Relay:
         entry = self._open.get(node)
         if entry is None or (answer.session, answer.serial) != (self.session, entry.instruction.serial):
             self.report.ignored += 1
+            if entry is not None:
+                entry.error = f"it answered instruction {answer.serial}, not {entry.instruction.serial}, of its run"
             return
         try:
             check(entry.instruction, answer, self.largest, synchronous=not self.algorithm.asynchronous)
@@ -363,7 +372,7 @@ class Relay:
             self._note(self.report.refused, node, str(error))
             return
         if answer.fresh:
-            if self.rejoin and node in self._members:
+            if self.rejoin and node in self._members - self._leaving:
                 self._joining.add(node)
             self._give_up(node, "its memory is lost")
             return
@@ -374,6 +383,8 @@ class Relay:
         instruction = entry.instruction
         for source, reason in zip(answer.needs, answer.reasons, strict=True):
             self._note(self.report.needed, node, f"letters of node {source}: {reason}")
+        for reason in answer.lost:
+            self._note(self.report.lost, node, reason)
         if answer.needs and self.algorithm.asynchronous:
             self._undelivered(self._mailbox.refuse(entry.parcels, answer.needs, node))
         elif answer.needs:
@@ -399,17 +410,18 @@ class Relay:
             phases: dict[Phase, int] = {}
             for to in posting.destinations:
                 whole = to in view.resync
-                phase: Phase = "resync" if whole else "dense" if view.dense else "train"
+                phase: Phase = "dense" if view.dense else "resync" if whole else "train"
                 phases[phase] = phases.get(phase, 0) + 1
                 letter = Letter(node, to, posting.payload)
-                if not self._mailbox.put(letter, receiving=to in self._members, whole=whole):
+                if not self._mailbox.put(letter, receiving=to in self._members, whole=whole, dense=view.dense):
                     self._undelivered([letter])
             self.traffic.post(len(posting.payload), phases)
 
     def _give_up(self, node: int, reason: str) -> None:
         """Declare a node gone. Whatever it did with its open instruction, its state is never used again."""
         entry = self._open.pop(node)
-        self._torn = self._torn or (not self.algorithm.asynchronous and entry.instruction.action == "step")
+        # Of a node that leaves the others' iteration knows nothing any more.
+        self._torn = self._torn or (not self.algorithm.asynchronous and entry.instruction.action != "leave")
         self._note(self.report.gone, node, reason)
         self._end(node, entry.parcels)
 
@@ -530,7 +542,7 @@ class Relay:
                 for node, facts in sorted(nodes.items())
             ],
             "open": [
-                [_numbered(entry.instruction, blobs), [p.life for p in entry.parcels], entry.attempts, entry.error]
+                [numbered(entry.instruction, blobs), [p.life for p in entry.parcels], entry.attempts, entry.error]
                 for _, entry in sorted(self._open.items())
             ],
             "mailbox": self._mailbox.get_state(blobs),
@@ -567,7 +579,7 @@ class Relay:
                 self._figures.setdefault(iteration, {})[node] = dict(zip(names, values, strict=True))
             self._open = {}
             for parts, lives, attempts, error in state["open"]:
-                instruction = _lettered(parts, letters)
+                instruction = lettered(parts, letters)
                 parcels = tuple(Parcel(letter, life) for letter, life in zip(instruction.mail, lives, strict=True))
                 self._open[instruction.node] = Open(instruction, parcels, attempts, error)
             self._mailbox.set_state(state["mailbox"], letters)
@@ -575,13 +587,3 @@ class Relay:
             self.report = Report.from_dict(state["report"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StateError(f"this is no relay's state: {type(error).__name__}: {error}") from error
-
-
-def _numbered(instruction: Instruction, blobs: Blobs) -> dict[str, Any]:
-    parts = instruction.to_parts()
-    return parts | {name: [blobs.put(payload) for payload in parts[name]] for name in ("mail", "returned")}
-
-
-def _lettered(parts: Mapping[str, Any], letters: Sequence[bytes]) -> Instruction:
-    given = {name: [letters[number] for number in parts[name]] for name in ("mail", "returned")}
-    return Instruction.from_parts({**parts, **given})

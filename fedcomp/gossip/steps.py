@@ -6,13 +6,14 @@ keys that begin with ``"begun."``; it is gone when the iteration is finished.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View
+from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters
+from fedcomp.gossip.compressors import Compressor, get_compressor
 from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, pack, put_real, require_finite, take_real, unpack
 
@@ -67,10 +68,11 @@ def descent(state: State, gradient: Gradient | None, at: Real, lr: float, moment
     g = np.asarray(gradient(at), at.dtype)
     if g.shape != at.shape:
         raise ConfigError(f"the gradient has shape {g.shape}, the model {at.shape}")
-    if not momentum:
-        return finite(lr * g, "the gradient"), {}
-    v = finite(momentum * state["v"] + g, "the gradient")
-    return lr * v, {"v": v}
+    with np.errstate(over="ignore", invalid="ignore"):  # an error says it
+        if not momentum:
+            return finite(lr * g, "the gradient"), {}
+        v = finite(momentum * state["v"] + g, "the gradient")
+        return finite(lr * v, "the local step"), {"v": v}
 
 
 def finite(vector: Real, what: str) -> Real:
@@ -94,6 +96,20 @@ def begun(view: View, **more: Any) -> State:
 def settled(state: State) -> State:
     """Return the state without what belonged to the iteration that is now finished."""
     return {key: value for key, value in state.items() if not key.startswith(BEGUN)}
+
+
+class Compressing(Algorithm):
+    """Has a ``compressor``, given as one or as its configuration."""
+
+    compressor: Mapping[str, Any] | Compressor
+
+    @property
+    def _compressor(self) -> Compressor:
+        return get_compressor(self.compressor)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, the compressor as its configuration."""
+        return {**parameters(self), "compressor": self._compressor.to_config()}
 
 
 class Heard(NamedTuple):

@@ -96,31 +96,37 @@ class Reader:
     """Reads letters of the vectors of one state; changes nothing."""
 
     def __init__(self, state: State, names: tuple[str, ...], compressor: Compressors, extra: int) -> None:
-        self.names, self.compressor, self.extra = names, compressor, extra
+        self.names, self.extra = names, extra
         self.size, self.split = int(state[f"{names[0]}.size"]), int(state["split"])
         self.dtype = state[f"{names[0]}.start"].dtype
         self.copies = f"{names[0]}.sum" not in state
         self.edges = names[0] not in state
+        self.compressor = compressor
+        self._longest = self._most(compressor) if isinstance(compressor, Compressor) else 0
+
+    def _most(self, compressor: Compressor) -> int:
+        """Return the bytes of the longest body."""
+        section = most_parts(compressor, self.size, self.split, self.dtype)
+        return self.extra + DIGEST_BYTES + len(self.names) * (self.size * self.dtype.itemsize + _PREFIX + section)
 
     def open(self, letter: Letter) -> Opened:
         """Return the parts of ``letter``, completely checked, its digest not compared."""
         header = peek(letter.payload)
-        compressor = self.compressor
+        compressor, most = self.compressor, self._longest
         if not isinstance(compressor, Compressor):
             compressor = compressor(letter.source, header)
-        section = most_parts(compressor, self.size, self.split, self.dtype)
-        whole = self.size * self.dtype.itemsize
-        most = self.extra + DIGEST_BYTES + len(self.names) * (whole + _PREFIX + section)
+            most = self._most(compressor)
         _, body = unpack(letter.payload, most=most, dtype=self.dtype)
-        if header.flags & (Flag.DENSE | Flag.LEAVING):
+        if Flag.DENSE in header.flags or Flag.LEAVING in header.flags:
             raise LetterError(f"a letter with flags {header.flags!r} came where a change of an estimate was expected")
-        if header.flags & Flag.DIGEST and not self.copies:
+        signed = Flag.DIGEST in header.flags
+        if signed and not self.copies:
             raise LetterError("a letter has a digest, which a sum of copies cannot be compared with")
         extra, body = _cut(body, self.extra)
-        digest, body = _cut(body, DIGEST_BYTES if header.flags & Flag.DIGEST else 0)
+        digest, body = _cut(body, DIGEST_BYTES if signed else 0)
         wholes = {}
-        for name in self.names if header.flags & Flag.RESYNC else ():
-            data, body = _cut(body, whole)
+        for name in self.names if Flag.RESYNC in header.flags else ():
+            data, body = _cut(body, self.size * self.dtype.itemsize)
             wholes[name] = take_real(data, self.size, self.dtype)
         deltas = {}
         for name in self.names:
@@ -157,7 +163,7 @@ def follows(header: Header, heard: Any, source: int) -> bool:
     if header.iteration <= last:
         if (expected - 1 - header.seq) & 0xFFFF < min(applied, 1 << 15):
             return False
-    elif header.flags & Flag.RESYNC or header.seq == expected:
+    elif Flag.RESYNC in header.flags or header.seq == expected:
         return True
     raise OutOfStep(
         source,

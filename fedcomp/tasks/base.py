@@ -117,7 +117,7 @@ def _check_rates(**rates: float) -> None:
 
 
 COMMON_OPTIONS: Mapping[str, Option] = {
-    "partition": Option("iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT, sorted or natural"),
+    "partition": Option("iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT, pieces:COUNT, sorted, natural"),
     "partition_seed": Option(0, integer(0), "names the draw of the partition"),
     "min_examples": Option(1, integer(0), "least examples of any partition; 0 allows empty ones"),
     "root": Option(None, optional(text), "folder of local data sets (default: $FEDCOMP_DATA)"),

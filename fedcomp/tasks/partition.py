@@ -1,4 +1,4 @@
-"""Which client holds which example: IID, Dirichlet label skew, single-label shards, sorted, natural ids.
+"""Which client holds which example: IID, Dirichlet label skew, shards and pieces by label, sorted, natural ids.
 
 A partitioner returns an *assignment*: one partition id per example, int64, shape ``(N,)``. Being a function
 from examples to partitions it is disjoint and complete by construction; what is left to check is balance and
@@ -26,8 +26,10 @@ from fedcomp.tasks.options import plain, shown
 
 Assignment = NDArray[np.int64]
 
-KINDS: Final = ("iid", "dirichlet", "shards", "sorted", "natural")
-"""The partitioners' names; "dirichlet" and "shards" take a number after a colon."""
+KINDS: Final = ("iid", "dirichlet", "shards", "pieces", "sorted", "natural")
+"""The partitioners' names; "dirichlet", "shards" and "pieces" take a number after a colon."""
+
+_COUNTED: Final = ("shards", "pieces")
 
 _LEAST_ALPHA: Final = 1e-300
 """Below it the logarithm of a gamma draw, up to 37 / alpha in size, leaves the range of a double."""
@@ -147,6 +149,36 @@ def shards(
     return _check_smallest(out, num_partitions, min_examples)
 
 
+def pieces(
+    labels: NDArray[Any], num_partitions: int, pieces_per_client: int, key: Key, *, min_examples: int = 1
+) -> Assignment:
+    """Cut the label-sorted examples into pieces of one size, to within one, and deal ``pieces_per_client`` to every
+    partition.
+
+    The split of McMahan et al. (2017, arXiv 1602.05629): a piece may straddle two labels or more, so that a partition
+    sees a label or two more than with :func:`shards`, and all are of the same size.
+
+    Raises
+    ------
+    ConfigError
+        When there are fewer examples than pieces, or a partition gets fewer than ``min_examples``.
+    """
+    labels = np.asarray(labels)
+    _check_count(len(labels), num_partitions, min_examples)
+    if pieces_per_client < 1:
+        raise ConfigError(f"pieces per client is {pieces_per_client!r}; expected at least 1, e.g. 'pieces:2'")
+    total = num_partitions * pieces_per_client
+    if total > len(labels):
+        raise ConfigError(
+            f"{shown(total)} pieces are too many for {len(labels)} examples; use fewer partitions or pieces per client"
+        )
+    owner = permutation(total, key.at(purpose=f"{key.purpose}/deal")) // pieces_per_client
+    out = np.empty(len(labels), np.int64)
+    for rows, partition in zip(np.array_split(np.argsort(labels, kind="stable"), total), owner, strict=True):
+        out[rows] = partition
+    return _check_smallest(out, num_partitions, min_examples)
+
+
 def by_label(labels: NDArray[Any], num_partitions: int, *, min_examples: int = 1) -> Assignment:
     """Cut the examples, in order of label and then of position, into contiguous pieces whose sizes differ by at most
     one; piece i belongs to partition i, so that neighbours in a ring hold like data and nothing is drawn.
@@ -200,7 +232,7 @@ class Partitioner:
     kind : str
         One of :data:`KINDS`.
     value : float, int or None
-        alpha of "dirichlet" (float), shards per client of "shards" (int), None for the others.
+        alpha of "dirichlet" (float), how many per client of "shards" and "pieces" (int), None for the others.
     """
 
     kind: str
@@ -210,7 +242,7 @@ class Partitioner:
         # repr is the shortest text that reads back as the same number; "dirichlet:1" stays without ".0".
         if self.value is None:
             return self.kind
-        number = repr(int(self.value) if self.kind == "shards" else float(self.value))
+        number = repr(int(self.value) if self.kind in _COUNTED else float(self.value))
         return f"{self.kind}:{number.removesuffix('.0')}"
 
     def assign(
@@ -257,12 +289,13 @@ class Partitioner:
         assert self.value is not None
         if self.kind == "dirichlet":
             return dirichlet(labels, num_partitions, self.value, key, min_examples=min_examples)
-        return shards(labels, num_partitions, int(self.value), key, min_examples=min_examples)
+        deal = shards if self.kind == "shards" else pieces
+        return deal(labels, num_partitions, int(self.value), key, min_examples=min_examples)
 
 
 def parse_partitioner(text: str | Partitioner) -> Partitioner:
-    """Return the partitioner that ``text`` names: ``iid``, ``dirichlet:ALPHA``, ``shards:COUNT``, ``sorted`` or
-    ``natural``.
+    """Return the partitioner that ``text`` names: ``iid``, ``dirichlet:ALPHA``, ``shards:COUNT``, ``pieces:COUNT``,
+    ``sorted`` or ``natural``.
 
     Raises
     ------
@@ -285,9 +318,9 @@ def parse_partitioner(text: str | Partitioner) -> Partitioner:
         value = math.nan
     if kind == "dirichlet" and not (_LEAST_ALPHA <= value < math.inf):
         raise ConfigError(f"{shown(text)} needs a positive concentration, e.g. 'dirichlet:0.5'")
-    if kind == "shards":
+    if kind in _COUNTED:
         if not (1 <= value < math.inf and value == math.floor(value)):
-            raise ConfigError(f"{shown(text)} needs a whole number of shards per client, e.g. 'shards:2'")
+            raise ConfigError(f"{shown(text)} needs a whole number of {kind} per client, e.g. '{kind}:2'")
         # Read as an integer where it is written as one: a double holds only 53 bits.
         return Partitioner(kind, int(number) if number.strip().isdecimal() else int(value))
     return Partitioner(kind, value)

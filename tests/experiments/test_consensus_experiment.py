@@ -13,6 +13,7 @@ from noted_settings import Read
 from experiments import averaging
 from experiments.averaging import READINGS, Track, average, by_matrices, fitted, reading, starts
 from experiments.catalog import consensus
+from experiments.decentralised import Energy
 from experiments.experiment import Config
 from experiments.findings import Findings, Say
 from fedcomp.errors import ConfigError
@@ -74,8 +75,18 @@ def test_compressed_rows_send_less_and_dense_rows_what_their_vectors_have(run) -
     assert {table.columns[6] for table in compressed} == {"bytes a letter"}
 
 
+def test_joules_are_those_that_were_given_and_no_column_otherwise(run) -> None:
+    cell = ("SGP", "directed-ring", 4)
+    track = average({"name": "sgp"}, DirectedRing(4), VALUES, 12, layout=FLAT, seed=0, every=1, late=0.5)
+    with_joules = consensus._dense_table({cell: track}, {cell: 0.7}, Energy(2e-9, 1e-9))
+    assert with_joules.columns[-1] == "joules per digit"
+    assert with_joules.rows[0][-1] == pytest.approx(8 * 3e-9 * 1e3 / track.digits)
+    assert "joules per digit" not in {name for table in run[1].tables for name in table.columns}
+
+
 @pytest.mark.parametrize(
-    ("clients", "assignments", "message"), [(3, (), "at least 4"), (4, ("size=10", "k=11"), "exceeds size=10")]
+    ("clients", "assignments", "message"),
+    [(3, (), "at least 4"), (4, ("size=10", "k=11"), "exceeds size=10"), (4, ("energy_tx=1e-9",), "give both")],
 )
 def test_sizes_that_cannot_be_are_refused(clients, assignments, message) -> None:
     config = consensus.EXPERIMENT.configure(clients=clients, assignments=assignments)
@@ -112,6 +123,9 @@ def test_average_is_the_product_of_the_matrices_and_counts_real_letters() -> Non
     assert (track.letter, track.sent, track.least, track.most) == (96.0, 96.0, 1.0, 1.0)
     assert track.moved < 1e-14
     assert track.digits == pytest.approx(-math.log10(track.rate) / 0.096)
+    assert track.joules(3e-8) == pytest.approx(3e-5 / track.digits)
+    assert track.joules(None) is None
+    assert dataclasses.replace(track, rate=1.0).joules(3e-8) is None
     assert Track.from_json(json.loads(json.dumps(track.to_json()))) == track
     exact = average({"name": "dpsgd"}, Complete(4), VALUES, 3, layout=FLAT, seed=0, every=1)
     assert exact.rate == 0.0

@@ -236,8 +236,11 @@ def test_cost_rows_have_joules_only_when_both_figures_are_given() -> None:
     assert row["joules"] is None
     assert row["overhead bytes"] is None
     assert row["edge bytes"] == row["node bytes"] == 200
-    assert cost_cells(sparse, dense, Energy.of({"energy_tx": "1e-9", "energy_rx": ""}))[-1] is None
+    for half in ({"energy_tx": "1e-9", "energy_rx": ""}, {"energy_tx": " ", "energy_rx": "0"}):
+        with pytest.raises(ConfigError, match="give both, or neither"):
+            Energy.of(half)
     given = Energy.of({"energy_tx": "2e-9", "energy_rx": "1e-9"})
+    assert given.per_byte == pytest.approx(8 * 3e-9)
     assert cost_cells(sparse, dense, given)[-1] == pytest.approx(8 * 200 * 3e-9)
     for wrong in ("-1", "nan", "much"):
         with pytest.raises(ConfigError, match="energy_tx cannot be"):

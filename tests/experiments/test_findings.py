@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, different_bytes, mean, spread
+from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, different_bytes, largest, mean, spread
 
 
 def everything() -> Findings:
@@ -99,6 +99,12 @@ def test_a_mean_with_a_gap_is_no_number() -> None:
     for nothing in ([], [1.0, math.nan], [math.inf]):
         assert math.isnan(mean(nothing))
         assert math.isnan(spread(nothing))
+
+
+def test_the_largest_of_numbers_with_a_gap_is_no_number_wherever_the_gap_is() -> None:
+    assert largest([1.0, math.inf, 4.0]) == math.inf
+    for gap in ([], [math.nan, 1.0], [1.0, math.nan], [1.0, math.nan, 2.0]):
+        assert math.isnan(largest(gap))
 
 
 def test_different_bytes_sees_what_equality_of_numbers_does_not() -> None:

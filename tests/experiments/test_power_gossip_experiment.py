@@ -16,7 +16,7 @@ from experiments.claims import Claim
 from experiments.decentralised import Point, Trained
 from experiments.experiment import Config
 from experiments.findings import Findings, Say
-from experiments.relayed import without_messages
+from experiments.relayed import beside, without_messages
 from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.power_gossip import PowerGossip
@@ -77,7 +77,7 @@ def test_another_iteration_would_show_as_other_bits(small: Small, monkeypatch: p
         object.__setattr__(self, "rate", 0.5)
 
     monkeypatch.setattr(PowerGossip, "__post_init__", slower)
-    _, values = module._relayed({RANK_1: small.results[RANK_1]}, Say())
+    _, values = beside({RANK_1: small.results[RANK_1]}, Say(), "")
     assert values[f"{RANK_1}: bytes of the model that differ"] > 0
     assert values[f"{RANK_1}: bytes of letters that differ"] == 0
 

@@ -11,7 +11,18 @@ from noted_settings import Read
 
 from experiments import engines
 from experiments.catalog import sparse_push
-from experiments.catalog.sparse_push import DIGRAPH, GRAPHS, IID, LEVELS, ONE_PERCENT, SGP, THREE_DIGITS, TWO, Setting
+from experiments.catalog.sparse_push import (
+    DIGRAPH,
+    GRAPHS,
+    IID,
+    LEVELS,
+    ONE_PERCENT,
+    PIECES,
+    SGP,
+    THREE_DIGITS,
+    TWO,
+    Setting,
+)
 from experiments.experiment import Config
 from experiments.findings import Findings, Say
 from experiments.push_sum_readings import READINGS, Reading, ReadingCell
@@ -46,7 +57,7 @@ def test_every_setting_is_used_and_the_rows_with_messages_are_those_without(
     assert len(results) == 2
     claims = {claim.name: claim for claim in sparse_push.claims(config, results, findings)}
     assert all(claim.ok for name, claim in claims.items() if name.startswith("sum of the weights"))
-    assert all(claim.ok for name, claim in claims.items() if "bytes of the" in name and "differ" in name)
+    assert all(claim.ok for name, claim in claims.items() if "bytes of" in name and "differ" in name)
     assert Findings.from_json(findings.to_json()).values.keys() == findings.values.keys()
 
 
@@ -56,6 +67,8 @@ def test_the_bounds_are_the_goals(run: tuple[Config, dict[str, RunResult], Findi
     points = [c for c in gates if "points below SGP, closed" in c.name]
     assert [c.bound for c in points] == [1.0, 1.0]
     assert [(IID in c.name, ONE_PERCENT in c.name) for c in points] == [(True, False), (False, True)]
+    assert PIECES in points[1].name
+    assert "twice as long" in points[1].name
     assert [c.bound for c in gates if "before headers" in c.name] == [400.0]
     assert {c.bound for c in gates if "largest error" in c.name} == {1e-10}
 
@@ -103,7 +116,8 @@ def test_rows_are_the_product_or_what_the_claims_need() -> None:
     assert {s.graph for s in chosen if s.lossy} == set(GRAPHS)
     assert {s.nodes for s in chosen} == {8, 16}
     whole = sparse_push.settings_of(sparse_push.EXPERIMENT.configure(assignments=("full=true",)))
-    assert len(set(whole)) == len(whole) == 288
+    assert len(set(whole)) == len(whole) == 288 + 2
+    assert {len(s.seeds(config)) for s in chosen if s.long} == {3}
     assert set(chosen) < set(whole)
     for setting in (*chosen, Setting(8, DIGRAPH, IID, "2 %")):
         cell = setting.cell(config, 0)

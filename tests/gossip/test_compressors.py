@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedcomp import codecs
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.gossip import sparse
+from fedcomp.gossip import get_algorithm, sparse
 from fedcomp.gossip.compressors import (
     Compressor,
     Dithered,
@@ -358,6 +358,13 @@ def test_configurations_recreate_the_compressor(c: Compressor) -> None:
 def test_impossible_configurations_are_refused(config: Any) -> None:
     with pytest.raises(ConfigError):
         get_compressor(config)
+
+
+def test_a_parameter_that_is_not_known_is_named_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match="'topk' has no parameter 'fracton'; did you mean 'fraction'"):
+        get_compressor({"id": "topk", "fracton": 0.1})
+    with pytest.raises(ConfigError, match="'choco' has no parameter 'gama'; did you mean 'gamma'"):
+        get_algorithm({"name": "choco", "gama": 0.1})
 
 
 def test_what_travels_whole_stands_behind_the_compressed_part() -> None:

@@ -107,17 +107,17 @@ def test_undetected_saturation_would_diverge() -> None:
 
 
 def test_7_12_any_first_scale_reaches_the_same_precision_in_about_the_same_time() -> None:
-    found = []
+    task, found = problem(n=3, d=12, kappa=4.0), []
     for s0 in (1e-3, 1.0, 1e3):
-        algorithm = replace(ZOOM, s0=s0)
+        algorithm = DynaCOLD(lr=1.0 / task.smoothness, s0=s0)
 
         def done(k: int, states: Any) -> None:
-            if TASK.error(state["x"] for state in states) < 1e-6:
+            if task.error(state["x"] for state in states) < 1e-6:
                 raise StopIteration
 
         reached: list[int] = []
         with pytest.raises(StopIteration):
-            run(algorithm, TASK, 600, watch=lambda k, states, r=reached, stop=done: (r.append(k), stop(k, states)))
+            run(algorithm, task, 600, watch=lambda k, states, r=reached, stop=done: (r.append(k), stop(k, states)))
         found.append(len(reached))
     assert max(found) <= 1.7 * min(found)
 

@@ -77,17 +77,17 @@ def test_7_02_without_compression_and_with_gamma_1_it_is_sgp(estimates):
         assert float(here[i]["w"]) == pytest.approx(float(there[i]["w"]), abs=1e-13)
 
 
-@pytest.mark.parametrize(("estimates", "gamma", "iterations"), [("broadcast", 0.05, 650), ("edge", 0.1, 350)])
+@pytest.mark.parametrize(("estimates", "gamma", "iterations"), [("broadcast", 0.05, 630), ("edge", 0.1, 300)])
 def test_7_03_consensus_is_exact_on_an_unbalanced_graph_that_changes(estimates, gamma, iterations):
-    graph = RandomDigraph(4, 0.5, seed=2)
-    models = starts(4, 20)
+    graph = RandomDigraph(3, 0.6, seed=1)
+    models = starts(3, 20)
     algorithm = SparsePush(fraction=0.1, gamma=gamma, estimates=estimates, digest_every=1)
     views = views_of(graph) if estimates == "edge" else audible(graph)
     states = rounds(algorithm, opened(algorithm, models), views, range(iterations))
     assert disagreement(algorithm, states, np.mean(models, axis=0)) < 1e-10
     weights = [float(s["w"]) for s in states.values()]
     assert max(weights) - min(weights) > 0.1
-    for i, j in ((0, 1), (3, 2)):
+    for i, j in ((0, 1), (2, 1)):
         own = digests(states[i], ("h",))["h" if estimates == "broadcast" else f"h>{j}"]
         assert own == digests(states[j], ("h",))[f"h/{i}"]
 

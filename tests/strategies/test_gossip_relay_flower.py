@@ -115,6 +115,34 @@ def test_7_17_letters_in_messages_are_what_the_ledger_counts() -> None:
     assert over.ledger.total("messages", direction="down", message_type=gossip.OBSERVE_TYPE) == NODES
 
 
+@pytest.mark.parametrize("name", ["sparse-push", "beer"])
+def test_7_17_edge_bytes_by_phase_are_the_letters_the_nodes_wrote_each_counted_once(name: str) -> None:
+    """Whatever is sent again on the way. Written down at the nodes, which know nothing of the counters."""
+    wrote: dict[tuple[int, int, int], tuple[str, int]] = {}
+    honest = client()
+
+    def app(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        if message.metadata.message_type in gossip.TRAINING:
+            asked = gossip.take_instruction(message)
+            for posting in gossip.take_answer(reply).postings:
+                for to in posting.destinations:
+                    phase = "resync" if to in asked.view.resync else "dense" if asked.view.dense else "train"
+                    wrote[asked.node, asked.serial, to] = (phase, len(posting.payload))
+        return reply
+
+    rates = {"silent": 0.06, "lost_reply": 0.08, "raise": 0.06, "duplicate": 0.05}
+    faults = RandomFaults(Key(4, "faults"), rates, message_types=("train",))
+    relay = strategy(name, patience=30, observe_every=2, skew_rounds=3 if name == "sparse-push" else 0)
+    run(relay, grid(app, fault=faults), rounds=6)
+    assert relay.relay.report.repeated > 3
+    for phase, count in relay.relay.traffic.edge.items():
+        assert count.bytes == sum(size for said, size in wrote.values() if said == phase)
+        assert count.bytes == sum(report.traffic[f"edge.{phase}"] for report in relay.gossip.values())
+    assert relay.relay.traffic.edge["train"].bytes > 0
+    assert (relay.relay.traffic.edge["dense"].bytes > 0) == (name == "sparse-push")
+
+
 def test_observing_changes_nothing_and_is_counted_apart() -> None:
     seldom, often = (strategy("sparse-push", observe_every=every) for every in (100, 1))
     first, second = grid(), grid()

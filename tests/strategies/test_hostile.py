@@ -114,6 +114,7 @@ BAD = {
     "array header claims 2**50 elements": plain(raw(npy("<f4", (2**50,)))),
     "array header claims another shape": plain(raw(npy("<f4", (30, 1)) + bytes(120))),
     "array is truncated": plain(raw(npy("<f4", (30,)) + bytes(40))),
+    "array header never ends": plain(raw(npy("<f4", (30,)).replace(b"{", b"((((") + bytes(120))),
     "array of objects": plain(raw(npy("|O", (30,)) + bytes(240))),
     "array of text": plain(Array(np.array(["abc"] * 30))),
     "array of dates": plain(Array(np.zeros(30, "datetime64[s]"))),

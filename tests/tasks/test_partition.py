@@ -32,7 +32,7 @@ def _entropies(assignment: np.ndarray, labels: np.ndarray, partitions: int) -> n
 @settings(deadline=None, max_examples=60)
 @given(
     text=st.sampled_from(
-        ["iid", "dirichlet:0.05", "dirichlet:1", "dirichlet:50", "shards:1", "shards:3", "sorted", "natural"]
+        ["iid", "dirichlet:0.05", "dirichlet:50", "shards:1", "shards:3", "pieces:1", "pieces:2", "sorted", "natural"]
     ),
     partitions=st.integers(10, 12),
     seed=st.integers(0, 2**63),
@@ -130,6 +130,20 @@ def test_shards_have_nearly_equal_sizes_for_equal_classes() -> None:
     assert sizes.min() == sizes.max() == 100
 
 
+def test_pieces_are_of_one_size_and_follow_the_labels() -> None:
+    labels = np.repeat(np.arange(10), 160)[permutation(1600, Key(1, "mixed"))]
+    out = parse_partitioner("pieces:2").assign(8, KEY, labels=labels)
+    assert np.bincount(out).tolist() == [200] * 8
+    # Every piece is a stretch of the sorted examples: what one partition holds are at most two stretches.
+    owners = out[np.argsort(labels, kind="stable")]
+    assert np.count_nonzero(np.diff(owners)) <= 2 * 8 - 1
+    # 0.625 of a class long, a piece straddles two labels in places: some partition sees three, none more than four.
+    seen = [np.unique(labels[out == p]).size for p in range(8)]
+    assert 3 <= max(seen) <= 4
+    with pytest.raises(ConfigError, match="1600000 pieces are too many"):
+        parse_partitioner("pieces:200000").assign(8, KEY, labels=labels)
+
+
 def test_natural_keeps_ids_together() -> None:
     exact = natural(IDS, 12)
     for number, value in enumerate(np.unique(IDS)):
@@ -163,6 +177,7 @@ def test_sorted_pieces_follow_the_labels_and_differ_by_one_example_at_most() -> 
         ("shards:1.5", "whole number"),
         ("shards:0", "whole number"),
         ("shards:inf", "whole number"),
+        ("pieces", "whole number of pieces"),
         pytest.param("shards:" + "9" * 400, "whole number", id="400 digits"),
         ("dirichlet:1e-320", "positive concentration"),
         pytest.param(10**5000, "written down", id="5001 digits"),
@@ -187,6 +202,7 @@ def test_parse_errors_say_what_to_write(text: str, match: str) -> None:
         "dirichlet:0.12345678",
         "dirichlet:1234567.5",
         "shards:2",
+        "pieces:2",
         "shards:1234567",
         f"shards:{2**53 + 1}",
     ],
@@ -204,14 +220,14 @@ def test_no_digit_of_the_number_is_lost(alpha: float, count: int) -> None:
     assert parse_partitioner(str(Partitioner("shards", count))).value == count
 
 
-@pytest.mark.parametrize("text", ["iid", "dirichlet:0.5", "shards:1", "sorted"])
+@pytest.mark.parametrize("text", ["iid", "dirichlet:0.5", "shards:1", "pieces:1", "sorted"])
 def test_more_partitions_than_examples_are_refused_alike(text: str) -> None:
     labels = np.arange(20) % 4
     with pytest.raises(ConfigError, match="20 examples cannot give 21 partitions at least 1 each"):
         parse_partitioner(text).assign(21, KEY, labels=labels)
 
 
-@pytest.mark.parametrize("text", ["iid", "dirichlet:0.1", "shards:2", "sorted", "natural"])
+@pytest.mark.parametrize("text", ["iid", "dirichlet:0.1", "shards:2", "pieces:2", "sorted", "natural"])
 def test_min_examples_holds_for_every_partitioner(text: str) -> None:
     labels, ids = np.arange(100) % 5, np.arange(100) % 8
     part = parse_partitioner(text)

@@ -1,0 +1,255 @@
+"""Nodes that say anything: what one of them sends costs itself, with a reason in the report, and the run goes on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from gossip_toy import COUNTER, NODES, client, grid, model, strategy
+
+from fedcomp.errors import ConfigError
+from fedcomp.flower import gossip
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import NODE_RECORD, STYPE, put_frame
+from fedcomp.flower.rounds import fit
+from strategies.gossip import GossipRelay
+
+Change = Callable[[RecordDict], None]
+
+LIE, LAST = 2, 4
+"""The round in which a node lies, and the last one."""
+
+
+class Liar:
+    """Node ``culprit`` says something else in one round, in messages of one type."""
+
+    def __init__(self, change: Change, kind: str, culprit: int) -> None:
+        self.honest = client()
+        self.change, self.kind, self.culprit = change, kind, culprit
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        reply = self.honest(message, context)
+        now = message.content.config_records["config"]["server-round"]
+        who = (now, context.node_config["partition-id"], message.metadata.message_type)
+        if who == (LIE, self.culprit, self.kind):
+            self.change(reply.content)
+        return reply
+
+
+def lied_to(change: Change, kind: str, culprit: int, name: str = "sgp") -> tuple[GossipRelay, Any]:
+    relay, over = strategy(name, observe_every=LIE, patience=4), grid(Liar(change, kind, culprit))
+    with over.inner:
+        result = fit(relay, over, model(), LAST)
+    assert relay.gossip[LAST].members == list(range(NODES))
+    assert relay.gossip[LAST].figures["observed"] == NODES
+    return relay, result
+
+
+def npy(array: np.ndarray, **claims: Any) -> bytes:
+    out = io.BytesIO()
+    header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape, **claims}
+    np.lib.format.write_array_header_1_0(out, header)
+    return out.getvalue() + array.tobytes()
+
+
+def shown(data: bytes, stype: str = "numpy.ndarray", name: str = "weight") -> Change:
+    def change(content: RecordDict) -> None:
+        content[gossip.MODEL][name] = Array("float32", (8, 6), stype, data)
+
+    return change
+
+
+def zipped() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, a=np.ones(3))
+    return out.getvalue()
+
+
+WEIGHT = np.zeros((8, 6), np.float32)
+MODELS: dict[str, tuple[Change, str]] = {
+    "text": (shown(npy(np.full((8, 6), "a"))), "is <U1"),
+    "complex numbers": (shown(npy(WEIGHT.astype(complex))), "is complex128"),
+    "2**40 rows, it claims": (shown(npy(WEIGHT, shape=(2**40, 6))), "expected float32"),
+    "a header that never ends": (shown(npy(WEIGHT).replace(b"{'descr'", b"((((((((")), "cannot be read"),
+    "an archive": (shown(zipped()), "cannot be read"),
+    "another serialisation": (shown(b"1234", "pickle"), "serialised as"),
+    "not finite": (shown(npy(np.full_like(WEIGHT, np.nan))), "non-finite"),
+    "beyond float32": (shown(npy(np.full((8, 6), 1e308))), "non-finite"),
+    "a counter with a fraction": (shown(npy(np.array(2.5)), name=COUNTER), "is float64"),
+    "nothing": (lambda content: content.__delitem__(gossip.MODEL), "no model"),
+    "5000 figures": (
+        lambda content: content.__setitem__(gossip.FIGURES, MetricRecord({str(k): 1.0 for k in range(5000)})),
+        "5000 figures",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("how", MODELS)
+def test_a_model_that_cannot_be_one_is_not_seen(how: str) -> None:
+    """Also not when it is the first one, whose form the mean would take."""
+    change, reason = MODELS[how]
+    relay, result = lied_to(change, gossip.OBSERVE_TYPE, 0)
+    (said,) = relay.gossip[LIE].events["unseen"]
+    assert said.startswith("vertex 0: ")
+    assert reason in said
+    assert relay.gossip[LIE].figures["observed"] == NODES - 1
+    for name, array in model().items():
+        assert result.arrays[name].numpy().dtype == array.numpy().dtype
+
+
+@pytest.mark.parametrize("values", [(np.inf, -np.inf), (1.7e308, 1.7e308), (np.nan, 1.0)])
+def test_figures_of_any_size_are_reported_as_they_are(values: tuple[float, float]) -> None:
+    honest = client()
+
+    def app(message: Message, context: Context) -> Message:
+        reply, vertex = honest(message, context), context.node_config["partition-id"]
+        if message.metadata.message_type == gossip.OBSERVE_TYPE and vertex < 2:
+            reply.content[gossip.FIGURES] = MetricRecord({"own": values[vertex]})
+            reply.content[gossip.HEADER]["facts.values"] = [values[vertex]]
+        return reply
+
+    relay, over = strategy("sgp"), grid(app)
+    with over.inner:
+        fit(relay, over, model(), 2)
+    figures = relay.gossip[2].figures
+    assert not np.isfinite(figures["own_mean"])
+    assert not np.isfinite(figures["sum_w"])
+    assert figures["loss_mean"] > 0.0, "those of others count, also when the first node has none"
+
+
+def entry(**values: Any) -> Change:
+    def change(content: RecordDict) -> None:
+        for name, value in values.items():
+            content[gossip.HEADER][name.replace("_", ".")] = value
+
+    return change
+
+
+def letters(make: Callable[[RecordDict, str], None]) -> Change:
+    def change(content: RecordDict) -> None:
+        for name in [name for name in content if "/postings/" in name]:
+            make(content, name)
+
+    return change
+
+
+def more(content: RecordDict) -> None:
+    for place in range(3000):
+        put_frame(content, f"{gossip.HEADER}/postings/{place}", b"1")
+
+
+ANSWERS: dict[str, tuple[Change, str]] = {
+    "a number as text": (entry(serial="1"), "'serial'"),
+    "a number for yes": (entry(fresh=1), "'fresh'"),
+    "negative destinations": (entry(postings_to=[-1, -2]), "letters to nodes [-1, -2]"),
+    "100 000 destinations": (entry(postings_to=list(range(100_000))), "of 100000 destinations"),
+    "counts beyond all numbers": (entry(postings_counts=[2**62, 2**62]), "destinations"),
+    "negative counts": (entry(postings_counts=[-1, 3]), "destinations"),
+    "99 figures": (entry(facts=[str(k) for k in range(99)], facts_values=[0.0] * 99), "99 figures"),
+    "figures without values": (entry(facts=["a", "b", "c"]), "no answer to a gossip instruction"),
+    "needs without reasons": (entry(needs=[1]), "for 0 reasons"),
+    "losses of nothing": (entry(lost=["x"]), "0 did"),
+    "an entry nobody knows": (entry(extra=1), "unknown entries"),
+    "3000 letters": (more, "3000 letters"),
+    "letters that are no bytes": (
+        letters(lambda content, name: content.__setitem__(name, ConfigRecord({STYPE: "text"}))),
+        "not a frame",
+    ),
+    "letters of a megabyte": (letters(lambda content, name: put_frame(content, name, bytes(10**6))), "1000000 bytes"),
+    "nothing": (lambda content: [content.__delitem__(name) for name in list(content)], "no header"),
+    "another record": (lambda content: content.__setitem__(gossip.HEADER, MetricRecord({"serial": 1})), "no header"),
+}
+
+
+@pytest.mark.parametrize("how", ANSWERS)
+def test_an_answer_that_cannot_be_one_counts_as_none_and_is_asked_for_again(how: str) -> None:
+    change, reason = ANSWERS[how]
+    relay, _ = lied_to(change, gossip.EXCHANGE_TYPE, 2)
+    said = relay.gossip[LIE].events
+    assert [kind for kind in said if kind != "unseen"] in (["unanswered"], ["refused"])
+    assert any(reason in one for one in (*said.get("unanswered", ()), *said.get("refused", ())))
+    assert relay.gossip[LAST].figures["sum_w"] == pytest.approx(NODES, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgp", "sparse-push"])
+def test_letters_damaged_on_their_way_up_cost_what_they_carried_and_not_their_sender(name: str) -> None:
+    """Nobody can read them any more: neither their receivers, nor, when they come back, the node that wrote them."""
+    carried: list[float] = []
+
+    def noise(content: RecordDict, key: str) -> None:
+        carried.append(float(np.frombuffer(content[key][STYPE], np.float64, 1, 8)[0]))
+        put_frame(content, key, b"\xff" * 40)
+
+    relay, _ = lied_to(letters(noise), gossip.EXCHANGE_TYPE, 1, name)
+    lost = relay.gossip[LAST].events["lost"]
+    assert len(lost) == 2  # out-neighbours on the exponential graph of four
+    assert all(one.startswith("vertex 1: letter to node ") for one in lost)
+    assert not relay.relay.report.gone
+    gone = sum(carried) * len(lost) / len(carried)  # the same letter for both, or one each
+    assert relay.gossip[LAST].figures["sum_w"] == pytest.approx(NODES - gone, abs=1e-12)
+    assert gone > 0.03
+
+
+def test_a_vertex_nobody_has_is_reported_in_the_first_round_too() -> None:
+    class Blind(InProcessGrid):
+        def partition_of(self, node_id: int) -> None:
+            return None
+
+    honest = client()
+
+    def app(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        if message.metadata.message_type == gossip.HELLO_TYPE and context.node_config["partition-id"] == 3:
+            reply.content[NODE_RECORD]["partition-id"] = 2**31 - 1
+        return reply
+
+    relay, over = strategy("sgp", nodes=NODES, patience=2), MeteredGrid(Blind(app, NODES, seed=2))
+    with over.inner:
+        fit(relay, over, model(), 3)
+    assert relay.gossip[1].events["unknown"] == [f"a node says it is vertex {2**31 - 1} of a graph of {NODES}"]
+    assert relay.gossip[3].members == [0, 1, 2]
+
+
+@pytest.mark.parametrize("told", ["nodes", "clients"])
+def test_the_first_round_waits_for_vertices_whose_node_is_late(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.gossip._POLL_SECONDS", 0.001)
+
+    class Slow(InProcessGrid):
+        calls = 0
+
+        def get_node_ids(self) -> list[int]:
+            self.calls += 1
+            return sorted(super().get_node_ids())[: 2 if self.calls < 4 else None]
+
+    relay = strategy("sgp", wait=30.0, nodes=NODES if told == "nodes" else 0)
+    over = MeteredGrid(Slow(client(), NODES, seed=2))
+    config = ConfigRecord({"clients": NODES} if told == "clients" else {})
+    with over.inner:
+        fit(relay, over, model(), 2, train_config=config)
+    assert relay.gossip[1].members == list(range(NODES))
+    assert relay.gossip[1].answers == NODES
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, "some"])
+def test_closing_iterations_out_of_range_are_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="skew_rounds"):
+        strategy("sgp", skew_rounds=wrong)
+
+
+def test_state_does_not_grow_with_the_rounds() -> None:
+    for name in ("sparse-push", "cold"):
+        relay, over = strategy(name), grid()
+        sizes: list[int] = []
+
+        def size(server_round: int, arrays: object, outcome: object, over=over, sizes=sizes) -> None:
+            sizes.append(sum(record.count_bytes() for record in over.context(1).state.values()))
+
+        with over.inner:
+            fit(relay, over, model(), 9, on_round=size)
+        assert len(set(sizes[2:8])) == 1
