@@ -118,6 +118,10 @@ class GossipRelay(ExchangeStrategy):
             raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
         if not 0 <= wait < float("inf"):
             raise ConfigError(f"wait={wait!r} is not valid: a number of seconds, at least 0")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"seed={seed!r} is not valid: a whole number")
+        if not (isinstance(watch, bool) or callable(watch)):
+            raise ConfigError(f"watch={watch!r} is not valid: True, False, or a callable that is told every iteration")
         whole = isinstance(skew_rounds, int) and not isinstance(skew_rounds, bool)
         if skew_rounds != "auto" and not (whole and skew_rounds >= 0):
             raise ConfigError(f"skew_rounds={skew_rounds!r} is not valid: a whole number, at least 0, or 'auto'")

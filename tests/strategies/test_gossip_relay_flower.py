@@ -423,7 +423,16 @@ def test_graphs_that_do_not_fit_are_refused_before_anything_is_sent(options: dic
 
 @pytest.mark.parametrize(
     "options",
-    [{"patience": 0}, {"deadline": 0.0}, {"wait": -1.0}, {"dtype": "float16"}, {"skew_rounds": 1.5}, {"nodes": -1}],
+    [
+        {"patience": 0},
+        {"deadline": 0.0},
+        {"wait": -1.0},
+        {"dtype": "float16"},
+        {"skew_rounds": 1.5},
+        {"nodes": -1},
+        {"seed": "a"},
+        {"watch": 3},
+    ],
 )
 def test_arguments_out_of_range_are_refused(options: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
