@@ -401,7 +401,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "PowerGossip",
         "Vogels, Karimireddy, Jaggi 2020, Practical low-rank communication compression in decentralized deep learning",
         "products of each weight matrix with a vector that both ends of an edge know: power steps on their difference",
-        defaults={"topology": "ring", "rank": 1, "steps": 1, "rate": 1.0, "warm_start": True, "overlap": True},
+        defaults={"topology": "ring", "rank": 1, "steps": 1, "rate": "1.0", "warm_start": True, "overlap": True},
         strategy="gossip",
     ),
 )

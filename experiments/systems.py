@@ -372,8 +372,9 @@ def _gossip(settings: Settings, seed: int, *, row: Row) -> Strategy:
         own["momentum"] = settings["momentum"]
     elif settings["momentum"]:
         raise ConfigError(f"momentum={settings['momentum']!r} does not fit: {row.title} has none; set momentum=0")
-    if "gamma" in own:
-        own["gamma"] = _number_or(str(own["gamma"]), "auto", "gamma", float)
+    for key in ("gamma", "rate"):
+        if key in own:
+            own[key] = _number_or(str(own[key]), "auto", key, float)
     options = below(settings, COMPRESSOR_PREFIX)
     if "compressor" in own:
         own["compressor"] = _compressor(row, str(settings["compressor"]), options)

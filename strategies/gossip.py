@@ -16,6 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -236,15 +237,20 @@ class GossipRelay(ExchangeStrategy):
             if vertex is not None and vertex >= count:
                 report.note("unknown", _outside(vertex, count))
 
+    def _announcement(self) -> ConfigRecord:
+        """Return what the nodes are told of the run: the algorithm as it was fitted to the graph."""
+        return replace(self.setup, algorithm=self.relay.algorithm.to_config()).to_record()
+
     def _announced(self, config: ConfigRecord) -> int:
         """Return how many vertices the settings say there are; 0 when they do not."""
         clients = config.get("clients")
         return self._count or (clients if isinstance(clients, int) else 0)
 
     def _made(self, count: int, iterations: int, session: str, largest: int) -> Relay:
+        graph = self.graph(count)
         return Relay(
-            self.algorithm,
-            self.graph(count),
+            self.algorithm.fitted(graph),
+            graph,
             iterations=iterations,
             session=session,
             seed=self.seed,
@@ -347,7 +353,7 @@ class GossipRelay(ExchangeStrategy):
         return Message(RecordDict({self._key: config}), node, gossip.HELLO_TYPE)
 
     def _message(self, instruction: Instruction, config: ConfigRecord) -> Message:
-        content = RecordDict({self._key: config, gossip.SETUP: self.setup.to_record()})
+        content = RecordDict({self._key: config, gossip.SETUP: self._announcement()})
         gossip.put_instruction(content, instruction)
         begins = instruction.start in ("common", "empty")
         if begins:
@@ -361,7 +367,7 @@ class GossipRelay(ExchangeStrategy):
         instructions = {v: i for v, i in self.relay.observe().items() if v in self._node_of}
         messages = []
         for instruction in instructions.values():
-            content = RecordDict({self._key: config, gossip.SETUP: self.setup.to_record()})
+            content = RecordDict({self._key: config, gossip.SETUP: self._announcement()})
             gossip.put_instruction(content, instruction)
             messages.append(Message(content, self._node_of[instruction.node], gossip.OBSERVE_TYPE))
         replies = yield Push(messages, self.deadline)

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from fedcomp.gossip.errors import LetterError
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from fedcomp.gossip.graph import Topology
 
 Real = NDArray[Any]
 """A float32 or float64 vector of the model's size, shape ``(d,)``."""
@@ -162,6 +165,13 @@ class Algorithm(ABC):
 
     def __hash__(self) -> int:
         return hash(repr(self))
+
+    def fitted(self, topology: Topology) -> Algorithm:
+        """Return this algorithm with what follows from the graph filled in, where it was left to that.
+
+        Called once, before a run, where the graph is known: nodes know their neighbours only.
+        """
+        return self
 
     @abstractmethod
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:

@@ -251,6 +251,7 @@ def simulate(
         When the iterates grow, are not finite, or leave a given scale.
     """
     _check_starts(starts, topology.n, common)
+    algorithm = algorithm.fitted(topology)
     nodes = Nodes(algorithm, locals, starts, layout, common=common, faults=faults)
     relay = Relay(
         algorithm,

@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -78,8 +78,9 @@ class PowerGossip(Algorithm):
     steps : int
         Power steps per gradient, ``num_iterations`` of the authors' code: a gradient is taken in every ``steps``-th
         iteration and the others only gossip. A training step then costs ``steps`` round trips.
-    rate : float
-        Of the gossip, in (0, 2): 1, or :func:`auto_rate` of the graph. Vectors are always mixed at 1.
+    rate : float or "auto"
+        Of the gossip, in (0, 2): 1, or :func:`auto_rate` of the graph, which :meth:`fitted` fills in. Vectors are
+        always mixed at 1.
     warm_start : bool
         Whether a step begins with the factor of the one before, or with one drawn anew.
     overlap : bool
@@ -108,7 +109,7 @@ class PowerGossip(Algorithm):
 
     rank: int = 1
     steps: int = 1
-    rate: float = 1.0
+    rate: float | Literal["auto"] = 1.0
     warm_start: bool = True
     overlap: bool = True
     values: Literal["model", "float32"] = "model"
@@ -120,11 +121,8 @@ class PowerGossip(Algorithm):
         for what, value in (("rank", self.rank), ("steps", self.steps)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{what}={value!r} is not valid: a whole number, at least 1")
-        if isinstance(self.rate, str) or not 0.0 < self.rate < 2.0:
-            raise ConfigError(
-                f"rate={self.rate!r} is not valid: a number above 0 and below 2. Nodes do not know the graph: compute "
-                "it with fedcomp.gossip.power_gossip.auto_rate(topology) and pass the number"
-            )
+        if self.rate != "auto" and (isinstance(self.rate, str) or not 0.0 < self.rate < 2.0):
+            raise ConfigError(f"rate={self.rate!r} is not valid: a number above 0 and below 2, or 'auto'")
         if self.values not in ("model", "float32"):
             raise ConfigError(f"values={self.values!r} is not valid: 'model' or 'float32'")
         if isinstance(self.digest_every, bool) or not isinstance(self.digest_every, int) or self.digest_every < 0:
@@ -134,6 +132,10 @@ class PowerGossip(Algorithm):
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         return parameters(self)
+
+    def fitted(self, topology: Topology) -> PowerGossip:
+        """Return the algorithm with the rate of the graph, where it is "auto"; raises as :func:`auto_rate`."""
+        return replace(self, rate=auto_rate(topology)) if self.rate == "auto" else self
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return the state of a node without edges; ``common`` is not used, for there are no estimates."""
@@ -159,6 +161,7 @@ class PowerGossip(Algorithm):
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: one letter per neighbour, through that edge's factor."""
         refuse_dense(self, view)
+        _ = self._rate
         state = settled(state)
         if view.iteration % self.steps:
             gradient = None
@@ -189,6 +192,12 @@ class PowerGossip(Algorithm):
             }
         return {**state, **more, **begun(view)}, tuple(postings)
 
+    @property
+    def _rate(self) -> float:
+        if self.rate == "auto":
+            raise ConfigError("rate='auto' was not filled in: a node does not know the graph; use fitted(topology)")
+        return self.rate
+
     def _edge(self, state: State, j: int, view: View) -> tuple[int, Real | None]:
         """Return the power step the edge to ``j`` is at, and the factor it begins with: None to draw one."""
         factor = state.get(f"factor/{j}")
@@ -202,6 +211,7 @@ class PowerGossip(Algorithm):
         received = heard(state, letters)
         if BEGUN + "ids" not in state:
             return state
+        rate = self._rate
         x = state["x"].copy()
         matrices = Matrices(state["matrices"], len(x), self.rank)
         travels = x.dtype if self.values == "model" else np.dtype(np.float32)
@@ -221,7 +231,7 @@ class PowerGossip(Algorithm):
             turn = int(state[f"turn/{j}"])
             large, small = (own, other) if node > j else (other, own)
             factor = large.projected.astype(x.dtype) - small.projected.astype(x.dtype)
-            toward = float(-weight * self.rate if node > j else weight * self.rate)
+            toward = -weight * rate if node > j else weight * rate
             matrices.add(x, state[f"{BEGUN}basis/{j}"], factor, turn, toward)
             changes |= {f"turn/{j}": np.array(turn + 1, np.int64), f"factor/{j}": factor}
         restarts = np.array(int(state["restarts"]) + len(dropped) // 2, np.int64)

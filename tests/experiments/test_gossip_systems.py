@@ -12,6 +12,8 @@ from experiments.systems import SYSTEMS, check, get_system
 from fedcomp.errors import ConfigError
 from fedcomp.flower import gossip
 from fedcomp.gossip import ALGORITHMS
+from fedcomp.gossip.power_gossip import auto_rate
+from fedcomp.gossip.topology import topology_of
 
 NAMES = [name for name, system in SYSTEMS.items() if "topology" in system.needs]
 SMALL = {"task.hidden": "16", "task.partition": "dirichlet:0.5", "evaluate_every": 2}
@@ -81,9 +83,19 @@ def test_broadcast_letters_are_counted_once_per_sender_and_once_per_edge() -> No
     assert metrics["gossip.edge.headers"] == 64
 
 
-@pytest.mark.parametrize("name", ["sparse-push", "lead"])
-def test_an_interrupted_run_continues_to_the_same_bits_and_bytes(name: str, tmp_path) -> None:
-    asked, file = spec(name, rounds=4), tmp_path / "checkpoint"
+def test_a_rate_left_to_the_graph_is_the_graphs() -> None:
+    # On the ring of four the rate is 1.
+    rates = ("auto", repr(auto_rate(topology_of("ring", 5))), 1.0)
+    graphs, numbers, ones = (engines.run(spec("power-gossip", rounds=2, clients=5, rate=rate)) for rate in rates)
+    assert whole(graphs).tobytes() == whole(numbers).tobytes()
+    assert graphs.final.metrics["gossip.distance"] != ones.final.metrics["gossip.distance"]
+    with pytest.raises(ConfigError, match="no rate follows"):
+        engines.run(spec("power-gossip", rounds=1, rate="auto", topology="edges:0>1,1>2,2>3,3>0"))
+
+
+@pytest.mark.parametrize(("name", "own"), [("sparse-push", {}), ("lead", {}), ("power-gossip", {"rate": "auto"})])
+def test_an_interrupted_run_continues_to_the_same_bits_and_bytes(name: str, own: dict, tmp_path) -> None:
+    asked, file = spec(name, rounds=4, **own), tmp_path / "checkpoint"
     whole_run = engines.run(asked)
 
     def interrupt(record) -> None:

@@ -376,6 +376,15 @@ def test_the_rate_of_the_ring_of_eight_is_the_authors() -> None:
             auto_rate(graph)
 
 
+def test_an_auto_rate_is_that_of_the_graph_and_of_nothing_else() -> None:
+    automatic = PowerGossip(rank=2, rate="auto")
+    assert automatic.fitted(Ring(8)) == PowerGossip(rank=2, rate=auto_rate(Ring(8)))
+    assert PowerGossip(rate=0.7).fitted(Ring(8)).rate == 0.7
+    state = automatic.init(np.ones(6), Layout.flat(6))
+    with pytest.raises(ConfigError, match="fitted"):
+        automatic.send(state, None, Ring(8).view(0, 0, seed=0, directed_algorithm=False))
+
+
 def test_the_auto_rate_is_faster_than_one() -> None:
     layout, starts = layout_of((4, 4)), draws(8, 16)
     reached = {}
@@ -449,8 +458,8 @@ def test_configuration_makes_the_round_trip_and_wrong_values_are_refused() -> No
     ):
         with pytest.raises(ConfigError):
             PowerGossip(**wrong)
-    with pytest.raises(ConfigError, match="auto_rate"):
-        PowerGossip(rate="auto")
+    with pytest.raises(ConfigError, match="'auto'"):
+        PowerGossip(rate="much")
 
 
 def test_orthonormal_columns_whatever_the_factor() -> None:
