@@ -89,8 +89,6 @@ def test_a_rate_left_to_the_graph_is_the_graphs() -> None:
     graphs, numbers, ones = (engines.run(spec("power-gossip", rounds=2, clients=5, rate=rate)) for rate in rates)
     assert whole(graphs).tobytes() == whole(numbers).tobytes()
     assert graphs.final.metrics["gossip.distance"] != ones.final.metrics["gossip.distance"]
-    with pytest.raises(ConfigError, match="no rate follows"):
-        engines.run(spec("power-gossip", rounds=1, rate="auto", topology="edges:0>1,1>2,2>3,3>0"))
 
 
 @pytest.mark.parametrize(("name", "own"), [("sparse-push", {}), ("lead", {}), ("power-gossip", {"rate": "auto"})])
