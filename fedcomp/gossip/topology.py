@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -39,9 +40,9 @@ _LONGEST_WINDOW: Final = 10_000
 class _Circulant(Topology):
     """Vertex i sends to i + o modulo n for every offset o."""
 
+    @abstractmethod
     def offsets(self, t: int) -> Sequence[int]:
         """Return the offsets of iteration t."""
-        raise NotImplementedError
 
     def targets(self, t: int) -> Iterable[Iterable[int]]:
         """Return the shifted vertices."""
