@@ -14,9 +14,9 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from numpy.typing import NDArray
 from fedcomp.gossip.errors import LetterError
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-
-if TYPE_CHECKING:
-    from fedcomp.gossip.graph import Topology
 
 Real = NDArray[Any]
 """A float32 or float64 vector of the model's size, shape ``(d,)``."""
@@ -120,6 +117,24 @@ class View:
         return Key(self.seed, f"gossip/{purpose}", self.iteration, self.node)
 
 
+class Graph(Protocol):
+    """What of a graph may decide a parameter; :class:`fedcomp.gossip.graph.Topology` is one."""
+
+    name: ClassVar[str]
+    directed: bool
+
+    @property
+    def time_varying(self) -> bool:
+        """Whether it changes from one iteration to the next."""
+        ...
+
+    def mixing_matrix(
+        self, t: int, alive: Collection[int] | None = None, symmetric: bool | None = None
+    ) -> NDArray[np.float64]:
+        """Return the weights of iteration t, shape ``(n, n)``; W with ``symmetric``."""
+        ...
+
+
 class Algorithm(ABC):
     """One published iteration. Make them by class, or by :func:`fedcomp.gossip.get_algorithm` from a configuration.
 
@@ -166,7 +181,7 @@ class Algorithm(ABC):
     def __hash__(self) -> int:
         return hash(repr(self))
 
-    def fitted(self, topology: Topology) -> Algorithm:
+    def fitted(self, graph: Graph) -> Algorithm:
         """Return this algorithm with what follows from the graph filled in, where it was left to that.
 
         Called once, before a run, where the graph is known: nodes know their neighbours only.

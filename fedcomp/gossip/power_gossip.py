@@ -30,13 +30,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.base import Algorithm, Gradient, Graph, Letter, Outbox, Posting, Real, State, View, parameters, real
 from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, Header, pack, put_real, take_real, unpack
 from fedcomp.gossip.steps import (
@@ -52,9 +52,6 @@ from fedcomp.gossip.steps import (
 )
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-
-if TYPE_CHECKING:
-    from fedcomp.gossip.topology import Topology
 
 DEAD: Final = 1e-12
 """A column of a factor this short, or shortened this much by the columns before it, is noise and drawn anew."""
@@ -133,9 +130,9 @@ class PowerGossip(Algorithm):
         """Return the constructor's arguments."""
         return parameters(self)
 
-    def fitted(self, topology: Topology) -> PowerGossip:
+    def fitted(self, graph: Graph) -> PowerGossip:
         """Return the algorithm with the rate of the graph, where it is "auto"; raises as :func:`auto_rate`."""
-        return replace(self, rate=auto_rate(topology)) if self.rate == "auto" else self
+        return replace(self, rate=auto_rate(graph)) if self.rate == "auto" else self
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return the state of a node without edges; ``common`` is not used, for there are no estimates."""
@@ -195,7 +192,7 @@ class PowerGossip(Algorithm):
     @property
     def _rate(self) -> float:
         if self.rate == "auto":
-            raise ConfigError("rate='auto' was not filled in: a node does not know the graph; use fitted(topology)")
+            raise ConfigError("rate='auto' was not filled in: a node does not know the graph; use fitted(graph)")
         return self.rate
 
     def _edge(self, state: State, j: int, view: View) -> tuple[int, Real | None]:
@@ -244,7 +241,7 @@ class PowerGossip(Algorithm):
         return {"restarts": float(state["restarts"]), "difference": max(norms, default=0.0)}
 
 
-def auto_rate(topology: Topology) -> float:
+def auto_rate(graph: Graph) -> float:
     """Return ``2 / (λ_max + λ_min⁺)`` of ``I - W``, the best rate of plain gossip; 1.308 on the ring of 8 nodes.
 
     λ_min⁺ is the smallest eigenvalue above 0. The authors used this number for their ring (read in their
@@ -255,12 +252,12 @@ def auto_rate(topology: Topology) -> float:
     ConfigError
         For a time-varying graph, whose W has no one spectrum, or a directed one.
     """
-    if topology.time_varying or topology.directed:
-        raise ConfigError(f"no rate follows from {topology.name}: its W must be symmetric and stay the same; use 1.0")
-    spectrum = 1.0 - np.linalg.eigvalsh(topology.mixing_matrix(0, symmetric=True))
+    if graph.time_varying or graph.directed:
+        raise ConfigError(f"no rate follows from {graph.name}: its W must be symmetric and stay the same; use 1.0")
+    spectrum = 1.0 - np.linalg.eigvalsh(graph.mixing_matrix(0, symmetric=True))
     positive = spectrum[spectrum > 1e-12]
     if not len(positive):
-        raise ConfigError(f"no rate follows from {topology.name}: it has no edge; use 1.0")
+        raise ConfigError(f"no rate follows from {graph.name}: it has no edge; use 1.0")
     return float(2.0 / (positive.max() + positive.min()))
 
 
