@@ -322,8 +322,7 @@ def test_7_3_digits_without_memory_train_three_times_worse() -> None:
     caught(check_digits, FORGETFUL, 3.0, match="times the dense loss")
 
 
-# Five minutes of computing; six of the rows, and the experiment "sparsifiers", always run.
-deep = pytest.mark.skipif(
+deep = pytest.mark.skipif(  # five minutes of computing; six rows, and the experiment "sparsifiers", always run
     os.environ.get("HYPOTHESIS_PROFILE") != "deep",
     reason="the whole table takes five minutes of computing: set HYPOTHESIS_PROFILE=deep",
 )

@@ -191,8 +191,9 @@ def test_reduction_is_the_same_in_every_tier(shape: tuple[int, int, int], rank: 
         np.testing.assert_array_equal(reduced, expected, err_msg=tier)
 
 
-# ISA-L is optional and no dependency: without it there is nothing to compare with. galois is the oracle, always.
-without_isal = pytest.mark.skipif(not LIBRARIES, reason="ISA-L is not installed")
+without_isal = pytest.mark.skipif(  # optional, no dependency; galois is the oracle that always runs
+    not LIBRARIES, reason="ISA-L is not installed: there is nothing to compare with"
+)
 
 
 @without_isal
