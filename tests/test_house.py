@@ -26,6 +26,7 @@ FORBIDDEN = {
     "fedcomp/codecs": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip"},
     "fedcomp/gossip": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.timing"},
     "fedcomp/tasks": {"flwr", "fedcomp.flower", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.wire"},
+    "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
     "fedcomp/errors.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/rng.py": {"flwr", "torch", "fedcomp"},
@@ -118,6 +119,41 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+KNOW_TORCH = {"dpsgd.py", "optimizers.py"}
+"""The files of fedcomp/privacy that are about Opacus and torch, and import them at once."""
+
+
+def test_privacy_brings_neither_torch_nor_opacus() -> None:
+    """The promise of a run on numpy alone is computed without them; who samples loads Opacus when it is asked."""
+    room = ROOT / "fedcomp" / "privacy"
+    names = sorted(
+        p.stem for p in room.glob("*.py") if p.name not in KNOW_TORCH and p.stem not in ("__init__", "__main__")
+    )
+    code = f"""
+import sys
+import {", ".join(f"fedcomp.privacy.{name}" for name in names)}
+heavy = sorted(m for m in ("torch", "opacus", "scipy", "numba", "flwr", "ray") if m in sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    knowing = {p.name for p in room.glob("*.py") if any(n.split(".")[0] == "torch" for n in imports(p))}
+    assert knowing <= KNOW_TORCH
+
+
+def test_privacy_draws_from_its_own_entropy_alone() -> None:
+    """Noise from numpy's or torch's generators can be drawn again by whoever seeds them."""
+    banned = ("np.random", "numpy.random", "random.", "torch.normal", "torch.rand", "torch.Generator", "time.time")
+    wrong = []
+    for path in (ROOT / "fedcomp" / "privacy").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if name.startswith(banned):
+                wrong.append(f"{path.relative_to(ROOT)} uses {name}")
+        wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in imports(path) & {"numpy.random", "random", "uuid"}]
+    assert not wrong
 
 
 def test_no_pickle_and_no_global_randomness_in_the_product() -> None:

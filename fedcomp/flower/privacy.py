@@ -1,0 +1,66 @@
+"""What the two sides of a private round agree on, and how a strategy says what it promises.
+
+A private strategy puts :data:`PRIVATE` into the training configuration. Clients then send nothing but the update: no
+metrics, no number of examples, no statistics of their data (:mod:`clients.private`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.statement import Statement
+
+PRIVATE: Final = "private"
+"""Key of the training configuration; True asks clients for the update alone."""
+
+
+@runtime_checkable
+class Private(Protocol):
+    """A strategy that promises privacy.
+
+    Attributes
+    ----------
+    privacy : Ledger
+        What was released, and what it cost.
+
+    Notes
+    -----
+    Two more methods are called where a strategy has them: ``adopt(arrays)`` shows it the model before the first round,
+    on whose size a round's cost may depend, and ``declare_records(count)`` tells it the public number of records of all
+    clients, where records are its units.
+    """
+
+    privacy: Ledger
+
+    def declare(self, population: int) -> None:
+        """Learn the public number of units N, where the constructor was not told; called before the first round."""
+
+    def open_ledger(self, path: Path) -> None:
+        """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
+
+    def over(self, server_round: int) -> str:
+        """Return why round ``server_round`` may not be made, empty when it may."""
+
+    def statement(self) -> Statement:
+        """Return what may be said about the run so far."""
+
+
+def find_private(strategy: Any) -> Private | None:
+    """Return the private strategy in ``strategy`` or in what it wraps (its ``inner``), None where there is none."""
+    seen: set[int] = set()
+    while strategy is not None and id(strategy) not in seen:
+        if isinstance(strategy, Private):
+            return strategy
+        seen.add(id(strategy))
+        strategy = getattr(strategy, "inner", None)
+    return None
+
+
+def is_private(config: Mapping[str, Any]) -> bool:
+    """Whether a message's configuration asks for the update alone."""
+    return config.get(PRIVATE) is True

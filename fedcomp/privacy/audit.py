@@ -1,0 +1,544 @@
+"""Measuring what a mechanism really protects: the tools of the audit, which know nothing of how it was built.
+
+A wrong noise scale raises no error and moves no accuracy anybody would look at, so it has to be looked for. Six tiers,
+each of which sees what the others cannot:
+
+====  =============================  ==================================================================================
+tier  asks                           answers with
+====  =============================  ==================================================================================
+A     how far can one unit go        :func:`farthest`: exhaustive where small, random and adversarial where not
+B     is the noise as large as said  :func:`noise_scale`: chi-square of residuals, two-sided
+C     can two worlds be told apart   :func:`audit_canary`: a lower bound on mu from the worst pair, end to end
+D     does a whole run leak grossly  :func:`audit_run`: coin-flipped canaries in one run (Steinke, Nasr, Jagielski 2023)
+E     do the last bits leak          :func:`off_grid`: outputs that lie beside the public grid (Mironov 2012)
+F     is the noise fresh             :func:`likeness`: correlation of two rounds' noise
+====  =============================  ==================================================================================
+
+mu is the parameter of Gaussian differential privacy: telling two neighbouring data sets apart is as hard as telling
+N(0, 1) from N(mu, 1). A Gaussian release has mu = sensitivity / standard deviation, and T of them have sqrt(T) times
+as much. An audit can refute a claim; it never proves one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.events import Adjacency, check_adjacency
+from fedcomp.rng import Key
+
+Floats = NDArray[np.float64]
+Unit = TypeVar("Unit")
+
+CHANCE: Final = 1e-6
+"""Probability with which a correct mechanism fails a test of noise scale or freshness."""
+
+TIGHT: Final = 0.99
+"""Share of the claimed sensitivity that a search must reach: a bound nobody reaches is a wrong formula, too."""
+
+SLACK: Final = 1e-9
+"""Relative rounding of float64 that is no violation."""
+
+_NORMAL: Final = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Largest L2 distance of the sums of two neighbouring data sets that a search found, and what was claimed.
+
+    Attributes
+    ----------
+    found, claimed : float
+        In the same units.
+    pairs : int
+        How many pairs were tried.
+    """
+
+    found: float
+    claimed: float
+    pairs: int
+
+    @property
+    def sound(self) -> bool:
+        """Whether no pair is farther apart than claimed. NaN and infinity never are sound."""
+        return self.found <= self.claimed * (1.0 + SLACK)
+
+    @property
+    def tight(self) -> bool:
+        """Whether some pair comes as far as 99 % of the claim."""
+        return self.found >= TIGHT * self.claimed
+
+    @property
+    def ok(self) -> bool:
+        """Sound and tight."""
+        return self.sound and self.tight
+
+
+def farthest(
+    release: Callable[[Sequence[Unit]], NDArray[Any]],
+    pairs: Iterable[tuple[Sequence[Unit], Sequence[Unit]]],
+    claimed: float,
+) -> Distance:
+    """Return the largest distance of ``release`` over neighbouring data sets.
+
+    Parameters
+    ----------
+    release : callable
+        From a data set (a sequence of units) to the sum without noise: the code path with noise multiplier 0.
+    pairs : iterable of pairs of data sets
+        :func:`neighbours` makes them.
+    claimed : float
+        Sensitivity that the noise was drawn for, in the units of ``release``.
+
+    Raises
+    ------
+    ConfigError
+        Without a single pair: an empty search finds nothing wrong.
+    """
+    worst, count = 0.0, 0
+    for first, second in pairs:
+        gap = np.asarray(release(first), np.float64) - np.asarray(release(second), np.float64)
+        far = float(np.linalg.norm(gap.ravel()))
+        worst = far if math.isnan(far) or far > worst else worst
+        count += 1
+        if math.isnan(worst):
+            break
+    if count == 0:
+        raise ConfigError("a search over no pairs finds nothing; give at least one pair of data sets")
+    return Distance(worst, float(claimed), count)
+
+
+def neighbours(
+    base: Sequence[Unit], units: Sequence[Unit], adjacency: Adjacency, *, most: int = 100_000
+) -> Iterator[tuple[list[Unit], list[Unit]]]:
+    """Yield neighbouring data sets made of ``base`` and one of ``units``.
+
+    Parameters
+    ----------
+    base : sequence of units
+        What both data sets hold.
+    units : sequence of units
+        Each of them in turn is the one that is there or not; with ``"replace"``, every pair of them.
+    most : int
+        End after so many pairs.
+    """
+    check_adjacency(adjacency)
+    held = list(base)
+    pairs: Iterable[tuple[list[Unit], list[Unit]]]
+    if adjacency == "replace":
+        pairs = (([*held, a], [*held, b]) for a, b in itertools.combinations(units, 2))
+    else:
+        pairs = ((held, [*held, unit]) for unit in units)
+    yield from itertools.islice(pairs, most)
+
+
+def every_vote(d: int, k: int) -> list[NDArray[np.int8]]:
+    """Return all vectors in {-1, 0, 1}^d with at most ``k`` entries that are not zero."""
+    found = []
+    for count in range(k + 1):
+        for support in itertools.combinations(range(d), count):
+            for signs in itertools.product((-1, 1), repeat=count):
+                vote = np.zeros(d, np.int8)
+                vote[list(support)] = signs
+                found.append(vote)
+    return found
+
+
+def adversarial(size: int, clip: float, key: Key, *, count: int = 32) -> list[Floats]:
+    """Return vectors chosen to break a bound of L2 norm ``clip``: at the boundary, far beyond it, concentrated, equal.
+
+    Parameters
+    ----------
+    size : int
+        Coordinates.
+    clip : float
+        The bound; in the units of the vectors.
+    key : Key
+        Of the random ones.
+    count : int
+        How many random directions.
+
+    Notes
+    -----
+    Every vector is there with its opposite, which is the worst pair of ``"replace"``; disjoint supports and vectors
+    that round upwards in every coordinate are among them. All are finite: what is not must be refused, and is a test
+    of its own.
+    """
+    flat = np.ones(size) / math.sqrt(size)
+    first = np.zeros(size)
+    first[0] = 1.0
+    last = np.zeros(size)
+    last[-1] = 1.0
+    half = np.zeros(size)
+    half[: max(1, size // 2)] = 1.0
+    half /= np.linalg.norm(half)
+    draws = key.generator().standard_normal((count, size))
+    directions = [flat, first, last, half, *(draws / np.linalg.norm(draws, axis=1, keepdims=True))]
+    lengths = (clip, clip * (1.0 + 1e-12), clip * 3.0, clip * 1e6)
+    # The squared norm of the last ones overflows float32, then float64.
+    extreme = [1e30 * flat, 1e200 * first]
+    made = [length * direction for direction in directions for length in lengths]
+    made += [clip / 3.0 * direction for direction in directions[:4]] + extreme
+    return [sign * vector for vector in made for sign in (1.0, -1.0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Whether residuals have the standard deviation that was claimed.
+
+    Attributes
+    ----------
+    count : int
+        Residuals.
+    ratio : float
+        Their root mean square over the claimed standard deviation.
+    p : float
+        Two-sided p-value of the chi-square test.
+    """
+
+    count: int
+    ratio: float
+    p: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether a correct mechanism would look like this once in 10^6 times or oftener."""
+        return self.p >= CHANCE
+
+
+def noise_scale(residuals: NDArray[Any], sigma: float) -> Scale:
+    """Test that ``residuals`` (outputs minus the sum without noise) are independent draws of standard deviation sigma.
+
+    Parameters
+    ----------
+    residuals : ndarray
+        Any shape.
+    sigma : float
+        Claimed standard deviation, in the same units.
+
+    Raises
+    ------
+    ConfigError
+        Without residuals, or when ``sigma`` is not positive.
+    """
+    from scipy.special import gammainc, gammaincc
+
+    values = np.asarray(residuals, np.float64).ravel()
+    if values.size == 0 or not 0.0 < sigma < math.inf:
+        raise ConfigError(f"{values.size} residuals against sigma={sigma!r}: at least one, and a positive number")
+    scaled = values / sigma
+    statistic = float(scaled @ scaled)
+    if not math.isfinite(statistic):
+        return Scale(values.size, math.inf, 0.0)
+    half = values.size / 2.0
+    p = 2.0 * min(float(gammainc(half, statistic / 2.0)), float(gammaincc(half, statistic / 2.0)))
+    return Scale(values.size, math.sqrt(statistic / values.size), min(p, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """What an attacker achieved who knows everything but whether the canary is in.
+
+    Attributes
+    ----------
+    trials : int
+        Runs with the canary, and as many without.
+    false_alarms, misses : int
+        Runs without the canary that looked as if it was in, and the reverse.
+    mu_low : float
+        Lower bound on mu at the confidence that was asked for; never negative.
+    """
+
+    trials: int
+    false_alarms: int
+    misses: int
+    mu_low: float
+
+    def refutes(self, mu: float) -> bool:
+        """Whether the claim ``mu`` cannot be true (but for the error probability of the bound)."""
+        return self.mu_low > mu
+
+
+def most_errors(errors: NDArray[Any] | int, trials: int, confidence: float) -> NDArray[np.float64]:
+    """Return Clopper and Pearson's upper bound on a probability of which ``errors`` of ``trials`` were seen, one-sided.
+
+    Parameters
+    ----------
+    errors : ndarray of int, or int
+    trials : int
+    confidence : float
+        Probability with which the bound holds.
+    """
+    from scipy.special import betaincinv
+
+    seen = np.asarray(errors, np.float64)
+    # The bound solves P[Binomial(trials, p) <= errors] = 1 - confidence; all errors leave it at 1.
+    return np.where(seen >= trials, 1.0, betaincinv(np.minimum(seen, trials - 1.0) + 1.0, trials - seen, confidence))
+
+
+def _distance(errors: NDArray[Any] | int, trials: int, confidence: float) -> Floats:
+    """Return how far beyond the threshold a world must lie, in standard deviations, to err no oftener than seen."""
+    from scipy.special import ndtri
+
+    # 99 % for both worlds together: half of what may go wrong for each.
+    bound = most_errors(errors, trials, 1.0 - (1.0 - confidence) / 2.0)
+    return -np.asarray(ndtri(bound), np.float64)
+
+
+def audit_canary(absent: NDArray[Any], present: NDArray[Any], threshold: float, *, confidence: float = 0.99) -> Canary:
+    """Return a lower bound on mu from what an attacker sees in two neighbouring worlds.
+
+    Parameters
+    ----------
+    absent, present : ndarray, (R,)
+        One score per run: the projection of the output on the direction in which the canary moves it
+        (:func:`project`); of several rounds, the sum over the rounds.
+    threshold : float
+        Scores above it are taken for "present". Fixed before the runs, at the midpoint of both worlds: one chosen on
+        the scores would need other scores to test it.
+    confidence : float
+        Of the bound.
+
+    Notes
+    -----
+    mu_low = -Phi^-1(FPR+) - Phi^-1(FNR+) with Clopper and Pearson's bounds FPR+ and FNR+ on both kinds of error:
+    for a mu-GDP mechanism no test has Phi^-1(1 - FPR) - Phi^-1(FNR) > mu (Dong, Roth, Su 2022; recalled).
+    """
+    without, within = np.asarray(absent, np.float64).ravel(), np.asarray(present, np.float64).ravel()
+    if without.size != within.size or without.size == 0:
+        raise ConfigError(f"{without.size} scores without and {within.size} with the canary: as many of both, not none")
+    if not (np.isfinite(without).all() and np.isfinite(within).all()):
+        raise ConfigError("a score is NaN or infinite: what the mechanism released can be told apart by that alone")
+    false_alarms = int(np.count_nonzero(without > threshold))
+    misses = int(np.count_nonzero(within <= threshold))
+    return Canary(without.size, false_alarms, misses, _bound(false_alarms, misses, without.size, confidence))
+
+
+def _bound(false_alarms: int, misses: int, trials: int, confidence: float) -> float:
+    found = _distance(np.array([false_alarms, misses]), trials, confidence)
+    return max(0.0, float(found.sum())) if np.isfinite(found).all() else 0.0
+
+
+def project(outputs: NDArray[Any], without: NDArray[Any], within: NDArray[Any]) -> tuple[Floats, float]:
+    """Return the outputs' projections on the canary's direction, and the midpoint of both worlds.
+
+    Parameters
+    ----------
+    outputs : ndarray, (R, d)
+        Noisy outputs.
+    without, within : ndarray, (d,)
+        What the two worlds give without noise.
+
+    Returns
+    -------
+    scores : ndarray of float64, (R,)
+        0 is the world without the canary, the distance of both worlds the world with it.
+    threshold : float
+        Half that distance.
+
+    Raises
+    ------
+    ConfigError
+        When both worlds are the same: there is no direction to look in.
+    """
+    start = np.asarray(without, np.float64).ravel()
+    gap = np.asarray(within, np.float64).ravel() - start
+    length = float(np.linalg.norm(gap))
+    if not 0.0 < length < math.inf:
+        raise ConfigError(f"the canary moves the output by {length}; choose one that moves it by a finite amount")
+    rows = np.asarray(outputs, np.float64).reshape(-1, start.size)
+    return (rows - start) @ (gap / length), length / 2.0
+
+
+def quantiles(mu: float, count: int) -> Floats:
+    """Return ``count`` evenly spaced quantiles of N(mu, 1), shape ``(count,)``: scores without randomness."""
+    from scipy.special import ndtri
+
+    return mu + np.asarray(ndtri((np.arange(count) + 0.5) / count), np.float64)
+
+
+@lru_cache(maxsize=8)
+def _reach(trials: int, confidence: float) -> Floats:
+    """Return :func:`_distance` of 0 to ``trials`` errors, shape (trials + 1,); what is infinitely low is -40."""
+    return np.maximum(_distance(np.arange(trials + 1), trials, confidence), -40.0)
+
+
+def power(mu: float, claimed: float, trials: int, *, confidence: float = 0.99) -> tuple[float, float]:
+    """Return how probable it is that a canary audit refutes ``claimed`` when ``mu`` is true, and its mean bound.
+
+    Computed, not simulated: both kinds of errors are binomial when the threshold is the midpoint.
+    """
+    from scipy.special import bdtr
+
+    rate = _NORMAL.cdf(-mu / 2.0)
+    errors = np.arange(trials + 1)
+    reach = _reach(trials, confidence)
+    below = np.asarray(bdtr(errors, trials, rate), np.float64)
+    mass = np.diff(below, prepend=0.0)
+    # reach falls with the errors: of those of one world, count how many of the other still refute.
+    fewest = np.searchsorted(-reach, reach - claimed, side="left")
+    refuted = np.where(fewest > 0, below[np.maximum(fewest, 1) - 1], 0.0)
+    return float(mass @ refuted), 2.0 * float(mass @ reach)
+
+
+@dataclass(frozen=True, slots=True)
+class OneRun:
+    """What one training run with many canaries shows.
+
+    Attributes
+    ----------
+    canaries, guesses, correct : int
+    epsilon_low : float
+        Lower bound on epsilon at the delta and the confidence that were asked for.
+    ceiling : float
+        The bound that as many correct guesses as there were guesses would give: nothing larger can be certified.
+    """
+
+    canaries: int
+    guesses: int
+    correct: int
+    epsilon_low: float
+    ceiling: float
+
+    def refutes(self, epsilon: float) -> bool:
+        """Whether the claim ``epsilon`` cannot be true (but for the error probability of the bound)."""
+        return self.epsilon_low > epsilon
+
+
+def guess_p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """Return an upper bound on the probability of so many correct guesses under (epsilon, delta)-DP.
+
+    Source: Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) training run", theorem 5.2 (recalled):
+    P[W >= v] <= P[W* >= v] + 2 m delta max_i P[v > W* >= v - i] / i with W* ~ Binomial(r, e^eps / (1 + e^eps)).
+    """
+    from scipy.special import bdtr, bdtrc
+
+    if not 0 <= correct <= guesses <= canaries:
+        raise ConfigError(f"{correct} correct of {guesses} guesses on {canaries} canaries cannot be")
+    if correct == 0:
+        return 1.0
+    rate = 1.0 / (1.0 + math.exp(-epsilon))
+    tail = float(bdtrc(correct - 1, guesses, rate))
+    steps = np.arange(1, correct + 1)
+    lower = np.where(steps < correct, bdtr(np.maximum(correct - 1 - steps, 0), guesses, rate), 0.0)
+    between = float(bdtr(correct - 1, guesses, rate)) - lower
+    return min(1.0, tail + 2.0 * canaries * delta * float((between / steps).max()))
+
+
+def _epsilon_low(correct: int, guesses: int, canaries: int, delta: float, confidence: float) -> float:
+    alpha = 1.0 - confidence
+    if guess_p_value(correct, guesses, canaries, 0.0, delta) > alpha:
+        return 0.0
+    low, high = 0.0, 1.0
+    while guess_p_value(correct, guesses, canaries, high, delta) <= alpha:
+        low, high = high, 2.0 * high
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        refuted = guess_p_value(correct, guesses, canaries, middle, delta) <= alpha
+        low, high = (middle, high) if refuted else (low, middle)
+    return low
+
+
+def audit_run(
+    scores: NDArray[Any],
+    included: NDArray[Any],
+    *,
+    guesses: int,
+    delta: float,
+    confidence: float = 0.95,
+) -> OneRun:
+    """Guess which canaries were in a run, and return the lower bound on epsilon that the guesses give.
+
+    Parameters
+    ----------
+    scores : ndarray, (m,)
+        One per canary: the larger, the likelier it was in.
+    included : ndarray of bool, (m,)
+        What a fair coin decided for each.
+    guesses : int
+        The largest half of them is guessed "in", the smallest half "out"; the rest is not guessed at.
+    delta : float
+        Of the claim.
+    confidence : float
+        Of the bound.
+
+    Notes
+    -----
+    A smoke alarm for gross mistakes: r guesses, all of them right, certify no more than ``ceiling``, and canaries that
+    are weaker than the worst case certify less.
+    """
+    values, inside = np.asarray(scores, np.float64).ravel(), np.asarray(included, bool).ravel()
+    if values.size != inside.size or not 2 <= guesses <= values.size:
+        raise ConfigError(
+            f"{guesses} guesses on {values.size} scores of {inside.size} canaries: at least 2, at most all"
+        )
+    order = np.argsort(values, kind="stable")
+    lowest, highest = order[: guesses // 2], order[values.size - (guesses - guesses // 2) :]
+    correct = int(np.count_nonzero(~inside[lowest]) + np.count_nonzero(inside[highest]))
+    return OneRun(
+        values.size,
+        guesses,
+        correct,
+        _epsilon_low(correct, guesses, values.size, delta, confidence),
+        _epsilon_low(guesses, guesses, values.size, delta, confidence),
+    )
+
+
+def off_grid(outputs: NDArray[Any], step: float) -> float:
+    """Return the share of ``outputs`` that are no whole multiple of ``step``.
+
+    An attacker computes it for two worlds. Where it differs, the last bits tell them apart, whatever the noise.
+    """
+    values = np.asarray(outputs, np.float64).ravel()
+    if values.size == 0 or not 0.0 < step < math.inf:
+        raise ConfigError(f"{values.size} outputs on a grid of {step!r}: at least one, and a positive step")
+    return float(np.count_nonzero(np.rint(values / step) * step != values)) / values.size
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """How alike the noise of two releases is.
+
+    Attributes
+    ----------
+    correlation : float
+    p : float
+        Two-sided p-value under independence.
+    """
+
+    correlation: float
+    p: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether independent noise would look like this once in 10^6 times or oftener."""
+        return self.p >= CHANCE
+
+
+def likeness(first: NDArray[Any], second: NDArray[Any]) -> Likeness:
+    """Compare the noise of two releases; at least 30 draws each.
+
+    Raises
+    ------
+    ConfigError
+        When there are fewer, or not as many of both.
+    """
+    a, b = np.asarray(first, np.float64).ravel(), np.asarray(second, np.float64).ravel()
+    if a.size != b.size or a.size < 30:
+        raise ConfigError(f"{a.size} and {b.size} draws: as many of both, at least 30")
+    a, b = a - a.mean(), b - b.mean()
+    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
+    if lengths == 0.0:
+        # Constant "noise" is no noise; two of them say nothing else.
+        return Likeness(1.0, 0.0)
+    correlation = float(a @ b) / lengths
+    return Likeness(correlation, 2.0 * _NORMAL.cdf(-abs(correlation) * math.sqrt(a.size)))

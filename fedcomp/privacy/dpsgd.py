@@ -1,0 +1,269 @@
+"""DP-SGD: private training of a torch module with Opacus' per-sample gradients and this package's mechanisms.
+
+:func:`private_training` puts together what a training loop needs: hooks for per-sample gradients on the module itself,
+whose state-dict keys stay what they are; a loader that samples as the accountant assumes; and one of four optimisers
+(:mod:`fedcomp.privacy.optimizers`), which writes the ledger before it draws noise.
+
+Opacus gives the per-sample gradients and the order of a step. Not used are its samplers, which draw with a Mersenne
+twister; its expected batch size, which is truncated (200 records in batches of 3 on average are divided by 2); and its
+noise. This file and the optimisers import torch and Opacus; nobody imports them before they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from opacus.accountants import RDPAccountant
+from opacus.data_loader import wrap_collate_with_empty
+from opacus.grad_sample import GradSampleHooks
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.privacy.entropy import Entropy, SystemEntropy
+from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, TopAggOptimizer
+
+if TYPE_CHECKING:
+    from fedcomp.privacy.ledger import Ledger
+
+__all__ = [
+    "METHODS",
+    "LsgOptimizer",
+    "MaskedOptimizer",
+    "PoissonLoader",
+    "PrivateOptimizer",
+    "PrivateTraining",
+    "TopAggOptimizer",
+    "check_module",
+    "private_training",
+]
+
+METHODS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
+"""What :func:`private_training` can make."""
+
+
+class PoissonLoader:
+    """Batches in which each record is independently with probability ``rate``; some may be empty.
+
+    Parameters
+    ----------
+    data : Dataset or DataLoader
+        Of a loader its data set and its collate function are taken; its batches are not.
+    rate : float
+        In (0, 1].
+    steps : int
+        Batches of one iteration.
+    entropy : Entropy
+        The amplification by sampling needs that nobody else can tell who was in a batch.
+
+    Raises
+    ------
+    ConfigError
+        For data without a length, an empty one, or a rate that is no probability.
+    """
+
+    def __init__(
+        self, data: Dataset[Any] | DataLoader[Any], *, rate: float, steps: int, entropy: Entropy | None = None
+    ) -> None:
+        collate: Callable[[Any], Any] = default_collate
+        if isinstance(data, DataLoader):
+            collate, data = data.collate_fn or default_collate, data.dataset
+        if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+            raise ConfigError("Poisson sampling draws records by their number; the data set has no length")
+        if not 0.0 < rate <= 1.0:
+            raise ConfigError(f"rate={rate!r} is not valid: a probability in (0, 1]")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"steps={steps!r} is not valid: a whole number >= 0")
+        self.records = len(data)
+        if not self.records:
+            raise ConfigError("the data set holds no records")
+        self.dataset: Dataset[Any] = data
+        self.rate = rate
+        self.steps = steps
+        self._entropy = SystemEntropy() if entropy is None else entropy
+        shapes, dtypes = zip(*((tuple(np.shape(x)), torch.as_tensor(x).dtype) for x in data[0]), strict=True)
+        self._collate = wrap_collate_with_empty(
+            collate_fn=collate, sample_empty_shapes=[(0, *shape) for shape in shapes], dtypes=list(dtypes)
+        )
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        # Rounded down: no record is drawn with a larger probability than the accountant is told.
+        below = np.uint64(int(self.rate * 2**53))
+        for _ in range(self.steps):
+            chosen = np.flatnonzero((self._entropy.words(self.records) >> np.uint64(11)) < below)
+            if isinstance(self.dataset, TensorDataset) and self._collate.wrapped_collator_fn is default_collate:
+                where = torch.from_numpy(chosen)
+                yield [tensor[where] for tensor in self.dataset.tensors]
+            else:
+                yield self._collate([self.dataset[int(index)] for index in chosen])
+
+
+@dataclass
+class PrivateTraining:
+    """What a training loop needs: ``for batch in training.loader: training.step(batch, loss)``, then ``close()``.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The one that was given; hooks are on it until :meth:`close`, and its state-dict keys are what they were.
+    optimizer : PrivateOptimizer
+    loader : PoissonLoader
+    accountant : opacus.accountants.RDPAccountant
+        Told of every step as well, to check the ledger against; it keeps nothing and refuses nothing.
+    """
+
+    module: nn.Module
+    optimizer: PrivateOptimizer
+    loader: PoissonLoader
+    accountant: RDPAccountant
+    hooks: GradSampleHooks
+
+    def step(self, batch: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor]) -> None:
+        """Make one private step on ``batch``; one without records releases noise, and costs, like any other.
+
+        Parameters
+        ----------
+        batch : sequence
+            The first entry has the records along its first axis.
+        loss : callable
+            ``loss(module, batch)``, reduced over the batch as the optimiser was told. Its value is not returned: it
+            is a release of its own.
+
+        Raises
+        ------
+        BudgetExceeded, LedgerError
+            The step was not made.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        if len(batch[0]):
+            loss(self.module, batch).backward()
+        else:
+            self.optimizer.skip_backward()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        """Take the hooks off the module."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.hooks.cleanup()
+
+    def __enter__(self) -> PrivateTraining:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def private_training(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Dataset[Any] | DataLoader[Any],
+    *,
+    method: str = "dp-sgd",
+    noise_multiplier: float,
+    rate: float,
+    steps: int,
+    ledger: Ledger,
+    max_grad_norm: float = 1.0,
+    entropy: Entropy | None = None,
+    loss_reduction: str = "mean",
+    **options: Any,
+) -> PrivateTraining:
+    """Assemble private training of ``module``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        In training mode. Layers that mix the records of a batch are refused.
+    optimizer : torch.optim.Optimizer
+        Over all parameters of the module that require gradients.
+    data : Dataset or DataLoader
+        Records; every record is one unit.
+    method : {"dp-sgd", "topagg", "random-mask", "lsg"}
+    noise_multiplier, max_grad_norm, ledger, loss_reduction
+        As in :class:`PrivateOptimizer`. Votes have no clip norm; theirs is sqrt(k).
+    rate : float
+        Poisson sampling rate; the sum is divided by ``rate * len(data)``, not rounded.
+    steps : int
+        Batches of one iteration of the loader; schedules run over ``schedule_steps``, default the same.
+    entropy : Entropy, optional
+        Of noise and sampling.
+    **options
+        Those of the method: ``k``, ``saturation``, ``stochastic``, ``threshold``; ``keep``, ``schedule``, ``mask``;
+        ``rank``, ``whole``, ``history``, ``refresh``; and ``adjacency``, ``noise``, ``key``, ``label``, ``start``.
+
+    Raises
+    ------
+    ConfigError
+        When the module cannot be trained privately, or an argument is out of range.
+    """
+    check_module(module)
+    named = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if set(held) != set(named):
+        raise ConfigError(
+            f"the optimiser holds {len(held)} parameters and the module {len(named)} that require gradients; they must "
+            "be the same: a parameter outside would be trained without noise, or not at all. Freeze what is not trained"
+        )
+    source = SystemEntropy() if entropy is None else entropy
+    loader = PoissonLoader(data, rate=rate, steps=steps, entropy=source)
+    common: dict[str, Any] = {
+        "noise_multiplier": noise_multiplier,
+        "rate": rate,
+        "expected_batch_size": rate * loader.records,
+        "ledger": ledger,
+        "entropy": source,
+        "loss_reduction": loss_reduction,
+        **options,
+    }
+    private: PrivateOptimizer
+    if method == "topagg":
+        private = TopAggOptimizer(optimizer, **common)
+    elif method == "dp-sgd":
+        private = PrivateOptimizer(optimizer, max_grad_norm=max_grad_norm, **common)
+    elif method == "random-mask":
+        private = MaskedOptimizer(optimizer, max_grad_norm=max_grad_norm, **{"schedule_steps": steps} | common)
+    elif method == "lsg":
+        common = {"schedule_steps": steps, "names": [named[p] for p in held], **common}
+        private = LsgOptimizer(optimizer, max_grad_norm=max_grad_norm, **common)
+    else:
+        raise ConfigError(f"method={method!r} is not known{nearest(str(method), METHODS)}")
+    hooks = GradSampleHooks(module, loss_reduction=loss_reduction)
+    hooks.forbid_grad_accumulation()
+    accountant = RDPAccountant()
+    private.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=rate))
+    return PrivateTraining(module, private, loader, accountant, hooks)
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise :class:`ConfigError` for a module whose per-sample gradients do not exist, with what to do about it."""
+    mixing = [name or type(m).__name__ for name, m in module.named_modules() if _mixes(m)]
+    if mixing:
+        raise ConfigError(
+            f"{', '.join(mixing[:3])}: normalises over the records of a batch or keeps statistics of them, so that one "
+            "record's influence has no bound. Use GroupNorm or LayerNorm; "
+            "opacus.validators.ModuleValidator.fix(module) replaces BatchNorm by GroupNorm"
+        )
+    errors = ModuleValidator.validate(module, strict=False)
+    if errors:
+        raise ConfigError(
+            f"the module cannot be trained privately: {'; '.join(str(e) for e in errors[:3])}. "
+            "opacus.validators.ModuleValidator.fix(module) replaces what it can"
+        )
+
+
+def _mixes(module: nn.Module) -> bool:
+    # Also where it has no parameters of its own, and Opacus' validator would not look at it.
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return True
+    return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats

@@ -1,0 +1,97 @@
+"""What one release costs: the plain figures an accountant needs, made by the mechanism that adds the noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, Literal
+
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.errors import LedgerError
+
+Adjacency = Literal["zero_out", "add_remove", "replace"]
+
+ADJACENCIES: Final = ("zero_out", "add_remove", "replace")
+"""How two neighbouring data sets differ: one unit's contribution is replaced by zero, a unit is there or is not, a unit
+is exchanged for another one. The last one doubles the sensitivity of a bounded sum."""
+
+NOISES: Final = ("discrete_gaussian", "skellam", "gaussian")
+"""Integer noise on a public grid, twice; and the continuous Gaussian in floating point, which leaks (insecure)."""
+
+FINE: Final = 10.0
+"""Standard deviation in grid steps from which on integer noise is accounted as continuous."""
+
+
+def check_adjacency(adjacency: str) -> None:
+    """Raise :class:`ConfigError` unless ``adjacency`` is one of :data:`ADJACENCIES`."""
+    if adjacency not in ADJACENCIES:
+        raise ConfigError(f"adjacency={adjacency!r} is not known; say one of {', '.join(ADJACENCIES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One release of a noisy sum, or several equal ones.
+
+    Attributes
+    ----------
+    noise : str
+        One of :data:`NOISES`.
+    noise_multiplier : float
+        Standard deviation of the noise over the L2 sensitivity of the sum; 0 releases the sum itself.
+    grid_sigma : float
+        Standard deviation of the noise in grid steps; infinite for continuous noise.
+    grid_l1 : float
+        L1 sensitivity of the sum in grid steps, which Skellam noise needs; 0 where it is not used.
+    releases : int
+        How many such releases this stands for, on the same units: the images of one batch are one release each.
+    rate : float
+        Probability with which a unit took part, independently of all others (Poisson sampling); 1 for no sampling.
+    delta : float
+        Failure probability beside the noise (sampling tables, conditional rounding), added to the run's delta.
+    label : str
+        What was released.
+    """
+
+    noise: str
+    noise_multiplier: float
+    grid_sigma: float = math.inf
+    grid_l1: float = 0.0
+    releases: int = 1
+    rate: float = 1.0
+    delta: float = 0.0
+    label: str = "update"
+
+    def __post_init__(self) -> None:
+        if self.noise not in NOISES:
+            raise ConfigError(f"noise={self.noise!r} is not known; say one of {', '.join(NOISES)}")
+        if not 0.0 <= self.noise_multiplier < math.inf:
+            raise ConfigError(f"noise_multiplier={self.noise_multiplier!r} is not valid: a finite number >= 0")
+        if not 0.0 < self.rate <= 1.0:
+            raise ConfigError(f"rate={self.rate!r} is not valid: a probability in (0, 1]")
+        if isinstance(self.releases, bool) or not isinstance(self.releases, int) or self.releases < 1:
+            raise ConfigError(f"releases={self.releases!r} is not valid: a whole number >= 1")
+        if not 0.0 <= self.delta < 1.0:
+            raise ConfigError(f"delta={self.delta!r} of an event is not valid: a probability in [0, 1)")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the event as JSON-able data; infinity is written as null."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Event:
+        """Read :meth:`to_json`.
+
+        Raises
+        ------
+        LedgerError
+            When fields are missing, unknown or of the wrong type.
+        """
+        names = {f.name for f in fields(cls)}
+        if set(document) != names:
+            raise LedgerError(f"an event has the fields {sorted(document)}, expected {sorted(names)}")
+        values: dict[str, Any] = {name: math.inf if value is None else value for name, value in document.items()}
+        try:
+            return cls(**values)
+        except (ConfigError, TypeError) as error:
+            raise LedgerError(f"an event cannot be read: {error}") from error

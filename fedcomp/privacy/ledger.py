@@ -1,0 +1,551 @@
+"""What was released so far, who was in it, and what that costs: the one place a budget is kept.
+
+An event is on the disk before the noisy value it pays for is drawn, so a server that is killed at any point has paid
+for everything it released, and perhaps for one thing it did not. Events are never dropped: a checkpoint that is older
+than the file is united with it by serial number.
+
+The file holds who took part. Under Poisson sampling that is a secret of the guarantee: the file stays with the server.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.accounting import Cost, Profile, compose_rounds, failures, profile, upper_bound
+from fedcomp.privacy.errors import BudgetExceeded, LedgerError
+from fedcomp.privacy.events import Adjacency, Event, check_adjacency
+from fedcomp.privacy.journal import Journal
+from fedcomp.privacy.sampling import Sampling
+
+if TYPE_CHECKING:
+    from fedcomp.privacy.entropy import Entropy
+    from fedcomp.privacy.mechanism import Mechanism
+    from fedcomp.privacy.statement import Statement
+
+FORMAT: Final = "fedcomp.privacy.ledger"
+VERSION: Final = 1
+
+_ENTRY: Final = {"serial", "attempt", "round", "times", "participants", "event"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One call of :meth:`Ledger.record`.
+
+    Attributes
+    ----------
+    serial : int
+        Position in the ledger, from 0.
+    attempt : int
+        How often the run had been continued. A round that is made again draws its units and its noise again, and is
+        another round.
+    round, times : int
+        The rounds ``round`` to ``round + times - 1``, each with ``event``.
+    participants : tuple of int
+        Who took part.
+    event : Event
+    """
+
+    serial: int
+    attempt: int
+    round: int
+    times: int
+    participants: tuple[int, ...]
+    event: Event
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as JSON-able data."""
+        return {
+            "serial": self.serial,
+            "attempt": self.attempt,
+            "round": self.round,
+            "times": self.times,
+            "participants": list(self.participants),
+            "event": self.event.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Entry:
+        """Read :meth:`to_json`; raises :class:`LedgerError` when it is not one."""
+        if not isinstance(document, Mapping) or set(document) != _ENTRY:
+            raise LedgerError(f"an entry of a ledger has other fields than {sorted(_ENTRY)}")
+        serial, attempt, round, times = whole = [document[name] for name in ("serial", "attempt", "round", "times")]
+        people = document["participants"]
+        if (
+            not isinstance(people, list)
+            or not all(isinstance(n, int) and not isinstance(n, bool) for n in [*whole, *people])
+            or min(whole) < 0
+            or times < 1
+            or not isinstance(document["event"], Mapping)
+        ):
+            raise LedgerError("an entry of a ledger holds a value that is no whole number, or negative")
+        return cls(serial, attempt, round, times, tuple(people), Event.from_json(document["event"]))
+
+
+class Ledger:
+    """Events, participations and the budget of one run.
+
+    Parameters
+    ----------
+    delta : float
+        Of the guarantee; below 1 / population.
+    population : int
+        Public number of units N, stable over the run; 0 until :meth:`declare` is called. Nothing can be recorded
+        before.
+    adjacency : {"zero_out", "add_remove", "replace"}
+    sampling : Sampling
+    budget : float, optional
+        Largest epsilon; default: none, everything is recorded and nothing refused.
+    path : Path, optional
+        :meth:`open` is called with it.
+    unit : str
+        Whose contribution is hidden: "client", "record", "user".
+
+    Attributes
+    ----------
+    run : str
+        Names the run; a file and a checkpoint belong together when they have the same.
+
+    Raises
+    ------
+    ConfigError
+        When a figure is out of range, or the sampler cannot be claimed under the adjacency.
+    """
+
+    def __init__(
+        self,
+        *,
+        delta: float,
+        population: int,
+        adjacency: Adjacency,
+        sampling: Sampling,
+        budget: float | None = None,
+        path: Path | None = None,
+        unit: str = "client",
+    ) -> None:
+        check_adjacency(adjacency)
+        sampling.check(adjacency)
+        if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0.0 < delta < 1.0:
+            raise ConfigError(f"delta={delta!r} is not valid: a probability in (0, 1), e.g. 1e-5")
+        if budget is not None and (isinstance(budget, bool) or not 0.0 < budget < math.inf):
+            raise ConfigError(f"budget={budget!r} is not valid: a positive epsilon, or None for no budget")
+        self.delta = float(delta)
+        self.population = 0
+        self.adjacency: Adjacency = adjacency
+        self.sampling = sampling
+        self.budget = None if budget is None else float(budget)
+        self.unit = unit
+        self.run = os.urandom(16).hex()
+        self._journal: Journal | None = None
+        self._had_file = False
+        self._entries: list[Entry] = []
+        self._forget()
+        if population:
+            self.declare(population)
+        if path is not None:
+            self.open(path)
+
+    def declare(self, population: int) -> None:
+        """Learn the public number of units.
+
+        Raises
+        ------
+        ConfigError
+            When another number was declared before, or delta is not below one over it.
+        """
+        if isinstance(population, bool) or not isinstance(population, int) or population < 1:
+            raise ConfigError(f"population={population!r} is not valid: the public number of {self.unit}s, >= 1")
+        if self.population and population != self.population:
+            raise ConfigError(
+                f"the population was declared as {self.population} and cannot become {population}: it is public and "
+                "stable over the run"
+            )
+        check_population(self.delta, population)
+        if not self.population and self._journal is not None:
+            raise LedgerError("declare the population before the ledger's file is opened; it is part of the header")
+        self.population = population
+
+    # What was spent.
+
+    @property
+    def events(self) -> list[Event]:
+        """Every recorded event, in order; one that stands for several rounds is here once."""
+        return [entry.event for entry in self._entries]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every recorded event with its round and participants."""
+        return tuple(self._entries)
+
+    @property
+    def releases(self) -> int:
+        """How many noisy sums were paid for."""
+        return sum(entry.event.releases * entry.times for entry in self._entries)
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds."""
+        return sum(self._counts.values())
+
+    @property
+    def participations(self) -> dict[int, int]:
+        """In how many rounds each participant was."""
+        return {node: len(rounds) + self._blocks[node] for node, rounds in sorted(self._taken.items())}
+
+    @property
+    def failure(self) -> float:
+        """Failure probability beside the noise that any one unit may have met; part of delta."""
+        return failures(self._counts, self.sampling.cap)
+
+    def cost(self, *, amplified: bool = True) -> Cost:
+        """Return what was spent.
+
+        Parameters
+        ----------
+        amplified : bool
+            False: as if every unit had been in every release, without sampling and without a cap.
+        """
+        return self._cost_of(self._counts, amplified)
+
+    def _cost_of(self, counts: Mapping[Profile, int], amplified: bool) -> Cost:
+        if amplified:
+            return compose_rounds(counts, self.delta, cap=self.sampling.cap)
+        plain: Counter[Profile] = Counter()
+        for (parts, failure), n in counts.items():
+            plain[tuple(sorted(replace(part, rate=1.0) for part in parts)), failure] += n
+        return compose_rounds(plain, self.delta)
+
+    def epsilon(self, *, amplified: bool = True) -> float:
+        """Return the epsilon of :meth:`cost`."""
+        return self.cost(amplified=amplified).epsilon
+
+    # What may still be spent.
+
+    def may_take_part(self, participant: int) -> bool:
+        """Whether the participation cap lets ``participant`` take part in one more round."""
+        cap = self.sampling.cap
+        return not cap or self._participations(participant) < cap
+
+    def affords(self, event: Event | Sequence[Event], times: int = 1, *, round: int | None = None) -> bool:
+        """Whether ``times`` more rounds with ``event`` stay within the budget. To be asked before anyone is contacted.
+
+        Parameters
+        ----------
+        event : Event or sequence of Event
+            Of one round.
+        times : int
+        round : int, optional
+            Round of the event, where the round has events already: they are on the same units and cost more together.
+        """
+        if self.budget is None:
+            return True
+        counts = self._with(event, times, round)
+        # The quick bound is exact without sampling, and Rényi's with it: most calls of the slow accountant are spared.
+        if upper_bound(counts, self.delta, cap=self.sampling.cap) <= self.budget:
+            return True
+        return compose_rounds(counts, self.delta, cap=self.sampling.cap).epsilon <= self.budget
+
+    def record(self, event: Event, *, round: int, participants: Sequence[int] = (), times: int = 1) -> None:
+        """Write down that ``event`` is about to happen. When this returns, it is on the disk if there is a file.
+
+        Parameters
+        ----------
+        event : Event
+        round : int
+            Names the units: the events of one round are on the same ones, drawn once. Who draws anew (the steps of a
+            local DP-SGD) counts them as rounds.
+        participants : sequence of int
+            Who takes part.
+        times : int
+            The rounds ``round`` to ``round + times - 1`` at once, each drawing anew.
+
+        Raises
+        ------
+        BudgetExceeded
+            When the budget or a participant's cap would be crossed. Nothing was recorded.
+        ConfigError
+            When the event claims a sampling that the ledger's sampler does not do, or arguments are out of range.
+        LedgerError
+            When the event could not be written. Nothing may be released.
+        """
+        if not self.population:
+            raise ConfigError("the population is not declared; an epsilon needs the public number of units first")
+        self._check_rate(event)
+        if isinstance(round, bool) or round < 0 or isinstance(times, bool) or times < 1:
+            raise ConfigError(f"round={round!r}, times={times!r} are not valid: whole numbers, times >= 1")
+        people = tuple(int(node) for node in participants)
+        if len(set(people)) != len(people):
+            raise ConfigError(f"a participant of round {round} is listed twice")
+        entry = Entry(len(self._entries), self._attempt, int(round), int(times), people, event)
+        self._check_room(entry)
+        over = [node for node in people if self._would_exceed(node, entry)]
+        if over:
+            raise BudgetExceeded(
+                f"participant {over[0]} was in {self._participations(over[0])} rounds, the cap is {self.sampling.cap}; "
+                "choose participants by Sampling.draw"
+            )
+        if not self.affords(event, times, round=round if times == 1 else None):
+            raise BudgetExceeded(
+                f"round {round} would cross the budget epsilon={self.budget:g} (delta={self.delta:g}); spent so far "
+                f"{self.epsilon():.4g}. Nothing was released: end the run, or plan it with more noise"
+            )
+        if self._journal is not None:
+            self._journal.append(entry.to_json())
+        self._entries.append(entry)
+        self._count(entry)
+
+    # The file, and checkpoints.
+
+    def open(self, path: Path) -> None:
+        """Keep the ledger in ``path`` from now on; events the file holds already were paid, and count.
+
+        Raises
+        ------
+        LedgerError
+            When the file is damaged, belongs to another run or says something else about this one, is open elsewhere,
+            or this run had another file before.
+        """
+        path = Path(path)
+        if self._journal is not None:
+            if self._journal.path.absolute() == path.absolute():
+                return
+            raise LedgerError(
+                f"the ledger is kept in {self._journal.path}; a run has one ledger, {path} would be a second"
+            )
+        if not self.population:
+            raise ConfigError("declare the population before the ledger's file is opened; it is part of the header")
+        journal = Journal(path)
+        try:
+            self._join(journal)
+        except BaseException:
+            journal.close()
+            raise
+        self._journal, self._had_file = journal, True
+
+    def close(self) -> None:
+        """Give the file back. Nothing can be recorded afterwards."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ledger as plain data, for a checkpoint."""
+        return {
+            "header": self._header(),
+            "file": self._had_file,
+            "entries": [entry.to_json() for entry in self._entries],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Unite the ledger with a checkpoint of the same run. Neither's events are dropped.
+
+        Raises
+        ------
+        LedgerError
+            When the checkpoint is of another run, or says something else about an event both have.
+        """
+        try:
+            header, had_file, documents = dict(state["header"]), bool(state["file"]), list(state["entries"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"the checkpoint's ledger cannot be read: {error!r}") from error
+        if not self.population and header.get("population"):
+            self.declare(header["population"])
+        entries = self._numbered(documents, "the checkpoint")
+        self._agree(header, "the checkpoint")
+        run = str(header["run"])
+        if run != self.run:
+            if self._entries or (self._journal is not None and had_file):
+                raise LedgerError(
+                    "the checkpoint and the ledger are of two different runs; resume with the run's own file"
+                )
+            if self._journal is not None:
+                self._journal.clear()
+                self.run = run
+                self._journal.begin(self._header())
+        united = self._union(self._entries, entries, "the ledger", "the checkpoint")
+        if self._journal is not None:
+            for entry in united[len(self._entries) :]:
+                self._journal.append(entry.to_json())
+        self.run, self._entries, self._had_file = run, united, self._had_file or had_file
+        self._forget()
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "run": self.run,
+            "delta": self.delta,
+            "population": self.population,
+            "adjacency": self.adjacency,
+            "sampling": self.sampling.to_json(),
+            "budget": self.budget,
+            "unit": self.unit,
+        }
+
+    def _agree(self, header: Mapping[str, Any], where: str) -> None:
+        mine = self._header()
+        if header.get("format") != FORMAT or not isinstance(header.get("run"), str):
+            raise LedgerError(f"{where} holds no ledger of this kind")
+        if header.get("version") != VERSION:
+            raise LedgerError(
+                f"{where} has version {header.get('version')!r} of the format, this release reads {VERSION}"
+            )
+        # A budget may be set anew when a run is resumed: it says what may still be spent, not what was.
+        for name in sorted(set(mine) - {"run", "budget"}):
+            if header.get(name) != mine[name]:
+                raise LedgerError(
+                    f"{where} was begun with {name}={header.get(name)!r}, this run says {mine[name]!r}. What was "
+                    "promised at the first release stands: continue with the same, or begin a new run"
+                )
+
+    def _join(self, journal: Journal) -> None:
+        """Take over what a file holds, and write into it what it lacks."""
+        if journal.header is None:
+            if self._had_file:
+                raise LedgerError(
+                    f"this run kept its ledger in a file, and {journal.path} is not it: it is new. What was released "
+                    "after the checkpoint would not be counted; put the run's file back"
+                )
+            journal.begin(self._header())
+            entries: list[Entry] = []
+        else:
+            self._agree(journal.header, f"the ledger {journal.path}")
+            run = journal.header["run"]
+            if run != self.run and (self._entries or self._had_file):
+                raise LedgerError(f"the ledger {journal.path} is of another run; a run has one ledger")
+            self.run = run
+            entries = self._numbered(journal.entries, f"the ledger {journal.path}")
+        united = self._union(entries, self._entries, f"the ledger {journal.path}", "the checkpoint")
+        for entry in united[len(entries) :]:
+            journal.append(entry.to_json())
+        self._entries = united
+        self._forget()
+
+    def _numbered(self, documents: Sequence[Mapping[str, Any]], where: str) -> list[Entry]:
+        entries = [Entry.from_json(document) for document in documents]
+        if [entry.serial for entry in entries] != list(range(len(entries))):
+            raise LedgerError(f"{where} lacks an event, or has one twice: serial numbers are not 0, 1, 2 ...")
+        return entries
+
+    @staticmethod
+    def _union(first: list[Entry], second: list[Entry], one: str, other: str) -> list[Entry]:
+        common = min(len(first), len(second))
+        for mine, theirs in zip(first[:common], second[:common], strict=True):
+            if mine != theirs:
+                raise LedgerError(
+                    f"{one} and {other} say different things about event {mine.serial}; which was paid for?"
+                )
+        return first + second[common:]
+
+    # Counting.
+
+    def _forget(self) -> None:
+        """Count everything anew; what is recorded from now on is another attempt if there was one."""
+        self._attempt = 1 + max((entry.attempt for entry in self._entries), default=-1)
+        self._counts: Counter[Profile] = Counter()
+        self._single: dict[tuple[int, int], tuple[Event, ...]] = {}
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._taken: dict[int, set[tuple[int, int]]] = {}
+        self._blocks: Counter[int] = Counter()
+        for entry in self._entries:
+            self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
+        key = (entry.attempt, entry.round)
+        for node in entry.participants:
+            rounds = self._taken.setdefault(node, set())
+            if entry.times == 1:
+                rounds.add(key)
+            else:
+                self._blocks[node] += entry.times
+        if entry.times > 1:
+            self._spans.setdefault(entry.attempt, []).append((entry.round, entry.round + entry.times))
+            self._counts[profile(entry.event)] += entry.times
+            return
+        before = self._single.get(key, ())
+        if before:
+            self._drop(profile(before))
+        self._single[key] = (*before, entry.event)
+        self._counts[profile(self._single[key])] += 1
+
+    def _drop(self, known: Profile) -> None:
+        self._counts[known] -= 1
+        if not self._counts[known]:
+            del self._counts[known]
+
+    def _with(self, event: Event | Sequence[Event], times: int, round: int | None) -> Counter[Profile]:
+        """Return the counts after ``times`` more rounds with ``event``."""
+        group = (event,) if isinstance(event, Event) else tuple(event)
+        counts = Counter(self._counts)
+        before = self._single.get((self._attempt, round), ()) if round is not None else ()
+        if before:
+            old = profile(before)
+            counts[old] -= 1
+            if not counts[old]:
+                del counts[old]
+            counts[profile((*before, *group))] += 1
+            times -= 1
+        if times > 0:
+            counts[profile(group)] += times
+        return counts
+
+    def _participations(self, node: int) -> int:
+        return len(self._taken.get(node, ())) + self._blocks[node]
+
+    def _would_exceed(self, node: int, entry: Entry) -> bool:
+        cap = self.sampling.cap
+        again = entry.times == 1 and (entry.attempt, entry.round) in self._taken.get(node, ())
+        return bool(cap) and not again and self._participations(node) + entry.times > cap
+
+    def _check_room(self, entry: Entry) -> None:
+        """Refuse a span of rounds that meets others: their units would be counted as drawn apart."""
+        stop = entry.round + entry.times
+        met = any(first < stop and entry.round < last for first, last in self._spans.get(entry.attempt, ()))
+        if entry.times > 1:
+            met = met or any(a == entry.attempt and entry.round <= r < stop for a, r in self._single)
+        if met:
+            raise ConfigError(f"rounds {entry.round} to {stop - 1} hold events already; number rounds on, never again")
+
+    def _check_rate(self, event: Event) -> None:
+        claimed = self.sampling.event_rate
+        if event.rate < claimed:
+            raise ConfigError(
+                f"an event claims rate={event.rate:g}, but every {self.unit} is sampled with probability {claimed:g}"
+                + ("" if self.sampling.kind == "poisson" else f": sampling={self.sampling.kind!r} amplifies nothing")
+            )
+
+    # What may be said.
+
+    def statement(
+        self, *, mechanism: Mechanism | None = None, entropy: Entropy | None = None, **said: Any
+    ) -> Statement:
+        """Return the privacy statement of the run so far.
+
+        Parameters
+        ----------
+        mechanism : Mechanism, optional
+            Gives bound, sensitivity, noise and its scale.
+        entropy : Entropy, optional
+            Where the noise comes from; default: the operating system's.
+        **said
+            Other fields of :class:`~fedcomp.privacy.statement.Statement`: ``trust``, ``protects``, ``not_covered``,
+            ``clip``, ``dropouts`` ...
+        """
+        from fedcomp.privacy.statement import make_statement
+
+        return make_statement(self, mechanism=mechanism, entropy=entropy, **said)
+
+
+def check_population(delta: float, population: int) -> None:
+    """Raise :class:`ConfigError` unless ``delta`` is below one over ``population``."""
+    if delta * population >= 1.0:
+        raise ConfigError(
+            f"delta={delta:g} is not below 1/{population}: releasing one unit's data whole would satisfy it. Use at "
+            f"most {10.0 ** math.floor(math.log10(0.1 / population)):.0e}"
+        )

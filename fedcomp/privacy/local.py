@@ -1,0 +1,167 @@
+"""Local differential privacy: a client's message is private before it leaves, and the server need not be trusted.
+
+:class:`Privatise` is a transform of a codec chain: it clips the update, rounds it to a public grid and adds integer
+Gaussian noise. Whatever stands behind it in the chain (selection, quantisation, packing, error feedback on the noised
+vector) is post-processing and costs nothing. Any two clients, and any two data sets of one, give messages whose
+noiseless vectors are at most 2C apart, so the noise is scaled to 2C: adjacency "replace", which is what local privacy
+is about.
+
+Three things differ from noise at the server. Randomness is the client's own operating system's, fresh for every message
+and unknown to the server. A message that is delivered again is answered with the stored frame, because a second noise
+on the same update would show it. And who limits the number of messages is the client (:class:`LocalPolicy`): a server
+that is not trusted cannot be trusted with the budget either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fedcomp.codecs import params
+from fedcomp.codecs.base import Codec, State, all_finite
+from fedcomp.codecs.chain import Chain, Transform, registry
+from fedcomp.codecs.feedback import ErrorFeedback
+from fedcomp.errors import StateError
+from fedcomp.layout import Layout, Update
+from fedcomp.privacy.entropy import make_entropy
+from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.mechanism import GridGaussian
+from fedcomp.rng import Key
+
+_COUNT = "releases"
+
+
+@registry.register
+@dataclass(frozen=True, repr=False)
+class Privatise(Transform):
+    """Clip to L2 norm ``clip``, round to the grid, add discrete Gaussian noise.
+
+    An update with NaN or infinity becomes noise alone: an error in its place would be an answer about the data.
+
+    Parameters
+    ----------
+    clip : float
+        Bound C of the update, all tensors together.
+    noise_multiplier : float
+        Standard deviation of the noise over 2C. 0 adds none and promises nothing.
+    releases : int
+        Most messages of a client, 0 for no limit. It is the server's word; what holds whatever the server says is
+        :class:`LocalPolicy`.
+    insecure_deterministic : bool
+        Draw the noise from the key, which the server knows: for experiments that must repeat.
+
+    Notes
+    -----
+    State: ``releases``, a 0-d int64, how many messages left. It does not go back when a message is rolled back: that
+    nobody acknowledged it does not mean that nobody read it.
+    """
+
+    transform_id: ClassVar[str] = "privatise"
+
+    clip: float
+    noise_multiplier: float
+    releases: int = 0
+    insecure_deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        params.assign(
+            self,
+            clip=params.positive("clip", self.clip),
+            noise_multiplier=params.number(
+                "noise_multiplier", self.noise_multiplier, rule="a finite number >= 0", ok=lambda v: 0.0 <= v < np.inf
+            ),
+            releases=params.integer("releases", self.releases, low=0),
+            insecure_deterministic=params.boolean("insecure_deterministic", self.insecure_deterministic),
+        )
+
+    def mechanism(self, size: int) -> GridGaussian:
+        """Return the mechanism of one message of ``size`` coordinates."""
+        return GridGaussian(clip=self.clip, size=size, noise_multiplier=self.noise_multiplier, adjacency="replace")
+
+    def init(self, layout: Layout) -> State:
+        """Return the count of a client that has sent nothing yet."""
+        return {_COUNT: np.asarray(0, np.int64)}
+
+    def apply(self, update: Update, state: State, key: Key) -> tuple[Update, State]:
+        """Return the noised update, float32 multiples of the grid's step, and the state with one message more.
+
+        Raises
+        ------
+        BudgetExceeded
+            When ``releases`` messages have left.
+        StateError
+            When the state holds no count.
+        """
+        sent = _sent(state)
+        if self.releases and sent >= self.releases:
+            raise BudgetExceeded(f"this client has sent {sent} private messages of {self.releases}; it sends no more")
+        after: State = {_COUNT: np.asarray(sent + 1, np.int64)}
+        if not update.vector.size:
+            return update, after
+        mechanism = self.mechanism(update.vector.size)
+        given = update.vector if all_finite(update.vector) else np.zeros_like(update.vector)
+        entropy = make_entropy(key.at(purpose="privatise"), insecure_deterministic=self.insecure_deterministic)
+        noisy = mechanism.perturb(mechanism.admit(given), entropy)
+        return Update(noisy.astype(np.float32), update.layout), after
+
+
+def _sent(state: State) -> int:
+    count = state.get(_COUNT)
+    if not isinstance(count, np.ndarray | np.generic) or count.shape != () or count.dtype.kind not in "iu":
+        raise StateError("the state holds no count of private messages; start from init(layout)")
+    return int(count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPolicy:
+    """What a client demands of every training message, whatever the server announces.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        Least noise, over the distance 2C of two clipped updates.
+    releases : int
+        Most messages in the lifetime of the node's state, over all sessions, runs and codecs of the server.
+
+    Notes
+    -----
+    Clip norm and codec may be the server's to choose: the guarantee of a message is that of its noise multiplier alone.
+    """
+
+    noise_multiplier: float
+    releases: int
+
+    def __post_init__(self) -> None:
+        params.positive("noise_multiplier", self.noise_multiplier)
+        params.integer("releases", self.releases, low=1)
+
+    def refuses(self, codec: Codec | None) -> str:
+        """Return why this client sends nothing encoded by ``codec``, empty when it may."""
+        found = None if codec is None else privatised(codec)
+        if found is None:
+            return "this client sends privatised updates only, and the announced codec does not privatise"
+        if found.insecure_deterministic:
+            return "this client draws its own noise, and the announced codec takes it from a seed"
+        if found.noise_multiplier < self.noise_multiplier:
+            return (
+                f"this client adds noise of multiplier {self.noise_multiplier:g} or more, the announced codec "
+                f"{found.noise_multiplier:g}"
+            )
+        return ""
+
+
+def privatised(codec: Codec) -> Privatise | None:
+    """Return the transform that makes ``codec``'s messages private, None when they are not.
+
+    Only chains and error feedback are looked into: another codec around them could let something past the noise.
+    """
+    while True:
+        if isinstance(codec, Chain):
+            for transform in codec.transforms:
+                if isinstance(transform, Privatise):
+                    return transform
+        elif not isinstance(codec, ErrorFeedback):
+            return None
+        codec = codec.codec

@@ -1,0 +1,576 @@
+"""Opacus optimisers on this package's mechanisms: what one record contributes to a step of DP-SGD, four ways.
+
+Every one sums contributions that are integer vectors of a bounded norm, one per record; its mechanism says what the
+release costs, which is recorded, and draws integer noise on that sum; the result is divided by the *expected* batch
+size. They differ in what a contribution is:
+
+- :class:`PrivateOptimizer`: the gradient, clipped (Abadi et al. 2016; Opacus' flat clipping).
+- :class:`TopAggOptimizer`: votes for the signs of its largest coordinates. The abstract of Wang et al., CCS 2021, says
+  that TopAgg was used inside DP-SGD; how is derived here.
+- :class:`MaskedOptimizer`: the coordinates that a public seed keeps, clipped (derived).
+- :class:`LsgOptimizer`: the kept coordinates of the products with low-rank carriers, clipped together
+  (:mod:`fedcomp.privacy.lsg`).
+
+Opacus' noise is not used: it is of floating point, and added to sums that are. This file and
+:mod:`fedcomp.privacy.dpsgd`, which assembles a training, import torch and Opacus; nobody imports them before they are
+needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch import Tensor
+
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
+from fedcomp.privacy.events import Adjacency
+from fedcomp.privacy.lsg import Carriers, Plan, check_fraction, check_mask, count_kept, fraction, kept
+from fedcomp.privacy.mechanism import GridGaussian, Mechanism, Votes
+from fedcomp.privacy.votes import threshold as cut
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from fedcomp.privacy.ledger import Ledger
+
+__all__ = ["LsgOptimizer", "MaskedOptimizer", "PrivateOptimizer", "TopAggOptimizer", "clip_rows", "vote_rows"]
+
+_DECAY: Final = 0.9
+"""Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
+
+
+def clip_rows(rows: Tensor, mechanism: GridGaussian) -> Tensor:
+    """Clip and round each row as :meth:`GridGaussian.admit` does one vector; a row that is not finite becomes zero.
+
+    Parameters
+    ----------
+    rows : Tensor of float32, (B, d)
+        Overwritten.
+    mechanism : GridGaussian
+        Of ``size`` d.
+
+    Returns
+    -------
+    Tensor of float32, (B, d)
+        Whole numbers; the L2 norm of each row is at most ``mechanism.bound``, checked exactly.
+    """
+    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    finite = torch.isfinite(norms)
+    if not bool(finite.all()):
+        # Not a product with zero, which would keep the NaN.
+        rows[~finite] = 0.0
+        norms = torch.where(finite, norms, 0.0)
+    bound = mechanism.bound
+    # Rounding raises a norm by d / (24 bound) steps on average, 0.3 steps more or less: few rows end outside.
+    radius = bound - mechanism.size / (24.0 * bound) - 1.5
+    scale = radius / norms.clamp(min=mechanism.clip * radius / bound)
+    steps = (rows * scale.to(rows.dtype)[:, None]).round_()
+    over = _norms(steps) > bound
+    if bool(over.any()):
+        # It moves a row by sqrt(d) / 2 steps at most, so from this radius none ends outside.
+        radius = bound - 0.5 * math.sqrt(mechanism.size) - 1.0
+        again = rows[over].double() * (radius / norms[over].clamp(min=mechanism.clip * radius / bound))[:, None]
+        steps[over] = again.round_().to(steps.dtype)
+    return steps
+
+
+def _norms(whole: Tensor) -> Tensor:
+    """Return the L2 norms of rows of whole numbers: their squares and sums are exact in float64."""
+    return torch.linalg.vector_norm(whole, dim=1, dtype=torch.float64)
+
+
+def _finite(rows: Tensor) -> Tensor:
+    """Return which rows hold neither NaN nor infinity, (B,)."""
+    # A sum is finite only if all its terms are; it may overflow where they are.
+    suspect = ~torch.isfinite(rows.sum(dim=1))
+    if bool(suspect.any()):
+        suspect[suspect.clone()] = ~torch.isfinite(rows[suspect]).all(dim=1)
+    return ~suspect
+
+
+def vote_rows(
+    rows: Tensor, k: int, *, saturation: float | None = None, uniforms: Tensor | NDArray[np.float64] | None = None
+) -> Tensor:
+    """Return the votes of each row: :func:`fedcomp.privacy.votes.topk_stochastic_sign` on a whole batch at once.
+
+    Parameters
+    ----------
+    rows : Tensor, (B, d)
+        Finite or not; a row that is not, or that is zero, casts no vote.
+    k : int
+    saturation : float, optional
+    uniforms : float64, (B, min(k, d)), optional
+        Numbers in [0, 1) for each row's support in ascending order of indices; None casts the plain signs.
+
+    Returns
+    -------
+    Tensor of int8, (B, d)
+        At most k entries of -1 and 1 in each row. Of equal magnitudes any may be taken.
+    """
+    votes = torch.zeros(rows.shape, dtype=torch.int8, device=rows.device)
+    if not rows.shape[0]:
+        return votes
+    finite = _finite(rows)
+    if not bool(finite.all()):
+        rows = torch.where(finite[:, None], rows, 0.0)
+    kept = min(k, rows.shape[1])
+    columns = torch.topk(rows.abs(), kept, dim=1, sorted=False).indices
+    # Of a mask, values come in ascending order of indices; sorting them takes longer.
+    chosen = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device).scatter_(1, columns, True)
+    values = rows[chosen].reshape(-1, kept).double()
+    signs = values.sign()
+    if uniforms is not None:
+        largest = values.abs().amax(dim=1, keepdim=True)
+        scale = largest if saturation is None else largest.clamp(max=saturation)
+        chance = 0.5 + torch.where(scale > 0.0, 0.5 * values / scale, 0.0)
+        up = torch.as_tensor(uniforms, dtype=torch.float64, device=rows.device) < chance
+        signs = torch.where(signs != 0.0, torch.where(up, 1.0, -1.0), 0.0)
+    votes[chosen] = signs.to(torch.int8).reshape(-1)
+    return votes
+
+
+class PrivateOptimizer(DPOptimizer):
+    """Flat DP-SGD on a grid: each record's gradient is clipped, rounded, summed exactly, and noise is drawn once.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Makes the step from the noisy gradient.
+    noise_multiplier : float
+        Standard deviation of the noise over the sensitivity.
+    max_grad_norm : float
+        Clip norm C of one record's gradient over all parameters.
+    rate : float
+        Probability with which a record is in a batch (Poisson sampling).
+    expected_batch_size : float
+        ``rate * records``, not rounded: the sum is divided by it.
+    ledger : Ledger
+        Is written before a step's noise is drawn. Its budget is the budget.
+    entropy : Entropy, optional
+        Of the noise; default: the operating system's.
+    adjacency, noise : str
+        As in :class:`~fedcomp.privacy.mechanism.Mechanism`.
+    key : Key
+        Public randomness: masks, carriers. The step's number becomes its round. With a seed for entropy, votes too.
+    loss_reduction : {"mean", "sum"}
+        What the loss does over a batch; ``"sum"`` divides nothing.
+    label : str
+        Of the event.
+    start : int, optional
+        Number of the first step. A step draws its batch anew, and is a round of its own in the ledger; default: after
+        the rounds the ledger holds.
+
+    Attributes
+    ----------
+    steps : int
+        Number of the next step: the round it is recorded under, and of its key.
+    refused : int
+        Records left out because their gradient was not finite. It is a statistic of the data: not to be released.
+
+    Raises
+    ------
+    ConfigError
+        When an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float = 1.0,
+        rate: float,
+        expected_batch_size: float,
+        ledger: Ledger,
+        entropy: Entropy | None = None,
+        adjacency: Adjacency = "add_remove",
+        noise: str = "discrete_gaussian",
+        key: Key | None = None,
+        loss_reduction: str = "mean",
+        label: str = "gradient",
+        start: int | None = None,
+    ) -> None:
+        if not 0.0 < expected_batch_size < math.inf:
+            raise ConfigError(f"expected_batch_size={expected_batch_size!r} is not valid: rate * records, above 0")
+        if loss_reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss_reduction={loss_reduction!r} is not known; say 'mean' or 'sum'")
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+        )
+        self.batch = float(expected_batch_size)
+        self.rate = rate
+        self.ledger = ledger
+        self.entropy = SystemEntropy() if entropy is None else entropy
+        self.adjacency: Adjacency = adjacency
+        self.noise = noise
+        self.key = (Key(0) if key is None else key).at(purpose="dp-sgd")
+        self.label = label
+        self.steps = ledger.rounds if start is None else start
+        self._first = self.steps
+        self.refused = 0
+        self._shapes = [tuple(p.shape) for p in self.params]
+        self.size = sum(math.prod(shape) for shape in self._shapes)
+        if not self.size:
+            raise ConfigError("the optimiser holds no parameters that require gradients")
+        self._using: Mechanism | None = None
+        self._parts = 0
+        self._total: NDArray[np.int64] | None = None
+        self.mechanism()  # refuses wrong arguments now, not at the first step
+
+    def mechanism(self) -> Mechanism:
+        """Return what bounds this step's contributions, draws its noise and says what it costs."""
+        return GridGaussian(
+            noise_multiplier=self.noise_multiplier,
+            adjacency=self.adjacency,
+            noise=self.noise,
+            clip=self.max_grad_norm,
+            size=self.length(),
+        )
+
+    def length(self) -> int:
+        """Return how many coordinates a contribution to this step has."""
+        return self.size
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Return the contributions' coordinates, (B, length), of the gradients ``rows`` (B, size), before clipping.
+
+        May look at one row at a time and at public matter, at nothing else.
+        """
+        return rows
+
+    def expand(self, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the gradient, (size,), of the noisy sum, (length,): post-processing."""
+        return noisy
+
+    def clip_and_accumulate(self) -> None:
+        """Add the bounded contribution of each record to the step's sum."""
+        mechanism = self._begin()
+        assert isinstance(mechanism, GridGaussian)
+        self._add(clip_rows(self.reduce(self._rows()), mechanism))
+
+    def add_noise(self) -> None:
+        """Record what this step costs, and only then draw its noise and set ``p.grad``.
+
+        Raises
+        ------
+        BudgetExceeded, LedgerError
+            Nothing was released; the gradients are gone.
+        """
+        if self._using is None or self._total is None:
+            raise ValueError("there is no sum to add noise to: call step() after a backward pass")
+        mechanism, total = self._using, self._total
+        # Whatever happens next, no gradient without noise is left for the optimiser beneath.
+        for p in self.params:
+            p.grad = None
+        self._using = self._total = None
+        self.ledger.record(mechanism.event(rate=self.rate, size=total.size, label=self.label), round=self.steps)
+        self.steps += 1
+        gradient = torch.from_numpy(self.expand(mechanism.perturb(total, self.entropy)))
+        start = 0
+        for p, shape in zip(self.params, self._shapes, strict=True):
+            stop = start + math.prod(shape)
+            p.grad = gradient[start:stop].reshape(shape).to(p.device, p.dtype)
+            start = stop
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear gradients; and the sum, unless the step was put off to gather more of the same batch."""
+        if not self._is_last_step_skipped:
+            self._using = self._total = None
+        super().zero_grad(set_to_none)
+
+    def skip_backward(self) -> None:
+        """Stand in for the backward pass of an empty batch, which not every module survives: no contributions."""
+        for p in self.params:
+            p.grad_sample = p.new_zeros((0, *p.shape))
+
+    def _begin(self) -> Mechanism:
+        # One mechanism per step: a schedule that changes a norm between clip and noise changes the next step.
+        if self._using is None:
+            self._using = self.mechanism()
+            self._parts = 0
+        return self._using
+
+    def _rows(self) -> Tensor:
+        """Return the gradients of the batch, (B, size) in float32, and mark them as used."""
+        parts = []
+        for p in self.params:
+            _check_processed_flag(p.grad_sample)
+            sample = self._get_flat_grad_sample(p)
+            parts.append(sample.reshape(sample.shape[0], p.numel()).to(torch.float32))
+            _mark_as_processed(p.grad_sample)
+        rows = torch.cat(parts, dim=1)
+        finite = _finite(rows)
+        if not bool(finite.all()):
+            self.refused += int((~finite).sum())
+            rows[~finite] = 0.0
+        return rows
+
+    def _add(self, whole: Tensor, times: int = 1) -> None:
+        # Sums of whole numbers in float64 are exact below 2^53.
+        total = whole.sum(dim=0, dtype=torch.float64).to("cpu", torch.int64).numpy() * times
+        self._total = total if self._total is None else self._total + total
+        self._parts += 1
+
+
+class TopAggOptimizer(PrivateOptimizer):
+    """DP-SGD on votes: each record votes for the signs of the ``k`` largest coordinates of its gradient.
+
+    Parameters
+    ----------
+    optimizer, **rest
+        As in :class:`PrivateOptimizer`; there is no clip norm to choose, ``max_grad_norm`` is sqrt(k).
+    k : int
+        Votes of a record; the number of parameters and more means all.
+    saturation : float, optional
+        Magnitudes above it vote with certainty.
+    stochastic : bool
+        False casts the plain signs.
+    threshold : float, optional
+        The gradient is then the sign of each noisy sum beyond this fraction of the expected batch, 0 of the others;
+        None takes the noisy sum over the expected batch.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        k: int,
+        saturation: float | None = None,
+        stochastic: bool = True,
+        threshold: float | None = None,
+        **rest: Any,
+    ) -> None:
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ConfigError(f"k={k!r} is not valid: a whole number of votes >= 1")
+        if saturation is not None and not 0.0 < saturation < math.inf:
+            raise ConfigError(f"saturation={saturation!r} is not valid: a positive finite number, or None")
+        if threshold is not None and not 0.0 <= threshold < math.inf:
+            raise ConfigError(f"threshold={threshold!r} is not valid: a finite fraction >= 0, or None")
+        size = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        self.k = max(1, min(k, size))
+        self.saturation = saturation
+        self.stochastic = stochastic
+        self.threshold = threshold
+        super().__init__(optimizer, max_grad_norm=math.sqrt(self.k), **rest)
+
+    def mechanism(self) -> Votes:
+        """Return the mechanism of a sum of votes: the bound sqrt(k) is structural."""
+        return Votes(
+            noise_multiplier=self.noise_multiplier,
+            adjacency=self.adjacency,
+            noise=self.noise,
+            k=self.k,
+            shape=(self.length(),),
+        )
+
+    def clip_and_accumulate(self) -> None:
+        """Add each record's votes to the step's sum."""
+        mechanism = self._begin()
+        assert isinstance(mechanism, Votes)
+        rows = self._rows()
+        uniforms = None
+        if self.stochastic:
+            # Secret coins, like the noise: which ones a record gets depends on who is before it in the batch. Were they
+            # public, a record that is there or not would change the votes of all behind it.
+            key = self.key.at(purpose="dp-sgd votes", round=self.steps, layer=self._parts)
+            coins = self.entropy if self.entropy.secure else SeededEntropy(key, insecure_deterministic=True)
+            uniforms = coins.uniform(rows.shape[0] * self.k).reshape(-1, self.k)
+        self._add(vote_rows(rows, self.k, saturation=self.saturation, uniforms=uniforms), mechanism.resolution)
+
+    def expand(self, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Apply the threshold, if there is one."""
+        if self.threshold is None:
+            return noisy
+        passed = cut(noisy, self.threshold * self.batch).astype(np.float64)
+        # What follows divides a mean by the expected batch; a sign is not divided.
+        return passed * self.batch if self.loss_reduction == "mean" else passed
+
+
+class MaskedOptimizer(PrivateOptimizer):
+    """DP-SGD on a part of the coordinates: those that a public seed keeps, other ones in every step (derived).
+
+    Clipping comes after masking, over the kept coordinates alone, and noise is on them alone. The mask depends on the
+    seed and the step, never on the data.
+
+    Parameters
+    ----------
+    optimizer, **rest
+        As in :class:`PrivateOptimizer`.
+    keep : float
+        Fraction kept, at the end of the schedule.
+    schedule : {"constant", "linear", "cosine"}
+    schedule_steps : int
+        Steps of the training that the schedule runs over; not needed for "constant".
+    schedule_start : int
+        Number of the step that it begins with.
+    mask : {"random", "noisy_magnitude"}
+        The second keeps half of its coordinates where the noisy gradients of former steps were large: what was
+        released may be looked at (post-processing).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: float,
+        schedule: str = "constant",
+        schedule_steps: int = 0,
+        schedule_start: int = 0,
+        mask: str = "random",
+        **rest: Any,
+    ) -> None:
+        check_fraction(schedule, schedule_steps, keep)
+        check_mask(mask)
+        self.keep = keep
+        self.schedule = schedule
+        self.schedule_steps = schedule_steps
+        self.schedule_start = schedule_start
+        self.mask = mask
+        self._kept: NDArray[np.int64] | None = None
+        self._former: NDArray[np.float64] | None = None
+        super().__init__(optimizer, **rest)
+
+    def full(self) -> int:
+        """Return how many coordinates there are to choose from."""
+        return self.size
+
+    def length(self) -> int:
+        """Return how many coordinates this step keeps."""
+        return count_kept(self.full(), self._share())
+
+    def former(self) -> NDArray[np.float64] | None:
+        """Return the running sum of noisy gradients where the mask is chosen; None before there is one."""
+        return self._former
+
+    def kept(self) -> NDArray[np.int64]:
+        """Return the coordinates this step keeps, ascending."""
+        if self._kept is None:
+            magnitude = self.former() if self.mask == "noisy_magnitude" else None
+            key = self.key.at(purpose="dp-sgd mask", round=self.steps)
+            self._kept = kept(self.full(), self._share(), key, magnitude)
+        return self._kept
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Return the kept coordinates of each row."""
+        chosen = self.kept()
+        return rows if chosen.size == self.full() else rows[:, torch.from_numpy(chosen).to(rows.device)]
+
+    def expand(self, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Put the kept coordinates back in their places; the others are zero."""
+        out = self.scatter(noisy)
+        self.remember(out)
+        return out
+
+    def scatter(self, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the kept coordinates among zeros, and let the next step choose anew."""
+        out = np.zeros(self.full())
+        out[self.kept()] = noisy
+        self._kept = None
+        return out
+
+    def remember(self, gradient: NDArray[np.float64]) -> None:
+        """Add a noisy gradient to the running sum that the next mask may look at."""
+        if self.mask == "noisy_magnitude":
+            self._former = gradient if self._former is None else _DECAY * self._former + gradient
+
+    def _share(self) -> float:
+        return fraction(self.schedule, self.steps - self.schedule_start, self.schedule_steps, self.keep)
+
+
+class LsgOptimizer(MaskedOptimizer):
+    """DP-SGD on the kept coordinates of low-rank products: one clip over all tensors and both carriers.
+
+    Carriers come from the model as it stands, which is private already. Per-sample gradients are made in full and
+    projected then, so the memory is that of DP-SGD.
+
+    Parameters
+    ----------
+    optimizer, **rest
+        As in :class:`MaskedOptimizer`; ``keep=1`` is low rank alone.
+    rank : int
+        Of the carriers; tensors of one dimension, and matrices no larger than that, stay whole.
+    names : sequence of str
+        Names of the optimiser's parameters, in its order; numbers, where none are given.
+    whole : sequence of str
+        Patterns of names that stay whole.
+    history : int
+        From this step on the carriers follow the way the model went since it was given; before, the model itself.
+        0 leaves them with the model itself.
+    refresh : int
+        Steps that the same carriers serve.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rank: int,
+        keep: float = 1.0,
+        names: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        history: int = 0,
+        refresh: int = 1,
+        **rest: Any,
+    ) -> None:
+        tensors = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        labels = list(names) or [str(number) for number in range(len(tensors))]
+        if len(labels) != len(tensors) or len(set(labels)) != len(labels):
+            raise ConfigError(f"{len(labels)} names for {len(tensors)} parameters; expected one each, all different")
+        for name, value, least in (("history", history, 0), ("refresh", refresh, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}={value!r} is not valid: a whole number >= {least}")
+        shapes = {label: tuple(p.shape) for label, p in zip(labels, tensors, strict=True)}
+        self.plan = Plan.of(shapes, rank, whole)
+        self.history = history
+        self.refresh = refresh
+        self._pairs: Carriers | None = None
+        super().__init__(optimizer, keep=keep, **rest)
+        self._before = self._model() if history else None
+
+    def full(self) -> int:
+        """Return the length of the products of all tensors."""
+        return self.plan.short
+
+    def former(self) -> NDArray[np.float64] | None:
+        """Return the running sum of noisy gradients, projected by this step's carriers."""
+        if self._former is None:
+            return None
+        return np.concatenate(self.plan.project(self._former, self.carriers()))
+
+    def carriers(self) -> Carriers:
+        """Return this step's carriers."""
+        if self._pairs is None:
+            key = self.key.at(purpose="dp-sgd carriers", round=self.steps)
+            before = self._before if self.history and self.steps - self._first >= self.history else None
+            self._pairs = self.plan.carriers(self._model(), key, before)
+        return self._pairs
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Return the kept coordinates of each row's products with the carriers."""
+        pairs = [
+            None if pair is None else tuple(torch.from_numpy(carrier).to(rows.device) for carrier in pair)
+            for pair in self.carriers()
+        ]
+        return super().reduce(torch.cat(self.plan.project(rows, pairs), dim=1))
+
+    def expand(self, noisy: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Reconstruct the gradient."""
+        out = self.plan.reconstruct(self.scatter(noisy), self.carriers())
+        if (self.steps - self._first) % self.refresh == 0:
+            self._pairs = None
+        self.remember(out)
+        return out
+
+    def _model(self) -> NDArray[np.float64]:
+        return np.concatenate([p.detach().to("cpu", torch.float64).reshape(-1).numpy() for p in self.params])

@@ -1,0 +1,80 @@
+"""The ledger of several parties whose records are disjoint: together they cost what the dearest of them costs.
+
+A record lies with one party only, so what the others release says nothing about it (parallel composition). Adding up
+the parties' epsilons, as is sometimes done, states a guarantee that is worse than the true one by their number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from fedcomp.privacy.accounting import Cost, Profile, compose_rounds, profile, upper_bound
+from fedcomp.privacy.events import Event
+from fedcomp.privacy.ledger import Entry, Ledger
+
+__all__ = ["ParallelLedger"]
+
+
+class ParallelLedger(Ledger):
+    """Events at parties that hold disjoint records.
+
+    The ``participants`` of an event are the parties on whose records it was. It is written down by somebody who was
+    told of it, after the fact, and so never refused: whether a party may go on is asked with :meth:`allows`. ``rounds``
+    and ``releases`` are those of the party that has most.
+    """
+
+    def spent(self, party: int) -> dict[Profile, int]:
+        """Return how often each event happened at ``party``."""
+        return dict(self._parties.get(party, {}))
+
+    def allows(self, party: int, event: Event, times: int) -> bool:
+        """Whether ``times`` more of ``event`` at ``party`` stay within the budget."""
+        if self.budget is None:
+            return True
+        counts = Counter(self._parties.get(party, {}))
+        counts[profile(event)] += times
+        if upper_bound(counts, self.delta) <= self.budget:
+            return True
+        return compose_rounds(counts, self.delta).epsilon <= self.budget
+
+    def affords(self, event: Event | Sequence[Event], times: int = 1, *, round: int | None = None) -> bool:
+        """Return True: what happened elsewhere is written down whatever it crosses; see :meth:`allows`."""
+        return True
+
+    @property
+    def releases(self) -> int:
+        """How many noisy sums were paid for, at the party with most of them."""
+        found: Counter[int] = Counter()
+        for entry in self._entries:
+            for party in entry.participants:
+                found[party] += entry.event.releases * entry.times
+        return max(found.values(), default=0)
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds, at the party with most of them."""
+        return max((sum(counts.values()) for counts in self._parties.values()), default=0)
+
+    @property
+    def failure(self) -> float:
+        """Sum of the events' own failure probabilities, at the party where it is largest."""
+        return max(self._failures.values(), default=0.0)
+
+    def cost(self, *, amplified: bool = True) -> Cost:
+        """Return what the dearest party spent."""
+        # Parties that did the same, which is the usual case, are accounted once.
+        distinct = {tuple(sorted(counts.items())) for counts in self._parties.values()} or {()}
+        return max((self._cost_of(dict(counts), amplified) for counts in distinct), key=lambda cost: cost.epsilon)
+
+    def _forget(self) -> None:
+        self._parties: dict[int, Counter[Profile]] = {}
+        self._failures: dict[int, float] = {}
+        super()._forget()
+
+    def _count(self, entry: Entry) -> None:
+        super()._count(entry)
+        for party in entry.participants:
+            # Every entry drew records of its own, whatever its round is called.
+            self._parties.setdefault(party, Counter())[profile(entry.event)] += entry.times
+            self._failures[party] = self._failures.get(party, 0.0) + entry.event.delta * entry.times

@@ -1,0 +1,73 @@
+"""A public random rotation: spreads a vector over its coordinates, so that none of them is large.
+
+Without it one coordinate can hold the whole norm, and a modulus has to leave room for that. The rotation is a product
+of random signs and a Hadamard matrix, as in distributed mean estimation (Suresh et al. 2017; recalled). A Hadamard
+matrix wants a power of two; instead of padding, which can double what is sent, two of them overlap: one turns the first
+2^k coordinates, the next the last 2^k, with 2^k > d / 2 (derived here). Every step is orthogonal, so norms are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.rng import Key
+
+
+def rotate(vector: NDArray[Any], seed: int) -> NDArray[np.float64]:
+    """Return the rotation that ``seed`` names of ``vector``, (n,), in float64.
+
+    Parameters
+    ----------
+    seed : int
+        Public, and chosen before the data: both sides draw the signs from it.
+    """
+    out = vector.astype(np.float64)
+    for part, signs in _parts(out.size, seed):
+        out[part] = _hadamard(out[part] * signs)
+    return out
+
+
+def unrotate(vector: NDArray[Any], seed: int) -> NDArray[np.float64]:
+    """Undo :func:`rotate`, up to rounding in float64."""
+    out = vector.astype(np.float64)
+    for part, signs in reversed(_parts(out.size, seed)):
+        out[part] = _hadamard(out[part]) * signs
+    return out
+
+
+def largest_coordinate(size: int, probability: float) -> float:
+    """Return a magnitude that no coordinate of a rotated unit vector exceeds but with so much probability.
+
+    Each coordinate of a rotated block is a sum of numbers with random signs, whose squares add up to at most 1 / 2^k
+    (Hoeffding); of the two overlapping blocks one turned it last. Derived here; never more than 1.
+    """
+    if size < 2:
+        return 1.0
+    block = 1 << (size.bit_length() - 1)
+    return min(1.0, math.sqrt(2.0 * math.log(4.0 * size / probability) / block))
+
+
+def _parts(size: int, seed: int) -> list[tuple[slice, NDArray[np.float64]]]:
+    """Return what is turned, in order: a slice whose length is a power of two, and the signs before it is."""
+    if size < 2:
+        return []
+    block = 1 << (size.bit_length() - 1)
+    starts = [0] if block == size else [0, size - block]
+    key = Key(seed, "privacy/rotation")
+    signs = [1.0 - 2.0 * (key.at(layer=i).bits(block) >> np.uint64(63)).astype(np.float64) for i in range(len(starts))]
+    return [(slice(start, start + block), sign) for start, sign in zip(starts, signs, strict=True)]
+
+
+def _hadamard(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the orthonormal Walsh-Hadamard transform of a vector whose length is a power of two; its own inverse."""
+    out = vector
+    width = 1
+    while width < vector.size:
+        pairs = out.reshape(-1, 2, width)
+        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+        width *= 2
+    return out / math.sqrt(vector.size)

@@ -1,0 +1,372 @@
+"""The privacy statement: what a run promises, to whom, on which assumptions, and what it does not cover.
+
+An epsilon means nothing without its unit, its adjacency, its sampler and its delta: the same run is 1.8 or 634. So
+they stand together, as data and as prose, and with every epsilon stands the one that needs no assumption on sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.accounting import is_fine
+from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
+from fedcomp.privacy.events import ADJACENCIES, FINE, NOISES, Event
+from fedcomp.privacy.ledger import check_population
+from fedcomp.privacy.sampling import KINDS, Sampling
+
+if TYPE_CHECKING:
+    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.mechanism import Mechanism
+
+NOT_COVERED: Final = (
+    "metrics and evaluation results",
+    "the choice of hyper-parameters",
+    "preprocessing of the data",
+    "who takes part and when",
+    "timing and message sizes",
+)
+"""What a run does not cover unless it says otherwise."""
+
+_INFINITE: Final = ("epsilon", "epsilon_unamplified", "budget")
+"""Fields that may be infinite; JSON has no word for it and gets this one."""
+
+_WORD: Final = "infinite"
+
+_CHANGES: Final = {
+    "zero_out": "replacing one {unit}'s contribution by zero",
+    "add_remove": "adding or removing one {unit}",
+    "replace": "exchanging one {unit} for another",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """What may be said about a run.
+
+    Attributes
+    ----------
+    epsilon, delta : float
+        The guarantee; epsilon is infinite where nothing is protected.
+    epsilon_unamplified : float
+        The same with every unit in every release: no sampling, no cap.
+    accountant, accountant_unamplified : str
+        Which analyses these are from, with the version of the library where one was used.
+    accountant_error : float
+        Numerical error that is part of ``epsilon``.
+    accountant_order : float or None
+        Rényi order, where orders are involved.
+    failure : float
+        Part of delta that pays for failures beside the noise.
+    unit : str
+        Whose contribution is hidden.
+    unit_note : str
+        What a unit is in terms of people: how a user maps to clients or records.
+    adjacency : {"zero_out", "add_remove", "replace"}
+    mechanism : str
+        Name of the mechanism.
+    bound, sensitivity : float
+        Largest L2 norm of one contribution, and of the change of the sum, in the units of the update.
+    noise : str
+    noise_multiplier, sigma : float
+        z, smallest over the recorded events, and the standard deviation s on the sum, in the units of the update.
+    clip : str
+        How contributions are bounded.
+    sampling : {"everyone", "poisson", "capped"}
+    rate, participation_cap
+        Of the sampler.
+    most_participations : int
+        Rounds the most frequent unit was in; 0 where who took part is the secret of the guarantee.
+    population : int
+        Declared number of units N.
+    rounds, releases : int
+    budget : float or None
+    trust : str
+        Who sees raw contributions.
+    protects : str
+        What may be published.
+    not_covered : tuple of str
+    randomness : str
+        Where noise and samples come from.
+    secure : bool
+        Whether nobody else can draw the same; False is announced as INSECURE.
+    finite_precision : str
+        What was done about floating point.
+    dropouts : str
+        What a lost unit changes.
+    run : str
+        Names the ledger this is from.
+
+    Raises
+    ------
+    ConfigError
+        When delta is not below 1 / population, or a field has a value it cannot have.
+    """
+
+    epsilon: float
+    delta: float
+    epsilon_unamplified: float
+    accountant: str
+    accountant_unamplified: str
+    accountant_error: float
+    accountant_order: float | None
+    failure: float
+    unit: str
+    unit_note: str
+    adjacency: str
+    mechanism: str
+    bound: float
+    sensitivity: float
+    noise: str
+    noise_multiplier: float
+    sigma: float
+    clip: str
+    sampling: str
+    rate: float
+    participation_cap: int
+    most_participations: int
+    population: int
+    rounds: int
+    releases: int
+    budget: float | None
+    trust: str
+    protects: str
+    not_covered: tuple[str, ...]
+    randomness: str
+    secure: bool
+    finite_precision: str
+    dropouts: str
+    run: str
+
+    def __post_init__(self) -> None:
+        if self.population < 1:
+            raise ConfigError("a statement needs the population: declare the public number of units")
+        check_population(self.delta, self.population)
+        for name, value, known in (
+            ("adjacency", self.adjacency, ADJACENCIES),
+            ("noise", self.noise, NOISES),
+            ("sampling", self.sampling, KINDS),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name}={value!r} of a statement is not known; one of {', '.join(known)}")
+        if math.isnan(self.epsilon) or self.epsilon < 0.0 or math.isnan(self.epsilon_unamplified):
+            raise ConfigError(f"epsilon={self.epsilon!r} of a statement is no number >= 0")
+        if not self.trust or not self.protects:
+            raise ConfigError("a statement says who is trusted and what is protected; trust and protects are empty")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the statement as JSON-able data; an infinite value is the word "infinite"."""
+        document = asdict(self)
+        document["not_covered"] = list(self.not_covered)
+        for name in _INFINITE:
+            if document[name] == math.inf:
+                document[name] = _WORD
+        document["prose"] = self.prose()
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Statement:
+        """Read :meth:`to_json`.
+
+        Raises
+        ------
+        ConfigError
+            When fields are missing or unknown.
+        """
+        values = {name: value for name, value in document.items() if name != "prose"}
+        names = {f.name for f in fields(cls)}
+        if set(values) != names:
+            raise ConfigError(f"a statement lacks or does not know the fields {sorted(set(values) ^ names)}")
+        for name in _INFINITE:
+            if values[name] == _WORD:
+                values[name] = math.inf
+        values["not_covered"] = tuple(values["not_covered"])
+        return cls(**values)
+
+    def prose(self) -> str:
+        """Return the statement for a reader: one sentence that can be quoted, and the lines it stands on."""
+        change = _CHANGES[self.adjacency].format(unit=self.unit)
+        sampler = Sampling(self.sampling, rate=self.rate, cap=self.participation_cap)  # type: ignore[arg-type]
+        lines = [*self._head(), ""]
+        order = "" if self.accountant_order is None else f", order {self.accountant_order:g}"
+        error = f", its numerical error of {self.accountant_error:g} included" if self.accountant_error else ""
+        budget = "none" if self.budget is None else f"epsilon {_number(self.budget)}, asked before anybody is contacted"
+        rows = {
+            "epsilon": f"{_number(self.epsilon)}: {self.accountant}{order}{error}",
+            "unamplified": (
+                f"{_number(self.epsilon_unamplified)}, had every {self.unit} been in every release: "
+                f"{self.accountant_unamplified}"
+            ),
+            "delta": (
+                f"{self.delta:g}, of which {self.failure:.3g} for failures beside the noise; below 1/{self.population}"
+            ),
+            "unit": f"one {self.unit} of {self.population}; {self.adjacency}: {change}" + _also(self.unit_note),
+            "sampling": sampler.describe(self.unit) + self._taken(),
+            "mechanism": (
+                f"{self.mechanism}: a contribution has L2 norm at most {self.bound:.6g}, one {self.unit} moves the sum "
+                f"by at most {self.sensitivity:.6g}" + _also(self.clip)
+            ),
+            "noise": (
+                f"{self.noise}, standard deviation {self.sigma:.6g} on the sum, {self.noise_multiplier:.6g} times the "
+                f"sensitivity; {self.releases} releases in {self.rounds} rounds"
+            ),
+            "randomness": self.randomness if self.secure else f"INSECURE: {self.randomness}",
+            "precision": self.finite_precision,
+            "dropouts": self.dropouts,
+            "budget": budget,
+            "trust": self.trust,
+            "protected": self.protects,
+            "not covered": "; ".join(self.not_covered) if self.not_covered else "nothing was named",
+        }
+        lines += [f"{name + ':':<13}{text}" for name, text in rows.items()]
+        return "\n".join(lines)
+
+    def _head(self) -> list[str]:
+        if self.epsilon == math.inf:
+            promise = f"NOT PRIVATE: no {self.unit} is protected ({self.accountant})."
+        else:
+            cap = (
+                f", with at most {self.participation_cap} rounds of each {self.unit}" if self.participation_cap else ""
+            )
+            secrecy = (
+                "if nobody learns who took part"
+                if self.sampling == "poisson" and self.rate < 1.0
+                else "no secrecy of sampling assumed"
+            )
+            promise = (
+                f"{self.unit.capitalize()}-level (epsilon={_number(self.epsilon)}, delta={self.delta:g})-differential "
+                f"privacy under {self.adjacency.replace('_', '-')} adjacency for {self.protects}{cap}; {secrecy}; "
+                f"{self.trust}."
+            )
+        if self.secure:
+            return [promise]
+        return [
+            "INSECURE: noise or samples come from a seed, and whoever knows it takes them off again. The figures below "
+            "are those of a run with real randomness.",
+            promise,
+        ]
+
+    def _taken(self) -> str:
+        return f"; the most frequent one was in {self.most_participations} rounds" if self.most_participations else ""
+
+
+def make_statement(
+    ledger: Ledger, *, mechanism: Mechanism | None = None, entropy: Entropy | None = None, **said: Any
+) -> Statement:
+    """Return the statement of what ``ledger`` holds.
+
+    Parameters
+    ----------
+    ledger : Ledger
+    mechanism : Mechanism, optional
+        Gives bound, sensitivity, noise and its scale. Without one, ``mechanism``'s fields must be in ``said`` (``name``
+        for the field ``mechanism``, ``bound``, ``sensitivity``, ``noise``, ``noise_multiplier``, ``sigma``).
+    entropy : Entropy, optional
+        Where noise comes from; default the operating system's. ``secure=False`` in ``said`` stands for a seed.
+    **said
+        Any other field of :class:`Statement`; ``trust`` and ``protects`` have no default.
+
+    Raises
+    ------
+    ConfigError
+        When something cannot be stated, or is missing.
+    """
+    source: type[Entropy] | Entropy = entropy if entropy is not None else SystemEntropy
+    if entropy is None and said.get("secure") is False:
+        source = SeededEntropy
+    cost, plain = ledger.cost(), ledger.cost(amplified=False)
+    entries = ledger.entries
+    secret = ledger.sampling.event_rate < 1.0
+    values: dict[str, Any] = {
+        "epsilon": cost.epsilon,
+        "delta": ledger.delta,
+        "epsilon_unamplified": plain.epsilon,
+        "accountant": cost.accountant,
+        "accountant_unamplified": plain.accountant,
+        "accountant_error": cost.error,
+        "accountant_order": None if math.isnan(cost.order) else cost.order,
+        "failure": ledger.failure,
+        "unit": ledger.unit,
+        "unit_note": "",
+        "adjacency": ledger.adjacency,
+        "clip": "",
+        "sampling": ledger.sampling.kind,
+        "rate": ledger.sampling.event_rate,
+        "participation_cap": ledger.sampling.cap,
+        "most_participations": 0 if secret else max(ledger.participations.values(), default=0),
+        "population": ledger.population,
+        "rounds": ledger.rounds,
+        "releases": ledger.releases,
+        "budget": ledger.budget,
+        "not_covered": NOT_COVERED,
+        "randomness": source.description,
+        "secure": source.secure,
+        "dropouts": (
+            f"a lost {ledger.unit} leaves noise, bound and divisor as they are: the guarantee does not depend on who "
+            "answered"
+        ),
+        "run": ledger.run,
+    }
+    if mechanism is not None:
+        if mechanism.adjacency != ledger.adjacency:
+            raise ConfigError(
+                f"the mechanism is scaled for {mechanism.adjacency!r} adjacency, the ledger accounts for "
+                f"{ledger.adjacency!r}; use one"
+            )
+        values |= {
+            "mechanism": type(mechanism).__name__,
+            "bound": mechanism.bound * mechanism.step,
+            "sensitivity": mechanism.sensitivity * mechanism.step,
+            "noise": mechanism.noise,
+            "noise_multiplier": float(mechanism.noise_multiplier),
+            "sigma": mechanism.sigma,
+        }
+    if "name" in said:
+        said["mechanism"] = said.pop("name")
+    values |= said
+    if entries and "noise_multiplier" not in said:
+        values["noise_multiplier"] = min(entry.event.noise_multiplier for entry in entries)
+    values["not_covered"] = tuple(values["not_covered"])
+    noise = str(values.get("noise", ""))
+    values.setdefault("finite_precision", _precision(noise, [entry.event for entry in entries]))
+    missing = {f.name for f in fields(Statement)} - set(values)
+    unknown = set(values) - {f.name for f in fields(Statement)}
+    if missing or unknown:
+        raise ConfigError(
+            f"a statement lacks {sorted(missing) or 'nothing'} and does not know {sorted(unknown) or 'nothing'}"
+        )
+    return Statement(**values)
+
+
+def _precision(noise: str, events: list[Event]) -> str:
+    """Return what was done about floating point."""
+    if noise == "gaussian":
+        return (
+            "INSECURE: noise is drawn and added in floating point, whose last bits can give the sum away; epsilon "
+            "holds for real numbers"
+        )
+    gaussian = [event for event in events if event.noise == "discrete_gaussian" and event.noise_multiplier]
+    sigmas = [event.grid_sigma for event in gaussian]
+    text = "sums and noise are integers on a public grid: no floating-point result shows its input"
+    if noise == "discrete_gaussian" and sigmas:
+        if all(is_fine(event) for event in gaussian):
+            text += (
+                f"; integer Gaussian noise of {min(sigmas):.4g} grid steps or more is accounted as continuous, which "
+                f"at {FINE:g} steps changes delta by less than 3 %"
+            )
+        else:
+            text += (
+                f"; noise of {min(sigmas):.4g} grid steps is coarse, and accounted by zCDP, which holds for integers"
+            )
+    return text
+
+
+def _number(value: float) -> str:
+    return "infinite" if value == math.inf else f"{math.ceil(value * 1e4) / 1e4:.4f}".rstrip("0").rstrip(".")
+
+
+def _also(text: str) -> str:
+    return f"; {text}" if text else ""

@@ -1,0 +1,540 @@
+"""The ledger: budgets, participation, and what survives which crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedcomp.errors import ConfigError
+from fedcomp.flower import store
+from fedcomp.privacy import journal
+from fedcomp.privacy.accounting import compose
+from fedcomp.privacy.errors import BudgetExceeded, LedgerError
+from fedcomp.privacy.events import Event
+from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.sampling import Sampling
+
+EVENT = Event("discrete_gaussian", 10.0, grid_sigma=1e4)
+
+
+def make(**changes: Any) -> Ledger:
+    arguments: dict[str, Any] = {
+        "delta": 1e-5,
+        "population": 100,
+        "adjacency": "zero_out",
+        "sampling": Sampling("everyone"),
+    }
+    return Ledger(**{**arguments, **changes})
+
+
+def filled(path: Path, rounds: int, **changes: Any) -> Ledger:
+    ledger = make(path=path, **changes)
+    for number in range(1, rounds + 1):
+        ledger.record(EVENT, round=number, participants=[number, 2**61 + number])
+    return ledger
+
+
+def reopened(path: Path, **changes: Any) -> Ledger:
+    ledger = make(path=path, **changes)
+    ledger.close()
+    return ledger
+
+
+def test_what_is_recorded_is_what_it_costs() -> None:
+    ledger = make()
+    assert ledger.epsilon() == 0.0
+    for number in range(1, 6):
+        ledger.record(EVENT, round=number, participants=[7, number])
+    assert ledger.epsilon() == compose([EVENT] * 5, 1e-5).epsilon
+    assert ledger.cost().accountant == "Gaussian, closed form"
+    assert (ledger.rounds, ledger.releases) == (5, 5)
+    assert ledger.participations == {1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 7: 5}
+
+
+def test_the_budget_refuses_before_anything_is_recorded() -> None:
+    budget = compose([EVENT] * 3, 1e-5).epsilon
+    ledger = make(budget=budget)
+    for number in range(1, 4):
+        assert ledger.affords(EVENT)
+        ledger.record(EVENT, round=number)
+    assert ledger.epsilon() == budget
+    assert not ledger.affords(EVENT)
+    with pytest.raises(BudgetExceeded, match="cross the budget"):
+        ledger.record(EVENT, round=4)
+    assert len(ledger.events) == 3
+    assert ledger.epsilon() == budget
+
+
+def test_affords_looks_ahead() -> None:
+    ledger = make(budget=compose([EVENT] * 10, 1e-5).epsilon)
+    ledger.record(EVENT, round=1)
+    assert ledger.affords(EVENT, times=9)
+    assert not ledger.affords(EVENT, times=10)
+    assert not ledger.affords([EVENT, EVENT], times=5), "a round with two events costs two"
+    with pytest.raises(BudgetExceeded):
+        ledger.record(EVENT, round=2, times=10)
+    ledger.record(EVENT, round=2, times=9)
+    assert (ledger.rounds, ledger.releases, len(ledger.events)) == (10, 10, 2)
+
+
+def test_a_sum_without_noise_crosses_every_budget() -> None:
+    bare = Event("discrete_gaussian", 0.0, grid_sigma=0.0)
+    assert not make(budget=1e9).affords(bare)
+    free = make()
+    free.record(bare, round=1)
+    assert free.epsilon() == float("inf")
+
+
+def test_nobody_takes_part_more_often_than_the_cap() -> None:
+    ledger = make(sampling=Sampling("capped", cap=2))
+    ledger.record(EVENT, round=1, participants=[1, 2])
+    ledger.record(EVENT, round=2, participants=[1])
+    assert not ledger.may_take_part(1)
+    assert ledger.may_take_part(2)
+    with pytest.raises(BudgetExceeded, match="participant 1 was in 2 rounds"):
+        ledger.record(EVENT, round=3, participants=[2, 1])
+    assert ledger.participations == {1: 2, 2: 1}
+    ledger.record(EVENT, round=2, participants=[1])
+    assert ledger.participations[1] == 2, "two events of one round are one participation"
+
+
+def test_a_cap_charges_the_dearest_rounds_of_adaptive_noise() -> None:
+    ledger = make(sampling=Sampling("capped", cap=2))
+    events = [Event("discrete_gaussian", z, grid_sigma=1e4) for z in (9.0, 3.0, 20.0, 4.0)]
+    for number, event in enumerate(events, 1):
+        ledger.record(event, round=number, participants=[number])
+    assert ledger.epsilon() == compose([events[1], events[3]], 1e-5).epsilon
+    assert ledger.epsilon(amplified=False) == compose(events, 1e-5).epsilon > ledger.epsilon()
+
+
+def test_under_a_cap_rounds_are_free_once_it_is_charged() -> None:
+    ledger = make(sampling=Sampling("capped", cap=3), budget=compose([EVENT] * 3, 1e-5).epsilon)
+    for number in range(1, 50):
+        ledger.record(EVENT, round=number, participants=[number])
+    assert ledger.affords(EVENT, times=10**6)
+    assert not ledger.affords(EVENT, round=7), "a second event of a round makes that round dearer"
+    assert not ledger.affords([EVENT, EVENT])
+    with pytest.raises(BudgetExceeded):
+        ledger.record(EVENT, round=7)
+
+
+def test_poisson_is_amplified_and_says_what_it_would_cost_otherwise() -> None:
+    event = Event("discrete_gaussian", 1.0, grid_sigma=1e4, rate=0.01)
+    ledger = make(sampling=Sampling("poisson", rate=0.01), budget=2.0)
+    ledger.record(event, round=1, times=40)
+    assert ledger.epsilon() == compose([event] * 40, 1e-5).epsilon < 2.0
+    assert ledger.epsilon(amplified=False) == compose([Event("gaussian", 1.0)] * 40, 1e-5).epsilon > 40.0
+    assert ledger.affords(event, times=100)
+    assert not ledger.affords(event, times=2000)
+
+
+@pytest.mark.parametrize("sampling", [Sampling("everyone"), Sampling("capped", cap=3), Sampling("poisson", rate=0.2)])
+def test_an_event_cannot_claim_more_sampling_than_there_is(sampling: Sampling) -> None:
+    ledger = make(sampling=sampling)
+    with pytest.raises(ConfigError, match=r"claims rate=0\.1"):
+        ledger.record(Event("gaussian", 3.0, rate=0.1), round=1)
+    assert ledger.events == []
+    ledger.record(Event("gaussian", 3.0, rate=max(0.2, sampling.event_rate)), round=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"delta": 0.01},
+        {"delta": 0.0},
+        {"delta": 1e-2, "population": 100},
+        {"population": -3},
+        {"adjacency": "replace", "sampling": Sampling("poisson", rate=0.1)},
+        {"adjacency": "swap"},
+        {"budget": 0.0},
+        {"budget": float("inf")},
+    ],
+)
+def test_what_cannot_be_promised_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        make(**changes)
+
+
+def test_the_population_is_declared_once_and_before_the_first_event(tmp_path: Path) -> None:
+    ledger = make(population=0, delta=1e-3)
+    with pytest.raises(ConfigError, match="not declared"):
+        ledger.record(EVENT, round=1)
+    with pytest.raises(ConfigError, match="declare"):
+        ledger.open(tmp_path / "early.jsonl")
+    with pytest.raises(ConfigError, match="not below 1/1000"):
+        ledger.declare(1000)
+    ledger.declare(900)
+    ledger.declare(900)
+    with pytest.raises(ConfigError, match="cannot become 901"):
+        ledger.declare(901)
+    ledger.record(EVENT, round=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ledger: ledger.record(EVENT, round=-1),
+        lambda ledger: ledger.record(EVENT, round=1, times=0),
+        lambda ledger: ledger.record(EVENT, round=1, participants=[3, 3]),
+        lambda ledger: ledger.record(EVENT, round=5, times=10),
+        lambda ledger: ledger.record(EVENT, round=22),
+    ],
+)
+def test_rounds_are_numbered_on(call: Callable[[Ledger], None]) -> None:
+    """A round inside a span would be charged as another sample of the same units."""
+    ledger = make()
+    ledger.record(EVENT, round=8)
+    ledger.record(EVENT, round=20, times=5)
+    with pytest.raises(ConfigError):
+        call(ledger)
+    assert len(ledger.events) == 2
+
+
+# The file.
+
+
+def test_every_event_comes_back(tmp_path: Path) -> None:
+    first = filled(tmp_path / "privacy.jsonl", 5)
+    first.close()
+    again = reopened(tmp_path / "privacy.jsonl")
+    assert again.entries == first.entries
+    assert again.run == first.run
+    assert again.epsilon() == first.epsilon()
+    assert again.participations == first.participations
+
+
+def test_the_file_is_json_lines_with_a_header(tmp_path: Path) -> None:
+    filled(tmp_path / "deep" / "privacy.jsonl", 2).close()
+    header, *entries = [json.loads(line) for line in (tmp_path / "deep" / "privacy.jsonl").read_text().splitlines()]
+    assert {"run", "delta", "population", "adjacency", "sampling", "budget"} <= set(header)
+    assert [entry["serial"] for entry in entries] == [0, 1]
+    assert all(len(entry["check"]) == 16 for entry in entries)
+
+
+def test_a_prefix_of_the_file_loses_only_what_was_not_paid_for(tmp_path: Path) -> None:
+    """Whatever a crash leaves of the last write: an event counts exactly if its whole line had been written."""
+    whole = tmp_path / "whole.jsonl"
+    filled(whole, 2).close()
+    data = whole.read_bytes()
+    ends = [i for i, byte in enumerate(data) if byte == ord("\n")]
+    cut = tmp_path / "cut.jsonl"
+    near = {end + step for end in ends for step in (-2, -1, 0, 1, 2)}
+    for size in sorted(near | set(range(0, len(data), 13))):
+        if size > len(data):
+            continue
+        cut.write_bytes(data[:size])
+        ledger = reopened(cut)
+        expected = max(0, sum(end <= size for end in ends) - 1)  # the line's end itself may be missing
+        assert len(ledger.events) == expected
+        assert cut.read_bytes().startswith(data[: ends[expected] + 1] if size >= ends[0] else b"{")
+        if size % 5 == 0:
+            ledger = make(path=cut)
+            ledger.record(EVENT, round=9)
+            ledger.close()
+            assert len(reopened(cut).events) == expected + 1
+
+
+@pytest.mark.parametrize("line", range(4))
+@pytest.mark.parametrize("damage", ["flip", "drop", "twice", "swap"])
+def test_a_damaged_file_is_refused(line: int, damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    filled(path, 5).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    if damage == "flip":
+        lines[line] = lines[line].replace(b"1", b"2", 1)
+    elif damage == "drop":
+        del lines[line]
+    elif damage == "twice":
+        lines.insert(line, lines[line])
+    else:
+        lines[line], lines[line + 1] = lines[line + 1], lines[line]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError):
+        make(path=path)
+    assert path.read_bytes() == b"".join(lines), "and left as it is"
+
+
+def test_lines_of_another_run_do_not_fit(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine.jsonl", tmp_path / "theirs.jsonl"
+    filled(mine, 3).close()
+    filled(theirs, 3).close()
+    lines, others = (path.read_bytes().splitlines(keepends=True) for path in (mine, theirs))
+    mine.write_bytes(b"".join([*lines[:2], others[2], lines[3]]))
+    with pytest.raises(LedgerError, match="line 3"):
+        make(path=mine)
+
+
+@pytest.mark.parametrize("content", [b"\n", b"[]\n", b"not a ledger\n", b'{"a":1}\n', b"\x00" * 64 + b"\n"])
+def test_a_foreign_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(LedgerError):
+        make(path=path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"delta": 1e-6},
+        {"population": 99},
+        {"adjacency": "replace"},
+        {"sampling": Sampling("capped", cap=5)},
+        {"unit": "record"},
+    ],
+)
+def test_what_was_promised_at_the_first_release_stands(changes: dict[str, Any], tmp_path: Path) -> None:
+    filled(tmp_path / "privacy.jsonl", 1).close()
+    with pytest.raises(LedgerError, match=next(iter(changes))):
+        make(path=tmp_path / "privacy.jsonl", **changes)
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    first = filled(path, 1)
+    with pytest.raises(LedgerError, match="open elsewhere"):
+        make(path=path)
+    child = os.fork()
+    if child == 0:
+        try:
+            make(path=path)
+        except LedgerError:
+            os._exit(42)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    first.close()
+    assert len(reopened(path).events) == 1
+
+
+def test_a_closed_ledger_records_nothing(tmp_path: Path) -> None:
+    ledger = filled(tmp_path / "privacy.jsonl", 1)
+    ledger.close()
+    with pytest.raises(LedgerError, match="closed"):
+        ledger.record(EVENT, round=2)
+    assert len(ledger.events) == 1
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_what_cannot_be_written_is_not_released(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = filled(tmp_path / "privacy.jsonl", 2)
+
+    def fails(*arguments: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal.os, call, fails)
+    with pytest.raises(LedgerError, match="No space left"):
+        ledger.record(EVENT, round=3)
+    monkeypatch.undo()
+    with pytest.raises(LedgerError, match="could not be written before"):
+        ledger.record(EVENT, round=3)
+    assert len(ledger.events) == 2
+    ledger.close()
+    assert len(reopened(tmp_path / "privacy.jsonl").events) == (2 if call == "write" else 3), (
+        "at least what was released"
+    )
+
+
+@pytest.mark.parametrize("change", [lambda p: p.write_bytes(p.read_bytes() + b"x"), lambda p: p.unlink()])
+def test_a_file_that_somebody_else_touches_stops_the_run(change: Callable[[Path], None], tmp_path: Path) -> None:
+    ledger = filled(tmp_path / "privacy.jsonl", 1)
+    change(tmp_path / "privacy.jsonl")
+    with pytest.raises(LedgerError, match="somebody else"):
+        ledger.record(EVENT, round=2)
+
+
+def test_the_event_is_on_the_disk_before_record_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    sync = os.fsync
+    monkeypatch.setattr(
+        journal.os, "fsync", lambda handle: (done.append(os.readlink(f"/proc/self/fd/{handle}")), sync(handle))
+    )
+    ledger = make(path=tmp_path / "privacy.jsonl")
+    assert str(tmp_path) in done, "the name of the file, in its folder"
+    done.clear()
+    ledger.record(EVENT, round=1)
+    assert done == [str(tmp_path / "privacy.jsonl")]
+    ledger.close()
+
+
+def test_a_killed_server_has_paid_for_everything_it_released(tmp_path: Path) -> None:
+    """SIGKILL at many points of: record, then release. What the parent saw released is in the file."""
+    for kill_after in range(16):
+        path = tmp_path / f"{kill_after}.jsonl"
+        out, into = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                ledger = make(path=path)
+                for number in range(1, 1_000_000):
+                    ledger.record(EVENT, round=number, participants=[number])
+                    os.write(into, number.to_bytes(4, "big"))
+            finally:
+                os._exit(1)
+        os.close(into)
+        seen = b""
+        while len(seen) < 4 * kill_after:
+            part = os.read(out, 4 * kill_after - len(seen))
+            assert part, "the writer ended on its own"
+            seen += part
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        while more := os.read(out, 65536):
+            seen += more
+        os.close(out)
+        released = len(seen) // 4
+        assert released >= kill_after
+        again = make(path=path)
+        paid = [entry.round for entry in again.entries]
+        assert paid[:released] == list(range(1, released + 1))
+        assert len(paid) <= released + 1, "at most the one that was about to be released"
+        again.record(EVENT, round=released + 1)
+        again.close()
+
+
+# Checkpoints.
+
+
+def test_a_checkpoint_older_than_the_file_drops_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    ledger = filled(path, 3)
+    state = store.loads(store.dumps(ledger.state_dict(), "test"), "test")
+    for number in (4, 5):
+        ledger.record(EVENT, round=number, participants=[number])
+    ledger.close()
+    restored_first, opened_first = make(), make()
+    restored_first.load_state_dict(state)
+    assert len(restored_first.events) == 3
+    restored_first.open(path)
+    assert restored_first.entries == ledger.entries
+    restored_first.close()
+    opened_first.open(path)
+    opened_first.load_state_dict(state)
+    assert opened_first.entries == ledger.entries
+    assert opened_first.epsilon() == ledger.epsilon()
+    assert opened_first.run == ledger.run
+    opened_first.close()
+
+
+def test_a_checkpoint_newer_than_the_file_is_written_into_it(tmp_path: Path) -> None:
+    path, copy = tmp_path / "privacy.jsonl", tmp_path / "copy.jsonl"
+    ledger = filled(path, 2)
+    copy.write_bytes(path.read_bytes())
+    ledger.record(EVENT, round=3)
+    state = ledger.state_dict()
+    for order in ("load", "open"):
+        target = tmp_path / f"{order}.jsonl"
+        target.write_bytes(copy.read_bytes())
+        again = make()
+        if order == "load":
+            again.load_state_dict(state)
+        again.open(target)
+        if order == "open":
+            again.load_state_dict(state)
+        again.close()
+        assert reopened(target).entries == ledger.entries
+    ledger.close()
+
+
+@pytest.mark.parametrize("order", ["load", "open"])
+def test_a_run_kept_in_memory_may_get_a_file_later(order: str, tmp_path: Path) -> None:
+    ledger = make()
+    ledger.record(EVENT, round=1, participants=[5])
+    again, path = make(), tmp_path / "privacy.jsonl"
+    if order == "load":
+        again.load_state_dict(ledger.state_dict())
+        again.open(path)
+    else:
+        again.open(path)
+        again.load_state_dict(ledger.state_dict())
+    again.record(EVENT, round=2)
+    again.close()
+    found = reopened(path)
+    assert [entry.round for entry in found.entries] == [1, 2]
+    assert found.run == ledger.run
+
+
+def test_two_files_of_one_run_are_refused(tmp_path: Path) -> None:
+    ledger = filled(tmp_path / "privacy.jsonl", 1)
+    with pytest.raises(LedgerError, match="a run has one ledger"):
+        ledger.open(tmp_path / "other.jsonl")
+    ledger.open(tmp_path / "privacy.jsonl")
+    state = ledger.state_dict()
+    ledger.close()
+    again = make()
+    again.load_state_dict(state)
+    with pytest.raises(LedgerError, match="put the run's file back"):
+        again.open(tmp_path / "new.jsonl")
+    filled(tmp_path / "foreign.jsonl", 1).close()
+    with pytest.raises(LedgerError, match="another run"):
+        again.open(tmp_path / "foreign.jsonl")
+    new = make(path=tmp_path / "another.jsonl")
+    with pytest.raises(LedgerError, match="two different runs"):
+        new.load_state_dict(state)
+    new.close()
+
+
+def test_a_checkpoint_that_says_something_else_is_refused(tmp_path: Path) -> None:
+    ledger = filled(tmp_path / "privacy.jsonl", 3)
+    for change in (
+        lambda state: state["entries"][1]["event"].update(noise_multiplier=99.0),
+        lambda state: state["entries"].pop(1),
+        lambda state: state["entries"][0].pop("event"),
+        lambda state: state["entries"][0].update(times="1"),
+        lambda state: state["header"].update(delta=1e-7),
+        lambda state: state["header"].update(version=2),
+        lambda state: state.pop("header"),
+    ):
+        state = json.loads(json.dumps(ledger.state_dict()))
+        change(state)
+        with pytest.raises(LedgerError):
+            ledger.load_state_dict(state)
+    assert len(ledger.events) == 3
+    ledger.close()
+
+
+def test_a_round_made_again_after_a_crash_is_another_participation(tmp_path: Path) -> None:
+    """Its units and its noise are drawn anew, so it is not a second event on the same units."""
+    path, sampling = tmp_path / "privacy.jsonl", Sampling("capped", cap=2)
+    ledger = make(path=path, sampling=sampling)
+    ledger.record(EVENT, round=1, participants=[1, 2])
+    ledger.close()
+    again = make(path=path, sampling=sampling)
+    again.record(EVENT, round=1, participants=[1])
+    assert again.participations == {1: 2, 2: 1}
+    assert again.rounds == 2
+    assert not again.may_take_part(1)
+    again.record(EVENT, round=1, participants=[1])
+    assert again.participations[1] == 2, "the second event of the round that is being made"
+    again.close()
+    third = make(path=path, sampling=sampling)
+    with pytest.raises(BudgetExceeded):
+        third.record(EVENT, round=1, participants=[1])
+    third.close()
+
+
+def test_the_budget_holds_after_a_resume(tmp_path: Path) -> None:
+    budget = compose([EVENT] * 3, 1e-5).epsilon
+    ledger = make(path=tmp_path / "privacy.jsonl", budget=budget)
+    for number in (1, 2):
+        ledger.record(EVENT, round=number)
+    ledger.close()
+    again = make(path=tmp_path / "privacy.jsonl", budget=budget)
+    assert not again.affords(EVENT, times=2)
+    again.record(EVENT, round=3)
+    with pytest.raises(BudgetExceeded):
+        again.record(EVENT, round=4)
+    again.close()
+
+
+def test_a_budget_may_be_set_anew_and_what_was_spent_stands(tmp_path: Path) -> None:
+    filled(tmp_path / "privacy.jsonl", 3, budget=5.0).close()
+    spent = compose([EVENT] * 3, 1e-5).epsilon
+    again = make(path=tmp_path / "privacy.jsonl", budget=spent)
+    assert again.epsilon() == spent
+    assert not again.affords(EVENT)
+    again.close()

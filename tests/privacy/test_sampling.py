@@ -1,0 +1,145 @@
+"""Who takes part: caps that hold, draws that are independent, and claims that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.entropy import Entropy, make_entropy
+from fedcomp.privacy.events import Event
+from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.sampling import Sampling
+from fedcomp.rng import Key
+
+NODES = [2**62 + 5 * n for n in range(400)]
+
+
+def make(sampling: Sampling) -> Ledger:
+    return Ledger(delta=1e-5, population=400, adjacency="zero_out", sampling=sampling)
+
+
+def seeded(seed: int) -> Entropy:
+    return make_entropy(Key(seed, "sampling"), insecure_deterministic=True)
+
+
+def test_everyone_is_everyone() -> None:
+    sampling = Sampling("everyone")
+    assert sampling.draw(NODES, make(sampling), 1, seeded(0)) == NODES
+    assert sampling.expected(400) == 400.0
+    assert sampling.event_rate == 1.0
+
+
+def test_poisson_draws_independently_with_the_rate_it_claims() -> None:
+    sampling, rounds = Sampling("poisson", rate=0.3), 300
+    ledger, entropy = make(sampling), seeded(1)
+    drawn = np.zeros((rounds, len(NODES)))
+    place = {node: i for i, node in enumerate(NODES)}
+    for number in range(rounds):
+        chosen = sampling.draw(NODES, ledger, number, entropy)
+        assert chosen == [node for node in NODES if node in set(chosen)]
+        drawn[number, [place[node] for node in chosen]] = 1.0
+    total, mean, deviation = drawn.size, 0.3, (0.3 * 0.7) ** 0.5
+    assert abs(drawn.mean() - mean) < 5.0 * deviation / total**0.5
+    sizes = drawn.sum(axis=1)
+    assert 0.7 < sizes.var() / (len(NODES) * 0.21) < 1.35, "sizes of independent draws vary"
+    pairs = (drawn[:, :-1] * drawn[:, 1:]).mean()
+    assert abs(pairs - 0.09) < 5.0 * (0.09 * 0.91 / total) ** 0.5 * 1.5
+    assert sampling.expected(400) == pytest.approx(120.0)
+    assert sampling.event_rate == 0.3
+
+
+def test_poisson_never_draws_more_often_than_claimed() -> None:
+    """The rate is rounded down to the grid of the draws."""
+
+    class Words(Entropy):
+        secure = False
+        description = "the word just at the rate, and just below it"
+
+        def bytes(self, count: int) -> bytes:
+            edge = int(0.1 * 2**53)
+            return np.array([edge << 11, (edge - 1) << 11], "<u8").tobytes()[:count]
+
+    sampling = Sampling("poisson", rate=0.1)
+    assert sampling.draw([10, 11], make(sampling), 1, Words()) == [11]
+
+
+def test_an_empty_round_is_a_round() -> None:
+    sampling = Sampling("poisson", rate=1e-9)
+    assert sampling.draw(NODES, make(sampling), 1, seeded(2)) == []
+
+
+def test_the_cap_holds_over_a_whole_run() -> None:
+    sampling = Sampling("capped", cap=3)
+    ledger, entropy = make(sampling), seeded(3)
+    event = Event("gaussian", 30.0)
+    nodes = NODES[:20]
+    for number in range(1, 100):
+        chosen = sampling.draw(nodes, ledger, number, entropy, count=7)
+        if not chosen:
+            break
+        ledger.record(event, round=number, participants=chosen)
+    assert set(ledger.participations.values()) == {3}
+    assert number == 10, "nine rounds of at most seven use up 20 * 3 participations"
+
+
+def test_a_fixed_number_is_drawn_uniformly_in_the_order_of_the_nodes() -> None:
+    sampling = Sampling("capped", cap=10**6)
+    ledger, entropy = make(sampling), seeded(4)
+    counts: dict[int, int] = dict.fromkeys(NODES[:10], 0)
+    for number in range(2000):
+        chosen = sampling.draw(NODES[:10], ledger, number, entropy, count=4)
+        assert len(chosen) == 4
+        assert chosen == sorted(chosen)
+        for node in chosen:
+            counts[node] += 1
+    assert all(abs(count - 800) < 5 * (2000 * 0.24) ** 0.5 for count in counts.values())
+    assert sampling.expected(400, count=4) == 4.0
+    assert sampling.expected(3, count=4) == 3.0
+    assert sampling.event_rate == 1.0, "a fixed number amplifies nothing"
+
+
+def test_the_systems_entropy_does_not_repeat() -> None:
+    sampling = Sampling("poisson", rate=0.5)
+    ledger = make(sampling)
+    assert sampling.draw(NODES, ledger, 1, make_entropy()) != sampling.draw(NODES, ledger, 1, make_entropy())
+    assert sampling.draw(NODES, ledger, 1, seeded(5)) == sampling.draw(NODES, ledger, 1, seeded(5))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kind": "fixed"},
+        {"kind": "everyone", "rate": 0.5},
+        {"kind": "capped", "cap": 5, "rate": 0.1},
+        {"kind": "capped"},
+        {"kind": "poisson", "rate": 0.1, "cap": 3},
+        {"kind": "poisson", "rate": 0.0},
+        {"kind": "poisson", "rate": 1.5},
+        {"kind": "poisson", "rate": float("nan")},
+        {"kind": "capped", "cap": True},
+    ],
+)
+def test_figures_that_contradict_each_other_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Sampling(**arguments)
+
+
+def test_amplification_is_refused_where_it_does_not_hold() -> None:
+    Sampling("poisson", rate=0.1).check("zero_out")
+    Sampling("poisson", rate=0.1).check("add_remove")
+    Sampling("capped", cap=1).check("replace")
+    with pytest.raises(ConfigError, match="under replace"):
+        Sampling("poisson", rate=0.1).check("replace")
+
+
+def test_draws_that_cannot_be_made_are_refused() -> None:
+    poisson = Sampling("poisson", rate=0.5)
+    with pytest.raises(ConfigError, match="vary in size"):
+        poisson.draw(NODES, make(poisson), 1, seeded(6), count=5)
+    with pytest.raises(ConfigError, match="twice"):
+        poisson.draw([1, 1], make(poisson), 1, seeded(6))
+    with pytest.raises(ConfigError, match="population"):
+        poisson.expected(0)
