@@ -18,20 +18,30 @@ from flwr.clientapp import ClientApp
 from clients.coded import answer_coded, coded
 from clients.coded_linear import LinearRows, answer_coded_linear
 from clients.compressed import compression
+from clients.datalens import answer_datalens
+from clients.dpsgd import train_privately
+from clients.edge import OWN_BUDGET
 from clients.gossip import answer_gossip
+from clients.local_dp import local_privacy
+from clients.lsg import lsg
+from clients.private import private
 from clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import put_node
+from fedcomp.flower.record_dp import RECORD_DP, Plan
+from fedcomp.privacy.errors import PrivacyError
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from fedcomp.flower.datalens import Lesson
     from fedcomp.flower.gossip import Setup
     from fedcomp.tasks.base import Task
+    from fedcomp.tasks.generator import Ensemble
     from fedcomp.tasks.local import LocalObjective
 
-app = answer_coded(ClientApp(mods=[coded(), shared_support(), compression()]))
+app = answer_coded(ClientApp(mods=[coded(), shared_support(), local_privacy(), compression(), lsg(), private()]))
 
 TASK_PREFIX = "task."
 
@@ -40,13 +50,21 @@ TASK_PREFIX = "task."
 def train(msg: Message, context: Context) -> Message:
     """Train the message's model on this node's partition; reply the model, the loss and the number of examples.
 
+    A message with a plan for record-level privacy is answered with the noisy model and what it cost, and nothing else.
+
     A partition without examples raises :class:`fedcomp.tasks.base.EmptyPartition`: the server gets an error reply with
     its advice, and goes on with the other clients.
     """
     job = Job.read(msg, context)
-    task = job.task()
+    plan = Plan.read(job.config)
+    task = job.task(noised=plan is not None)
     data = task.client(job.partition, job.clients)
     name, model = job.model(task, msg)
+    if plan is not None:
+        spent = train_privately(task, model, data, plan, context, key=job.key("batches"), **job.training())
+        private_reply = RecordDict({name: _to_record(model), RECORD_DP: spent.to_record()})
+        put_node(private_reply, job.partition)
+        return Message(private_reply, reply_to=msg)
     metrics = task.train(model, data, key=job.key("batches"), **job.training())
     reply = RecordDict({name: _to_record(model), "metrics": _metrics(metrics)})
     put_node(reply, job.partition)
@@ -102,6 +120,32 @@ def _objective(task: Task, partition: int, clients: int, seed: int, batch_size: 
 answer_gossip(app, local_objective)
 
 
+def teachers(msg: Message, context: Context, lesson: Lesson) -> Ensemble:
+    """Return this node's teachers, each with its own part of the node's records, for a DataLens run."""
+    job = Job.read(msg, context)
+    return _ensemble(
+        job.task(), job.partition, job.clients, lesson.teachers, lesson.lr, lesson.decay, lesson.batch, lesson.seed
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _ensemble(
+    task: Task, partition: int, clients: int, count: int, lr: float, decay: float, batch: int, seed: int
+) -> Ensemble:
+    # Who holds which record is hashed record by record, which in one process would be done for every message.
+    from fedcomp.tasks.gan import Adam
+    from fedcomp.tasks.generator import GeneratorTask
+
+    if not isinstance(task, GeneratorTask):
+        raise ConfigError(
+            f"task {task.name!r} has no generator, and so no teachers; use one such as 'digits-generator'"
+        )
+    return task.ensemble(partition, clients, count, Adam(lr, decay), batch=batch, key=Key(seed, "datalens"))
+
+
+answer_datalens(app, teachers)
+
+
 @dataclass(frozen=True)
 class Job:
     """What one message asks of this node.
@@ -114,6 +158,8 @@ class Job:
         Which share of the data this node holds, of how many.
     round, seed : int
         Coordinates of the random streams.
+    guarded : bool
+        The node has a privacy budget of its own: its data is there for training with noise, and for nothing else.
     """
 
     config: Mapping[str, Any]
@@ -121,6 +167,7 @@ class Job:
     clients: int
     round: int
     seed: int
+    guarded: bool = False
 
     @classmethod
     def read(cls, msg: Message, context: Context) -> Job:
@@ -151,14 +198,26 @@ class Job:
             raise ConfigError(
                 f"this node's partition-id is {partition}; with {clients} clients it is 0 to {clients - 1}"
             )
-        return cls(config, partition, clients, _integer(config, "server-round", 0), _integer(config, "seed", 0))
+        server_round, seed = _integer(config, "server-round", 0), _integer(config, "seed", 0)
+        return cls(config, partition, clients, server_round, seed, OWN_BUDGET in node)
 
     def key(self, purpose: str) -> Key:
         """Return the random stream of this node and round for ``purpose``."""
         return Key(self.seed, purpose, self.round, self.partition)
 
-    def task(self) -> Task:
-        """Return the task, from the cache when this process has seen it before."""
+    def task(self, *, noised: bool = False) -> Task:
+        """Return the task, from the cache when this process has seen it before.
+
+        Raises
+        ------
+        PrivacyError
+            When this node only trains with noise, and it is for something else.
+        """
+        if self.guarded and not noised:
+            raise PrivacyError(
+                f"this node has a privacy budget of its own ({OWN_BUDGET} in its node configuration): it trains with "
+                "noise (record-dp), and does nothing else with its records"
+            )
         from fedcomp.tasks import get_task  # torch: a node that only answers a roll call does without
 
         options = {k.removeprefix(TASK_PREFIX): v for k, v in self.config.items() if k.startswith(TASK_PREFIX)}

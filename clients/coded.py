@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from clients.edge import PEER_ADDRESS
-from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, partition_of
+from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, find_announcement, partition_of
 from clients.peers import peer_link
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import ACTIONS, CODED, HELLO, PARCELS, Fields, fields_of, put_fields
@@ -39,8 +39,12 @@ HANDLERS: Final[Mapping[str, str]] = {
     "relay": "clients.coded_relay:RelayClient",
     "sumcode": "clients.coded_sum:SumCodeClient",
     "gradcode": "clients.coded_gradients:GradientCodeClient",
+    "noisysum": "clients.distributed_dp:NoisySumClient",
 }
 """Where each construction's client half stands; imported when a message asks for it."""
+
+SUMMED_ONLY: Final = ("bounded",)
+"""Codecs whose integers get their noise behind the compression mod."""
 
 MAX_STORE_BYTES: Final = 64 * 1024 * 1024
 """Default of what this node keeps for others."""
@@ -83,6 +87,9 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> Mod:
     def coded_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         fields = fields_of(msg.content)
         if fields is None:
+            if for_sums_only(msg.content):
+                reason = "updates that get their noise on the way into a sum are not sent without one"
+                return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)
             return call_next(msg, context)
         raised: list[Exception] = []
 
@@ -120,6 +127,17 @@ def answer_coded(app: ClientApp) -> ClientApp:
     for action in ACTIONS:
         app.query(action)(refuse)
     return app
+
+
+def for_sums_only(content: RecordDict) -> bool:
+    """Whether a message announces a codec whose frames must not leave as they are."""
+    announcement = find_announcement(content)
+    config: Any = None if announcement is None else announcement.codec
+    while isinstance(config, Mapping):
+        if config.get("id") in SUMMED_ONLY:
+            return True
+        config = config.get("codec")
+    return False
 
 
 def _handler(exchange: Exchange) -> Handler:

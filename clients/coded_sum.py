@@ -80,7 +80,7 @@ class SumCodeClient:
         reply = call_next(exchange.plain_message(), exchange.context)
         if reply.has_error():
             return reply
-        codec, integers = self._integers(reply.content, announcement.codec, plan)
+        codec, integers = self._integers(reply.content, announcement, plan)
         header = reply.content.config_records[NODE_RECORD]
         tag = make_tag(_number(header, "sequence"), _number(header, "generation", 0))
         vector = contribution(plan, integers, self._weight(reply.content, plan), _cut(codec, integers, plan))
@@ -96,7 +96,7 @@ class SumCodeClient:
             for name, record in reply.content.metric_records.items():
                 content[name] = record
         answer: dict[str, Any] = {"tag": tag, **self._hand_over(plan, source, made, content)}
-        self._note(shared=_name_of(announcement) + self._place())
+        self._note(shared=name_of(announcement) + self._place())
         exchange.save()
         return exchange.reply(answer, content)
 
@@ -106,7 +106,7 @@ class SumCodeClient:
     def _require_unshared(self, announcement: Announcement) -> None:
         """Refuse to share the update of one message in a second round: two sums could differ by it alone."""
         shared = self._noted("shared", b"")
-        name = _name_of(announcement)
+        name = name_of(announcement)
         if shared.startswith(name) and shared != name + self._place():
             raise StateError(
                 f"the update that answers message {announcement.sequence} was shared in another round; it is in one "
@@ -122,7 +122,7 @@ class SumCodeClient:
         state[_BOOK] = ConfigRecord({**state.config_records.get(_BOOK, {}), **entries})
 
     def _integers(
-        self, content: RecordDict, config: dict[str, Any], plan: SumPlan
+        self, content: RecordDict, announcement: Announcement, plan: SumPlan
     ) -> tuple[FixedPoint, NDArray[np.int64]]:
         """Return the codec, and what the compression mod sent in steps of its grid."""
         frame = take_frame(content, UPDATE)
@@ -133,7 +133,7 @@ class SumCodeClient:
             raise ConfigError(f"the app's reply holds no frame that could be added to others' ({why})")
         if EXACT in content:
             raise ConfigError("the model has buffers that travel as values; of these there is no coded sum")
-        codec = fixed_point_of(get_codec(config))
+        codec = fixed_point_of(get_codec(announcement.codec))
         if codec.levels != plan.bound:
             raise StateError(f"the codec has {codec.levels} levels, the plan {plan.bound}")
         # The frame was made in this very call: no limits have to be known for it.
@@ -325,7 +325,7 @@ def _cut(codec: FixedPoint, integers: NDArray[np.int64], plan: SumPlan) -> tuple
     return tuple(-(-most * codec.saturated(integers) // max(1, integers.size)) for most in plan.extras)
 
 
-def _name_of(announcement: Announcement) -> bytes:
+def name_of(announcement: Announcement) -> bytes:
     """Return what names a training message: its session and sequence number."""
     return announcement.session + b"/%d/" % announcement.sequence
 

@@ -26,6 +26,7 @@ from clients.messages import (
     plain_content,
     receive,
 )
+from clients.private import keep_reason, only_update, wants_private
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame
@@ -33,6 +34,7 @@ from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import StaleMessage, Uplink
 from fedcomp.layout import Layout, policy_from_config
+from fedcomp.privacy.local import privatised
 from fedcomp.rng import Key
 
 
@@ -70,26 +72,32 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
     except FedcompError as error:
         return Message(Error(MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=msg)
 
+    # A codec that privatises on this node does not help where something else leaves beside the frame.
+    private = wants_private(msg.content) or (codec is not None and privatised(codec) is not None)
     layout: Layout | None = None
     uplink: Uplink | None = None
     before: dict[str, NDArray[Any]] = {}
-    if codec is not None:
+    if codec is not None or private:
         before = to_arrays(record)
-        layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=not codec.lossless)
-        # Whatever starts with a state keeps it: memory of what was not sent, or adaptation to what was seen.
-        if codec.init(layout):
-            try:
-                uplink = Uplink.begin(context, announcement, codec, layout)
-            except StaleMessage as error:
-                return Message(Error(MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
-            if uplink.redelivery is not None:
-                # Already trained for this message: the frame that may have been consumed is the one to send again.
-                return Message(uplink.redelivery, reply_to=msg)
+        # Without a codec, too, statistics stay where they are in a private round.
+        cast = private or codec is None or not codec.lossless
+        layout = Layout.of(before, policy_from_config(announcement.policy), cast_floats=cast)
+    # Whatever starts with a state keeps it: memory of what was not sent, or adaptation to what was seen.
+    if codec is not None and layout is not None and codec.init(layout):
+        try:
+            uplink = Uplink.begin(context, announcement, codec, layout)
+        except StaleMessage as error:
+            return Message(Error(MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
+        if uplink.redelivery is not None:
+            # Already trained for this message: the frame that may have been consumed is the one to send again.
+            return Message(uplink.redelivery, reply_to=msg)
 
     msg.content = plain_content(msg.content, announcement, record)
     reply = call_next(msg, context)
     if reply.has_error():
-        return reply
+        return keep_reason(msg, reply) if private else reply
+    if private and layout is not None:
+        reply.content = only_update(reply.content, before, layout)
 
     header = header_of(reply.content, context, replica, unsupported)
     content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
@@ -104,12 +112,12 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
         if uplink is not None:
             header["generation"] = uplink.generation
             header["rolled-back"] = uplink.rolled_back
-            ratio = memory_ratio(codec, state, update)
+            ratio = None if private else memory_ratio(codec, state, update)
             if ratio is not None:
                 header["memory"] = ratio
         del content[name]
         put_frame(content, UPDATE, frame)
-        exact = encode_exact(exact_arrays, layout)
+        exact = None if private else encode_exact(exact_arrays, layout)
         if exact is not None:
             put_frame(content, EXACT, exact)
         if uplink is not None:

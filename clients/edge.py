@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 import os
 import select
 import shutil
@@ -28,6 +29,12 @@ from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 PEER_ADDRESS: Final = "peer-address"
 PEER_STORE: Final = "peer-store"
 """Keys of the node configuration: where other clients reach this one's listener, and the folder it writes to."""
+
+OWN_BUDGET: Final = "privacy-budget"
+LEDGER_FILE: Final = "privacy-ledger"
+"""Keys of the node configuration: an epsilon that this node's trainings never cross, whatever the server plans (it then
+refuses noise from a seed, and everything that is not trained with noise); and the file that holds the node's ledger,
+instead of the node's state."""
 
 _LISTENER_SECONDS: Final = 30.0
 
@@ -117,6 +124,10 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple
         _place_store(parser, args)
         # Single quotes: what is between them is taken as it stands.
         node_config += f" {PEER_ADDRESS}='tcp://{args.peer_announce}' {PEER_STORE}='{args.peer_store}'"
+    if args.privacy_budget is not None:
+        node_config += f" {OWN_BUDGET}={args.privacy_budget!r}"
+    if args.privacy_ledger is not None:
+        node_config += f" {LEDGER_FILE}='{args.privacy_ledger.resolve()}'"
     command += ["--node-config", node_config]
     env = {**OFFLINE_ENVIRONMENT, **os.environ}
     # SuperNode starts its helpers by name; they must come from the same environment.
@@ -153,6 +164,19 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="S",
         help="give up after S seconds without the SuperLink; default: never",
+    )
+    private = parser.add_argument_group("privacy", "what this node keeps to in record-level private training")
+    private.add_argument(
+        "--privacy-budget",
+        type=float,
+        metavar="EPS",
+        help="cross no epsilon beyond EPS, whatever the server plans; train without noise never",
+    )
+    private.add_argument(
+        "--privacy-ledger",
+        type=Path,
+        metavar="F",
+        help="file that remembers what was spent when this node is restarted",
     )
     peers = parser.add_argument_group("peer links", "direct links to other clients, for systems with transport=peers")
     peers.add_argument(
@@ -193,6 +217,12 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--port is {args.port}; expected 1 to 65535")
     if args.max_wait is not None and not args.max_wait > 0:
         parser.error(f"--max-wait is {args.max_wait:g}; expected a positive number of seconds")
+    if args.privacy_budget is not None and not 0.0 < args.privacy_budget < math.inf:
+        parser.error(f"--privacy-budget is {args.privacy_budget:g}; expected an epsilon above 0")
+    if args.privacy_ledger is not None and "'" in str(args.privacy_ledger.resolve()):
+        parser.error(
+            f"--privacy-ledger {args.privacy_ledger} has a quote in it, which a node configuration cannot hold"
+        )
     for option, path in (("--root-certificates", args.root_certificates), ("--key", args.key)):
         if path is not None and not path.is_file():
             parser.error(f"{option}: no file {path}")

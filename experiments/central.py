@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.parts import TASK_PREFIX
 from experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
 from experiments.spec import RunSpec
-from experiments.systems import TASK_PREFIX, TRAINING, get_system
+from experiments.systems import TRAINING, get_system
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update, Vector

@@ -15,7 +15,16 @@ from rich.text import Text
 
 from experiments.findings import LONG, Findings, HeatMap
 from experiments.findings import Table as FoundTable
-from experiments.report import aligned, duration, link_name, number, percent, ratio, short_bytes
+from experiments.report import (
+    aligned,
+    duration,
+    link_name,
+    number,
+    percent,
+    promises,
+    ratio,
+    short_bytes,
+)
 from experiments.spec import RoundRecord, RunSpec
 
 if TYPE_CHECKING:
@@ -92,16 +101,17 @@ class Watch:
         """A measurement tells how far it is."""
         self._console.print(f"  {text}", soft_wrap=True)
 
-    def done(self, spec: RunSpec, accuracy: float, *, kept: bool) -> None:
-        """A row is finished; ``kept`` when it was finished by an earlier run."""
+    def done(self, spec: RunSpec, accuracy: float, *, kept: bool, rounds: int | None = None) -> None:
+        """A row is finished after ``rounds`` (default: all); ``kept`` when it was finished by an earlier run."""
+        made = spec.rounds if rounds is None else rounds
         task = self._tasks[spec.label]
         self._progress.start_task(task)
-        self._progress.update(task, completed=spec.rounds, accuracy=accuracy)
+        self._progress.update(task, completed=made, accuracy=accuracy)
         self._progress.stop_task(task)
         if not self._console.is_terminal:
             took = "kept from before" if kept else duration(time.perf_counter() - self._began)
             self._console.print(
-                f"  {spec.label}: {spec.rounds} round{'s' * (spec.rounds != 1)}, accuracy {percent(accuracy)}, {took}",
+                f"  {spec.label}: {made} round{'s' * (made != 1)}, accuracy {percent(accuracy)}, {took}",
                 soft_wrap=True,
             )
 
@@ -133,6 +143,34 @@ def result_table(summary: Mapping[str, Any], width: int) -> Table:
             down.append(short_bytes(row.get("peer_wire_bytes", 0)))
         simulated = duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–"
         table.add_row(row["label"] + lost, percent(row["accuracy"]), *up, *down, ratio(row["uplink_ratio"]), simulated)
+    return table
+
+
+def promise_parts(summary: Mapping[str, Any]) -> list[RenderableType]:
+    """Return what a run promises, in full: for each private row and training what is its own, then what all share."""
+    found = promises(summary)
+    heads, tables = [], []
+    for promise in found:
+        first, _, lines = promise.statement.prose().partition("\n\n")
+        heads.append([line for line in [*first.splitlines(), promise.ended] if line])
+        tables.append([line for line in lines.splitlines() if line])
+    shared = [line for line in tables[0] if all(line in table for table in tables)] if len(found) > 1 else []
+    parts: list[RenderableType] = []
+    for promise, head, table in zip(found, heads, tables, strict=True):
+        parts += [Text(f"Privacy of {promise.label}", "bold"), *map(Text, head)]
+        parts.append(_lines(line for line in table if line not in shared))
+    if shared:
+        parts += [Text("Privacy of all of these", "bold"), _lines(shared)]
+    return parts
+
+
+def _lines(lines: Iterable[str]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, _, text in (line.partition(":") for line in lines):
+        table.add_row(name, text.strip())
+    table.add_row()
     return table
 
 

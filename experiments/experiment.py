@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from experiments.claims import Claim
 from experiments.engines import ENGINES
 from experiments.findings import Findings, Say
+from experiments.private_systems import BUDGET
 from experiments.spec import RunResult, RunSpec
 from fedcomp.errors import ConfigError, FedcompError, nearest
 
@@ -103,7 +104,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run: the experiment's name, the engine, the size, the seed and all settings."""
+    """Everything that decides a run: the experiment's name, the engine, the size, the seed, all settings, and the
+    epsilon that no private row may cross (None for what the rows say themselves)."""
 
     experiment: str
     engine: str
@@ -111,6 +113,7 @@ class Config:
     clients: int
     seed: int
     settings: Mapping[str, Value]
+    budget: float | None = None
 
     def spec(self, system: str, label: str, task: str, *, take: Iterable[str] = (), **fixed: Value) -> RunSpec:
         """Return the :class:`RunSpec` of one row.
@@ -143,7 +146,8 @@ class Config:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the configuration that :meth:`to_json` wrote."""
-        return cls(**{f.name: document[f.name] for f in fields(cls)})
+        # Runs that were stored before there were budgets lack theirs.
+        return cls(**{"budget": None, **{f.name: document[f.name] for f in fields(cls) if f.name in document}})
 
 
 Rows = Callable[[Config], list[RunSpec]]
@@ -204,6 +208,7 @@ class Experiment:
         clients: int | None = None,
         seed: int = 0,
         assignments: Sequence[str] = (),
+        budget: float | None = None,
     ) -> Config:
         """Return the configuration a command line asks for.
 
@@ -221,13 +226,20 @@ class Experiment:
             raise ConfigError(f"--clients must be at least 1, not {clients}")
         if not 0 <= seed < 2**63:
             raise ConfigError(f"--seed must be at least 0 and below 2**63, not {seed}")
+        if budget is not None and not 0.0 < budget < math.inf:
+            raise ConfigError(f"--budget must be an epsilon greater than 0 and finite, not {budget:g}")
         settings = {key: option.default for key, option in self.options.items()}
         settings.update(self._assigned(assignments))
-        return Config(self.name, engine, rounds, clients, seed, settings)
+        return Config(self.name, engine, rounds, clients, seed, settings, budget)
 
     def specs(self, config: Config) -> list[RunSpec]:
-        """Return the rows of ``config``; raises :class:`ConfigError` when two rows share a label."""
+        """Return the rows of ``config``; raises :class:`ConfigError` when two rows share a label, or when there is a
+        budget and no row that could keep it."""
         specs = self.rows(config)
+        if config.budget is not None:
+            specs = [within(spec, config.budget) for spec in specs]
+            if not any(BUDGET in spec.settings for spec in specs):
+                raise ConfigError(f"experiment {self.name!r} has no private system; leave --budget out")
         labels = [spec.label for spec in specs]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
@@ -244,6 +256,8 @@ class Experiment:
             ("rounds", config.rounds, self.rounds),
             ("clients", config.clients, self.clients),
         ]
+        if config.budget is not None:
+            pairs.append(("budget", config.budget, ""))
         matter = {key: option for key, option in self.options.items() if not option.neutral}
         pairs += [(key, config.settings[key], option.default) for key, option in matter.items()]
         return [f"{key}={show_value(value)}" for key, value, default in pairs if value != default]
@@ -266,6 +280,16 @@ class Experiment:
             if key and full.rpartition(".")[2] == key:
                 return f"; did you mean {full!r}?"
         return nearest(key, self.options)
+
+
+def within(spec: RunSpec, budget: float) -> RunSpec:
+    """Return ``spec`` with ``budget``, or its own smaller one, if its system promises privacy; else as it is."""
+    from experiments.systems import get_system
+
+    if not get_system(spec.system).private:
+        return spec
+    own = float(spec.settings.get(BUDGET, 0.0))
+    return replace(spec, settings={**spec.settings, BUDGET: min(budget, own or math.inf)})
 
 
 def show_value(value: Value) -> str:

@@ -1,4 +1,4 @@
-"""What a measurement found beside the runs of systems: tables, curves, heat maps, and the figures behind the claims.
+"""What a measurement found beside the runs of systems: tables, curves, heat maps, pictures, and what the claims read.
 
 An experiment's ``measure`` returns :class:`Findings`. They are plain data: they go into ``summary.json`` and come back
 from there unchanged; :mod:`experiments.page` and :mod:`experiments.console` show them.
@@ -6,6 +6,7 @@ from there unchanged; :mod:`experiments.page` and :mod:`experiments.console` sho
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -156,7 +157,50 @@ class HeatMap:
         return math.log(value) if value > 0 else math.nan
 
 
-Figure = Curves | HeatMap
+@dataclass(frozen=True)
+class Pictures:
+    """Small grey images in rows, such as what a generator makes of each class. Make one with :meth:`of`.
+
+    Parameters
+    ----------
+    title : str
+    row_labels : sequence of str
+        One for each row.
+    shape : sequence of four int
+        Rows, columns, height and width of an image.
+    pixels : str
+        One byte a pixel, 0 black and 255 white, base64.
+    caption : str
+    """
+
+    title: str
+    row_labels: Sequence[str]
+    shape: Sequence[int]
+    pixels: str
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_labels", tuple(self.row_labels))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        size = len(base64.b64decode(self.pixels, validate=True))
+        if len(self.shape) != 4 or math.prod(self.shape) != size or len(self.row_labels) != self.shape[0]:
+            raise ValueError(
+                f"pictures {self.title!r}: {size} pixels and {len(self.row_labels)} row labels do not fit {self.shape}"
+            )
+
+    @classmethod
+    def of(cls, title: str, images: NDArray[Any], row_labels: Sequence[str], caption: str = "") -> Pictures:
+        """Return pictures of numbers in [0, 1], shape ``(rows, columns, height, width)``; what is beyond is cut off."""
+        grey = np.rint(255.0 * np.clip(np.nan_to_num(images), 0.0, 1.0)).astype(np.uint8)
+        return cls(title, row_labels, images.shape, base64.b64encode(grey.tobytes()).decode(), caption)
+
+    @property
+    def images(self) -> NDArray[np.uint8]:
+        """Pixels, uint8 ``(rows, columns, height, width)``."""
+        return np.frombuffer(base64.b64decode(self.pixels), np.uint8).reshape(self.shape)
+
+
+Figure = Curves | HeatMap | Pictures
 
 
 @dataclass(frozen=True)
@@ -166,23 +210,28 @@ class Findings:
     Parameters
     ----------
     tables : sequence of Table
-    figures : sequence of Curves or HeatMap
+    figures : sequence of Curves, HeatMap or Pictures
     values : mapping of str to float
         What the claims read, by name; NaN for what could not be measured, which no claim accepts.
     tasks : sequence of mappings
         :meth:`fedcomp.tasks.base.Task.record` of every task used, so that the report says which data it rests on.
+    statements : mapping of str to mapping
+        :meth:`fedcomp.privacy.statement.Statement.to_json` of every private training measured, by what it is called in
+        the tables: no epsilon is shown without it. Those of rows are known.
     """
 
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     values: Mapping[str, float] = field(default_factory=dict)
     tasks: Sequence[Mapping[str, Any]] = ()
+    statements: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", tuple(self.tables))
         object.__setattr__(self, "figures", tuple(self.figures))
         object.__setattr__(self, "values", {str(key): float(value) for key, value in self.values.items()})
         object.__setattr__(self, "tasks", tuple(dict(task) for task in self.tasks))
+        object.__setattr__(self, "statements", {str(key): dict(said) for key, said in self.statements.items()})
 
     def __bool__(self) -> bool:
         return bool(self.tables or self.figures or self.values)
@@ -198,6 +247,7 @@ class Findings:
             ],
             "values": {key: _cell(value) for key, value in self.values.items()},
             "tasks": list(self.tasks),
+            **({"statements": dict(self.statements)} if self.statements else {}),
         }
 
     @classmethod
@@ -208,6 +258,7 @@ class Findings:
             figures=[_figure(figure) for figure in document["figures"]],
             values={key: math.nan if value is None else value for key, value in document["values"].items()},
             tasks=document["tasks"],
+            statements=document.get("statements", {}),
         )
 
 
@@ -330,6 +381,9 @@ def _series_json(series: Series) -> dict[str, Any]:
 
 def _figure(document: Mapping[str, Any]) -> Figure:
     content = dict(document)
-    if content.pop("kind") == "heatmap":
+    kind = content.pop("kind")
+    if kind == "heatmap":
         return HeatMap(**content)
+    if kind == "pictures":
+        return Pictures(**content)
     return Curves(**{**content, "series": [Series(**series) for series in content["series"]]})

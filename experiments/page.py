@@ -8,8 +8,8 @@ from html import escape
 from typing import Any
 
 from experiments.experiment import show_value
-from experiments.findings import LONG, Curves, Findings, HeatMap, Series, Table
-from experiments.plots import line_plot, swatch
+from experiments.findings import LONG, Curves, Findings, HeatMap, Pictures, Series, Table
+from experiments.plots import line_plot, picture_sheet, swatch
 from experiments.report import (
     COUNTED,
     aligned,
@@ -18,14 +18,19 @@ from experiments.report import (
     link_name,
     number,
     percent,
+    promises,
     ratio,
     short_bytes,
+    shown_epsilon,
     verdict,
 )
 from experiments.spec import RoundRecord
 
 FEW = 8
 """Up to so many rows their accuracy is plotted also where an experiment has figures of its own."""
+
+UNFOLDED = 2
+"""Up to so many privacy statements are unfolded."""
 
 
 def render_html(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
@@ -41,6 +46,7 @@ def render_html(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundR
         *(_findings_table(table) for table in findings.tables if len(table.rows) > LONG),
         _table(summary, findings) if summary["rows"] else "",
         _plots(summary, rounds) if not findings.figures or len(summary["rows"]) <= FEW else "",
+        _privacy(summary),
         _claims(summary["claims"]),
         _paragraphs("What to keep in mind", str(summary["notes"]).split("\n\n")),
         _paragraphs("What is counted", COUNTED.values() if summary["rows"] else ()),
@@ -97,8 +103,10 @@ def _caption(text: str) -> str:
 
 def _figures(findings: Findings) -> str:
     maps = [_heat_map(figure) for figure in findings.figures if isinstance(figure, HeatMap)]
+    shown = [_pictures(figure) for figure in findings.figures if isinstance(figure, Pictures)]
     plots = [_curves(figure, f"found-{i}") for i, figure in enumerate(findings.figures) if isinstance(figure, Curves)]
-    return "".join([*maps, f"<h2>Curves</h2><div class='plots'>{''.join(plots)}</div>" if plots else ""])
+    seen = f"<h2>Pictures</h2><div class='plots'>{''.join(shown)}</div>" if shown else ""
+    return "".join([seen, *maps, f"<h2>Curves</h2><div class='plots'>{''.join(plots)}</div>" if plots else ""])
 
 
 def _heat_map(heat: HeatMap) -> str:
@@ -112,6 +120,17 @@ def _heat_map(heat: HeatMap) -> str:
         f"<h2>{escape(heat.title)}</h2><div class='scroll fit'><table class='heat'>"
         f'<thead><tr><th scope="col">{escape(heat.value_label)}</th>{heads}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>{_caption(heat.caption)}"
+    )
+
+
+def _pictures(pictures: Pictures) -> str:
+    labels = "".join(f"<span>{escape(label)}</span>" for label in pictures.row_labels)
+    caption = f"<figcaption>{escape(pictures.caption)}</figcaption>" if pictures.caption else ""
+    said = f"{pictures.title}: {pictures.shape[0]} rows of {pictures.shape[1]} images"
+    image = f"<img src='data:image/png;base64,{picture_sheet(pictures)}' alt='{escape(said, quote=True)}'>"
+    return (
+        f"<figure><h3>{escape(pictures.title)}</h3><div class='sheet'><div class='rows'>{labels}</div>{image}</div>"
+        f"{caption}</figure>"
     )
 
 
@@ -203,6 +222,38 @@ def _plots(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord
         f"<h2>Accuracy</h2><ul class='legend'>{legend}</ul><div class='plots'>"
         f"<figure>{line_plot(first, salt='rounds')}<figcaption>against rounds</figcaption></figure>"
         f"<figure>{line_plot(second, salt='bytes')}<figcaption>against uplink bytes</figcaption></figure></div>"
+    )
+
+
+def _privacy(summary: Mapping[str, Any]) -> str:
+    """Return epsilons, and below them, always, what they mean."""
+    found = promises(summary)
+    if not found:
+        return ""
+    body, statements = [], []
+    for label, said, ended in found:
+        mark = "" if said.secure else " <span class='mark fails'>insecure noise</span>"
+        cells = (shown_epsilon(said.epsilon), shown_epsilon(said.epsilon_unamplified), f"{said.delta:g}")
+        numbers = "".join(f"<td class='num'>{escape(cell)}</td>" for cell in cells)
+        hidden = f"one {said.unit} of {said.population}, {said.adjacency.replace('_', '-')}"
+        body.append(
+            f"<tr><th scope='row'>{escape(label)}{mark}</th>{numbers}<td>{escape(hidden)}</td>"
+            f"<td class='num'>{said.releases}</td></tr>"
+        )
+        head, _, lines = said.prose().partition("\n\n")
+        parts = [f"<p>{escape(line)}</p>" for line in [*head.splitlines(), ended] if line]
+        pairs = (line.partition(":") for line in lines.splitlines() if line)
+        facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text.strip())}</dd></div>" for name, _, text in pairs)
+        unfolded = " open" if len(found) <= UNFOLDED else ""
+        statements.append(
+            f"<details class='statement'{unfolded}><summary>What is promised: {escape(label)}</summary>"
+            f"{''.join(parts)}<dl class='lines'>{facts}</dl></details>"
+        )
+    heads = ("System", "Epsilon", "without sampling or cap", "Delta", "What is hidden", "Releases")
+    head = "".join(f'<th scope="col"{_num(i not in (0, 4))}>{text}</th>' for i, text in enumerate(heads))
+    return (
+        f"<h2>Privacy</h2><div class='scroll'><table class='private'><thead><tr>{head}</tr></thead>"
+        f"<tbody>{''.join(body)}</tbody></table></div>{''.join(statements)}"
     )
 
 
@@ -312,11 +363,24 @@ tbody th { font-weight: 500; white-space: nowrap; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); gap: 1rem; }
 figure { margin: 0; padding: .9rem .9rem .6rem; background: var(--card); border: 1px solid var(--grid);
   border-radius: .5rem; }
+.sheet { display: flex; gap: .5rem; }
+.sheet img { width: calc(100% - 1.5rem); height: auto; image-rendering: pixelated; }
+.sheet .rows { display: flex; flex-direction: column; width: 1rem; color: var(--muted); font-size: .85rem; }
+.sheet .rows span { flex: 1; display: flex; align-items: center; justify-content: flex-end; }
 .plot { display: block; width: 100%; height: auto; }
 .plot * { stroke-linejoin: round; }
 figcaption { text-align: center; }
 h3 { margin: 0 0 .5rem; font-size: 1rem; font-weight: 600; }
 figure .legend { margin-top: .5rem; font-size: .85rem; }
+.private td { vertical-align: baseline; }
+.private thead th { white-space: normal; }
+.private .mark { margin-left: .4rem; }
+.statement { margin: .9rem 0; }
+.statement > p { max-width: 50rem; }
+.lines { display: block; max-width: 62rem; margin-top: .6rem; }
+.lines div { justify-content: flex-start; }
+.lines dt { flex: 0 0 7rem; }
+.lines dd { text-align: left; overflow-wrap: normal; }
 details > summary { cursor: pointer; color: var(--accent); margin-bottom: .5rem; }
 .found thead th { white-space: normal; }
 .fit { width: fit-content; max-width: 100%; }

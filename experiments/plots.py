@@ -1,4 +1,4 @@
-"""Line plots as inline SVG for a page with a light and a dark face.
+"""Line plots as inline SVG for a page with a light and a dark face, and pictures as PNG.
 
 Matplotlib draws with placeholder colours that are then replaced by CSS variables of the page, so that one
 drawing serves both faces. Figures are plain objects: no pyplot, no global figure list, no window.
@@ -6,6 +6,7 @@ drawing serves both faces. Figures are plain objects: no pyplot, no global figur
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import re
@@ -13,7 +14,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from experiments.findings import Curves, Series
+import numpy as np
+
+from experiments.findings import Curves, Pictures, Series
 from experiments.report import number, short_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +105,20 @@ def _points(line: Series, curves: Curves) -> list[tuple[float, float]]:
         for x, y in zip(line.x, line.y, strict=True)
         if math.isfinite(x) and math.isfinite(y) and (x > 0 or not curves.log_x) and (y > 0 or not curves.log_y)
     ]
+
+
+def picture_sheet(pictures: Pictures) -> str:
+    """Return a PNG of all pictures, a pixel of it for each of theirs and a grey line between them, base64."""
+    from matplotlib.image import imsave
+
+    rows, columns, height, width = pictures.shape
+    sheet = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1), 128, np.uint8)
+    for r, c in np.ndindex(rows, columns):
+        top, left = r * (height + 1), c * (width + 1)
+        sheet[top : top + height, left : left + width] = pictures.images[r, c]
+    buffer = io.BytesIO()
+    imsave(buffer, sheet, cmap="gray", vmin=0, vmax=255, format="png", metadata={"Software": ""})
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _scale(axes: Axes, which: str, values: Sequence[float], *, log: bool, as_bytes: bool = False) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.findings import Say, Table, different_bytes
+from experiments.parts import TASK_PREFIX
 from experiments.spec import RunResult, RunSpec
-from experiments.systems import TASK_PREFIX, get_system
+from experiments.systems import get_system
 from fedcomp.errors import ConfigError
 
 

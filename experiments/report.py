@@ -8,12 +8,13 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.claims import Claim
 from experiments.experiment import Config, Experiment
 from experiments.findings import Findings
 from experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.privacy.statement import Statement
 
 COUNTED = {
     "payload": "Payload is what the system itself wrote: the frames its codec produced, or the tensors as Flower packs "
@@ -39,8 +40,10 @@ _PACKAGES = ("fedcomp", "flwr", "torch", "numpy", "numba", "scikit-learn")
 def make_row(spec: RunSpec, records: Sequence[RoundRecord], result: RunResult | None) -> dict[str, Any]:
     """Return one row of the table: totals over ``records`` and the accuracy after the last evaluated round.
 
-    ``accuracy`` and ``loss`` are ``None`` when nothing was evaluated.
+    ``accuracy`` and ``loss`` are ``None`` when nothing was evaluated. The row of a private system also holds its
+    statement (``privacy``) and why it made fewer rounds than were asked for (``ended``, empty when it made them all).
     """
+    notes = result.notes if result else {}
     evaluated = [record for record in records if not math.isnan(record.accuracy)]
     return {
         "system": spec.system,
@@ -54,6 +57,7 @@ def make_row(spec: RunSpec, records: Sequence[RoundRecord], result: RunResult | 
         "simulated_seconds": result.simulated_seconds if result else 0.0,
         "replies": sum(record.replies for record in records),
         "failures": sum(record.failures for record in records),
+        **{key: notes[key] for key in ("privacy", "ended") if "privacy" in notes},
     }
 
 
@@ -110,6 +114,38 @@ def environment() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
+
+
+class Promise(NamedTuple):
+    """What is promised of one row, or of one training of a measurement.
+
+    Attributes
+    ----------
+    label : str
+    statement : Statement
+    ended : str
+        Why it made fewer rounds than were asked for, as a sentence; empty when it made them all.
+    """
+
+    label: str
+    statement: Statement
+    ended: str = ""
+
+
+def promises(summary: Mapping[str, Any]) -> list[Promise]:
+    """Return what a run promises: of its private rows, then of what it measured."""
+    asked, found = summary["config"]["rounds"], []
+    for row in summary["rows"]:
+        if "privacy" in row:
+            ended = f"Ended after round {row['rounds']} of {asked}: {row['ended']}." if row["ended"] else ""
+            found.append(Promise(row["label"], Statement.from_json(row["privacy"]), ended))
+    said = summary["findings"].get("statements", {})
+    return found + [Promise(label, Statement.from_json(document)) for label, document in said.items()]
+
+
+def shown_epsilon(value: float) -> str:
+    """Return an epsilon for a reader, never rounded down."""
+    return "infinite" if math.isinf(value) else f"{math.ceil(value * 1e4) / 1e4:.4f}"
 
 
 def failed_claims(summary: Mapping[str, Any]) -> list[str]:

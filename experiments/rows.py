@@ -26,16 +26,20 @@ class Row(NamedTuple):
     strategy : str
         The server's half: "compressed" (the drop-in pair, the default of rows with a codec), "shared_support",
         "coded_linear" (gradient descent on coded data), "gossip" (decentralised learning; the row's name is the
-        algorithm's), or "coded" (a construction around the drop-in pair, or around the inner strategy itself where
-        there is no codec).
+        algorithm's), "private" (a promise of privacy; made by :mod:`experiments.private_systems`), or "coded" (a
+        construction around the drop-in pair, or around the inner strategy itself where there is no codec).
     construction : str
         Of a coded row: which of :data:`strategies.coded.CONSTRUCTIONS`.
+    task : str
+        Of a private row: the kind of task it needs ("generator"); empty for any that learns from records.
     defaults : mapping
         Settings beyond the common ones, with their defaults. Of a coded row, those that are not the drop-in pair's are
         arguments of :class:`strategies.coded.CodedFedAvg`, or options of the construction; see
         :data:`experiments.systems.CODED`. Of a gossip row, ``topology`` and the parameters of the algorithm that a user
         is likely to turn; what else all of them have is :data:`experiments.systems.GOSSIP`. ``compressor`` is a
-        compressor's id, whose parameters are settings below ``compressor.``.
+        compressor's id, whose parameters are settings below ``compressor.``. Of a private row, what it has beyond
+        :data:`experiments.private_systems.PRIVATE`, or has another default for; with a setting ``codec`` it has those
+        of the drop-in pair as well, below ``codec.``, ``feedback.`` and ``downlink.``.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Row(NamedTuple):
     defaults: Mapping[str, Scalar] = {}
     strategy: str = "compressed"
     construction: str = ""
+    task: str = ""
 
 
 ROWS: Final[tuple[Row, ...]] = (
@@ -403,5 +408,164 @@ ROWS: Final[tuple[Row, ...]] = (
         "products of each weight matrix with a vector that both ends of an edge know: power steps on their difference",
         defaults={"topology": "ring", "rank": 1, "steps": 1, "rate": "1.0", "warm_start": True, "overlap": True},
         strategy="gossip",
+    ),
+    Row(
+        "dp-fedavg",
+        "DP-FedAvg",
+        "McMahan et al. 2018, Learning differentially private recurrent language models",
+        "the clipped update, alone: no metrics and no number of examples; noise is added to the sum of all updates",
+        defaults={
+            "codec": "",
+            "feedback": False,
+            "downlink": "",
+            "clip": 1.0,
+            "adaptive": False,
+            "quantile": 0.5,
+            "clip_rate": 0.2,
+            "count_noise": 0.0,
+            "count": 0,
+        },
+        strategy="private",
+    ),
+    Row(
+        "random-mask",
+        "random mask",
+        "derived here: DP-FedAvg on coordinates that a public seed draws for all clients of a round",
+        "the update on the round's coordinates, clipped there; noise is added on these coordinates alone",
+        defaults={
+            "codec": "randomk",
+            "feedback": False,
+            "downlink": "",
+            "clip": 1.0,
+            "count": 0,
+            "codec.density": 0.1,
+        },
+        strategy="private",
+    ),
+    Row(
+        "lsg",
+        "LSG-style",
+        "Ito et al. 2022, Scaling private deep learning with low-rank and sparse gradients (abstract); low rank after "
+        "Yu et al. 2021, Large scale private learning via low-rank reparametrization (their code); the sparse half is "
+        "derived here",
+        "kept coordinates of the update's products with low-rank carriers of the model, clipped together; which ones "
+        "are kept, a public seed says. rank of 0 factors nothing",
+        defaults={
+            "clip": 1.0,
+            "rank": 8,
+            "keep": 0.5,
+            "schedule": "constant",
+            "schedule_rounds": 0,
+            "mask": "random",
+            "whole": "",
+            "history": 0,
+            "count": 0,
+        },
+        strategy="private",
+    ),
+    Row(
+        "distributed-dp",
+        "distributed DP",
+        "Kairouz, Liu and Steinke 2021, The distributed discrete Gaussian mechanism for federated learning with secure "
+        "aggregation; Agarwal, Kairouz and Liu 2021, The Skellam mechanism (recalled)",
+        "the clipped update in integers with a share of the noise, cut into coded shards: the server decodes a sum "
+        "that is noisy already",
+        defaults={
+            "clip": 1.0,
+            "noise": "discrete_gaussian",
+            "tolerated": 0,
+            "honest": 1.0,
+            "private": 1,
+            "density": 1.0,
+            "feedback": False,
+            "scale": 0,
+            "rotate": False,
+            "transport": "hub",
+            "count": 0,
+        },
+        strategy="private",
+    ),
+    Row(
+        "local-dp",
+        "local DP",
+        "the Gaussian mechanism on every client, before any codec; with integer noise (Canonne, Kamath, Steinke 2020)",
+        "the update, clipped and noised on the client, then compressed: a message that needs no trusted server",
+        defaults={
+            "codec": "qsgd",
+            "feedback": False,
+            "downlink": "",
+            "clip": 1.0,
+            "releases": 0,
+            "count": 0,
+            "adjacency": "replace",
+        },
+        strategy="private",
+    ),
+    Row(
+        "topagg",
+        "TopAgg",
+        "Wang et al. 2021, DataLens: scalable privacy preserving training via gradient compression and aggregation "
+        "(abstract); its form for models of clients is derived here",
+        "one vote: signs of the k largest coordinates of the update, drawn at random, packed; noise is added to the "
+        "count of all votes. k of 0 takes the share density of the coordinates, saturation of 0 is none",
+        defaults={
+            "k": 0,
+            "density": 0.1,
+            "scope": "global",
+            "saturation": 0.0,
+            "stochastic": True,
+            "mode": "mean",
+            "beta": 0.0,
+            "server_lr": 0.1,
+            "downlink": "",
+        },
+        strategy="private",
+    ),
+    Row(
+        "datalens",
+        "DataLens",
+        "Wang et al. 2021, DataLens: scalable privacy preserving training via gradient compression and aggregation "
+        "(abstract and the authors' code)",
+        "votes of teachers that learn on the client: for each generated image, top-k stochastic signs of the direction "
+        "in which its pixels should move",
+        defaults={
+            "adjacency": "replace",
+            "k": 200,
+            "images": 15,
+            "eta": 1e-3,
+            "beta": 0.2,
+            "teachers": 1,
+            "saturation": 0.0,
+            "stochastic": True,
+            "generator_lr": 1e-3,
+            "teacher_lr": 1e-3,
+            "decay": 0.5,
+            "pretrain": 10,
+            "teacher_steps": 2,
+            "batch": 30,
+            "send": "generator",
+            "population": 0,
+        },
+        strategy="private",
+        task="generator",
+    ),
+    Row(
+        "record-dp",
+        "DP-SGD on clients",
+        "Abadi et al. 2016, Deep learning with differential privacy",
+        "the model after DP-SGD on the client's own records, noise added there, and what it cost; no metrics",
+        defaults={
+            "codec": "",
+            "feedback": False,
+            "downlink": "",
+            "adjacency": "add_remove",
+            "method": "dp-sgd",
+            "record_rate": 0.1,
+            "clip": 1.0,
+            "k": 100,
+            "keep": 0.5,
+            "rank": 4,
+        },
+        strategy="private",
     ),
 )

@@ -40,9 +40,15 @@ class Engine(Protocol):
     """Runs one row; :func:`experiments.engines.run` is the one that users meet."""
 
     def __call__(
-        self, spec: RunSpec, *, on_round: Callable[[RoundRecord], None] | None, checkpoint: Path | None
+        self,
+        spec: RunSpec,
+        *,
+        on_round: Callable[[RoundRecord], None] | None,
+        checkpoint: Path | None,
+        privacy: Path | None,
     ) -> RunResult:
-        """Return the finished row; call ``on_round`` after every round, continue from ``checkpoint``."""
+        """Return the finished row; call ``on_round`` after every round, continue from ``checkpoint``, and keep what a
+        private system releases in ``privacy``."""
 
 
 def _check_row(spec: RunSpec) -> None:
@@ -70,6 +76,7 @@ class Request:
     rounds: int | None
     clients: int | None
     seed: int | None
+    budget: float | None
     assignments: tuple[str, ...]
     resume: str | None
     as_json: bool
@@ -90,6 +97,10 @@ def command(
     rounds: Annotated[int | None, typer.Option(help="Rounds of training.", show_default="the experiment's")] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients.", show_default="the experiment's")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every random decision.", show_default="0")] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="EPS", help="Stop private systems before their epsilon crosses EPS.", show_default="none"),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated."),
@@ -104,7 +115,7 @@ def command(
 ) -> None:
     """Run an experiment, write its report, and check its claims."""
     setup: Setup = context.obj or Setup()
-    request = Request(name, engine, rounds, clients, seed, tuple(set_ or ()), resume, as_json, out)
+    request = Request(name, engine, rounds, clients, seed, budget, tuple(set_ or ()), resume, as_json, out)
     code = _list(setup, request) if list_ else _run(setup, request)
     raise typer.Exit(code)
 
@@ -165,6 +176,7 @@ def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[R
             clients=request.clients,
             seed=request.seed or 0,
             assignments=request.assignments,
+            budget=request.budget,
         )
         specs = experiment.specs(config)
         with _logged(logging.NullHandler()):
@@ -185,12 +197,18 @@ def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[R
         clients=request.clients if request.clients is not None else stored.clients,
         seed=request.seed if request.seed is not None else stored.seed,
         assignments=request.assignments,
+        budget=stored.budget,
     )
     given = {text.partition("=")[0].strip() for text in request.assignments}
     kept = {key: value for key, value in stored.settings.items() if key not in given}
     config = replace(asked, settings={**asked.settings, **kept})
     specs = experiment.specs(config)
     folder.require_same(experiment, config, specs)
+    if request.budget is not None:
+        # The one thing that may change: what was released stays paid, and what may still be released is asked anew.
+        config = replace(config, budget=request.budget)
+        specs = experiment.specs(config)
+        folder.keep(config, specs)
     folder.tidy()
     return experiment, config, specs, folder
 
@@ -213,10 +231,15 @@ def _execute(
             if result is None:
                 watch.start(spec, max((record.round for record in recorded[spec.label]), default=0))
                 checkpoint = folder.checkpoint(spec) if config.engine in RESUMABLE else None
-                result = setup.engine(spec, on_round=_recorder(folder, spec, watch), checkpoint=checkpoint)
+                result = setup.engine(
+                    spec,
+                    on_round=_recorder(folder, spec, watch),
+                    checkpoint=checkpoint,
+                    privacy=folder.privacy(spec),
+                )
                 folder.save(result)
             results[spec.label] = result
-            watch.done(spec, result.accuracy, kept=kept)
+            watch.done(spec, result.accuracy, kept=kept, rounds=result.final.round)
         idle, findings = experiment.idle(config), Findings()
         if experiment.measure is not None and not idle:
             findings = experiment.measure(config, results, Say(watch.say, folder.cells(), folder.keep_cell))
@@ -260,6 +283,8 @@ def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout:
     if summary["rows"]:
         console.print(show.result_table(summary, console.width))
         console.print()
+    for part in show.promise_parts(summary):
+        console.print(part)
     if summary["claims"]:
         console.print(show.claim_table(summary["claims"], console.width))
         console.print()

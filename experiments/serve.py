@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +20,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from experiments.federation import Cohorts, wait_for_nodes
-from experiments.spec import RoundRecord, RunResult, RunSpec, Scalar
-from experiments.systems import TASK_PREFIX, TRAINING, get_system
+from experiments.parts import TASK_PREFIX
+from experiments.private_systems import BUDGET
+from experiments.spec import PRIVACY_FILE, RoundRecord, RunResult, RunSpec, Scalar
+from experiments.systems import TRAINING, declare, get_system
 from fedcomp.errors import ConfigError
 from fedcomp.flower import checkpoint as checkpoints
 from fedcomp.flower.gossip import OBSERVE_TYPE as GOSSIP_OBSERVATION
@@ -27,7 +31,9 @@ from fedcomp.flower.gossip import START_TYPE as GOSSIP_START
 from fedcomp.flower.gossip import TRAINING as GOSSIP_MESSAGES
 from fedcomp.flower.grid import in_process
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.rounds import RoundOutcome, fit
+from fedcomp.flower.privacy import Private, find_private
+from fedcomp.flower.rounds import RoundOutcome, fit, over
+from fedcomp.privacy.errors import LedgerError
 from fedcomp.timing import parse_link, simulated_seconds
 
 if TYPE_CHECKING:
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
     from fedcomp.flower.ledger import Ledger
     from fedcomp.tasks.base import Task
     from fedcomp.timing import Link
+
+log = logging.getLogger("flwr")
 
 OnRound = Callable[[RoundRecord], object]
 
@@ -53,6 +61,16 @@ _CODED: Final = (
 )
 """Numbers of a coded round that a record keeps."""
 
+_PUBLIC: Final = frozenset(
+    {
+        *(f"report.{name}" for name in ("compressed", "plain", "lost", "duplicates", "rolled_back", "fresh")),
+        *(f"report.{name}" for name in ("rejected", "unsupported")),
+        *(f"coded.{name}" for name in (*_CODED, "included", "excluded", "partitions", "payload_bytes")),
+    }
+)
+"""What a private run shows of a round beside its model: who took part. Sizes of memories, changed coordinates and what
+clients gave as the reason of an error depend on their data, and nothing of them is accounted for."""
+
 
 def serve(
     spec: RunSpec,
@@ -60,6 +78,7 @@ def serve(
     *,
     on_round: OnRound | None = None,
     checkpoint: Path | None = None,
+    privacy: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` over ``grid`` and return what came out.
 
@@ -72,6 +91,10 @@ def serve(
         Called with each new round's record, round 0 (the initial model) first.
     checkpoint : Path, optional
         A file: the run continues from it when it exists, and replaces it after each round. In-process engine only.
+    privacy : Path, optional
+        The file in which a private system keeps what it released: an event is in it before its noisy value exists, and
+        what is in it already was paid. Default: :data:`experiments.spec.PRIVACY_FILE` beside the checkpoint; without
+        a checkpoint there is no file. Other systems leave it alone.
 
     Raises
     ------
@@ -89,8 +112,13 @@ def serve(
     task = get_task(spec.task, **options)
     strategy = system.make_strategy(settings, spec.seed)
     metered = MeteredGrid(grid)
-    run = _Run(spec, settings, task, strategy, metered, on_round, checkpoint)
-    notes = run.execute()
+    if privacy is None and checkpoint is not None:
+        privacy = checkpoint.with_name(PRIVACY_FILE)
+    run = _Run(spec, settings, task, strategy, metered, on_round, checkpoint, privacy)
+    try:
+        notes = run.execute()
+    finally:
+        run.close()
     return RunResult(
         spec=spec,
         rounds=run.records,
@@ -122,9 +150,13 @@ class _Run:
     grid: MeteredGrid
     on_round: OnRound | None
     checkpoint: Path | None
+    privacy: Path | None
     records: list[RoundRecord] = field(default_factory=list)
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     seconds_before: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._private = find_private(self.strategy)
 
     def execute(self) -> dict[str, Any]:
         """Run all rounds that are still to do; return the notes."""
@@ -148,9 +180,15 @@ class _Run:
             history, first = self._restore(self.checkpoint)
         else:
             self.arrays = self._initial_arrays()
+        if self._private is not None:
+            declare(self._private, self.spec, self.task)
+            if self.privacy is not None:
+                # After the checkpoint: rounds that were paid for after it was written are in the file alone.
+                self._private.open_ledger(self.privacy)
         # The reference point of the first round's duration: waiting for nodes is no part of it.
         if first <= self.spec.rounds:
-            wait_for_nodes(self.grid, self.spec.clients, float(self.settings["start_timeout"]))
+            nodes = wait_for_nodes(self.grid, self.spec.clients, float(self.settings["start_timeout"]))
+            self._require_known(nodes)
         if first == 1 <= self.spec.rounds:
             cohorts.prepare()
         self._mark = time.perf_counter()
@@ -167,7 +205,43 @@ class _Run:
             on_round=self._complete,
             result=history,
         )
+        self._end()
         return self._notes()
+
+    def close(self) -> None:
+        """Give the file of the privacy ledger back."""
+        if self._private is not None:
+            self._private.privacy.close()
+
+    def _require_known(self, nodes: list[int]) -> None:
+        """Refuse to go on under a participation cap when those who took part come back under other names.
+
+        Raises
+        ------
+        LedgerError
+            When the ledger knows participants, and none of them is online.
+        """
+        ledger = None if self._private is None else self._private.privacy
+        if ledger is None or not ledger.sampling.cap or not ledger.participations:
+            return
+        if not set(ledger.participations) & set(nodes):
+            raise LedgerError(
+                f"the ledger {self.privacy} counts the rounds of {len(ledger.participations)} nodes, none of which is "
+                "online: on this engine nodes get new ids when a run starts again, and a cap on participations cannot "
+                "be kept over that. Start a new run, or use sampling=everyone"
+            )
+
+    def _end(self) -> None:
+        """Evaluate the last model of a run that ended in a round that was to show no accuracy."""
+        last = self.records[-1]
+        if last.round == self.spec.rounds or not math.isnan(last.accuracy):
+            return
+        found, nan = self._measured(self.arrays), float("nan")
+        accuracy, loss = found.get(self.task.metric, nan), found.get("loss", nan)
+        self.records[-1] = dataclasses.replace(last, accuracy=accuracy, loss=loss)
+        if self.on_round is not None:
+            # The round's former record counts no longer.
+            self.on_round(self.records[-1])
 
     def _initial_arrays(self) -> ArrayRecord:
         from fedcomp.tasks.arrays import to_arrays
@@ -178,16 +252,19 @@ class _Run:
         """Evaluate on the task's test split in the rounds that are due; round 0 is recorded here."""
         every, last = int(self.settings["evaluate_every"]), self.spec.rounds
         metrics = None
-        if server_round in (0, last) or server_round % every == 0:
-            from fedcomp.tasks.arrays import load_arrays
-
-            model = self.task.model(self.spec.seed)
-            load_arrays(model, {name: array.numpy() for name, array in arrays.items()}, cast=True)
-            found = self.task.evaluate(model, self.task.test)
-            metrics = MetricRecord({key: float(value) for key, value in found.items()})
+        due = server_round in (0, last) or server_round % every == 0
+        if due or over(self.strategy, server_round + 1):
+            metrics = MetricRecord(self._measured(arrays))
         if server_round == 0:
             self._record(0, RoundOutcome(server=metrics))
         return metrics
+
+    def _measured(self, arrays: ArrayRecord) -> dict[str, Any]:
+        from fedcomp.tasks.arrays import load_arrays
+
+        model = self.task.model(self.spec.seed)
+        load_arrays(model, {name: array.numpy() for name, array in arrays.items()}, cast=True)
+        return {key: float(value) for key, value in self.task.evaluate(model, self.task.test).items()}
 
     def _complete(self, server_round: int, arrays: ArrayRecord, outcome: RoundOutcome) -> None:
         self.arrays = arrays
@@ -249,7 +326,15 @@ class _Run:
                 metrics["report.notes"] = list(report.notes)
         elif self._cohorts.reasons:
             metrics["report.errors_because"] = sorted(set(self._cohorts.reasons))
-        return metrics | self._coded(server_round) | self._gossip(server_round)
+        metrics |= self._coded(server_round) | self._gossip(server_round)
+        if self._private is None:
+            return metrics
+        # The strategy's own figures are part of its promise, and those of clients' evaluations are not.
+        public = {key: value for key, value in metrics.items() if key in _PUBLIC}
+        reasons = [reason for key, found in metrics.items() if key.endswith("_because") for reason in found]
+        if reasons:
+            log.warning("round %d, for the server alone: %s", server_round, "; ".join(reasons))
+        return dict(outcome.train or {}) | public | _cost(self._private)
 
     def _coded(self, server_round: int) -> dict[str, Any]:
         """Return the figures of a coded round; the time of decoding, which never repeats, is in the notes."""
@@ -301,8 +386,17 @@ class _Run:
             "settings": dict(self.settings),
             "versions": {name: importlib.metadata.version(name) for name in packages},
             **self._decoding(),
+            **self._promised(),
             **self.grid.ledger.summary(),
         }
+
+    def _promised(self) -> dict[str, Any]:
+        """Return the privacy statement of a private run, and why it made fewer rounds than asked, if it did."""
+        if self._private is None:
+            return {}
+        made = self.records[-1].round
+        ended = over(self.strategy, made + 1) if made < self.spec.rounds else ""
+        return {"privacy": self._private.statement().to_json(), "ended": ended}
 
     def _decoding(self) -> dict[str, Any]:
         """Return the seconds the server decoded, by round, where anything was coded."""
@@ -328,7 +422,7 @@ class _Run:
     def _restore(self, path: Path) -> tuple[Any, int]:
         found = checkpoints.load(path)
         asked = RunSpec.from_run_config(found.extra["spec"])
-        if dataclasses.replace(asked, rounds=self.spec.rounds, label=self.spec.label) != self.spec:
+        if _lasting(asked) != _lasting(self.spec):
             raise ConfigError(
                 f"the checkpoint {path} was left by {asked.to_run_config()}, not by {self.spec.to_run_config()}; "
                 "resume with the same specification, or remove the file to start anew"
@@ -340,6 +434,22 @@ class _Run:
         self.arrays = found.arrays
         self._clock.restart()
         return found.result, found.server_round + 1
+
+
+def _lasting(spec: RunSpec) -> RunSpec:
+    """Return what of a spec may not change when it is resumed: neither its length, its label nor its budget."""
+    settings = {key: value for key, value in spec.settings.items() if key != BUDGET}
+    return dataclasses.replace(spec, rounds=0, label="", settings=settings)
+
+
+def _cost(private: Private) -> dict[str, Any]:
+    """Return what the rounds so far cost; what it means is in the statement, without which nobody is shown it."""
+    ledger = private.privacy
+    return {
+        "privacy.epsilon": ledger.epsilon(),
+        "privacy.epsilon_unamplified": ledger.epsilon(amplified=False),
+        "privacy.releases": ledger.releases,
+    }
 
 
 class _Clock:

@@ -10,12 +10,14 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from fedcomp.privacy.statement import Statement
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from experiments.serve import serve
-from experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
+from experiments.spec import PRIVACY_FILE, ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.errors import ConfigError
 
 log = logging.getLogger("flwr")
@@ -23,12 +25,17 @@ log = logging.getLogger("flwr")
 OUT_KEY = "out"
 """Run-configuration key: absolute path of the folder that receives the result; empty prints it instead."""
 
+PRIVACY_KEY = "privacy"
+"""Run-configuration key: absolute path of the file in which a private system keeps what it released; empty puts it into
+the folder that receives the result, if there is one."""
+
 
 def build(
     spec: RunSpec | None = None,
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    privacy: Path | None = None,
     deliver: Callable[[RunResult], object] | None = None,
 ) -> ServerApp:
     """Return the server app.
@@ -41,6 +48,8 @@ def build(
         Called with each round's record as soon as it is complete.
     checkpoint : Path, optional
         File from which the run continues and in which it leaves its state after each round.
+    privacy : Path, optional
+        File in which a private system keeps what it released; default: what the run configuration says.
     deliver : callable, optional
         Receives the result; default: write it into the folder ``out`` of the run configuration, or log a table.
     """
@@ -49,11 +58,13 @@ def build(
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         config = dict(context.run_config)
-        out = config.pop(OUT_KEY, "")
+        folder, kept = _path(config, OUT_KEY), _path(config, PRIVACY_KEY)
         asked = RunSpec.from_run_config(config) if spec is None else spec
-        folder = _folder(out)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        ledger = privacy or kept or (None if folder is None else folder / PRIVACY_FILE)
         records = on_round if folder is None else _recorder(folder, on_round)
-        result = serve(asked, grid, on_round=records, checkpoint=checkpoint)
+        result = serve(asked, grid, on_round=records, checkpoint=checkpoint, privacy=ledger)
         if deliver is not None:
             deliver(result)
         elif folder is not None:
@@ -64,16 +75,16 @@ def build(
     return server
 
 
-def _folder(out: object) -> Path | None:
-    if out == "":
+def _path(config: dict[str, Any], key: str) -> Path | None:
+    """Take ``key`` out of the run configuration, None where it is empty."""
+    text = config.pop(key, "")
+    if text == "":
         return None
-    if not isinstance(out, str) or not Path(out).is_absolute():
+    if not isinstance(text, str) or not Path(text).is_absolute():
         raise ConfigError(
-            f"{OUT_KEY} is {out!r}; expected an absolute path: the server app's working directory is the SuperLink's"
+            f"{key} is {text!r}; expected an absolute path: the server app's working directory is the SuperLink's"
         )
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return Path(text)
 
 
 def _recorder(folder: Path, on_round: Callable[[RoundRecord], object] | None) -> Callable[[RoundRecord], None]:
@@ -101,6 +112,10 @@ def _print(result: RunResult) -> None:
         result.downlink_wire_bytes,
         result.seconds,
     )
+    if "privacy" in result.notes:
+        log.info("%s", Statement.from_json(result.notes["privacy"]).prose())
+        if result.notes["ended"]:
+            log.info("ended after round %d of %d: %s", result.final.round, result.spec.rounds, result.notes["ended"])
 
 
 app = build()

@@ -35,6 +35,7 @@ SETTINGS_KEY: Final = "settings"
 RESULT_FILE: Final = "result.json"
 ROUNDS_FILE: Final = "rounds.jsonl"
 ARRAYS_FILE: Final = "arrays.npz"
+PRIVACY_FILE: Final = "privacy.jsonl"
 
 
 def parse_value(text: str) -> Scalar:

@@ -5,7 +5,8 @@
     runs/20260131-142501-quickstart/
         config.json     what was asked: configuration and one spec per row
         rounds.jsonl    one line per finished round, written and flushed at once
-        systems/<row>/  result.json and arrays.npz of a finished row, the checkpoint of an unfinished one
+        systems/<row>/  result.json and arrays.npz of a finished row, the checkpoint of an unfinished one, and
+                        privacy.jsonl: what a private row released, on disk before it was released
         cells.jsonl     one line per finished part of a measurement
         summary.json    rows, claims and environment, once all rows are finished
         report.html     the same for a reader
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.experiment import Config, Experiment
 from experiments.findings import finite
-from experiments.spec import RESULT_FILE, RoundRecord, RunResult, RunSpec
+from experiments.spec import PRIVACY_FILE, RESULT_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.errors import ConfigError, StateError, nearest
 
 if TYPE_CHECKING:
@@ -60,11 +61,14 @@ class RunFolder:
     def create(cls, root: Path, config: Config, specs: Sequence[RunSpec]) -> Self:
         """Make a new folder below ``root`` and write ``config.json`` into it."""
         folder = cls(_new_directory(root, config.experiment), config, specs)
-        write_json(
-            folder.path / "config.json",
-            {"format": FORMAT, "config": config.to_json(), "specs": [spec.to_json() for spec in specs]},
-        )
+        folder.keep(config, specs)
         return folder
+
+    def keep(self, config: Config, specs: Sequence[RunSpec]) -> None:
+        """Write what is asked into ``config.json``; rows keep their labels and places."""
+        self.config, self.specs = config, list(specs)
+        document = {"format": FORMAT, "config": config.to_json(), "specs": [spec.to_json() for spec in specs]}
+        write_json(self.path / "config.json", document)
 
     @classmethod
     def find(cls, root: Path, run: str) -> Self:
@@ -166,6 +170,10 @@ class RunFolder:
         """Return where the engine keeps what it needs to continue this row."""
         return self.row_folder(spec) / "checkpoint"
 
+    def privacy(self, spec: RunSpec) -> Path:
+        """Return where a private row keeps what it released; the file outlives the row's checkpoint."""
+        return self.row_folder(spec) / PRIVACY_FILE
+
     def save(self, result: RunResult) -> None:
         """Store a finished row and forget its checkpoint."""
         result.save(self.row_folder(result.spec))
@@ -179,8 +187,11 @@ class RunFolder:
         return RunResult.load(folder) if (folder / RESULT_FILE).exists() else None
 
     def discard_if_empty(self) -> bool:
-        """Remove a run in which nothing was recorded; return whether it was removed."""
+        """Remove a run in which nothing was recorded, and nothing released; return whether it was removed."""
         if any((self.path / name).exists() for name in ("rounds.jsonl", "cells.jsonl")):
+            return False
+        # Below the header of a ledger stands what was released, also where no round was finished.
+        if any(path.read_bytes().count(b"\n") > 1 for path in self.path.glob(f"systems/*/{PRIVACY_FILE}")):
             return False
         shutil.rmtree(self.path, ignore_errors=True)
         return True

@@ -14,6 +14,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from experiments.parts import (
+    CODEC_PREFIX,
+    CODEC_PREFIXES,
+    DOWNLINK_PREFIX,
+    PLAIN_PREFIXES,
+    TASK_PREFIX,
+    Settings,
+    below,
+    downlink,
+    make_inner,
+    uplink,
+)
+from experiments.private_systems import make_private, private_settings
 from experiments.rows import ROWS, Row
 from experiments.spec import RunSpec, Scalar
 from fedcomp.errors import ConfigError, nearest
@@ -21,20 +34,11 @@ from fedcomp.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-    from fedcomp.codecs import Codec
+    from fedcomp.flower.privacy import Private
+    from fedcomp.tasks.base import Task
 
-Settings = Mapping[str, Scalar]
-
-TASK_PREFIX: Final = "task."
-INNER_PREFIX: Final = "inner."
-CODEC_PREFIX: Final = "codec."
-FEEDBACK_PREFIX: Final = "feedback."
-DOWNLINK_PREFIX: Final = "downlink."
 COMPRESSOR_PREFIX: Final = "compressor."
 ALGORITHM_PREFIX: Final = "algorithm."
-PLAIN_PREFIXES: Final = (TASK_PREFIX, INNER_PREFIX)
-CODEC_PREFIXES: Final = (*PLAIN_PREFIXES, CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX)
-"""Settings below these belong to the task, the inner strategy and the codecs, which check them themselves."""
 
 CODED: Final[Settings] = MappingProxyType(
     {
@@ -92,29 +96,8 @@ COMMON: Final[Settings] = MappingProxyType(
 ``evaluate_every`` is the number of rounds between evaluations on the server's test split (the last round always is
 one); ``timeout`` is what a round's exchange may take and ``start_timeout`` how long the server waits for its nodes, in
 seconds; ``link`` is what :func:`fedcomp.timing.parse_link` reads, empty for no simulated time; ``inner`` is one of
-:data:`INNER`.
+:data:`experiments.parts.INNER`.
 """
-
-INNER: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "fedavg": "FedAvg",
-        "fedavgm": "FedAvgM",
-        "fedadagrad": "FedAdagrad",
-        "fedadam": "FedAdam",
-        "fedyogi": "FedYogi",
-        "fedprox": "FedProx",
-        "fedmedian": "FedMedian",
-        "fedtrimmedavg": "FedTrimmedAvg",
-        "krum": "Krum",
-        "multikrum": "MultiKrum",
-        "bulyan": "Bulyan",
-        "qfedavg": "QFedAvg",
-    }
-)
-"""Flower's strategies by the name of the setting ``inner``; their parameters are the settings ``inner.*``."""
-
-_MANAGED: Final = {"fraction_train": "fraction", "fraction_evaluate": "fraction_evaluate"}
-"""Parameters of the inner strategy that the server main decides, and the setting to use instead."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +121,8 @@ class System:
     needs : mapping
         What it asks of the task ("task": "linear") and the topology ("topology": "graph", a setting of that name);
         empty means any task, star topology.
+    private : bool
+        Whether it promises privacy; its settings then include :data:`experiments.private_systems.PRIVATE`.
     """
 
     name: str
@@ -148,6 +133,7 @@ class System:
     defaults: Settings = field(default_factory=dict)
     prefixes: tuple[str, ...] = PLAIN_PREFIXES
     needs: Mapping[str, str] = field(default_factory=dict)
+    private: bool = False
 
     def known_settings(self) -> dict[str, Scalar]:
         """Return every setting with a fixed name and its default."""
@@ -185,6 +171,7 @@ def check(spec: RunSpec) -> None:
 
     Everything is built once as the run will build it, so that a wrong value is found before any server starts.
     """
+    from fedcomp.flower.privacy import find_private
     from fedcomp.tasks import get_task
     from fedcomp.timing import parse_link
 
@@ -196,43 +183,33 @@ def check(spec: RunSpec) -> None:
     task.assignment(spec.clients)
     if system.needs.get("task") == "linear":
         _ = task.linear_loss
+    if task.generative != (system.needs.get("task") == "generator"):
+        raise ConfigError(
+            f"system {system.name!r} does not fit task {task.name!r}: a generator learns from votes of discriminators, "
+            "and everything else from records; use the system 'datalens' with a task such as 'digits-generator'"
+        )
     strategy = system.make_strategy(settings, spec.seed)
     if "topology" in system.needs:
         strategy.graph(spec.clients)  # type: ignore[attr-defined]
+    private = find_private(strategy)
+    if private is not None:
+        # A delta that is too large for so few clients, a cap, a budget: all of it is about the population.
+        declare(private, spec, task)
+        # What cannot be stated is not run.
+        private.statement()
 
 
-def below(settings: Settings, prefix: str) -> dict[str, Any]:
-    """Return the settings whose names start with ``prefix``, without it."""
-    return {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+def declare(private: Private, spec: RunSpec, task: Task) -> None:
+    """Tell a private strategy the public numbers its promise is about: of clients, and of records if it asks for them.
 
-
-def make_inner(settings: Settings) -> Strategy:
-    """Return the Flower strategy that ``inner`` and ``inner.*`` describe.
-
-    Cohorts are drawn by the server main, reproducibly; the strategy itself takes every node it is shown.
+    Raises
+    ------
+    ConfigError
+        When its delta is too large for so few.
     """
-    from flwr.serverapp import strategy as flower
-
-    name = str(settings["inner"])
-    if name not in INNER:
-        raise ConfigError(f"inner={name!r} is not a strategy{nearest(name, INNER)}")
-    cls: Callable[..., Strategy] = getattr(flower, INNER[name])
-    options = below(settings, INNER_PREFIX)
-    allowed = [p for p in inspect.signature(cls).parameters if p not in _MANAGED]
-    for key in options:
-        if key in _MANAGED:
-            raise ConfigError(f"setting 'inner.{key}' is decided by the server; use {_MANAGED[key]!r}")
-        if key not in allowed:
-            raise ConfigError(f"inner strategy {name!r} has no parameter {key!r}{nearest(key, allowed)}")
-    evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
-    try:
-        return cls(
-            fraction_train=1.0,
-            fraction_evaluate=evaluated,
-            **{"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, **options},
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"inner strategy {name!r} refused its parameters {options}: {error}") from error
+    if hasattr(private, "declare_records"):
+        private.declare_records(task.train_split.num_examples)
+    private.declare(spec.clients)
 
 
 def _plain(settings: Settings, seed: int) -> Strategy:
@@ -244,55 +221,11 @@ def _compressed(settings: Settings, seed: int, *, codec: str) -> Strategy:
 
     return Compressed(
         make_inner(settings),
-        _uplink(settings, codec),
-        _downlink(settings),
+        uplink(settings, codec),
+        downlink(settings),
         feedback=False,  # decided by the settings alone
         seed=seed,
     )
-
-
-def _uplink(settings: Settings, name: str) -> Codec:
-    from fedcomp.codecs import get_codec
-    from fedcomp.feedback import ErrorFeedback
-
-    codec = get_codec(_nested(name, below(settings, CODEC_PREFIX)))
-    memory = below(settings, FEEDBACK_PREFIX)
-    if settings.get("feedback", False):
-        try:
-            return ErrorFeedback(codec, **memory)
-        except TypeError as error:
-            raise ConfigError(f"settings below {FEEDBACK_PREFIX!r}: {error}") from error
-    if memory:
-        raise ConfigError(
-            f"settings {sorted(memory)} below {FEEDBACK_PREFIX!r} need feedback=true on a system that has it"
-        )
-    return codec
-
-
-def _nested(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a codec; with ``codec.codec`` that of one around another, which gets the parameters
-    that the outer one does not have."""
-    from fedcomp.codecs.registry import codecs
-
-    if not isinstance(options.get("codec"), str):
-        return {"id": name, **options}
-    own = inspect.signature(codecs.find(name)).parameters
-    inner = {key: value for key, value in options.items() if key not in own}
-    outer = {key: value for key, value in options.items() if key in own and key != "codec"}
-    return {"id": name, "codec": {"id": options["codec"], **inner}, **outer}
-
-
-def _downlink(settings: Settings) -> Codec | None:
-    from fedcomp.codecs import get_codec
-
-    name, options = str(settings["downlink"]), below(settings, DOWNLINK_PREFIX)
-    if name:
-        return get_codec({"id": name, **options})
-    if options:
-        raise ConfigError(
-            f"settings {sorted(options)} below {DOWNLINK_PREFIX!r} need a codec, for instance downlink=topk"
-        )
-    return None
 
 
 def _shared_support(settings: Settings, seed: int) -> Strategy:
@@ -438,6 +371,12 @@ def _system(row: Row) -> System:
         settings, families = {**GOSSIP, **row.defaults}, (TASK_PREFIX, COMPRESSOR_PREFIX, ALGORITHM_PREFIX)
         graph = {"topology": "graph"}
         return System(row.name, row.title, row.paper, row.summary, make_gossip, settings, families, graph)
+    if row.strategy == "private":
+        promised, defaults = functools.partial(make_private, row=row), private_settings(row)
+        downwards = (*PLAIN_PREFIXES, DOWNLINK_PREFIX) if "downlink" in row.defaults else PLAIN_PREFIXES
+        parts = CODEC_PREFIXES if "codec" in row.defaults else downwards
+        needs = {"task": row.task} if row.task else {}
+        return System(row.name, row.title, row.paper, row.summary, promised, defaults, parts, needs, private=True)
     if row.strategy == "shared_support":
         own = (TASK_PREFIX, CODEC_PREFIX)
         return System(row.name, row.title, row.paper, row.summary, _shared_support, row.defaults, own)

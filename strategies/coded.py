@@ -52,8 +52,10 @@ from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.coded import HELLO, NO_HANDLER, Fields, fields_of, put_fields
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.payload import PARTITIONS
+from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from strategies.coded_report import CodedReport
+from strategies.private import PrivateStrategy
 from strategies.replies import Rejected, RoundReport, shorten
 
 log = logging.getLogger("fedcomp")
@@ -62,6 +64,7 @@ CONSTRUCTIONS: Final[Mapping[str, str]] = {
     "relay": "strategies.coded_relay:Relay",
     "sumcode": "strategies.coded_sum:SumCode",
     "gradcode": "strategies.coded_gradients:GradientCode",
+    "noisysum": "strategies.distributed_dp:NoisySum",
 }
 """Where each construction's class stands; imported when it is first used."""
 
@@ -241,6 +244,15 @@ class CodedRound:
         self._learn(member.node, fields)
         return fields
 
+    def answer(self, reply: Message) -> Fields:
+        """Return the header of a query's answer; raise :class:`Rejected` when there is none of this round."""
+        if reply.has_error():
+            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
+        fields = fields_of(reply.content)
+        if fields is None or fields.integer("round", 0) != self.number:
+            raise Rejected("the answer has no header of this round")
+        return fields
+
     def aggregate(self, replies: Iterable[Message]) -> Outcome:
         """Hand replies, decoded and ordinary ones, to the inner strategy in the order in which a driver would."""
         ordered = join(addressed(self.messages), replies, partition_lookup(self.grid))
@@ -359,6 +371,12 @@ class CodedFedAvg(ExchangeStrategy):
             raise ConfigError(
                 f"{type(inner).__name__} runs its own loop (it overrides start); CodedFedAvg stands around strategies "
                 "that work through configure_train and aggregate_train"
+            )
+        promise = find_private(inner)
+        if isinstance(promise, PrivateStrategy) and not promise.peers_may_see and construction != "noisysum":
+            raise ConfigError(
+                f"{type(promise).__name__} trusts the server with updates, not other clients, which relays of the "
+                f"construction {construction!r} are; use strategies.distributed_dp or strategies.local_dp"
             )
         self.inner = inner
         self.settings = Settings(

@@ -44,7 +44,7 @@ from coding.transport import HEADER_BYTES as PARCEL_BYTES
 from coding.transport import Parcel
 from fedcomp.codecs import fixed_point_of
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM_SHARD, fields_of, put_bundle, take_bundle
+from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM_SHARD, put_bundle, take_bundle
 from fedcomp.flower.coded import SUM as ASK_SUM
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import Announcement
@@ -107,9 +107,9 @@ class SumCode:
                 f"a coded sum adds integers, {type(inner).__name__} sends floating-point models; wrap it: "
                 f"Compressed({type(inner).__name__}(...), FixedPoint(RandomK(1.0), clip=...))"
             )
-        if not is_mean(inner.inner):
+        if not is_mean(mean := self.mean_of(inner)):
             raise ConfigError(
-                f"{type(inner.inner).__name__} looks at single updates, of which a coded sum shows none; use one of "
+                f"{type(mean).__name__} looks at single updates, of which a coded sum shows none; use one of "
                 f"{', '.join(MEANS)}"
             )
         self.settings = settings
@@ -134,8 +134,19 @@ class SumCode:
             )
         if self.mode == "mask" and not settings.private:
             raise ConfigError("mode='mask' hides updates behind masks that T relays must not know: set private >= 1")
-        self.weight_key = weight_key_of(inner.inner) if self.weighted else None
+        self.weight_key = weight_key_of(mean) if self.weighted else None
         self.seal = settings.seal is not False
+
+    def mean_of(self, inner: Compressed) -> Strategy:
+        """Return the weighted mean that takes the sum."""
+        return inner.inner
+
+    def frozen(self, number: int, nodes: list[int]) -> None:
+        """Take note of whose sum is about to be asked for."""
+
+    def divisor(self, summed: Summed) -> float:
+        """Return what makes the sum a mean."""
+        return summed.weight
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -161,6 +172,7 @@ class SumCode:
             yield from summing.share()
             yield from summing.ask_what_is_held()
             summing.freeze()
+            self.frozen(now.number, [now.members[source].node for source in summing.chosen])
             yield from summing.collect()
             return summing.conclude()
         except _Skipped as reason:
@@ -405,7 +417,7 @@ class _Summing:
                 self.now.report.refuse(f"relay {rows[node]}, report: {error}")
 
     def _take_report(self, row: int, reply: Message) -> None:
-        fields = _answer(reply, self.now.number)
+        fields = self.now.answer(reply)
         most = 4 * len(self.now.members)
         sources = fields.integers("sources", most=self.plan.contributors - 1, longest=most)
         tags = fields.data("tags", b"", length=TAG_BYTES * len(sources))
@@ -514,7 +526,7 @@ class _Summing:
         for node, reply in self.now.by_node(messages, replies).items():
             row = rows[node]
             try:
-                _answer(reply, self.now.number)
+                self.now.answer(reply)
                 (data,) = take_bundle(reply.content, most=1, longest=self.longest) or [b""]
                 shard = Shard.from_bytes(data, self.plan)
                 if (shard.kind, shard.relay, shard.source, shard.tag) != (SUM, row, len(self.chosen), self.name):
@@ -550,16 +562,14 @@ class _Summing:
             raise _Skipped("the contributors' weights sum to 0")
         inner, codec = construction.inner, construction.codec
         key = Key(inner.seed, "uplink", self.now.number)
-        mean = codec.place(summed.integers, summed.weight, inner.layout, key)
+        mean = codec.place(summed.integers, construction.divisor(summed), inner.layout, key)
         members = [self.now.members[source] for source in self.chosen]
         report.included = [member.node for member in members]
         consumed = [(m.node, *read_tag(self.tags[m.index])) for m in members]
         arrays, metrics = inner.aggregate_sum(self.now.number, mean, summed.weight, consumed, self._contents())
-        own = {
-            "coded.contributors": len(members),
-            "coded.weight": summed.weight,
-            "coded.cut": summed.extras[0] / (self.plan.extras[0] * len(members)),
-        }
+        own: dict[str, Any] = {"coded.contributors": len(members), "coded.weight": summed.weight}
+        if self.plan.extras:
+            own["coded.cut"] = summed.extras[0] / (self.plan.extras[0] * len(members))
         return arrays, MetricRecord({**(metrics or {}), **own})
 
     def _contents(self) -> list[RecordDict]:
@@ -587,13 +597,3 @@ def _sequence_of(message: Message) -> int:
         if found is not None:
             return found.sequence
     raise ConfigError("the training message announces no codec; is the inner strategy Compressed?")
-
-
-def _answer(reply: Message, number: int) -> Any:
-    """Return the header of a query's answer; raise :class:`Rejected` when there is none of this round."""
-    if reply.has_error():
-        raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-    fields = fields_of(reply.content)
-    if fields is None or fields.integer("round", 0) != number:
-        raise Rejected("the answer has no header of this round")
-    return fields

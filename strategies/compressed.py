@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,8 @@ from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
 from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
+from strategies.private import PrivateStrategy
+from strategies.private_updates import decoded_updates
 from strategies.replies import (
     Arrays,
     Arrival,
@@ -57,7 +60,7 @@ class Compressed(Strategy):
     Parameters
     ----------
     inner : Strategy
-        Any Flower 1.41 strategy that works through the ``configure_*``/``aggregate_*`` hooks.
+        Any Flower 1.41 strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
     codec : Codec or dict
         What clients send. The clients learn it from the server's messages.
     downlink : Codec or dict, optional
@@ -107,7 +110,10 @@ class Compressed(Strategy):
             raise ConfigError(
                 f"{chosen!r} needs {chosen.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
             )
-        if chosen.votes and not is_mean(inner):
+        private = inner if isinstance(inner, PrivateStrategy) else None
+        if private is not None:
+            private.check_codec(chosen)
+        if chosen.votes and private is None and not is_mean(inner):
             raise ConfigError(
                 f"{chosen!r} sends votes, of which only the weighted sum is an update; {type(inner).__name__} looks at "
                 f"single updates. Use one of {', '.join(MEANS)}"
@@ -117,6 +123,7 @@ class Compressed(Strategy):
         if wanted and not chosen.remembers and not chosen.lossless:
             chosen = ErrorFeedback(chosen)
         self.inner = inner
+        self._private = private
         self.codec = chosen
         self.downlink = None if downlink is None else get_codec(downlink)
         self.policy = policy
@@ -151,8 +158,14 @@ class Compressed(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Let the inner strategy configure the round, then announce the codec and compress the model."""
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
-        self._adopt(arrays)
+        if self._private is None:
+            messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+            self._adopt(arrays)
+        else:
+            self._adopt(arrays)
+            support = self.codec.common_support(self._layout, Key(self.seed, "uplink", server_round))
+            self._private.adopt(arrays, self._layout if support is None else Layout.flat(int(support.size)))
+            messages = self._private.ask(server_round, arrays, config, grid)
         return self._address(messages, arrays, server_round, train=True)
 
     def configure_evaluate(
@@ -168,7 +181,9 @@ class Compressed(Strategy):
 
     def _adopt(self, arrays: ArrayRecord) -> None:
         self._model = to_arrays(arrays)
-        self._layout = Layout.of(self._model, self.policy, cast_floats=not self.codec.lossless)
+        # What is not in the vector is never released in a private round: floats are cast there, not sent beside it.
+        cast = self._private is not None or not self.codec.lossless
+        self._layout = Layout.of(self._model, self.policy, cast_floats=cast)
 
     def _address(
         self, messages: list[Message], arrays: ArrayRecord, server_round: int, *, train: bool
@@ -212,7 +227,7 @@ class Compressed(Strategy):
                 fields |= self._fill_model(content, name, peer, whole)
             if train or downlink is not None:
                 fields["policy"] = policy_config(self.policy, self._layout)
-            announce(content, Announcement(**{**_fields(announcement), **fields}))
+            announce(content, replace(announcement, **fields))
             metadata = message.metadata
             addressed = Message(
                 content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
@@ -277,20 +292,25 @@ class Compressed(Strategy):
         key = Key(self.seed, "uplink", server_round)
         arrivals: list[Arrival] = []
         errors: list[Message] = []
+        bare = self._private is not None
+        # A plain update among votes, or on a support shared by all, is made what the others' are.
+        encoded = self.codec.votes or (bare and self.codec.common_support(self._layout, key) is not None)
         for sent, reply in match_replies(self._sent, replies, report):
             if reply.has_error():
                 self._note_error(sent, reply, report)
                 errors.append(reply)
                 continue
             try:
-                arrival = admit(sent, reply, self.codec, self._layout, self._model, weight_key, key)
-                if self.codec.votes and arrival.plain is not None:
+                arrival = admit(sent, reply, self.codec, self._layout, self._model, weight_key, key, bare=bare)
+                if encoded and arrival.plain is not None:
                     arrival.frame = self._vote(arrival.plain, key.at(partition=take_node(reply) or 0))
                 arrivals.append(arrival)
                 self._note_version(sent, reply)
             except Rejected as reason:
                 report.reject(sent.node, str(reason))
                 errors.append(Message(Error(_APP_RAISED, str(reason)), reply_to=sent.message))
+        if self._private is not None:
+            return self._aggregate_private(server_round, self._private, arrivals, report, key)
         arrivals = consistent(arrivals, report)
         if not arrivals:
             return None, None
@@ -339,9 +359,10 @@ class Compressed(Strategy):
         LayoutError
             When ``mean`` does not have the layout's size and dtype.
         """
-        if not is_mean(self.inner):
+        mean_of = self.inner if self._private is None else self._private.inner
+        if not is_mean(mean_of):
             raise ConfigError(
-                f"{type(self.inner).__name__} looks at single updates, of which a coded sum shows none; use one of "
+                f"{type(mean_of).__name__} looks at single updates, of which a coded sum shows none; use one of "
                 f"{', '.join(MEANS)}"
             )
         layout = self._layout
@@ -360,7 +381,7 @@ class Compressed(Strategy):
             moved = layout.flatten(self._model) + mean
             model = to_record(layout.unflatten(moved, {t.name: self._model[t.name] for t in layout.exact}))
             named = (self._record_name, model)
-            arrays, metrics = aggregate_once(self.inner, server_round, named, self._sent[0].message, contents)
+            arrays, metrics = aggregate_once(mean_of, server_round, named, self._sent[0].message, contents)
         if arrays is None or not self._accept(arrays, consumed, report):
             return None, None
         return restore_dtypes(arrays, self._model, []), metrics
@@ -463,6 +484,27 @@ class Compressed(Strategy):
             errors=errors,
         )
 
+    def _aggregate_private(
+        self, server_round: int, private: PrivateStrategy, arrivals: list[Arrival], report: RoundReport, key: Key
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Hand the decoded updates, one after the other, to the private sum.
+
+        What a reply says decides about itself alone: names of records and metrics are not put to a majority.
+        """
+        for arrival in arrivals:
+            arrival.record, arrival.content, arrival.memory = self._record_name, RecordDict(), None
+            if arrival.plain is not None and not private.takes_plain:
+                report.reject(arrival.sent.node, "an update that its client did not privatise; its app lacks the mod")
+        arrivals = consistent([a for a in arrivals if a.sent.node not in report.rejected], report)
+        start = self._reference(self._layout.flatten(self._model))
+        updates = decoded_updates(arrivals, self.codec, self._layout, start)
+        support = self.codec.common_support(self._layout, key)
+        arrays, metrics = private.aggregate_updates(server_round, updates, self._layout, report=report, support=support)
+        used = [(a.sent.node, a.sequence, a.generation) for a in arrivals if a.sent.node not in report.rejected]
+        if arrays is None or not self._accept(arrays, used, report):
+            return None, None
+        return arrays, metrics
+
     def _aggregate_dense(
         self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: RoundReport
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -556,7 +598,3 @@ class Compressed(Strategy):
         if self._broadcast is not None:
             prefix = "broadcast/"
             self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
-
-
-def _fields(announcement: Announcement) -> dict[str, Any]:
-    return {name: getattr(announcement, name) for name in announcement.__dataclass_fields__}

@@ -200,7 +200,15 @@ def match_replies(sent: list[Sent], replies: Iterable[Message], report: RoundRep
 
 
 def admit(
-    sent: Sent, reply: Message, codec: Codec, layout: Layout, model: Arrays, weight_key: str | None, key: Key
+    sent: Sent,
+    reply: Message,
+    codec: Codec,
+    layout: Layout,
+    model: Arrays,
+    weight_key: str | None,
+    key: Key,
+    *,
+    bare: bool = False,
 ) -> Arrival:
     """Check ``reply`` completely and return it.
 
@@ -212,6 +220,8 @@ def admit(
         The metric that weighs the update; None when the inner strategy has no such notion.
     key : Key
         The round's random stream without the partition: a sender does not choose its own random coordinates.
+    bare : bool
+        Read the update alone, as a private round does: buffers keep the values of ``model``, whatever the reply holds.
 
     Raises
     ------
@@ -225,13 +235,14 @@ def admit(
         frame = take_frame(content, UPDATE)
         rest = strip(content)
         if frame is None:
-            arrival = _admit_plain(sent, reply, rest, layout, model)
+            plain = read_plain(reply, layout, model) if bare else None
+            arrival = _admit_plain(sent, reply, rest, layout, model) if plain is None else _plain(sent, reply, plain)
         else:
             sequence = integer(header, "sequence")
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
             codec.verify(frame, layout, key.at(partition=take_node(reply) or 0))
-            received = decode_exact(take_frame(content, EXACT), layout)
+            received = model if bare else decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, model[t.name]) for t in layout.exact}
             arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
             arrival.sequence = sequence
@@ -322,6 +333,29 @@ def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, m
         if not np.isfinite(plain[t.name]).all():
             raise Rejected(f"tensor {t.name!r} holds non-finite values")
     return Arrival(sent, reply, rest, name, exact, plain=plain)
+
+
+def read_plain(reply: Message, layout: Layout, model: Arrays) -> Arrays:
+    """Return a dense reply's tensors of the vector, with the buffers of ``model``; what else it holds is not read.
+
+    Raises
+    ------
+    Rejected
+        When a tensor is missing, or has another shape or kind of elements.
+    """
+    records = reply.content.array_records
+    if len(records) != 1:
+        raise Rejected(f"reply holds {len(records)} ArrayRecords, expected exactly one")
+    record = next(iter(records.values()))
+    missing = [t.name for t in layout.tensors if t.name not in record]
+    if missing:
+        raise Rejected(f"reply lacks the tensors {missing[:5]}")
+    found = {t.name: _read_array(record[t.name], t) for t in layout.tensors}
+    return found | {t.name: model[t.name] for t in layout.exact}
+
+
+def _plain(sent: Sent, reply: Message, plain: Arrays) -> Arrival:
+    return Arrival(sent, reply, RecordDict(), next(iter(reply.content.array_records)), {}, plain=plain)
 
 
 def _read_array(array: Array, spec: TensorSpec) -> NDArray[Any]:

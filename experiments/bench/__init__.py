@@ -13,4 +13,5 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "kernels": ("experiments.bench.kernels", "selection, fused steps and threshold estimates against a read pass"),
     "engine": ("experiments.bench.engine", "client rounds per second in process against Ray, memory of the server"),
     "gossip": ("experiments.bench.gossip", "decentralised runs: time per edge as graphs grow, letters, the protocol"),
+    "noise": ("experiments.bench.noise", "exact integer noise against float noise and against rational arithmetic"),
 }

@@ -24,6 +24,10 @@ CATALOG: dict[str, str] = {
     "consensus": "experiments.catalog.consensus",
     "cold": "experiments.catalog.cold",
     "power_gossip": "experiments.catalog.power_gossip",
+    "topagg": "experiments.catalog.topagg",
+    "topagg_dpsgd": "experiments.catalog.topagg_dpsgd",
+    "privacy_audit": "experiments.catalog.privacy_audit",
+    "datalens": "experiments.catalog.datalens",
 }
 
 

@@ -29,6 +29,7 @@ def run(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    privacy: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` on its engine.
 
@@ -41,6 +42,8 @@ def run(
     checkpoint : Path, optional
         A file: when it exists the run continues from it, and it is replaced after each round. Only the in-process
         engine can do this; the others raise :class:`ConfigError`.
+    privacy : Path, optional
+        The file in which a private system keeps what it released, on any engine; see :func:`experiments.serve.serve`.
 
     Raises
     ------
@@ -55,5 +58,5 @@ def run(
 
     check(spec)
     engine = importlib.import_module(f"experiments.engines.{spec.engine}")
-    result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint)
+    result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint, privacy=privacy)
     return result

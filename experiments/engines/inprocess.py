@@ -23,11 +23,12 @@ def run(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    privacy: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` in this process. See :func:`experiments.engines.run`."""
     link = str(get_system(spec.system).resolve(spec.settings)["link"])
     results: list[RunResult] = []
-    server = server_app.build(on_round=on_round, checkpoint=checkpoint, deliver=results.append)
+    server = server_app.build(on_round=on_round, checkpoint=checkpoint, privacy=privacy, deliver=results.append)
     links = parse_link(link) if link else None
     with InProcessGrid(client_app, spec.clients, seed=spec.seed, links=links) as grid:
         server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), spec.to_run_config()))

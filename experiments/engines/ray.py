@@ -33,6 +33,7 @@ def run(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    privacy: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` under Ray. See :func:`experiments.engines.run`."""
     if checkpoint is not None:
@@ -45,7 +46,7 @@ def run(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        server = server_app.build(spec, on_round=on_round, deliver=results.append)
+        server = server_app.build(spec, on_round=on_round, privacy=privacy, deliver=results.append)
         server(_StoppableGrid(grid, stop), context)
 
     with _environment(), _without_deprecation(), _set_at_exit(stop):

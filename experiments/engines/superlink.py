@@ -334,6 +334,7 @@ def run(
     *,
     on_round: Callable[[RoundRecord], object] | None = None,
     checkpoint: Path | None = None,
+    privacy: Path | None = None,
 ) -> RunResult:
     """Run ``spec`` on a fresh loopback deployment. See :func:`experiments.engines.run`."""
     if checkpoint is not None:
@@ -347,7 +348,10 @@ def run(
     with sigterm_raises(), Deployment(spec.clients, peers=peers) as deployment:
         out = deployment.home("out")
         follow = _Follower(out / ROUNDS_FILE, on_round)
-        log = deployment.run_app({**spec.to_run_config(), "out": str(out)}, limit=limit, watch=follow)
+        # The server app runs in a process of its own, on this machine.
+        kept = "" if privacy is None else str(privacy.absolute())
+        config = {**spec.to_run_config(), "out": str(out), "privacy": kept}
+        log = deployment.run_app(config, limit=limit, watch=follow)
         follow()
         if not (out / RESULT_FILE).exists():
             raise DeploymentError(

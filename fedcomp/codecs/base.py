@@ -123,6 +123,14 @@ class Codec(ABC):
         """
         return np.zeros(0, np.int64)
 
+    def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
+        """Return the coordinates of the vector on which every frame of the round of ``key`` lies, ascending.
+
+        None when senders choose coordinates of their own, or send all of them. What is returned follows from the key
+        and the layout alone: no update has a part in it.
+        """
+        return None
+
     @abstractmethod
     def schema(self, layout: Layout) -> Schema:
         """Return the tensors a frame of this codec must hold for ``layout``: the receiver's own expectation."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.params import dataclass_config, dataclass_repr, shown
@@ -57,7 +57,9 @@ class Transform(ABC):
         return dataclass_repr(self)
 
 
-registry: Registry[Transform] = Registry(Transform, "transform_id", "fedcomp.transforms")
+_LAZY: Final = {"privatise": "fedcomp.privacy.local"}
+
+registry: Registry[Transform] = Registry(Transform, "transform_id", "fedcomp.transforms", lazy=_LAZY)
 get_transform = registry.get
 
 

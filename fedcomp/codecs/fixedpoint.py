@@ -107,7 +107,7 @@ class FixedPoint(Wrapper):
         frame, state = self.codec.encode(update, state, key)
         tensors = self.codec.open(frame, update.layout).tensors
         own = key.at(purpose=f"{key.purpose}/fixedpoint")
-        rounded = [self._values(self.quantise(t.values.decode(), own.at(layer=i))) for i, t in enumerate(tensors)]
+        rounded = [self.grid_values(self.quantise(t.values.decode(), own.at(layer=i))) for i, t in enumerate(tensors)]
         out = [replace(t, values=values, backend="none") for t, values in zip(tensors, rounded, strict=True)]
         return wire.encode(out), state
 
@@ -134,7 +134,7 @@ class FixedPoint(Wrapper):
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check that its values lie on this grid, and all that the inner codec checks."""
         bundle = Codec.open(self, frame, layout)
-        self.codec.open(_plain(bundle), layout)
+        self.codec.open(self.real(bundle), layout)
         for tensor in bundle.tensors:
             self._check(tensor)
         return bundle
@@ -142,20 +142,20 @@ class FixedPoint(Wrapper):
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:
         """Open, and let the inner codec check the draw of the support."""
         bundle = self.open(frame, layout)
-        self.codec.verify(_plain(bundle), layout, key)
+        self.codec.verify(self.real(bundle), layout, key)
         return bundle
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the coordinates to which the frame delivers something other than zero."""
-        return self.codec.support(_plain(self.open(frame, layout)), layout)
+        return self.codec.support(self.real(self.open(frame, layout)), layout)
 
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Add ``weight`` times the decoded values with the inner codec."""
-        self.codec.accumulate(_plain(self.open(frame, out.layout)), weight, out)
+        self.codec.accumulate(self.real(self.open(frame, out.layout)), weight, out)
 
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Decode with the inner codec."""
-        return self.codec.decode(_plain(self.open(frame, layout)), layout)
+        return self.codec.decode(self.real(self.open(frame, layout)), layout)
 
     def count(self, layout: Layout) -> int:
         """Return how many integers a frame holds."""
@@ -201,9 +201,12 @@ class FixedPoint(Wrapper):
         """
         if integers.shape != (self.count(layout),):
             raise LayoutError(f"a frame of this layout holds {self.count(layout)} integers, not {integers.shape}")
+        return self.spread((integers * (self.step / divisor)).astype(np.float32), layout, key)
+
+    def spread(self, values: Vector, layout: Layout, key: Key) -> Vector:
+        """Return the update of which a frame of the round of ``key`` would hold ``values``, (count(layout),)."""
         zero = Update(np.zeros(layout.size, np.float32), layout)
         frame, _ = self.codec.encode(zero, self.codec.init(layout), key)
-        values = (integers * (self.step / divisor)).astype(np.float32)
         tensors, start = [], 0
         for tensor in self.codec.open(frame, layout).tensors:
             end = start + tensor.values.k
@@ -211,7 +214,12 @@ class FixedPoint(Wrapper):
             start = end
         return self.codec.decode(Bundle(tuple(tensors)), layout)
 
-    def _values(self, integers: NDArray[np.int32]) -> wire.Uniform:
+    def real(self, bundle: Bundle) -> Bundle:
+        """Return the bundle with its values as float32, as the inner codec knows them."""
+        return Bundle(tuple(replace(t, values=wire.Raw(t.values.decode())) for t in bundle.tensors))
+
+    def grid_values(self, integers: NDArray[np.int32]) -> wire.Uniform:
+        """Return steps as what a tensor of a frame holds."""
         scale = np.full(min(1, integers.size), self.step, np.float32)
         zero = np.full(min(1, integers.size), self.levels)
         return wire.Uniform(integers + np.int32(self.levels), self.bits, 0, scale, zero, "stochastic")
@@ -269,8 +277,3 @@ def _require_summable(codec: Codec) -> None:
 def _codes(tensor: Tensor) -> NDArray[np.int64]:
     assert isinstance(tensor.values, wire.Uniform)
     return tensor.values.codes.astype(np.int64)
-
-
-def _plain(bundle: Bundle) -> Bundle:
-    """Return the bundle with its values as float32, as the inner codec knows them."""
-    return Bundle(tuple(replace(t, values=wire.Raw(t.values.decode())) for t in bundle.tensors))

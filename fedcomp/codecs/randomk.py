@@ -106,6 +106,13 @@ class RandomK(PositionalCodec):
                 raise SchemaMismatch(f"{stretch.name}: the support's seed is not that of this round and sender")
         return bundle
 
+    def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
+        """Return the drawn coordinates of all stretches, and what travels dense; None unless shared."""
+        if not self.shared:
+            return None
+        drawn = [s.start + self.positions(s, key.at(layer=s.index)) for s in self.stretches(layout)]
+        return np.concatenate([*drawn, np.arange(layout.compressed_size, layout.size)])
+
     def contraction(self, layout: Layout) -> float | None:
         """Return the smallest k/n, reached in expectation by every vector; None when scaled."""
         return None if self.unbiased else min(self._kept(layout), default=1.0)

@@ -167,4 +167,6 @@ def _nested_deeper(config: Any, most: int) -> bool:
     return True
 
 
-codecs: Registry[Codec] = Registry(Codec, "codec_id", "fedcomp.codecs")
+_LAZY: Final = {"topagg": "fedcomp.privacy.votes", "bounded": "fedcomp.privacy.bounded"}
+
+codecs: Registry[Codec] = Registry(Codec, "codec_id", "fedcomp.codecs", _LAZY)

@@ -46,6 +46,10 @@ class Wrapper(Codec):
         """Return the inner codec's."""
         return self.codec.support(frame, layout)
 
+    def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
+        """Return the inner codec's."""
+        return self.codec.common_support(layout, key)
+
     def accumulate(self, frame: Frame | Bundle, weight: float, out: Update) -> None:
         """Accumulate with the inner codec."""
         self.codec.accumulate(frame, weight, out)

@@ -23,6 +23,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedcomp.errors import ConfigError
 from fedcomp.flower.metered import addressed, join, partition_lookup
+from fedcomp.flower.privacy import find_private
 
 T = TypeVar("T")
 
@@ -236,7 +237,8 @@ def exchanges_of(
     """One round of ``strategy``: its own generator if it has one, Flower's hooks otherwise.
 
     Of an :class:`ExchangeStrategy` what :meth:`ExchangeStrategy.close_round` returns takes the place of the round's
-    arrays, and its metrics join the round's. ``last`` says that no round will follow.
+    arrays, and its metrics join the round's. ``last`` says that no round will follow; of a private strategy it is also
+    the round after which its promise allows no other.
     """
     if not isinstance(strategy, HasRound):
         return (yield from hooks_round(strategy, server_round, arrays, train_config, evaluate_config, grid))
@@ -244,13 +246,21 @@ def exchanges_of(
     if not isinstance(strategy, ExchangeStrategy):
         return RoundOutcome(aggregated, train, None)
     current = arrays if aggregated is None else aggregated
-    closed, more = yield from strategy.close_round(server_round, current, train_config, grid, last=last)
+    ends = last or bool(over(strategy, server_round + 1))
+    closed, more = yield from strategy.close_round(server_round, current, train_config, grid, last=ends)
     if closed is not None:
         aggregated = current = closed
     if more is not None:
         train = MetricRecord({**(train or {}), **more})
     evaluate = yield from strategy.evaluate_round(server_round, current, evaluate_config, grid)
     return RoundOutcome(aggregated, train, evaluate)
+
+
+def over(strategy: Any, server_round: int) -> str:
+    """Return why a private strategy, or one that wraps it, may not make round ``server_round``; empty when it may, and
+    for all other strategies."""
+    private = find_private(strategy)
+    return "" if private is None else private.over(server_round)
 
 
 class ExchangeStrategy(Strategy):
@@ -357,6 +367,8 @@ def fit(
 ) -> Result:
     """Run rounds ``start_round`` to ``num_rounds`` of a strategy of either kind.
 
+    A private strategy that is :func:`over` ends the run before the round it refuses: nobody is asked in vain.
+
     Parameters
     ----------
     strategy : Strategy
@@ -400,7 +412,14 @@ def fit(
     result.arrays = arrays
     if evaluate_fn is not None and start_round == 1:
         _keep(result.evaluate_metrics_serverapp, 0, evaluate_fn(0, arrays))
+    private = find_private(strategy)
+    if private is not None and hasattr(private, "adopt"):
+        # What a round costs may depend on the model's size, and nobody has shown it the model yet.
+        private.adopt(arrays)
     for server_round in range(start_round, num_rounds + 1):
+        if refused := over(strategy, server_round):
+            _LOG.info("ended before round %d of %d: %s", server_round, num_rounds, refused)
+            break
         if hasattr(grid, "round"):
             grid.round = server_round
         last = server_round == num_rounds

@@ -135,6 +135,8 @@ class Task(ABC):
         The registered name.
     metric : str
         Key of the figure of merit in what :meth:`evaluate` returns; larger is better.
+    generative : bool
+        Whether the model makes examples instead of learning from them: :meth:`train` then refuses it.
     options : dict
         All options in canonical form.
     data : DataSource
@@ -145,6 +147,7 @@ class Task(ABC):
 
     name: ClassVar[str]
     metric: ClassVar[str] = "accuracy"
+    generative: ClassVar[bool] = False
     OPTIONS: ClassVar[Mapping[str, Option]] = COMMON_OPTIONS
 
     def __init__(

@@ -138,12 +138,37 @@ def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return model
 
 
+def build_many(make: Callable[[], nn.Module], seed: int, count: int) -> dict[str, Tensor]:
+    """Return the parameters of ``count`` modules by name, stacked along a new first axis, initialised as :func:`build`
+    does it: independent of each other, and a pure function of ``seed``.
+
+    Raises
+    ------
+    ConfigError
+        When the module holds a parameter of a layer type without a rule, or a buffer.
+    """
+    with torch.device("meta"):
+        model = make()
+    out: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                raise ConfigError(f"{type(module).__name__} {path!r} has buffers; stacked modules have parameters only")
+            for name, tensor in module.named_parameters(recurse=False):
+                full = f"{path}.{name}" if path else name
+                generator, stacked = _generator(seed, f"{path}.{name}"), torch.empty((count, *tensor.shape))
+                for one in stacked:
+                    _init_parameter(module, name, one, generator)
+                out[full] = stacked
+    return out
+
+
 def _generator(seed: int, name: str) -> torch.Generator:
     generator = torch.Generator()
     return generator.manual_seed(Key(seed, f"model/{name}").u64() >> 1)
 
 
-def _init_parameter(module: nn.Module, name: str, tensor: nn.Parameter, generator: torch.Generator) -> None:
+def _init_parameter(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> None:
     if isinstance(module, nn.modules.batchnorm._NormBase):
         tensor.fill_(1.0 if name == "weight" else 0.0)
     elif isinstance(module, nn.LSTM):
@@ -153,7 +178,7 @@ def _init_parameter(module: nn.Module, name: str, tensor: nn.Parameter, generato
             _uniform(tensor, module.hidden_size, generator)
     elif isinstance(module, nn.Embedding):
         nn.init.normal_(tensor, 0.0, 1.0, generator)
-    elif isinstance(module, nn.Linear | nn.Conv2d):
+    elif isinstance(module, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
         if name == "bias":
             tensor.zero_()
         else:

@@ -25,6 +25,8 @@ TASKS: Final[Mapping[str, str]] = MappingProxyType(
         "digits-five": "fedcomp.tasks.linear:DigitsFive",
         "digits-zero": "fedcomp.tasks.linear:DigitsZero",
         "wifi": "fedcomp.tasks.wifi:Wifi",
+        "digits-generator": "fedcomp.tasks.generator:DigitsGenerator",
+        "mnist-generator": "fedcomp.tasks.generator:MnistGenerator",
     }
 )
 """Name of each task and where its class stands (``module:class``)."""

@@ -390,26 +390,30 @@ def _read_shakespeare(files: Mapping[str, bytes]) -> Corpus:
     return Corpus({speaker: "".join(parts) for speaker, parts in texts.items()})
 
 
+_MNIST: Final = _Set(
+    _enlarged_digits,
+    "scikit-learn's embedded 8x8 digits enlarged to 28x28",
+    substitute=True,
+    folder="mnist",
+    files={
+        "train-images-idx3-ubyte.gz": "0b367032e93c5d0cea0925647cfdb18614af8ee15f83e6f2fc2ad904a6835971",
+        "train-labels-idx1-ubyte.gz": "1787548bbe0bff1ec2ecdc0ef292b02df999e2d1a6002d27500982c652b17203",
+        "t10k-images-idx3-ubyte.gz": "1a1a05eab793c14bb050b398624a11b0ffd1a2953baed553b1b9bd079e2a20be",
+        "t10k-labels-idx1-ubyte.gz": "b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b",
+    },
+    read=_read_mnist,
+    library="torchvision",
+    fetch=_fetch_mnist,
+)
+
 SETS: Final[Mapping[str, _Set]] = {
     "digits": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
+    "digits-generator": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
     "digits-zero": _Set(_digits_zero, "scikit-learn's embedded 8x8 digits, zero against the rest"),
     "digits-five": _Set(_digits_five, "scikit-learn's embedded 8x8 digits, five and more against the rest"),
     "breast-cancer": _Set(_breast_cancer, "scikit-learn's embedded breast cancer table"),
-    "mnist": _Set(
-        _enlarged_digits,
-        "scikit-learn's embedded 8x8 digits enlarged to 28x28",
-        substitute=True,
-        folder="mnist",
-        files={
-            "train-images-idx3-ubyte.gz": "0b367032e93c5d0cea0925647cfdb18614af8ee15f83e6f2fc2ad904a6835971",
-            "train-labels-idx1-ubyte.gz": "1787548bbe0bff1ec2ecdc0ef292b02df999e2d1a6002d27500982c652b17203",
-            "t10k-images-idx3-ubyte.gz": "1a1a05eab793c14bb050b398624a11b0ffd1a2953baed553b1b9bd079e2a20be",
-            "t10k-labels-idx1-ubyte.gz": "b91679a0acfe4ba0e50a2437a903084cba1f5f92592b016a25a7dfd00455798b",
-        },
-        read=_read_mnist,
-        library="torchvision",
-        fetch=_fetch_mnist,
-    ),
+    "mnist": _MNIST,
+    "mnist-generator": _MNIST,
     "tiny-shakespeare": _Set(
         lambda: Corpus(synthetic.speakers()),
         "synthetic text of twenty Markov speakers",

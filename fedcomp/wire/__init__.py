@@ -49,7 +49,7 @@ from fedcomp.wire.limits import (
     Limits,
     Schema,
 )
-from fedcomp.wire.quantised import Ones, SignScale, Uniform
+from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.support import seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded, shared, sparse
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
@@ -101,6 +101,7 @@ __all__ = [
     "Ternary",
     "Truncated",
     "Uniform",
+    "UnitSign",
     "UnsupportedCodec",
     "UnsupportedVersion",
     "Values",

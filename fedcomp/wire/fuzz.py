@@ -27,7 +27,7 @@ from fedcomp.wire.frame import HEADER, USER_TAG, Frame, encode
 from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
-from fedcomp.wire.quantised import Ones, SignScale, Uniform
+from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.support import BLOCK, SCATTERED, seeded_support
 from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
@@ -105,7 +105,7 @@ def specimens(size: int = 300) -> list[Specimen]:
         ("shared+qsgd", size // 12, "none"),
         ("complement:rice+ternary", size * 9 // 10, "zlib"),
         ("complement:rice+raw", size // 12, "none"),
-        ("complement:bitmap+raw", size // 12, zstd),
+        ("complement:bitmap+unit-sign", size // 12, zstd),
         ("bins:24+sign", size // 12, "none"),
         ("one in bins:12+ones", size // 12, "none"),
         ("seeded block+natural", size // 12, "none"),
@@ -140,6 +140,7 @@ def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
         "qsgd": QsgdLevels.quantise(x, 8, 16, uniforms),
         "natural": Natural.quantise(x, uniforms),
         "ones": Ones(x.size),
+        "unit-sign": UnitSign(np.signbit(x)),
     }
     return made[name]
 

@@ -15,6 +15,7 @@ from fedcomp.wire.quantised import (
     Ones,
     SignScale,
     Uniform,
+    UnitSign,
     block_count,
     block_reduce,
     require,
@@ -257,6 +258,6 @@ def _from_zigzag(zigzag: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 VALUE_CODECS: Final[dict[int, type[Values]]] = {
-    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Natural, Ones)
+    c.codec_id: c for c in (Raw, Fp16, Bf16, Uniform, SignScale, Ternary, QsgdLevels, Natural, Ones, UnitSign)
 }
 VALUE_BY_NAME: Final = {c.name: c for c in VALUE_CODECS.values()}

@@ -345,3 +345,46 @@ class Ones(Values):
     @classmethod
     def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
         return 4 * k
+
+
+class UnitSign(Values):
+    """Every value is -1.0 or +1.0, one bit each: votes, whose length is nobody's choice.
+
+    Parameters
+    ----------
+    negative : ndarray of bool, shape (k,)
+
+    Parameters on the wire: none. Section: one bit per value, 1 for -1.0.
+    """
+
+    codec_id = 13
+    name = "unit-sign"
+
+    def __init__(self, negative: NDArray[np.bool_]) -> None:
+        self.negative = np.ascontiguousarray(negative, np.bool_).reshape(-1)
+
+    @property
+    def k(self) -> int:
+        return int(self.negative.size)
+
+    def decode(self) -> NDArray[Any]:
+        return np.where(self.negative, np.float32(-1.0), np.float32(1.0))
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        return b"", np.packbits(self.negative, bitorder="little").tobytes()
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        if len(params):
+            raise Corrupt(f"codec {cls.name!r} has no parameters, found {len(params)} bytes")
+        return (k + 7) // 8, (k + 7) // 8
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        if k & 7 and section[len(section) - 1] >> (k & 7):
+            raise Corrupt("padding bits after the signs are not zero")
+        return cls(np.unpackbits(np.frombuffer(section, np.uint8), count=k, bitorder="little").view(np.bool_))
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 6 * k

@@ -63,3 +63,16 @@ def test_trust_must_be_decided(capsys):
     with pytest.raises(SystemExit):
         prepare(GOOD[:-1])
     assert "--insecure" in capsys.readouterr().err
+
+
+def test_what_a_node_keeps_to_is_in_its_configuration(tmp_path):
+    command, _ = prepare([*GOOD, "--privacy-budget", "1.5", "--privacy-ledger", str(tmp_path / "spent")])
+    config = command[command.index("--node-config") + 1]
+    assert config == f"partition-id=1 num-partitions=4 privacy-budget=1.5 privacy-ledger='{tmp_path / 'spent'}'"
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "nan", "inf"])
+def test_a_nodes_budget_is_an_epsilon(budget, capsys):
+    with pytest.raises(SystemExit):
+        prepare([*GOOD, f"--privacy-budget={budget}"])
+    assert "expected an epsilon above 0" in capsys.readouterr().err

@@ -29,6 +29,8 @@ from fedcomp.codecs import (
 )
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
+from fedcomp.privacy.bounded import BoundedFixedPoint
+from fedcomp.privacy.votes import TopkSign
 
 # Every registered codec stands here at least once; test_codec_protocol.py checks that.
 EXAMPLES: tuple[Codec, ...] = (
@@ -78,6 +80,11 @@ EXAMPLES: tuple[Codec, ...] = (
     ErrorFeedback(FixedPoint(RandomK(0.5, scope="layer"), clip=3.0, levels=100)),
     ScaleCom(0.05),
     ScaleCom(0.1, beta=0.5, selector="chunk", values="bf16", probe=0.5),
+    BoundedFixedPoint(RandomK(0.9), clip=4.0, levels=400, scale=128, sigma=20.0, least=8),
+    BoundedFixedPoint(RandomK(0.4), clip=90.0, levels=900, scale=256, rotation=7, noise="skellam", sigma=50.0),
+    ErrorFeedback(BoundedFixedPoint(RandomK(0.5), clip=30.0, levels=300, scale=100)),
+    TopkSign(density=0.15),
+    TopkSign(density=0.6, scope="layer", saturation=0.5),
     chain(Identity()),
     chain(Clip(0.5), TopK(0.1)),
     chain(Clip(0.75), TopK(0.2)),

@@ -28,7 +28,12 @@ class FakeEngine:
         self.ran: list[tuple[str, int]] = []
 
     def __call__(
-        self, spec: RunSpec, *, on_round: Callable[[RoundRecord], None] | None, checkpoint: Path | None
+        self,
+        spec: RunSpec,
+        *,
+        on_round: Callable[[RoundRecord], None] | None,
+        checkpoint: Path | None,
+        privacy: Path | None = None,
     ) -> RunResult:
         # Brings Flower in, which has to wait until the command line has switched its telemetry off.
         from fedcomp.flower.ledger import Ledger

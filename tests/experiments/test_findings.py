@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
-from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, different_bytes, largest, mean, spread
+from experiments.findings import (
+    Curves,
+    Findings,
+    HeatMap,
+    Pictures,
+    Say,
+    Series,
+    Table,
+    different_bytes,
+    largest,
+    mean,
+    spread,
+)
+from experiments.plots import picture_sheet
 
 
 def everything() -> Findings:
@@ -17,6 +33,7 @@ def everything() -> Findings:
         figures=[
             Curves("C", "x", "y", [Series("s", [1, 2], [3.0, 4.0])], log_x=True, x_bytes=True),
             HeatMap("H", ["u", "v"], ["w"], [[1.0, None]], "value", log=True),
+            Pictures.of("P", np.linspace(-1, 2, 48).reshape(2, 3, 2, 4), ["0", "1"], "caption"),
         ],
         values={"loss": 0.25},
         tasks=[{"task": "digits", "data": {"note": "n"}}],
@@ -54,6 +71,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         HeatMap("H", ["u", "v"], ["w"], [[1.0]], "value")
     with pytest.raises(ValueError, match="2 x and 1 y"):
         Series("s", [1, 2], [3])
+    with pytest.raises(ValueError, match="8 pixels and 1 row labels do not fit"):
+        Pictures.of("P", np.zeros((2, 1, 2, 2)), ["0"])
     with pytest.raises(TypeError, match="a list"):
         Table("T", ["a"], [[[1]]])  # type: ignore[list-item]
 
@@ -115,3 +134,11 @@ def test_different_bytes_sees_what_equality_of_numbers_does_not() -> None:
     assert different_bytes(base, {"n": base["n"], "w": base["w"]}) == 20  # another order is another model
     assert different_bytes(base, base | {"n": np.array([3], np.int32)}) == 20
     assert different_bytes(base, {"w": base["w"]}) == 20
+
+
+def test_pictures_keep_their_greys_and_become_one_sheet() -> None:
+    images = np.array([[[[0.0, 0.5], [1.0, 2.0]], [[np.nan, -1.0], [0.25, 0.75]]]])
+    pictures = Pictures.of("P", images, ["0"])
+    assert pictures.images.tolist() == [[[[0, 128], [255, 255]], [[0, 0], [64, 191]]]]
+    read = imread(io.BytesIO(base64.b64decode(picture_sheet(pictures))))
+    assert np.rint(255 * read[:, :, 0]).tolist() == [[0, 128, 128, 0, 0], [255, 255, 128, 64, 191]]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments import engines
+from experiments.parts import INNER
 from experiments.spec import RunSpec
-from experiments.systems import COMMON, INNER, SYSTEMS, System, check, get_system
+from experiments.systems import COMMON, SYSTEMS, System, check, get_system
 from fedcomp.errors import ConfigError
 
 SMALL = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "momentum": 0.9, "lr": 0.05}
@@ -43,8 +44,9 @@ def codec_of(name: str):
     return (strategy if hasattr(strategy, "codec") else strategy.inner).codec
 
 
-# Coded gradient descent needs a linear task: tests/experiments/test_coded_training_experiment.py runs it.
-@pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if not system.needs])
+# Coded gradient descent needs a linear task: tests/experiments/test_coded_training_experiment.py runs it. Private
+# systems say less of a round, and are in test_private_systems.py.
+@pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if not system.needs and not system.private])
 def test_every_system_runs_end_to_end(name, plain):
     ample = {key: value for key, value in AMPLE.items() if key in SYSTEMS[name].defaults}
     result = engines.run(RunSpec(name, rounds=2, clients=4, settings=SMALL | ample))

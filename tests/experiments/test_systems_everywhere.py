@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from private_rows import NAMES, small
 from quick_nodes import quicken
 
 from experiments import engines
 from experiments.engines import ray
 from experiments.engines.superlink import Deployment
 from experiments.serve import serve
-from experiments.spec import RunResult, RunSpec
+from experiments.spec import PRIVACY_FILE, RunResult, RunSpec
 from experiments.systems import SYSTEMS
+from fedcomp.privacy.statement import Statement
 
 SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps": 4}
 EARLY = ["gradient-code"]
 """Systems that stop at the first answers that are enough: whose these are, and so the bytes, depends on the engine."""
 
 APART = ("identity", *EARLY, *(name for name, system in SYSTEMS.items() if system.needs))
-COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART]
+COMPRESSED = [name for name, system in SYSTEMS.items() if system.defaults and name not in APART and not system.private]
+PRIVATE = [name for name in NAMES if name != "datalens"]
 DEPLOYED = ["adacomp", "scalecom"]
+DEPLOYED_PRIVATE = "topagg"
+BUDGETS = {"topagg": 2.5}
+"""Of the private rows those that a budget ends after the first of two rounds."""
 APP = Path(__file__).parent / "several_app"
 GOSSIP = {
     "sparse-push": {"topology": "one-peer", "skew_rounds": "auto", "momentum": 0.9},
@@ -50,6 +57,13 @@ def gossip(name: str, engine: str = "inprocess") -> RunSpec:
     return RunSpec(name, rounds=2, clients=2, seed=3, engine=engine, settings=settings)
 
 
+def datalens(engine: str = "inprocess") -> RunSpec:
+    """Teachers and their optimisers go through the engine's own client state; the accountant is not the engine's."""
+    settings = {"teachers": 3, "k": 28, "images": 4, "pretrain": 2, "noise_multiplier": 3.0, "task.hidden": "32"}
+    settings |= {"insecure_deterministic": True, "task.classifier_epochs": 2, "task.synthetic": 200}
+    return RunSpec("datalens", task="digits-generator", rounds=2, clients=2, seed=3, engine=engine, settings=settings)
+
+
 def same(here: RunResult, there: RunResult) -> None:
     assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
     for a, b in zip(here, there, strict=True):
@@ -59,11 +73,17 @@ def same(here: RunResult, there: RunResult) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_ray() -> dict[str, RunResult]:
+def ledgers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where private rows on other engines keep what they released."""
+    return tmp_path_factory.mktemp("ledgers")
+
+
+@pytest.fixture(scope="module")
+def on_ray(ledgers: Path) -> dict[str, RunResult]:
     """All systems one after the other on one simulation: its start costs more than all of them."""
     results: dict[str, RunResult] = {}
 
-    def build(first, *, on_round, deliver) -> ServerApp:
+    def build(first, *, on_round, privacy, deliver) -> ServerApp:
         app = ServerApp()
 
         @app.main()
@@ -72,7 +92,13 @@ def on_ray() -> dict[str, RunResult]:
                 results[name] = serve(spec(name, "ray"), grid)
             for name in GOSSIP:
                 results[name] = serve(gossip(name, "ray"), grid)
+            for name in PRIVATE:
+                kept = ledgers / f"{name}.jsonl"
+                results[name] = serve(
+                    small(name, engine="ray", clients=2, budget=BUDGETS.get(name, 0.0)), grid, privacy=kept
+                )
             results["coded-linear"] = serve(linear("ray"), grid)
+            results["datalens"] = serve(datalens("ray"), grid)
             deliver(results[COMPRESSED[0]])
 
         return app
@@ -90,6 +116,25 @@ def test_ray_gives_the_same_bits(name: str, on_ray: dict[str, RunResult]) -> Non
     same(here, on_ray[name])
     assert on_ray[name].final.metrics["report.compressed"] == 2
     assert here.rounds[0].loss != here.final.loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_systems_give_the_same_bits_on_ray(name: str, on_ray: dict[str, RunResult], ledgers: Path) -> None:
+    """Noise and samples from a seed; the ledger is beside the run on every engine, and its budget holds on each."""
+    here, there = engines.run(small(name, clients=2, budget=BUDGETS.get(name, 0.0))), on_ray[name]
+    same(here, there)
+    private(here, there, ledgers / f"{name}.jsonl")
+
+
+def private(here: RunResult, there: RunResult, ledger: Path) -> None:
+    said = [Statement.from_json(dict(result.notes["privacy"], run="")) for result in (here, there)]
+    assert said[0] == said[1]
+    assert here.notes["ended"] == there.notes["ended"]
+    assert bool(here.notes["ended"]) == (here.spec.system in BUDGETS)
+    assert here.final.round == (1 if here.notes["ended"] else 2)
+    events = [json.loads(line) for line in ledger.read_text().splitlines()[1:]]
+    assert len(events) >= here.final.round
 
 
 @pytest.mark.slow
@@ -116,9 +161,10 @@ def test_whoever_answers_first_on_ray_gives_the_same_bits(name: str, on_ray: dic
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
+def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[str, RunResult]:
     """Systems one after the other in one run: each message costs a process, the start of a run five of them."""
     asked = [*(spec(name, "superlink") for name in DEPLOYED), linear("superlink")]
+    asked += [small(DEPLOYED_PRIVATE, engine="superlink", clients=2, budget=BUDGETS[DEPLOYED_PRIVATE])]
     # Last: whoever was not waited for is busy with it for a while.
     asked += [spec(name, "superlink") for name in EARLY]
     with pytest.MonkeyPatch.context() as patch:
@@ -129,6 +175,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunResult]:
             specs.write_text(json.dumps([one.to_run_config() for one in asked]), encoding="utf-8")
             deployment.run_app({"specs": str(specs), "out": str(out)}, limit=400, project=APP)
             assert deployment.runs()[0]["status"] == "finished:completed", deployment.logs(40)
+            shutil.copy(out / DEPLOYED_PRIVATE / PRIVACY_FILE, ledgers / "deployed")
             return {one.system: RunResult.load(out / one.system) for one in asked}
 
 
@@ -152,6 +199,13 @@ def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResu
 
 
 @pytest.mark.slow
+def test_a_private_system_gives_the_same_bits_in_a_deployment(deployed: dict[str, RunResult], ledgers: Path) -> None:
+    here = engines.run(small(DEPLOYED_PRIVATE, clients=2, budget=BUDGETS[DEPLOYED_PRIVATE]))
+    same(here, deployed[DEPLOYED_PRIVATE])
+    private(here, deployed[DEPLOYED_PRIVATE], ledgers / "deployed")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray", "superlink"])
 def test_coded_data_gives_the_same_bits_on_other_engines(engine: str, request: pytest.FixtureRequest) -> None:
     """On Ray partitions go through spools of this machine, in a deployment over TCP from listener to listener."""
@@ -160,3 +214,13 @@ def test_coded_data_gives_the_same_bits_on_other_engines(engine: str, request: p
     same(here, there)
     assert [r.peer_payload_bytes for r in here] == [r.peer_payload_bytes for r in there]
     assert here.rounds[1].peer_payload_bytes > 0
+
+
+@pytest.mark.slow
+def test_datalens_gives_the_same_bits_on_ray(on_ray: dict[str, RunResult]) -> None:
+    here, there = engines.run(datalens()), on_ray["datalens"]
+    same(here, there)
+    assert here.rounds[0].loss != here.final.loss
+    assert there.final.metrics["datalens.answered"] == 2
+    assert there.notes["privacy"]["releases"] == 8
+    assert there.notes["privacy"]["epsilon"] == here.notes["privacy"]["epsilon"]

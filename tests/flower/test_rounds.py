@@ -13,7 +13,7 @@ from fedcomp.flower.faults import Fault, RandomFaults, ScriptedFaults, late
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_node
-from fedcomp.flower.rounds import ExchangeStrategy, Push, RoundOutcome, drive, drive_many, fit
+from fedcomp.flower.rounds import ExchangeStrategy, Push, RoundOutcome, drive, drive_many, fit, over
 from fedcomp.rng import Key
 
 NODES = 6
@@ -389,6 +389,61 @@ def after(plain: MeanOfMeans, strategy: Collecting) -> list[ArrayRecord]:
     models: list[ArrayRecord] = []
     run(Skipping(), rounds=3, on_round=lambda r, arrays, outcome: models.append(arrays))
     return models[1:]
+
+
+class Frugal(Collecting):
+    """Promises privacy, and can pay for two rounds."""
+
+    def __init__(self, allowed: int = 2) -> None:
+        super().__init__()
+        self.allowed = allowed
+        self.made = 0
+        self.privacy = None
+
+    def round(self, server_round, arrays, config, grid):
+        self.made += 1
+        return (yield from super().round(server_round, arrays, config, grid))
+
+    def declare(self, population):
+        pass
+
+    def open_ledger(self, path):
+        pass
+
+    def over(self, server_round):
+        return "it is spent" if self.made >= self.allowed else ""
+
+    def statement(self):
+        return None
+
+
+class Around:
+    """What a wrapper looks like from outside."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.round = inner.round
+
+
+def test_a_private_strategy_ends_the_run_before_the_round_it_refuses() -> None:
+    strategy = Frugal()
+    seen: list[int] = []
+    result, _ = run(strategy, rounds=9, on_round=lambda r, arrays, outcome: seen.append(r))
+    assert seen == [1, 2]
+    # The round before the refused one is the last: what waits on the nodes is brought home in it.
+    assert strategy.closed == [(1, False), (2, True)]
+    whole = Collecting()
+    same, _ = run(whole, rounds=2)
+    assert stack(result.arrays).tobytes() == stack(same.arrays).tobytes()
+
+
+def test_a_private_strategy_is_found_inside_of_others_and_may_refuse_the_first_round() -> None:
+    assert over(Around(Around(Frugal(0))), 1) == "it is spent"
+    assert over(Collecting(), 1) == ""
+    strategy = Frugal(0)
+    result, _ = run(strategy, rounds=3)
+    assert strategy.made == 0
+    assert stack(result.arrays).tobytes() == stack(model()).tobytes()
 
 
 def test_closing_exchanges_of_a_run_without_rounds_do_not_happen() -> None:

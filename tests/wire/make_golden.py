@@ -120,6 +120,19 @@ def bin_cases() -> list[Case]:
         Case("ones, dense", [wire.Tensor(wire.Ones(5), (5,))]),
         Case("ones, empty", [wire.Tensor(wire.Ones(0), (0,))]),
         Case("ones, float64", [wire.Tensor(wire.Ones(3), (3,), dtype="float64")]),
+        *sign_cases(),
+    ]
+
+
+def sign_cases() -> list[Case]:
+    """Votes: unit signs on a support."""
+    support = np.array([0, 3, 4, 17, 18, 40, 99])
+    votes = wire.UnitSign(np.array([1, 0, 0, 1, 1, 0, 1], np.bool_))
+    return [
+        Case("unit-sign, dense", [wire.Tensor(votes, (7,))]),
+        Case("unit-sign, sparse", [wire.sparse((102,), support, votes)]),
+        Case("unit-sign, bitmap", [wire.sparse((102,), support, votes, index="bitmap")]),
+        Case("unit-sign, no votes", [wire.sparse((102,), support[:0], wire.UnitSign(votes.negative[:0]))]),
     ]
 
 

@@ -43,6 +43,7 @@ def test_round_trip(x: np.ndarray, bits: int, block: int, backend: str, seed: in
         wire.Natural.quantise(x),
         wire.Natural.quantise(x, u),
         wire.Ones(x.size),
+        wire.UnitSign(np.signbit(x)),
     ):
         got = through(values, backend=backend)
         assert type(got) is type(values)
@@ -142,6 +143,17 @@ def test_ones_are_a_set_of_indices() -> None:
     assert wire.Ones.bounds(b"", 10**9, "float32") == (0, 0)
 
 
+def test_unit_signs_are_one_bit_and_no_scale() -> None:
+    values = wire.UnitSign(np.array([True, False, False, True, True, False, False, False, True]))
+    assert values.pack() == (b"", b"\x19\x01")
+    assert values.decode().tolist() == [-1.0, 1.0, 1.0, -1.0, -1.0, 1.0, 1.0, 1.0, -1.0]
+    assert through(values).decode().tolist() == values.decode().tolist()
+    assert wire.UnitSign.bounds(b"", 9, "float32") == (2, 2)
+    # Whatever bits a frame holds, no value is anything but -1 or +1.
+    for section in (b"\x00\x00", b"\xff\x01", b"\xa5\x01"):
+        assert set(wire.UnitSign.unpack(b"", section, 9, "float32").decode().tolist()) <= {-1.0, 1.0}
+
+
 def test_ternary_layouts() -> None:
     dense = wire.Ternary(np.array([1, -1, 0, 0, 1, -1]), 2.0)
     # 1 + 2*3 + 0*9 + 0*27 + 1*81 = 88, then a lone -1 as 2.
@@ -205,6 +217,7 @@ def test_impossible_contents_are_corrupt() -> None:
         (wire.QsgdLevels, b"\x02\x01\x00", "float32", "packing"),
         (wire.Natural, b"\x01", "float32", "no parameters"),
         (wire.Ones, b"\x00", "float32", "no parameters"),
+        (wire.UnitSign, b"\x00", "float32", "no parameters"),
     ]
     for codec, params, dtype, words in cases:
         with pytest.raises(wire.Corrupt, match=words):
@@ -215,6 +228,8 @@ def test_impossible_contents_are_corrupt() -> None:
         wire.Ternary.unpack(b"\x00", b"\0\0\0\0\xf3", 3, "float32")
     with pytest.raises(wire.Corrupt, match="padding trits"):
         wire.Ternary.unpack(b"\x00", b"\0\0\0\0\x51", 3, "float32")
+    with pytest.raises(wire.Corrupt, match="padding bits"):
+        wire.UnitSign.unpack(b"", b"\x08", 3, "float32")
     with pytest.raises(wire.Corrupt, match="outside"):
         wire.QsgdLevels.unpack(b"\x00\x01\x00", b"\0\0\0\0\x0f", 2, "float32")
 

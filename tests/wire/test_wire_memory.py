@@ -64,6 +64,7 @@ def forms(k: int) -> list[wire.Values]:
         wire.QsgdLevels(top, 1 << 24, 1, np.ones(k, np.float32)),
         wire.Natural.quantise(x),
         wire.Ones(k),
+        wire.UnitSign(np.signbit(x)),
     ]
 
 

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from clients.app import app as client
 from experiments.serve import serve
-from experiments.spec import RunSpec
+from experiments.spec import PRIVACY_FILE, RunSpec
 
 __all__ = ["client", "server"]
 
@@ -23,4 +23,4 @@ def main(grid: Grid, context: Context) -> None:
         spec = RunSpec.from_run_config(asked)
         folder = Path(str(context.run_config["out"])) / spec.system
         folder.mkdir()
-        serve(spec, grid).save(folder)
+        serve(spec, grid, privacy=folder / PRIVACY_FILE).save(folder)

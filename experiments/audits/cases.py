@@ -1,0 +1,259 @@
+"""The subjects of the audit: mechanisms and strategies as they are, each with the worst pair of data sets we found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from flwr.serverapp.strategy import FedAvg
+from numpy.typing import NDArray
+
+from experiments.audits.rounds import Answer, Rounds, quiet
+from experiments.audits.subjects import Data, Subject, Sums
+from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.privacy.audit import adversarial
+from fedcomp.privacy.events import Adjacency
+from fedcomp.privacy.mechanism import GridGaussian, Votes
+from fedcomp.privacy.votes import TopkSign
+from fedcomp.rng import Key
+from strategies.dp_fedavg import DpFedAvg
+from strategies.private import PrivateStrategy
+from strategies.topagg import TopAgg
+
+Float32 = NDArray[np.float32]
+Int8 = NDArray[np.int8]
+
+CLIP: Final = 2.0
+NODES: Final = 4
+"""Clients that are there; fewer than are expected, so that a wrong denominator shows."""
+EXPECTED: Final = 8
+
+MODEL: Final[dict[str, NDArray[Any]]] = {
+    "weight": np.zeros((6, 8), np.float32),
+    "bias": np.zeros(16, np.float32),
+    "count": np.array([3, 4], np.int64),
+}
+WIDTH: Final = 64
+"""Floats of the model."""
+
+
+@cache
+def mean() -> FedAvg:
+    """Return Flower's mean, which keeps nothing from round to round."""
+    with quiet():
+        return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=1)
+
+
+def updates(count: int, width: int, *, length: float) -> list[Float32]:
+    """Return random updates of this L2 length, float32."""
+    draws = Key(0, "audit updates").generator().standard_normal((count, width))
+    return [(length * draw / np.linalg.norm(draw)).astype(np.float32) for draw in draws]
+
+
+def vote(place: int, width: int, k: int) -> Int8:
+    """Return ``k`` random votes of -1 and 1."""
+    generator = Key(0, "audit votes", place).generator()
+    out = np.zeros(width, np.int8)
+    out[generator.choice(width, k, replace=False)] = generator.choice(np.array([-1, 1], np.int8), k)
+    return out
+
+
+def worlds(
+    adjacency: Adjacency, base: Sequence[tuple[int, Any]], canary: tuple[int, Any], other: Any
+) -> tuple[Data, Data]:
+    """Return both data sets: without and with the canary, or with ``other`` in its place for "replace"."""
+    absent = [*base, (canary[0], other)] if adjacency == "replace" else list(base)
+    return absent, [*base, canary]
+
+
+def pairs_of(adjacency: Adjacency, base: Data, place: int, contributions: Sequence[Any]) -> list[tuple[Data, Data]]:
+    """Return pairs for tier A: every contribution there or not, or against the next one, its opposite."""
+    held = list(base)
+    if adjacency == "replace":
+        twos = zip(contributions[::2], contributions[1::2], strict=False)
+        return [([*held, (place, a)], [*held, (place, b)]) for a, b in twos]
+    return [(held, [*held, (place, one)]) for one in contributions]
+
+
+# Mechanisms alone.
+
+
+def votes_sum(
+    adjacency: Adjacency = "zero_out",
+    *,
+    kind: type[Votes] = Votes,
+    z: float = 1.0,
+    noise: str = "discrete_gaussian",
+    width: int = 200,
+    k: int = 20,
+    rows: int = 0,
+) -> Sums:
+    """Return a sum of votes; ``rows`` makes each a release of its own."""
+    shape = (rows, width) if rows else (width,)
+    mechanism = kind(noise_multiplier=z, adjacency=adjacency, noise=noise, k=k, shape=shape, by_row=rows > 0)
+
+    def contribution(place: int) -> Int8:
+        return np.stack([vote(100 * place + row, width, k) for row in range(rows)]) if rows else vote(place, width, k)
+
+    base = [(place, contribution(place)) for place in range(3)]
+    canary = contribution(9)
+    absent, present = worlds(adjacency, base, (9, canary), -canary)
+    few = [contribution(place) for place in range(10, 14)]
+    tried = [sign * one for one in few for sign in (1, -1)]
+    name = f"votes{' by row' if rows else ''}, {adjacency}, {noise.replace('_', ' ')}"
+    return Sums(name, mechanism, shape, absent, present, pairs_of(adjacency, base, 9, tried))
+
+
+def grid_sum(
+    adjacency: Adjacency = "zero_out",
+    *,
+    kind: type[GridGaussian] = GridGaussian,
+    z: float = 1.0,
+    noise: str = "discrete_gaussian",
+    width: int = 50,
+) -> Sums:
+    """Return a sum of clipped vectors."""
+    mechanism = kind(noise_multiplier=z, adjacency=adjacency, noise=noise, clip=CLIP, size=width)
+    base = list(enumerate(updates(3, width, length=1.5 * CLIP)))
+    tried = adversarial(width, CLIP, Key(0, "adversarial"), count=8)
+    absent, present = worlds(adjacency, base, (9, tried[0]), tried[1])
+    name = f"clipped vectors, {adjacency}, {noise.replace('_', ' ')}"
+    return Sums(name, mechanism, (width,), absent, present, pairs_of(adjacency, base, 9, tried))
+
+
+# Strategies.
+
+
+def promise(z: float | None, seed: int, default: float = 1.0, **more: Any) -> dict[str, Any]:
+    """Return the arguments that every private strategy has."""
+    return {
+        "noise_multiplier": default if z is None else z,
+        "population": EXPECTED,
+        "insecure_deterministic": True,
+        "seed": seed,
+        **more,
+    }
+
+
+def canaries(width: int = WIDTH) -> list[Float32]:
+    """Return contributions that a clip norm of :data:`CLIP` has to hold, each before its opposite."""
+    with np.errstate(over="ignore"):
+        found = [one.astype(np.float32) for one in adversarial(width, CLIP, Key(0, "adversarial"), count=4)]
+    # One vector with every tensor at the clip norm: what clipping tensor by tensor would let pass.
+    first = np.zeros(width, np.float32)
+    first[[0, -1]] = CLIP
+    return [one for one in [first, -first, *found] if np.isfinite(one).all()]
+
+
+def dp_fedavg(
+    adjacency: Adjacency = "zero_out",
+    *,
+    kind: Callable[..., PrivateStrategy] = DpFedAvg,
+    z: float = 1.0,
+    noise: str = "discrete_gaussian",
+    messages: bool = False,
+    name: str = "",
+    canary: Any = None,
+) -> Rounds:
+    """Return DP-FedAvg on updates (or messages) of half the clients that were expected.
+
+    A ``canary`` of the caller's is the only contribution that is tried.
+    """
+
+    def make(given: float | None, seed: int) -> PrivateStrategy:
+        return kind(mean(), clip=CLIP, **promise(given, seed, z, adjacency=adjacency, noise=noise))
+
+    found = canaries()
+    base: list[tuple[int, Any]] = list(enumerate(updates(NODES - 1, WIDTH, length=1.5 * CLIP)))
+    spare: Any = found[0] if canary is None else canary
+    other: Any = -found[0]
+    tried: list[Any] = list(found)
+    if messages:
+        base = [(i, Answer(update, examples=1 + 5 * i, loss=float(i), buffers=i)) for i, update in base]
+        # The canary says all it can beside its update: many examples, a large loss, other buffers.
+        spare = Answer(found[0], examples=1000, loss=50.0, buffers=40) if canary is None else canary
+        other = Answer(-found[0], examples=1, loss=0.0, buffers=0)
+        tried = [Answer(one, examples=100, loss=3.0, buffers=7) for one in found]
+    absent, present = worlds(adjacency, base, (NODES - 1, spare), other)
+    search = pairs_of(adjacency, base, NODES - 1, tried) if canary is None else []
+    name = name or f"DP-FedAvg, {adjacency}{', replies' if messages else ''}"
+    return Rounds(name, make, MODEL, absent, present, clients=NODES, pairs=search, messages=messages)
+
+
+SHARE_NOISE: Final = 0.8
+"""Standard deviation of the noise on the count of norm bits, in clients."""
+
+
+def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Rounds:
+    """Return DP-FedAvg with adaptive clipping: what a round releases is the sum, and the share within the clip norm.
+
+    The share is read off the clip norm, which moves by it.
+    """
+    rule = AdaptiveClip(initial=CLIP, count_noise=SHARE_NOISE)
+
+    def make(given: float | None, seed: int) -> PrivateStrategy:
+        return kind(mean(), clip=rule, **promise(given, seed))
+
+    def tell(strategy: PrivateStrategy) -> list[float]:
+        assert isinstance(strategy, DpFedAvg)
+        moved = -math.log(strategy.clip / strategy.clips[max(strategy.clips)]) / rule.rate
+        return [(moved + rule.quantile) * EXPECTED]
+
+    base = list(enumerate(updates(NODES - 1, WIDTH, length=1.5 * CLIP)))
+    # At the clip norm, and not beyond it: a whole contribution, and a bit that says "within".
+    canary = np.zeros(WIDTH, np.float32)
+    canary[0] = CLIP
+    tried = [canary, -canary, *canaries()]
+    search = pairs_of("zero_out", base, NODES - 1, tried)
+    present = [*base, (NODES - 1, canary)]
+    return Rounds(
+        "DP-FedAvg, adaptive clip",
+        make,
+        MODEL,
+        base,
+        present,
+        clients=NODES,
+        pairs=search,
+        tell=tell,
+        tell_scale=[SHARE_NOISE],
+    )
+
+
+BALLOT: Final = TopkSign(k=8)
+
+
+def topagg(adjacency: Adjacency = "zero_out", *, kind: type[TopAgg] = TopAgg, z: float = 1.0, **more: Any) -> Rounds:
+    """Return TopAgg on decoded votes; the outcome is the mean, of which the noisy sum can be read."""
+
+    def make(given: float | None, seed: int) -> PrivateStrategy:
+        return kind(mean(), BALLOT, server_lr=1.0, **promise(given, seed, z, adjacency=adjacency, **more))
+
+    base = [(place, vote(place, WIDTH, 8).astype(np.float32)) for place in range(NODES - 1)]
+    canary = vote(9, WIDTH, 8).astype(np.float32)
+    absent, present = worlds(adjacency, base, (NODES - 1, canary), -canary)
+    tried = [sign * vote(place, WIDTH, 8).astype(np.float32) for place in range(10, 14) for sign in (1, -1)]
+    # What is no vote must not be counted: two of a vote, and one vote too many.
+    tried += [2.0 * canary, np.ones(WIDTH, np.float32)]
+    search = pairs_of(adjacency, base, NODES - 1, tried)
+    return Rounds(f"TopAgg, {adjacency}", make, MODEL, absent, present, clients=NODES, pairs=search)
+
+
+SUBJECTS: Final[dict[str, Callable[[], Subject]]] = {
+    "votes": votes_sum,
+    "votes, replace": lambda: votes_sum("replace"),
+    "votes, Skellam": lambda: votes_sum(noise="skellam"),
+    "votes by row": lambda: votes_sum(rows=4, width=60, k=6),
+    "clipped vectors": grid_sum,
+    "clipped vectors, replace": lambda: grid_sum("replace"),
+    "clipped vectors, Skellam": lambda: grid_sum(noise="skellam"),
+    "DP-FedAvg": dp_fedavg,
+    "DP-FedAvg, replace": lambda: dp_fedavg("replace"),
+    "DP-FedAvg, replies": lambda: dp_fedavg(messages=True),
+    "DP-FedAvg, adaptive clip": adaptive,
+    "TopAgg": topagg,
+    "TopAgg, replace": lambda: topagg("replace"),
+}
+"""Makers of the subjects at noise multiplier 1."""

@@ -1,0 +1,251 @@
+"""What the differential-privacy wrappers of the installed Flower do, measured on the wrappers themselves.
+
+Replies are made by hand and handed to the wrappers' own ``aggregate_train``. Their noise comes from numpy's global
+generator, which nobody here may seed: figures that contain it vary a little from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.mod import LocalDpMod
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+    Strategy,
+)
+from numpy.typing import NDArray
+
+from experiments.audits.rounds import nobody, quiet
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.privacy.accounting import gaussian_epsilon
+from fedcomp.privacy.audit import off_grid
+
+Named = Mapping[str, NDArray[Any]]
+Arrays = dict[str, NDArray[Any]]
+
+CLIENTS: Final = 20
+WIDE: Final = 100_000
+"""Coordinates where a standard deviation is measured: its relative error is 0.2 %."""
+
+LR: Final = 0.2
+QUANTILE: Final = 0.5
+
+
+def flower_version() -> str:
+    """Return the installed Flower's version."""
+    return version("flwr")
+
+
+class Round:
+    """One round of a Flower strategy with replies made by hand.
+
+    Parameters
+    ----------
+    strategy : Strategy
+    clients : int
+    """
+
+    def __init__(self, strategy: Strategy, clients: int) -> None:
+        self.strategy, self.clients = strategy, clients
+        self._number = 0
+
+    def play(
+        self, model: Named, replies: Sequence[Named], *, examples: Sequence[int] = (), metrics: Sequence[float] = ()
+    ) -> tuple[dict[str, NDArray[Any]] | None, dict[str, Any]]:
+        """Return what the strategy makes of ``replies``: arrays and metrics."""
+        self._number += 1
+        record = ArrayRecord({k: Array(np.asarray(v)) for k, v in model.items()})
+        with quiet(), InProcessGrid(nobody, self.clients) as grid:
+            asked = list(self.strategy.configure_train(self._number, record, ConfigRecord(), grid))
+            answers = []
+            for place, (message, reply) in enumerate(zip(asked, replies, strict=False)):
+                weight: dict[str, Any] = {"num-examples": examples[place] if examples else 1}
+                weight |= {"loss": metrics[place]} if metrics else {}
+                arrays = ArrayRecord({k: Array(np.asarray(v)) for k, v in reply.items()})
+                content = RecordDict({"arrays": arrays, "metrics": MetricRecord(weight)})
+                answers.append(Message(content, reply_to=message))
+            with np.errstate(all="ignore"):
+                found, told = self.strategy.aggregate_train(self._number, answers)
+        out = None if found is None else {k: v.numpy() for k, v in found.items()}
+        return out, {} if told is None else dict(told)
+
+
+def _fedavg() -> FedAvg:
+    with quiet():
+        return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=1)
+
+
+def _fixed(clients: int, *, noise_multiplier: float, clip: float = 1.0) -> Round:
+    wrapper = DifferentialPrivacyServerSideFixedClipping(_fedavg(), noise_multiplier, clip, clients)
+    return Round(wrapper, clients)
+
+
+def spread_norms(count: int = CLIENTS) -> list[float]:
+    """Return update norms with median 1, between about 0.6 and 1.6."""
+    places = (np.arange(count) + 0.5) / count
+    return [float(n) for n in np.exp(0.25 * np.log(places / (1.0 - places)) / 1.702)]
+
+
+def clip_norms(start: float, rounds: int) -> list[float]:
+    """Return Flower's clip norm after 0, 1, ... rounds on updates whose median norm is 1, without any noise."""
+    wrapper = DifferentialPrivacyServerSideAdaptiveClipping(
+        _fedavg(), 0.0, CLIENTS, initial_clipping_norm=start, target_clipped_quantile=QUANTILE, clip_norm_lr=LR
+    )
+    played = Round(wrapper, CLIENTS)
+    model = {"w": np.zeros(4, np.float32)}
+    replies = [{"w": np.array([norm, 0, 0, 0], np.float32)} for norm in spread_norms()]
+    out = [start]
+    for _ in range(rounds):
+        played.play(model, replies)
+        out.append(float(wrapper.clipping_norm))
+    return out
+
+
+def integer_buffers() -> tuple[float, float, str]:
+    """Return the share of float and of integer elements that ``LocalDpMod``'s noise moved, and a wrapper's dtype.
+
+    The noise of standard deviation 0.1 is cast to an array's dtype before it is added. On the server Flower's mean has
+    made floats of the integers before the wrapper adds noise, and they stay floats.
+    """
+    model: Arrays = {"w": np.zeros(1000, np.float32), "count": np.full(1000, 7, np.int64)}
+    trained: Arrays = model | {"w": np.full(1000, 1e-3, np.float32)}
+    noisy = _local(model, trained, noise=0.1)
+    moved = {k: float(np.mean(noisy[k] != model[k])) for k in model}
+    out, _ = _fixed(10, noise_multiplier=1.0).play(model, [trained] * 10)
+    assert out is not None
+    return moved["w"], moved["count"], str(out["count"].dtype)
+
+
+def raises(replies: Sequence[Named], model: Named) -> str:
+    """Return the name of the exception that a round with these replies ends with, empty for none."""
+    try:
+        _fixed(len(replies), noise_multiplier=1.0).play(model, replies)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        return type(error).__name__
+    return ""
+
+
+def zero_update() -> str:
+    """Return what a round raises in which one of three clients changed nothing."""
+    still = {"w": np.zeros(4, np.float32)}
+    return raises([still, {"w": np.ones(4, np.float32)}, {"w": np.ones(4, np.float32)}], still)
+
+
+def integer_update() -> str:
+    """Return what a round raises whose model has an integer buffer."""
+    model: Arrays = {"w": np.zeros(4, np.float32), "count": np.array([0], np.int64)}
+    trained: Arrays = {"w": np.ones(4, np.float32), "count": np.array([1], np.int64)}
+    return raises([trained] * 2, model)
+
+
+def not_finite(value: float) -> float:
+    """Return the share of the aggregate that is NaN when one of three updates holds ``value`` in one coordinate."""
+    model = {"w": np.zeros(4, np.float32)}
+    bad = np.ones(4, np.float32)
+    bad[0] = value
+    out, _ = _fixed(3, noise_multiplier=1.0).play(model, [{"w": bad}, {"w": np.ones(4, np.float32)}] * 2)
+    return 0.0 if out is None else float(np.mean(np.isnan(out["w"])))
+
+
+def missing_replies(sampled: int = 20, replied: int = 5) -> float:
+    """Return the noise over what the mean of those who replied needs: 1 is right."""
+    model = {"w": np.zeros(WIDE, np.float32)}
+    out, _ = _fixed(sampled, noise_multiplier=1.0).play(model, [_unit()] * replied)
+    if out is None:
+        return math.nan
+    # One of the clients that replied moves their mean by C / replied.
+    return float(np.std(out["w"][1:])) * replied
+
+
+def heavy_client(heavy: int = 1000, light: int = 10, clients: int = 10) -> float:
+    """Return how far one client with many examples moves the mean, over the standard deviation of the noise; z is 1."""
+    model = {"w": np.zeros(WIDE, np.float32)}
+    examples = [heavy] + [light] * (clients - 1)
+    still = {"w": np.full(WIDE, 1e-12, np.float32)}
+    out, _ = _fixed(clients, noise_multiplier=1.0).play(model, [_unit(), *[still] * (clients - 1)], examples=examples)
+    if out is None:
+        return math.nan
+    exact, _ = _fixed(clients, noise_multiplier=0.0).play(model, [_unit(), *[still] * (clients - 1)], examples=examples)
+    assert exact is not None
+    return float(exact["w"][0]) / float(np.std(out["w"][1:]))
+
+
+def adaptive_noise() -> tuple[float, float]:
+    """Return the noise over what the clip norm needs under which the updates were clipped, all clipped and none.
+
+    1 is right. The wrapper moves the clip norm on before it draws the noise.
+    """
+    model = {"w": np.zeros(WIDE, np.float32)}
+    ratios = []
+    for clip in (0.5, 2.0):
+        # So little noise on the count, relative to 4000 clients, that it decides nothing.
+        wrapper = DifferentialPrivacyServerSideAdaptiveClipping(
+            _fedavg(), 1.0, CLIENTS, initial_clipping_norm=clip, clip_norm_lr=LR, clipped_count_stddev=1.0
+        )
+        out, _ = Round(wrapper, CLIENTS).play(model, [_unit()] * CLIENTS)
+        assert out is not None
+        needed = wrapper.noise_multiplier * clip / CLIENTS
+        ratios.append(float(np.std(out["w"][1:])) / needed)
+    return ratios[0], ratios[1]
+
+
+def leaked_metric() -> float:
+    """Return what of the clients' mean loss the wrapper hands on: 0 would be nothing, 1 all of it exactly."""
+    model = {"w": np.zeros(4, np.float32)}
+    _, told = _fixed(2, noise_multiplier=1.0).play(model, [{"w": np.ones(4, np.float32)}] * 2, metrics=[1.0, 3.0])
+    return float(told.get("loss", 0.0)) / 2.0
+
+
+def last_bits() -> tuple[float, float]:
+    """Return the shares of noisy outputs that are no multiple of 2^-24, where the model is 0 and where it is 1."""
+    shares = []
+    for value in (0.0, 1.0):
+        model = {"w": np.full(WIDE, value, np.float32)}
+        # A single coordinate moves, so that nothing but noise is added to the others; sigma is 1.
+        reply = {"w": model["w"].copy()}
+        reply["w"][0] += 1.0
+        out, _ = _fixed(1, noise_multiplier=1.0).play(model, [reply])
+        assert out is not None
+        shares.append(off_grid(out["w"][1:], 2.0**-24))
+    return shares[0], shares[1]
+
+
+def local_epsilon(nominal: float, rounds: int = 1, *, delta: float = 1e-5) -> float:
+    """Return the true epsilon of ``rounds`` messages of Flower's ``LocalDpMod``, ``sensitivity`` set to the clip norm.
+
+    The noise is measured on a message; any two messages of a client can be 2 C apart.
+    """
+    sent = _local({"w": np.zeros(WIDE, np.float32)}, _unit(), epsilon=nominal, delta=delta)
+    noise = float(np.std(sent["w"][1:]))
+    return gaussian_epsilon(math.sqrt(rounds) * 2.0 / noise, delta)
+
+
+def _local(
+    model: Named, trained: Named, *, epsilon: float = 1.0, delta: float = 1e-5, noise: float = 0.0
+) -> dict[str, NDArray[Any]]:
+    """Return what leaves a client behind ``LocalDpMod``; ``noise`` sets the standard deviation through sensitivity."""
+    sensitivity = noise * epsilon / math.sqrt(2.0 * math.log(1.25 / delta)) if noise else 1.0
+    mod = LocalDpMod(clipping_norm=1.0, sensitivity=sensitivity, epsilon=epsilon, delta=delta)
+
+    def app(message: Message, context: Context) -> Message:
+        arrays = ArrayRecord({k: Array(np.asarray(v)) for k, v in trained.items()})
+        return Message(RecordDict({"arrays": arrays}), reply_to=message)
+
+    with quiet(), InProcessGrid(nobody, 1) as grid:
+        record = ArrayRecord({k: Array(np.asarray(v)) for k, v in model.items()})
+        message = Message(RecordDict({"arrays": record}), grid.get_node_ids()[0], "train")
+        reply = mod(message, grid.context(0), app)
+    return {k: v.numpy() for k, v in reply.content.array_records["arrays"].items()}
+
+
+def _unit() -> dict[str, NDArray[np.float32]]:
+    moved = np.zeros(WIDE, np.float32)
+    moved[0] = 1.0
+    return {"w": moved}

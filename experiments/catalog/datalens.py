@@ -1,0 +1,439 @@
+"""DataLens: what a generator learns from the noisy votes of teachers, what that costs, and what was published of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from experiments.claims import Claim
+from experiments.datalens_published import DELTA, PUBLISHED, agreement, dealt, packed, published
+from experiments.experiment import Config, Experiment, Option
+from experiments.findings import Curves, Findings, Pictures, Say, Series, Table, largest, mean, spread
+from experiments.spec import RunResult, RunSpec
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.accounting import noise_multiplier_for, releases_for
+from fedcomp.privacy.votes import encode_rows, entropy_bits
+from fedcomp.rng import Key
+from fedcomp.tasks.teachers import MNIST_CLASSES
+
+if TYPE_CHECKING:
+    from fedcomp.tasks.generator import GeneratorTask
+
+NOISELESS: Final = math.inf
+"""An epsilon: no noise is added."""
+
+STOPPED: Final = 0.5
+"""Share of its epsilon at which the row that is to end early has to."""
+
+
+FULL: Final[Mapping[str, Any]] = {
+    "images": 15,
+    "saturation": 1e-5,
+    "generator_lr": 1e-3,
+    "teacher_lr": 1e-3,
+    "population": sum(MNIST_CLASSES),
+    "task.noise": 50,
+    "task.width": 32,
+    "task.teacher_width": 4,
+    "task.classifier": "cnn",
+    "task.synthetic": 100_000,
+    "task.classifier_epochs": 600,
+    "task.classifier_lr": 2e-3,
+    "task.classifier_momentum": 0.0,
+    "task.classifier_batch": 512,
+}
+"""The published settings for MNIST that do not depend on epsilon; widths of the networks are ours."""
+
+
+def _epsilons(text: str) -> tuple[float, ...]:
+    values = tuple(float(part) for part in text.split(",") if part.strip())
+    if not values or any(not 0.0 < value < math.inf for value in values) or len(set(values)) != len(values):
+        raise ValueError("expected different positive numbers, for instance '10,1'")
+    return values
+
+
+OPTIONS = {
+    "full": Option(False, "MNIST with the published settings, where its files are; hours"),
+    "epsilons": Option("10,1", "budgets at delta 1e-5, one row for each and each seed", check=_epsilons),
+    "seeds": Option(3, "runs for each epsilon", least=1, most=20),
+    "teachers": Option(150, "teachers of each client", least=1),
+    "records": Option(22_500, "simulated records of all clients together (not with full)", least=100),
+    "k": Option(28, "votes of a teacher on an image (not with full)", least=1),
+    "images": Option(15, "generated images of a step (not with full)", least=1),
+    "beta": Option(0.2, "threshold as a share of the teachers (not with full)", least=0.0),
+    "generator_lr": Option(0.01, "step size of the generator's Adam (not with full)", above=0.0),
+    "teacher_lr": Option(0.005, "step size of the teachers' Adam (not with full)", above=0.0),
+    "pixels": Option(784, "size of the vectors on which signs are compared", least=50),
+}
+
+
+def label(epsilon: float, run: int) -> str:
+    """Return the label of a row; runs count from 0 and differ by their seeds."""
+    return f"no noise, run {run + 1}" if epsilon == NOISELESS else f"epsilon {epsilon:g}, run {run + 1}"
+
+
+def budgets(config: Config) -> tuple[float, ...]:
+    """Return the epsilons of the rows, the largest first."""
+    return tuple(sorted(_epsilons(str(config.settings["epsilons"])), reverse=True))
+
+
+def runs(config: Config) -> range:
+    """Return the runs of every epsilon."""
+    return range(int(config.settings["seeds"]))
+
+
+def images_label(config: Config) -> str:
+    """Return the label of the row in which images go down."""
+    return f"{label(budgets(config)[0], 0)}, images down"
+
+
+def stopped_label(config: Config) -> str:
+    """Return the label of the row whose budget ends it early."""
+    epsilon = budgets(config)[0]
+    return f"{label(epsilon, 0)}, budget {STOPPED * epsilon:g}"
+
+
+def rows(config: Config) -> list[RunSpec]:
+    """One row without noise and one per epsilon, for each seed; one that sends images; one that ends early."""
+    out = [_row(config, epsilon, run) for epsilon in (NOISELESS, *budgets(config)) for run in runs(config)]
+    first = _row(config, budgets(config)[0], 0)
+    out.append(replace(first, label=images_label(config), settings={**first.settings, "send": "images"}))
+    early = {**first.settings, "budget": STOPPED * budgets(config)[0]}
+    return [*out, replace(first, label=stopped_label(config), settings=early)]
+
+
+def _row(config: Config, epsilon: float, run: int) -> RunSpec:
+    chosen = _full(config, epsilon) if config.settings["full"] else _small(config, epsilon)
+    rounds = chosen.pop("rounds")
+    settings = {
+        "insecure_deterministic": True,
+        "delta": DELTA,
+        "teachers": config.settings["teachers"],
+        "evaluate_every": max(1, rounds // 4),
+        **chosen,
+    }
+    task = "mnist-generator" if config.settings["full"] else "digits-generator"
+    spec = config.spec("datalens", label(epsilon, run), task, **settings)
+    return replace(spec, rounds=rounds, seed=config.seed + run)
+
+
+def _small(config: Config, epsilon: float) -> dict[str, Any]:
+    """Return the settings of a small row: as much noise as the budget needs for all of its rounds."""
+    names = ("k", "images", "beta", "generator_lr", "teacher_lr")
+    own = {name: config.settings[name] for name in names}
+    records = int(config.settings["records"])
+    own |= {"task.records": records, "population": records, "rounds": config.rounds}
+    if epsilon == NOISELESS:
+        return {**own, "noise_multiplier": 0.0}
+    releases = max(1, config.rounds) * int(config.settings["images"])
+    return {**own, "noise_multiplier": _noise(epsilon, releases), "budget": epsilon}
+
+
+@cache
+def _noise(epsilon: float, releases: int) -> float:
+    # Found by bisection, up to the last bits; a budget is kept to all of them.
+    return noise_multiplier_for(epsilon, DELTA, releases=releases) * (1.0 + 1e-9)
+
+
+def _full(config: Config, epsilon: float) -> dict[str, Any]:
+    """Return the published settings for MNIST, and as many rounds as their own rule allows."""
+    wanted = PUBLISHED[0].epsilon if epsilon == NOISELESS else epsilon
+    found = next((p for p in PUBLISHED if p.name == "MNIST" and p.epsilon == wanted), None)
+    if found is None:
+        raise ConfigError(f"full=true has published settings for epsilon 1 and 10, not {epsilon:g}; set epsilons=10,1")
+    noisy = {"noise_multiplier": found.z, "budget": epsilon} if epsilon != NOISELESS else {"noise_multiplier": 0.0}
+    return {**FULL, **noisy, "k": found.k, "beta": found.beta, "rounds": found.steps() if config.rounds else 0}
+
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Tables: what was learnt, bytes, the published epsilons, who holds which record; curves; pictures."""
+    values: dict[str, float] = {}
+    learnt = _learnt(config, results, values)
+    sent = _sent(config, results, values)
+    told = say.cell("published", published)
+    deal = say.cell("records", dealt)
+    sizes = say.cell("packed", packed)
+    signs = say.cell("agreement", lambda: agreement(int(config.settings["pixels"]), say))
+    pictures = say.cell("pictures", lambda: _pictures(config, results))
+    held = say.cell("held", lambda: _held(config, results))
+    values |= told["values"] | {"published twice": float(deal["twice"]), "held twice": float(held[2])}
+    values["packed"] = largest([values["packed"], sizes["ratio"]])
+    return Findings(
+        tables=[
+            learnt,
+            sent,
+            Table(
+                "Votes on one image, in bytes",
+                ("pixels", "k", "packed", "entropy bound", "bitmap and signs", "fixed width and signs", "float32"),
+                sizes["rows"],
+                "Measured on 15 images of random directions, per image. The bound is log2 C(d, k) + k bits: a support "
+                "and signs of which nothing is known.",
+            ),
+            Table(
+                "What the published settings cost",
+                ("data", "teachers", "z", "images a step", "steps", "their rule", "RDP", "PRV", "exact"),
+                told["rows"],
+                f"Epsilon at delta {DELTA:g} after as many steps as their rule allows, for the exchange of one teacher "
+                "(sensitivity 2 sqrt(k)) and one release for each image. Images a step are assumed for CelebA.",
+            ),
+            Table(
+                "What a noisy sum of the published settings shows",
+                ("data", "budget", "teachers / sigma", "no vote, passes", "all votes, passes rightly"),
+                told["floor"],
+                "Probabilities for one pixel, closed form. With no vote it passes by noise alone, with either sign; "
+                "all votes means that every teacher votes for it, with the same sign.",
+            ),
+            Table(
+                "Records with two teachers",
+                ("deal", "records", "two teachers", "no teacher", "epsilon 1 is", "epsilon 10 is"),
+                [deal["row"], held],
+                "The last two columns: exact epsilon of a record in two teachers' hands, which moves a sum by "
+                "4 sqrt(k) where 2 sqrt(k) were paid for, at the published settings for MNIST of budget 1 and 10.",
+            ),
+        ],
+        figures=[
+            *(Pictures(**picture) for picture in pictures),
+            _accuracy(config, results),
+            *(_curves(curve) for curve in (told["curve"], signs)),
+        ],
+        values=values,
+    )
+
+
+def _learnt(config: Config, results: Mapping[str, RunResult], values: dict[str, float]) -> Table:
+    out: list[list[Any]] = []
+    for epsilon in (NOISELESS, *budgets(config)):
+        found = [results[label(epsilon, run)] for run in runs(config)]
+        accuracy = [100 * result.accuracy for result in found]
+        name = "no noise" if epsilon == NOISELESS else f"epsilon {epsilon:g}"
+        z = float(found[0].spec.settings["noise_multiplier"])
+        steps = max(result.final.round for result in found)
+        out.append([name, z, steps, mean(accuracy), spread(accuracy), min(accuracy), max(accuracy)])
+        if epsilon != NOISELESS:
+            values[f"accuracy/{epsilon:g}"] = mean(accuracy) / 100
+            values[f"lowest/{epsilon:g}"] = min(accuracy) / 100
+    private = [result for result in results.values() if result.spec.settings["noise_multiplier"]]
+    images = [int(result.spec.settings["images"]) for result in private]
+    counted = [float(result.notes["privacy"]["releases"]) for result in private]
+    values["events"] = largest(abs(c - n * r.final.round) for c, n, r in zip(counted, images, private, strict=True))
+    spent = [float(result.notes["privacy"]["epsilon"]) / float(result.spec.settings["budget"]) for result in private]
+    values["spent"] = largest(spent)
+    stopped = results[stopped_label(config)]
+    z, budget = (float(stopped.spec.settings[name]) for name in ("noise_multiplier", "budget"))
+    allowed = releases_for(budget, DELTA, z) // int(stopped.spec.settings["images"])
+    values |= {"stopped": float(stopped.final.round), "allowed": float(min(allowed, stopped.spec.rounds))}
+    return Table(
+        "What the generator is worth",
+        ("noise", "z", "steps", "accuracy, mean %", "half the range", "lowest", "highest"),
+        out,
+        f"Accuracy on the real test images of a classifier that has seen generated ones only, after its last epoch, "
+        f"over {config.settings['seeds']} seeds. Chance is 10 %. Budgets are at delta {DELTA:g}; what they promise "
+        "stands below.",
+    )
+
+
+def _sent(config: Config, results: Mapping[str, RunResult], values: dict[str, float]) -> Table:
+    out: list[list[Any]] = []
+    ratios = []
+    for name in (label(budgets(config)[0], 0), images_label(config)):
+        result = results[name]
+        said, messages = result.spec.settings, result.spec.clients * result.final.round
+        teachers, images, k = (int(said[key]) for key in ("teachers", "images", "k"))
+        pixels = _pixels(result)
+        up = result.uplink_payload_bytes / messages if messages else math.nan
+        bound = entropy_bits(pixels, k, teachers * images) / 8
+        header = len(encode_rows(np.zeros((teachers * images, pixels), np.int8)))
+        ratios.append(up / (1.05 * bound + header))
+        dense = 4.0 * teachers * images * pixels
+        down = result.downlink_payload_bytes / messages if messages else math.nan
+        out.append(["images" if "images" in name else "generator", up, bound, dense, dense / up, down])
+        values[f"down/{out[-1][0]}"] = down
+    values["packed"] = largest(ratios)
+    return Table(
+        "Bytes of one step and one client",
+        ("what goes down", "votes up", "entropy bound", "float32 gradients", "times fewer", "down"),
+        out,
+        f"Payload of a client with {config.settings['teachers']} teachers. Votes of all of them are in one frame.",
+    )
+
+
+def _pixels(result: RunResult) -> int:
+    return 784 if result.spec.task == "mnist-generator" else 64
+
+
+def _curves(found: Mapping[str, Any]) -> Curves:
+    lines = [Series(name, found["x"], y) for name, y in found["series"].items()]
+    return Curves(found["title"], found["x_label"], found["y_label"], lines, log_x=True, caption=found["caption"])
+
+
+def _accuracy(config: Config, results: Mapping[str, RunResult]) -> Curves:
+    lines = []
+    for epsilon in (NOISELESS, *budgets(config)):
+        by_round: dict[int, list[float]] = {}
+        for run in runs(config):
+            for record in results[label(epsilon, run)].rounds:
+                if not math.isnan(record.accuracy):
+                    by_round.setdefault(record.round, []).append(100 * record.accuracy)
+        name = "no noise" if epsilon == NOISELESS else f"epsilon {epsilon:g}"
+        lines.append(Series(name, sorted(by_round), [mean(by_round[r]) for r in sorted(by_round)]))
+    caption = f"Mean over {len(runs(config))} seeds; the epsilon is that of the last step."
+    return Curves("Accuracy over the steps", "step of the generator", "accuracy (%)", lines, caption=caption)
+
+
+def _task(spec: RunSpec) -> GeneratorTask:
+    from fedcomp.tasks import get_task
+    from fedcomp.tasks.generator import GeneratorTask
+
+    options = {k.removeprefix("task."): v for k, v in spec.settings.items() if k.startswith("task.")}
+    task = get_task(spec.task, **options)
+    assert isinstance(task, GeneratorTask)
+    return task
+
+
+def _held(config: Config, results: Mapping[str, RunResult]) -> list[Any]:
+    """Return how many records of the first row two teachers hold, and how many none, counted at the teachers."""
+    from fedcomp.tasks.gan import Adam
+
+    spec = results[label(budgets(config)[0], 0)].spec
+    task, count = _task(spec), int(spec.settings["teachers"])
+    held = np.zeros(len(task.train_split), np.int64)
+    for partition in range(spec.clients):
+        own = task.ensemble(partition, spec.clients, count, Adam(), batch=1, key=Key(spec.seed, "datalens")).teachers
+        rows = task.client(partition, spec.clients).indices
+        for teacher in range(count):
+            held[rows[own.records_of(teacher)]] += 1
+    twice, never = int((held > 1).sum()), int((held == 0).sum())
+    return ["here: a keyed hash of each record, this run", len(held), twice, never, None, None]
+
+
+def _pictures(config: Config, results: Mapping[str, RunResult]) -> list[dict[str, Any]]:
+    """Return records, and what the generators of the first seed make."""
+    from fedcomp.tasks.arrays import load_arrays
+
+    first = results[label(budgets(config)[0], 0)].spec
+    task = _task(first)
+    columns, names = 10, [str(c) for c in range(task.classes)]
+    split = task.train_split
+    picked = [split.x[np.flatnonzero(split.y == c)[:columns]] for c in range(task.classes)]
+    real = np.stack(picked).reshape(task.classes, columns, task.side, task.side)
+    note = "simulated: one Gaussian per class" if task.options["records"] else task.data.served
+    out = [Pictures.of("Records the teachers learn from", real, names, f"{note}; no generator has seen them")]
+    for epsilon in (NOISELESS, *budgets(config)):
+        name = label(epsilon, 0)
+        model = task.model(first.seed)
+        load_arrays(model, results[name].arrays)
+        caption = "Every image is public noise and a label, through the generator after its last step."
+        out.append(Pictures.of(f"Generated: {name}", task.samples(model, columns, Key(4, "pictures")), names, caption))
+    return [dict(vars(picture)) for picture in out]
+
+
+def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+    """No budget is crossed, every image is paid for, votes are short; the generator has learnt something."""
+    values = findings.values
+    return [
+        Claim(
+            "epsilon that was spent over the budget, any row",
+            values["spent"],
+            "<=",
+            1.0,
+            "a step that would cross the budget is not made; its noise is not drawn",
+        ),
+        Claim(
+            "releases in the ledger that are not one for each generated image, any row",
+            values["events"],
+            "==",
+            0.0,
+            "derived: a teacher votes on every image of a batch, so each is a release",
+        ),
+        Claim(
+            "steps made by the row that ends early, less those its budget allows",
+            values["stopped"] - values["allowed"],
+            "==",
+            0.0,
+            "closed form of the Gaussian mechanism, solved for the number of releases",
+        ),
+        *(
+            Claim(
+                f"accuracy of a classifier trained on images at epsilon {epsilon:g}, lowest of the seeds",
+                values[f"lowest/{epsilon:g}"],
+                ">",
+                0.2,
+                "twice chance; accuracies of different seeds differ by more than those of different epsilons",
+            )
+            for epsilon in budgets(config)
+        ),
+        Claim(
+            "bytes of packed votes, here and at published sizes, over 1.05 times the entropy bound plus the header",
+            values["packed"],
+            "<=",
+            1.0,
+            "goal: log2 C(d, k) + k bits an image, and five per cent",
+        ),
+        Claim(
+            "records of this experiment that two teachers hold",
+            values["held twice"],
+            "==",
+            0.0,
+            "a hash of the record says who has it; counted over the teachers of all clients",
+        ),
+        Claim(
+            "records with two teachers under the published deal, MNIST's class counts",
+            values["published twice"],
+            "==",
+            1138.0,
+            "derived from its order of dealing: classes that have run out begin anew",
+        ),
+        Claim(
+            "published settings: by how much PRV exceeds the exact epsilon, at most",
+            values["prv"],
+            "<=",
+            0.0105,
+            "PRV's own error bound of 0.01 is part of its figure",
+        ),
+        Claim(
+            "published settings: exact <= PRV <= RDP <= their rule, largest violation",
+            values["order"],
+            "<=",
+            0.0,
+            "theory: each is an upper bound of the one before",
+        ),
+        Claim(
+            "published settings at budget 1: chance that a pixel without a vote passes, largest",
+            values["noise passes"],
+            "<=",
+            0.6,
+            "closed form; 0.42 to 0.58, so that much of every step is noise",
+        ),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="datalens",
+    question="Can a generator learn digits from the noisy votes of teachers that never show a record?",
+    rows=rows,
+    measure=measure,
+    claims=claims,
+    baseline=label(NOISELESS, 0),
+    options=OPTIONS,
+    rounds=60,
+    clients=10,
+    notes=(
+        "Small by default: 8x8 digits, of which there are too few for an ensemble, so that 22 500 records are drawn "
+        "from one Gaussian per class; 1500 teachers with about fifteen of them each, 150 on every client; teachers are "
+        "bilinear in label and pixels, since small networks learn nothing from fifteen records in so few steps. The "
+        "test images are real and were used for nothing else. What is measured is the mechanism and not the paper's "
+        "accuracy: runs that differ in nothing but the seed differ by as much as those with ten times the epsilon.\n\n"
+        "Noise is drawn from seeds so that the report repeats, and every statement says so. The epsilon is that of one "
+        "record of one teacher, which is what a client with several teachers can promise; with one teacher on every "
+        "client it is the client's.\n\n"
+        "--set full=true takes the published settings for MNIST (4000 teachers with --set teachers=400, k, sigma, "
+        "threshold, 600 epochs of the classifier on 100 000 images) and convolutional networks, from files under "
+        "$FEDCOMP_DATA; without the files the digits are enlarged, and the report says so. It takes hours and, with "
+        "400 teachers a client, several gigabytes."
+    ),
+)

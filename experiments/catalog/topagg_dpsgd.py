@@ -1,0 +1,638 @@
+"""DP-SGD four ways at equal epsilon: whole gradients, votes, a random mask, low-rank products, and both of these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from experiments.claims import Claim
+from experiments.experiment import Config, Experiment, Option, no_rows
+from experiments.findings import Curves, Findings, Say, Series, Table, largest, mean, spread
+from experiments.grid import run_cells
+from experiments.spec import RunResult
+
+TASK: Final = "digits"
+DP_SGD: Final = "DP-SGD"
+TOPAGG: Final = "TopAgg"
+MASK: Final = "random mask"
+LOW_RANK: Final = "low rank"
+LSG: Final = "LSG"
+METHODS: Final[Mapping[str, str]] = {
+    DP_SGD: "dp-sgd",
+    TOPAGG: "topagg",
+    MASK: "random-mask",
+    LOW_RANK: "lsg",
+    LSG: "lsg",
+}
+"""What is compared, and what :func:`fedcomp.privacy.dpsgd.private_training` calls it."""
+
+TARGETS: Final = (1.0, 3.0, 10.0, math.inf)
+"""Epsilons; at infinity nothing is added to the sums."""
+
+TUNING_SEEDS: Final = (1000, 1001)
+"""Settings are chosen on a validation split with these; reported are others, on the test split."""
+
+LAST: Final = 0.2
+"""Share of the training records that the validation split holds."""
+
+MOMENTUM: Final = 0.9
+
+Options = Mapping[str, Any]
+
+STEPS: Final = {1.0: (0.05, 0.12, 0.3), 3.0: (0.1, 0.25, 0.6), 10.0: (0.15, 0.4, 1.0), math.inf: (0.3, 0.8, 2.0)}
+"""Step sizes tried, by epsilon; those of votes are for votes over sqrt(k): contributions of norm 1, as all others."""
+
+VARIANTS: Final[Mapping[str, tuple[Options, ...]]] = {
+    DP_SGD: ({},),
+    TOPAGG: tuple({"k": k} for k in (100, 500)),
+    MASK: tuple({"keep": keep} for keep in (0.2, 0.5)),
+    LOW_RANK: tuple({"rank": rank} for rank in (4, 8)),
+    LSG: tuple({"rank": rank, "keep": keep} for rank, keep in ((4, 0.25), (4, 0.5), (8, 0.5))),
+}
+"""What ``--set tune=true`` tries with each step size."""
+
+CHOSEN: Final[Mapping[str, tuple[Options, ...]]] = {
+    DP_SGD: ({"lr": 0.12}, {"lr": 0.25}, {"lr": 0.4}, {"lr": 0.8}),
+    TOPAGG: ({"lr": 0.05, "k": 500}, {"lr": 0.1, "k": 500}, {"lr": 0.4, "k": 500}, {"lr": 0.8, "k": 500}),
+    MASK: ({"lr": 0.12, "keep": 0.2}, {"lr": 0.25, "keep": 0.2}, {"lr": 0.4, "keep": 0.5}, {"lr": 0.8, "keep": 0.5}),
+    LOW_RANK: ({"lr": 0.12, "rank": 4}, {"lr": 0.25, "rank": 4}, {"lr": 0.4, "rank": 8}, {"lr": 0.8, "rank": 8}),
+    LSG: (
+        {"lr": 0.12, "rank": 4, "keep": 0.25},
+        {"lr": 0.25, "rank": 4, "keep": 0.5},
+        {"lr": 0.4, "rank": 8, "keep": 0.5},
+        {"lr": 0.8, "rank": 8, "keep": 0.5},
+    ),
+}
+"""What it found, in the order of :data:`TARGETS`."""
+
+OPTIONS = {
+    "seeds": Option(5, "trainings per method and epsilon, with the seeds from --seed on", least=1, most=100),
+    "workers": Option(
+        2, "processes that train side by side; changes nothing but the time", least=1, most=256, neutral=True
+    ),
+    "tune": Option(False, "choose step sizes, k, rank and kept fraction anew on the validation split, and use those"),
+    "secure": Option(False, "take noise and samples from the operating system instead of the seed"),
+    "rate": Option(0.2, "probability with which a record is in a batch", above=0.0, most=1.0),
+    "delta": Option(1e-5, "delta of every epsilon", above=0.0, most=1e-4),
+    "clip": Option(1.0, "clip norm of one record's gradient; votes need none", above=0.0),
+    "task.hidden": Option("32", "widths of the model's hidden layers"),
+}
+
+
+@dataclass(frozen=True)
+class RecordCell:
+    """One private training on records.
+
+    Attributes
+    ----------
+    name : str
+    method : str
+        Of :data:`METHODS`.
+    options : mapping
+        ``lr``, and what the method takes.
+    noise_multiplier, rate, delta, clip : float
+    steps, seed : int
+    hidden : str
+        Widths of the hidden layers.
+    validation : bool
+        Train on a part of the training records and evaluate on the others; else evaluate on the test split.
+    secure : bool
+    """
+
+    name: str
+    method: str
+    options: Options
+    noise_multiplier: float
+    rate: float
+    delta: float
+    clip: float
+    steps: int
+    seed: int
+    hidden: str
+    validation: bool
+    secure: bool
+
+    def run(self) -> RecordOutcome:
+        """Train, and say what it came to."""
+        import torch
+        from torch.nn import functional
+        from torch.utils.data import TensorDataset
+
+        from fedcomp.privacy.accounting import rdp_epsilon
+        from fedcomp.privacy.dpsgd import private_training
+        from fedcomp.privacy.entropy import make_entropy
+        from fedcomp.privacy.ledger import Ledger
+        from fedcomp.privacy.sampling import Sampling
+        from fedcomp.rng import Key
+        from fedcomp.tasks import get_task
+        from fedcomp.tasks.base import single_thread
+
+        task = get_task(TASK, hidden=self.hidden)
+        x, y = task.train_split.tensors
+        held_x, held_y = task.test.tensors
+        if self.validation:
+            order = torch.from_numpy(Key(0, "topagg_dpsgd/validation").uniform(len(x)).argsort())
+            last = round(LAST * len(x))
+            held_x, held_y = x[order[:last]], y[order[:last]]
+            x, y = x[order[last:]], y[order[last:]]
+        key = Key(self.seed, "topagg_dpsgd")
+        entropy = make_entropy(None if self.secure else key.at(purpose="noise"), insecure_deterministic=not self.secure)
+        ledger = Ledger(
+            delta=self.delta,
+            population=len(x),
+            adjacency="add_remove",
+            sampling=Sampling("poisson", rate=self.rate) if self.rate < 1.0 else Sampling("everyone"),
+            unit="record",
+        )
+        options = {name: value for name, value in self.options.items() if name != "lr"}
+        # Votes over sqrt(k) are contributions of norm 1, as clipped gradients are: one range of step sizes for all.
+        step = self.options["lr"] / math.sqrt(options.get("k", 1))
+        with single_thread():
+            module = task.model(self.seed)
+            before = _flat(module)
+            sgd = torch.optim.SGD(module.parameters(), lr=step, momentum=MOMENTUM)
+            with private_training(
+                module,
+                sgd,
+                TensorDataset(x, y),
+                method=METHODS[self.method],
+                noise_multiplier=self.noise_multiplier,
+                max_grad_norm=self.clip,
+                rate=self.rate,
+                steps=self.steps,
+                ledger=ledger,
+                entropy=entropy,
+                key=key,
+                **options,
+            ) as training:
+                for batch in training.loader:
+                    training.step(batch, lambda m, b: functional.cross_entropy(m(b[0]), b[1]))
+                private = training.optimizer
+                frame, header, extra = _message(private, _flat(module) - before, key)
+                mechanism = private.mechanism()
+            module.eval()
+            with torch.no_grad():
+                loss = float(functional.cross_entropy(module(x), y))
+                accuracy = float((module(held_x).argmax(1) == held_y).double().mean())
+        statement: dict[str, Any] = {}
+        if self.noise_multiplier:
+            statement = ledger.statement(
+                mechanism=mechanism,
+                entropy=entropy,
+                trust="whoever trains sees the records and is trusted; users of the models are not",
+                protects="every model of the training, so the final one and all before it",
+                clip=_bounded(self.method),
+                not_covered=(
+                    "step sizes, k, rank and kept fraction, chosen on records that were trained on",
+                    "the accuracies and losses in this report",
+                    "preprocessing of the data",
+                    "time a step takes",
+                ),
+            ).to_json()
+        return RecordOutcome(
+            loss=loss if math.isfinite(loss) else math.inf,
+            accuracy=accuracy,
+            epsilon=ledger.epsilon(),
+            rdp=rdp_epsilon(ledger.events, self.delta) if self.noise_multiplier else math.inf,
+            releases=ledger.releases,
+            coordinates=private.length(),
+            frame=frame,
+            header=header,
+            downlink=extra,
+            statement=statement,
+        )
+
+    def read(self, document: Mapping[str, Any]) -> RecordOutcome:
+        """Read what was kept."""
+        values = {f.name: document[f.name] for f in fields(RecordOutcome)}
+        endless = {name: math.inf for name in ("loss", "epsilon", "rdp") if values[name] is None}
+        return RecordOutcome(**{**values, **endless})
+
+
+@dataclass(frozen=True)
+class RecordOutcome:
+    """What a private training came to.
+
+    Attributes
+    ----------
+    loss, accuracy : float
+        After the last step: on the training records, and on those held out.
+    epsilon, rdp : float
+        The ledger's, and by Rényi divergences alone.
+    releases : int
+    coordinates : int
+        That noise was on in the last step.
+    frame, header, downlink : int
+        Bytes of a client's message with such a contribution, of a vote without votes, and of carriers sent to it.
+    statement : mapping
+        Empty where nothing is promised.
+    """
+
+    loss: float
+    accuracy: float
+    epsilon: float
+    rdp: float
+    releases: int
+    coordinates: int
+    frame: int
+    header: int
+    downlink: int
+    statement: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _flat(module: Any) -> Any:
+    import torch
+
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy()
+
+
+def _message(private: Any, update: Any, key: Any) -> tuple[int, int, int]:
+    """Return the bytes of a message with a contribution of this kind, of one without votes, and of its carriers.
+
+    The messages are those that the client-level systems of the same names send; here no one is sent.
+    """
+    import numpy as np
+
+    from fedcomp import wire
+    from fedcomp.layout import Layout, Update
+    from fedcomp.privacy.optimizers import LsgOptimizer, TopAggOptimizer
+    from fedcomp.privacy.votes import TopkSign
+
+    if isinstance(private, TopAggOptimizer):
+        ballot, layout = TopkSign(k=private.k), Layout.flat(update.size)
+        frames = [ballot.encode(Update(vector, layout), {}, key)[0] for vector in (update, np.zeros_like(update))]
+        return len(frames[0]), len(frames[1]), 0
+    extra = 0
+    if isinstance(private, LsgOptimizer):
+        carriers = [carrier for pair in private.carriers() if pair is not None for carrier in pair]
+        extra = len(wire.encode([wire.dense(carrier) for carrier in carriers])) if carriers else 0
+    return len(wire.encode([wire.dense(np.zeros(private.length(), np.float32))])), 0, extra
+
+
+def _bounded(method: str) -> str:
+    return {
+        DP_SGD: "every record's gradient clipped over all parameters together",
+        TOPAGG: "every record votes for k signs; the norm sqrt(k) follows from counting",
+        MASK: "every record's gradient clipped over the coordinates that a public seed keeps",
+        LOW_RANK: "every record's products with carriers of the public model clipped together",
+        LSG: "every record's products with carriers of the public model clipped over what a public seed keeps of them",
+    }[method]
+
+
+def grid(method: str, target: float) -> list[Options]:
+    """Return what is tried for a method and an epsilon."""
+    return [{"lr": lr, **options} for options in VARIANTS[method] for lr in STEPS[target]]
+
+
+def label(method: str, target: float) -> str:
+    """Return what a training is called in tables and claims."""
+    return f"{method}, epsilon {target:g}"
+
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Train everything, and choose before what is to be chosen."""
+    from fedcomp.tasks import get_task
+
+    multipliers = {target: _multiplier(config, target, say) for target in TARGETS}
+    tried: dict[str, RecordOutcome] = {}
+    tuned = bool(config.settings["tune"])
+    if tuned:
+        cells = [
+            cell
+            for method in METHODS
+            for target in TARGETS
+            for options in grid(method, target)
+            for cell in _cells(config, method, target, multipliers[target], options, TUNING_SEEDS, validation=True)
+        ]
+        tried = run_cells(cells, say, int(config.settings["workers"]))
+    choice = _choose(config, multipliers, tried) if tuned else {m: list(chosen) for m, chosen in CHOSEN.items()}
+    seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
+    reported = {
+        label(method, target): _cells(config, method, target, multipliers[target], choice[method][i], seeds)
+        for method in METHODS
+        for i, target in enumerate(TARGETS)
+    }
+    found = run_cells([c for cells in reported.values() for c in cells], say, int(config.settings["workers"]))
+    outcomes = {name: [found[cell.name] for cell in cells] for name, cells in reported.items()}
+    tables = [_accuracy_table(outcomes), _message_table(outcomes), _settings_table(outcomes, choice, multipliers)]
+    if tuned:
+        tables.append(_tuning_table(config, multipliers, tried))
+    return Findings(
+        tables=tables,
+        figures=[_against_epsilon(outcomes), _against_bytes(outcomes)],
+        values=_values(config, outcomes, choice),
+        tasks=[get_task(TASK, hidden=str(config.settings["task.hidden"])).record()],
+        statements={name: runs[0].statement for name, runs in outcomes.items() if runs[0].statement},
+    )
+
+
+def _multiplier(config: Config, target: float, say: Say) -> float:
+    """Return the smallest noise multiplier for ``target``."""
+    from fedcomp.privacy.accounting import noise_multiplier_for
+
+    if target == math.inf:
+        return 0.0
+    name = f"noise multiplier for epsilon {target:g}"
+    if not say.has(name):
+        say(name)
+    delta, rate = float(config.settings["delta"]), float(config.settings["rate"])
+    return float(say.cell(name, lambda: noise_multiplier_for(target, delta, releases=config.rounds, rate=rate)))
+
+
+def _cells(
+    config: Config,
+    method: str,
+    target: float,
+    multiplier: float,
+    options: Options,
+    seeds: Sequence[int],
+    *,
+    validation: bool = False,
+) -> list[RecordCell]:
+    settings = config.settings
+    shown = " ".join(f"{name}={value:g}" for name, value in options.items())
+    return [
+        RecordCell(
+            name=f"{'validation: ' if validation else ''}{label(method, target)}, {shown}, seed {seed}",
+            method=method,
+            options=options,
+            noise_multiplier=multiplier,
+            rate=float(settings["rate"]),
+            delta=float(settings["delta"]),
+            clip=float(settings["clip"]),
+            steps=config.rounds,
+            seed=seed,
+            hidden=str(settings["task.hidden"]),
+            validation=validation,
+            secure=bool(settings["secure"]),
+        )
+        for seed in seeds
+    ]
+
+
+def _validated(
+    config: Config, multipliers: Mapping[float, float], tried: Mapping[str, RecordOutcome], method: str, target: float
+) -> list[float]:
+    """Return the mean validation accuracy of each entry of a method's grid."""
+    return [
+        mean(
+            tried[cell.name].accuracy
+            for cell in _cells(config, method, target, multipliers[target], options, TUNING_SEEDS, validation=True)
+        )
+        for options in grid(method, target)
+    ]
+
+
+def _choose(
+    config: Config, multipliers: Mapping[float, float], tried: Mapping[str, RecordOutcome]
+) -> dict[str, list[Options]]:
+    """Return the best of each grid; of equally good ones the first."""
+    choice: dict[str, list[Options]] = {}
+    for method in METHODS:
+        choice[method] = []
+        for target in TARGETS:
+            accuracies = _validated(config, multipliers, tried, method, target)
+            choice[method].append(grid(method, target)[accuracies.index(max(accuracies))])
+    return choice
+
+
+def _shown(options: Options) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in options.items())
+
+
+Outcomes = Mapping[str, Sequence[RecordOutcome]]
+
+
+def _accuracy_table(outcomes: Outcomes) -> Table:
+    rows: list[list[Any]] = []
+    for method in METHODS:
+        row: list[Any] = [method]
+        for target in TARGETS:
+            accuracies = [run.accuracy for run in outcomes[label(method, target)]]
+            row += [mean(accuracies), spread(accuracies)]
+        rows.append(row)
+    columns = ["method", *(name for target in TARGETS for name in (f"epsilon {target:g}", f"± at {target:g}"))]
+    return Table(
+        "Accuracy on the test split after the last step",
+        columns,
+        rows,
+        "Means over the seeds; ±: half the distance between the best and the worst. Never the best step: the last one.",
+    )
+
+
+def _message_table(outcomes: Outcomes) -> Table:
+    rows: list[list[Any]] = []
+    for method in METHODS:
+        for target in TARGETS[:-1]:
+            run = outcomes[label(method, target)][0]
+            dense = outcomes[label(DP_SGD, target)][0].frame
+            accuracy = mean(r.accuracy for r in outcomes[label(method, target)])
+            rows.append([label(method, target), run.coordinates, run.frame, dense / run.frame, run.downlink, accuracy])
+    return Table(
+        "What one contribution would cost as a client's message",
+        ("training", "coordinates with noise", "message, bytes", "dense over it", "carriers down, bytes", "accuracy"),
+        rows,
+        "Lengths of real frames: of one vote, or of as many floats as have noise on them. Carriers go down with the "
+        "model. In a training on one machine nothing is sent.",
+    )
+
+
+def _settings_table(
+    outcomes: Outcomes, choice: Mapping[str, Sequence[Options]], multipliers: Mapping[float, float]
+) -> Table:
+    rows: list[list[Any]] = []
+    for method in METHODS:
+        for i, target in enumerate(TARGETS):
+            runs = outcomes[label(method, target)]
+            plain = runs[0].statement.get("epsilon_unamplified")
+            rows.append(
+                [
+                    label(method, target),
+                    _shown(choice[method][i]),
+                    multipliers[target],
+                    runs[0].releases,
+                    largest(run.epsilon for run in runs),
+                    largest(run.rdp for run in runs),
+                    plain if isinstance(plain, float) else None,
+                ]
+            )
+    return Table(
+        "Settings, and what the ledger says",
+        ("training", "settings", "noise multiplier", "releases", "epsilon", "by Rényi alone", "without sampling"),
+        rows,
+        "Epsilon of the run's ledger at its delta, the largest over the seeds; the last column is what holds without "
+        "the assumption that nobody knows which records were drawn. Empty: infinite.",
+    )
+
+
+def _tuning_table(config: Config, multipliers: Mapping[float, float], tried: Mapping[str, RecordOutcome]) -> Table:
+    rows: list[list[Any]] = []
+    for method in METHODS:
+        for target in TARGETS:
+            accuracies = _validated(config, multipliers, tried, method, target)
+            rows += [
+                [f"{label(method, target)}, {_shown(options)}", accuracy]
+                for options, accuracy in zip(grid(method, target), accuracies, strict=True)
+            ]
+    return Table(
+        "Accuracy on the validation split",
+        ("settings", "accuracy"),
+        rows,
+        f"Means over the seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}; a fifth of the training records is held out.",
+    )
+
+
+def _against_epsilon(outcomes: Outcomes) -> Curves:
+    targets = TARGETS[:-1]
+    series = [Series(m, targets, [mean(r.accuracy for r in outcomes[label(m, t)]) for t in targets]) for m in METHODS]
+    caption = "Means over the seeds, at the target that the noise was made for; the ledger's epsilon is just below."
+    return Curves("Accuracy against epsilon", "epsilon", "test accuracy", series, log_x=True, caption=caption)
+
+
+def _against_bytes(outcomes: Outcomes) -> Curves:
+    series = []
+    for target in TARGETS[:-1]:
+        points = sorted(
+            (outcomes[label(m, target)][0].frame, mean(r.accuracy for r in outcomes[label(m, target)])) for m in METHODS
+        )
+        series.append(Series(f"epsilon {target:g}", *zip(*points, strict=True)))
+    return Curves(
+        "Accuracy against the bytes of one contribution",
+        "bytes of a client's message",
+        "test accuracy",
+        series,
+        log_x=True,
+        x_bytes=True,
+        caption="One point per method and epsilon, in the order of their bytes.",
+    )
+
+
+def _values(config: Config, outcomes: Outcomes, choice: Mapping[str, Sequence[Options]]) -> dict[str, float]:
+    from fedcomp.privacy.votes import entropy_bits
+
+    promised = [run for runs in outcomes.values() for run in runs if run.statement]
+    values = {f"{name}: accuracy": mean(run.accuracy for run in runs) for name, runs in outcomes.items()}
+    for target in TARGETS[:-1]:
+        runs = [r for method in METHODS for r in outcomes[label(method, target)]]
+        values[f"epsilon {target:g}: largest of the ledgers"] = largest(r.epsilon for r in runs)
+    votes = []
+    for i, target in enumerate(TARGETS):
+        for run in outcomes[label(TOPAGG, target)]:
+            bound = 1.05 * entropy_bits(run.coordinates, int(choice[TOPAGG][i]["k"])) / 8.0 + run.header
+            votes.append(run.frame / bound)
+    return values | {
+        "largest PRV over Rényi": largest(run.epsilon / run.rdp for run in promised),
+        "fewest releases over steps": min(run.releases for run in promised) / max(1, config.rounds),
+        "trainings with a statement": len(promised) / (len(METHODS) * 3.0 * int(config.settings["seeds"])),
+        "largest vote over its bound": largest(votes),
+        "votes: dense over vote, least": min(
+            outcomes[label(DP_SGD, t)][0].frame / outcomes[label(TOPAGG, t)][0].frame for t in TARGETS
+        ),
+    }
+
+
+def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+    """Every epsilon is kept; a random mask is no worse where noise is large; votes lose accuracy and save bytes."""
+    values = findings.values
+    made = [
+        Claim(
+            f"epsilon {target:g}: the largest of all ledgers",
+            values[f"epsilon {target:g}: largest of the ledgers"],
+            "<=",
+            target,
+            "the noise was calibrated on the safe side",
+        )
+        for target in TARGETS[:-1]
+    ]
+    made += [
+        Claim(
+            "PRV over Rényi, the largest of all trainings",
+            values["largest PRV over Rényi"],
+            "<=",
+            1.0,
+            "theory: the tighter analysis is not above the looser one",
+        ),
+        Claim(
+            "releases recorded, over steps made",
+            values["fewest releases over steps"],
+            "==",
+            1.0,
+            "one event a step, batches without records included",
+        ),
+        Claim(
+            "private trainings that have a statement",
+            values["trainings with a statement"],
+            "==",
+            1.0,
+            "no epsilon without one",
+        ),
+        Claim(
+            "votes: bytes over 1.05 times the entropy bound plus header, the largest",
+            values["largest vote over its bound"],
+            "<=",
+            1.0,
+            "entropy of the support and the signs",
+        ),
+        Claim(
+            f"{DP_SGD} without noise: accuracy",
+            values[f"{label(DP_SGD, math.inf)}: accuracy"],
+            ">=",
+            0.9,
+            "own measurement, other settings: 0.954",
+        ),
+    ]
+    made += [
+        Claim(
+            f"{MASK} over {DP_SGD} at epsilon {target:g}: accuracy",
+            values[f"{label(MASK, target)}: accuracy"] - values[f"{label(DP_SGD, target)}: accuracy"],
+            ">=",
+            0.0,
+            f"goal; own measurement on another model, two seeds, tuned on test: {before:+.3f}",
+            gate=False,
+        )
+        for target, before in ((1.0, 0.015), (3.0, 0.013))
+    ]
+    made += [
+        Claim(
+            f"{TOPAGG} over {DP_SGD} at epsilon {target:g}: accuracy",
+            values[f"{label(TOPAGG, target)}: accuracy"] - values[f"{label(DP_SGD, target)}: accuracy"],
+            ">=",
+            0.0,
+            "the abstract of the paper: better in most cases. Not so here, see the notes",
+            gate=False,
+        )
+        for target in TARGETS[:-1]
+    ]
+    return made
+
+
+NOTES: Final = """\
+Records are the unit: whoever trains is trusted with them, and the models are released. Batches are drawn record by \
+record, every one independently, and the sum is divided by the expected batch.
+
+Step sizes, k, rank and the kept fraction of each method and epsilon were chosen on a fifth of the training records \
+that was held out, with other seeds than those reported (--set tune=true does it again). That choice, and these \
+figures themselves, are not covered by the epsilons.
+
+TopAgg inside DP-SGD is derived here: the published abstract names it, its algorithm and its table were not available. \
+"LSG" is low rank after published code with a sparse half derived here.
+
+Noise and samples come from the seed, so that the figures repeat, and every statement says so; secure=true takes them \
+from the operating system.\
+"""
+
+EXPERIMENT = Experiment(
+    name="topagg_dpsgd",
+    question="What does it cost, at equal epsilon, to train on votes, masks or low-rank products of gradients?",
+    rows=no_rows,
+    claims=claims,
+    baseline="",
+    options=OPTIONS,
+    rounds=100,
+    clients=1,
+    notes=NOTES,
+    engines=("inprocess",),
+    measure=measure,
+)

@@ -1,0 +1,197 @@
+"""What the two sides of record-level privacy say to each other: how to train, and what was spent by it.
+
+A client protects its own records: it adds the noise, keeps the ledger, and refuses to go on. The server is told what
+was spent, since only whoever knows all clients can say what the run as a whole promises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from flwr.app import ConfigRecord
+
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.privacy.events import Adjacency, Event
+from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.sampling import Sampling
+
+if TYPE_CHECKING:
+    from fedcomp.privacy.mechanism import Mechanism
+
+RECORD_DP: Final = "record-dp"
+"""Key of the training configuration (a plan), and name of the record in the reply (what was spent)."""
+
+METHODS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
+
+MAX_NAME: Final = 64
+MAX_STEPS: Final = 1 << 40
+"""What a server reads of an account: characters of the ledger's name, and steps."""
+
+
+class WrongAccount(FedcompError):
+    """What a client says it spent cannot be read, or cannot be true."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How every client trains.
+
+    Attributes
+    ----------
+    method : str
+        One of :data:`METHODS`.
+    noise_multiplier, clip : float
+        Of every step; ``clip`` is the L2 norm of one record's gradient, and unused by votes.
+    rate : float
+        Probability with which a record is in a step's batch (Poisson). Public, and the same for all clients.
+    steps : int
+        Of one training.
+    delta : float
+    adjacency : {"zero_out", "add_remove"}
+    budget : float
+        Largest epsilon of any client, 0 for none.
+    noise : str
+    insecure : bool
+        Noise and batches come from the run's seed.
+    options : mapping
+        Of the method: ``k``; ``keep``; ``rank``.
+    """
+
+    method: str = "dp-sgd"
+    noise_multiplier: float
+    clip: float = 1.0
+    rate: float
+    steps: int
+    delta: float
+    adjacency: Adjacency = "add_remove"
+    budget: float = 0.0
+    noise: str = "discrete_gaussian"
+    insecure: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        """Return the plan as one text."""
+        return json.dumps({**asdict(self), "options": dict(self.options)}, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Plan | None:
+        """Return the plan of a training configuration, None where there is none.
+
+        Raises
+        ------
+        ConfigError
+            When it cannot be read: a client that cannot tell what is asked does not train without noise.
+        """
+        text = config.get(RECORD_DP)
+        if text is None:
+            return None
+        try:
+            values = json.loads(text)
+            return cls(**values)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"the plan of a private training cannot be read: {error}; use the same release"
+            ) from error
+
+    def ledger(self, records: int) -> Ledger:
+        """Return an empty ledger of somebody with ``records`` records.
+
+        Raises
+        ------
+        ConfigError
+            When delta is not below 1 / ``records``.
+        """
+        return Ledger(
+            delta=self.delta,
+            population=records,
+            adjacency=self.adjacency,
+            sampling=self.sampling,
+            budget=self.budget or None,
+            unit="record",
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of records, in every step."""
+        return Sampling("poisson", rate=self.rate)
+
+    def mechanism(self, size: int) -> Mechanism:
+        """Return what bounds a record's contribution to a step, for a model of ``size`` coordinates."""
+        from fedcomp.privacy.mechanism import GridGaussian, Votes
+
+        common: dict[str, Any] = {
+            "noise_multiplier": self.noise_multiplier,
+            "adjacency": self.adjacency,
+            "noise": self.noise,
+        }
+        if self.method == "topagg":
+            return Votes(k=min(int(self.options["k"]), size), shape=(size,), **common)
+        return GridGaussian(clip=self.clip, size=size, **common)
+
+    def event(self, size: int) -> Event:
+        """Return what one step costs, for a model of ``size`` coordinates."""
+        return self.mechanism(size).event(rate=self.rate, size=size, label="gradient")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a client spent, in steps of the plan.
+
+    Attributes
+    ----------
+    run : str
+        Names the client's ledger; another one means that the client forgot what it spent before.
+    now, total : int
+        Of the training that this comes with; of all trainings, this one included, whatever became of their replies.
+    """
+
+    run: str
+    now: int
+    total: int
+
+    def to_record(self) -> ConfigRecord:
+        """Return the account as a record of a reply."""
+        return ConfigRecord({"run": self.run, "now": self.now, "total": self.total})
+
+    @classmethod
+    def read(cls, record: Any) -> Account:
+        """Read :meth:`to_record`.
+
+        Raises
+        ------
+        WrongAccount
+            When there is none, or it cannot be true.
+        """
+        if not isinstance(record, ConfigRecord) or set(record) != {"run", "now", "total"}:
+            raise WrongAccount("the reply does not say what its training spent: its client adds no noise of this kind")
+        run, now, total = record["run"], record["now"], record["total"]
+        if not isinstance(run, str) or not 0 < len(run) <= MAX_NAME:
+            raise WrongAccount("the account of a client names no ledger")
+        if type(now) is not int or type(total) is not int or not 0 < now <= total <= MAX_STEPS:
+            raise WrongAccount(f"the account of a client says {total!r} steps, {now!r} of them now; one is not true")
+        return cls(run, now, total)
+
+
+def steps_in(ledger: Ledger) -> int:
+    """Return how many steps ``ledger`` holds."""
+    return sum(entry.times for entry in ledger.entries)
+
+
+def compact(ledger: Ledger) -> dict[str, Any]:
+    """Return ``ledger.state_dict()`` with equal events in a row as one entry, so that it does not grow with steps."""
+    state = ledger.state_dict()
+    merged: list[tuple[dict[str, Any], int]] = []
+    for entry in ledger.entries:
+        event = entry.event.to_json()
+        if merged and merged[-1][0] == event:
+            merged[-1] = (event, merged[-1][1] + entry.times)
+        else:
+            merged.append((event, entry.times))
+    state["entries"] = [
+        {"serial": i, "attempt": i, "round": 0, "times": times, "participants": [], "event": event}
+        for i, (event, times) in enumerate(merged)
+    ]
+    return state

@@ -1,0 +1,101 @@
+"""Which nodes a private round shows its inner strategy: those that were drawn, and no others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedcomp.flower.metered import partition_lookup
+
+log = logging.getLogger("fedcomp")
+
+_POLL_SECONDS: Final = 1.0
+_MINIMA: Final = ("min_train_nodes", "min_available_nodes")
+
+
+def online(grid: Grid, inner: Strategy) -> list[int]:
+    """Wait, as Flower's strategies do, until enough nodes are connected; return them in the order of their partitions.
+
+    Where the grid does not know partitions the order is that of the node ids.
+    """
+    least = getattr(inner, "min_available_nodes", 1)
+    while len(found := list(grid.get_node_ids())) < least:
+        log.info("Waiting for nodes to connect: %d connected of %d", len(found), least)
+        time.sleep(_POLL_SECONDS)
+    partition = partition_lookup(grid)
+
+    def place(node: int) -> tuple[bool, int, int]:
+        known = partition(node)
+        return known is None, known or 0, node
+
+    return sorted(found, key=place)
+
+
+class Shown(Grid):
+    """A view of a grid with some of its nodes.
+
+    Parameters
+    ----------
+    grid : Grid
+    nodes : sequence of int
+    """
+
+    def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
+        self.grid = grid
+        self.nodes = list(nodes)
+
+    @contextmanager
+    def minima(self, inner: Strategy) -> Iterator[Shown]:
+        """Yield this view while ``inner`` asks all of its nodes, however few: Flower's would wait for more to come."""
+        held = {name: getattr(inner, name) for name in _MINIMA if hasattr(inner, name)}
+        try:
+            for name in held:
+                setattr(inner, name, len(self.nodes))
+            yield self
+        finally:
+            for name, value in held.items():
+                setattr(inner, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Engines offer more than the Grid interface (which partition a node holds); it stays reachable.
+        if name.startswith("_") or name == "grid":
+            raise AttributeError(name)
+        return getattr(self.grid, name)
+
+    def get_node_ids(self) -> list[int]:
+        """Return the nodes that are shown."""
+        return list(self.nodes)
+
+    def set_run(self, run: Any) -> None:
+        """Set the run of the grid."""
+        self.grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """The grid's run."""
+        return self.grid.run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Create a message the grid's way."""
+        return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Push to the grid."""
+        return self.grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pull from the grid."""
+        return self.grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send over the grid."""
+        return self.grid.send_and_receive(messages, timeout=timeout)

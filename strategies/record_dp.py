@@ -1,0 +1,341 @@
+"""Record-level privacy: every client trains with DP-SGD on its own records, and the server keeps the books of all.
+
+``RecordDp(FedAvg(fraction_evaluate=0.0), plan)``, or around the drop-in pair:
+``RecordDp(Compressed(FedAvg(...), codec), plan)``. The server adds no noise and is trusted with no record; the mean of
+noisy models, and whatever a codec does to them, is post-processing. What it does is this: it says how to train, asks
+only clients that can still afford a training, takes no reply that does not say what it cost, and states what all of it
+came to. Clients hold disjoint records, so the run costs what its dearest client spent, never the sum over clients.
+
+A training may have cost something though its reply was lost: clients say what they spent altogether. One that forgot
+(another ledger) is accounted as having spent both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.payload import take_node
+from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
+from fedcomp.layout import Layout
+from fedcomp.privacy.parallel import ParallelLedger
+from fedcomp.privacy.statement import Statement
+from strategies.means import MEANS, is_mean, weight_key_of
+from strategies.private_nodes import Shown, online
+from strategies.replies import RoundReport
+
+log = logging.getLogger("fedcomp")
+
+NOT_COVERED: Final = (
+    "the choice of hyper-parameters and of the model",
+    "the number of records of each client, which is taken as public",
+    "who takes part, when, and how large its messages are",
+    "a person with several records, or with records on several clients",
+    "the server's evaluation of released models on data of its own",
+)
+"""What the statement does not extend to."""
+
+_REFUSED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
+_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class RecordDp(Strategy):
+    """Let clients train with DP-SGD, and account for it.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, made with ``fraction_evaluate=0.0``, or the drop-in pair around one. All replies
+        weigh the same.
+    plan : Plan
+        How clients train.
+    records : int
+        Public number of records of all clients together. 0: learnt by :meth:`declare_records`, which whoever runs the
+        rounds calls.
+
+    Attributes
+    ----------
+    privacy : ParallelLedger
+        What clients said they spent; its participants are partitions.
+
+    Raises
+    ------
+    ConfigError
+        For a plan that promises nothing, and for inner strategies that would release more than models.
+    """
+
+    def __init__(self, inner: Strategy, plan: Plan, *, records: int = 0) -> None:
+        mean = getattr(inner, "inner", inner)
+        if not isinstance(mean, Strategy) or not is_mean(mean):
+            raise ConfigError(
+                f"{type(mean).__name__} is no weighted mean; use one of {', '.join(MEANS)}, or Compressed around one"
+            )
+        if getattr(mean, "fraction_evaluate", 0.0) != 0.0:
+            raise ConfigError(
+                "evaluation on clients would release metrics of their records; make the inner strategy with "
+                "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
+            )
+        if plan.method not in METHODS:
+            raise ConfigError(f"method={plan.method!r} is not known; say one of {', '.join(METHODS)}")
+        if plan.adjacency == "replace":
+            raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
+        if isinstance(plan.steps, bool) or not isinstance(plan.steps, int) or plan.steps < 1:
+            raise ConfigError(f"steps={plan.steps!r} is not valid: a whole number of steps per training, at least 1")
+        self.inner = inner
+        self.plan = plan
+        self.clients = 0
+        self.privacy = self._books(records)
+        self._weight = str(weight_key_of(mean) or "num-examples")
+        self._claimed: dict[int, tuple[str, int]] = {}
+        self._parties: dict[int, int] = {}
+        self._asked: list[int] = []
+        self._messages: list[Message] = []
+        self._size = 0
+        self._reports: dict[int, RoundReport] = {}
+        # Refuses wrong figures now, not at the first round.
+        plan.event(max(1, int(plan.options.get("k", 1))))
+
+    def _books(self, records: int) -> ParallelLedger:
+        plan = self.plan
+        return ParallelLedger(
+            delta=plan.delta,
+            population=records,
+            adjacency=plan.adjacency,
+            sampling=plan.sampling,
+            budget=plan.budget or None,
+            unit="record",
+        )
+
+    @property
+    def reports(self) -> dict[int, RoundReport]:
+        """The inner strategy's reports where it makes any, else what was refused here."""
+        found: dict[int, RoundReport] = getattr(self.inner, "reports", self._reports)
+        return found
+
+    # What the outside asks.
+
+    def declare(self, population: int) -> None:
+        """Learn the number of clients, which the promise does not depend on."""
+        self.clients = population
+
+    def declare_records(self, records: int) -> None:
+        """Learn the public number of records of all clients, unless the constructor was told.
+
+        Raises
+        ------
+        ConfigError
+            When delta is not below one over it.
+        """
+        if not self.privacy.population:
+            self.privacy.declare(records)
+
+    def adopt(self, arrays: ArrayRecord) -> None:
+        """Learn the model, whose size a step's event may depend on.
+
+        Raises
+        ------
+        ConfigError
+            When it keeps statistics of batches.
+        """
+        tracked = [name for name in arrays if name.rpartition(".")[2] in _STATISTICS]
+        if tracked:
+            raise ConfigError(
+                f"the model keeps {tracked[0]}: BatchNorm mixes the records of a batch, so that one record's influence "
+                "has no bound. Use GroupNorm instead (task.batch_norm=false where the task has that option; "
+                "opacus.validators.ModuleValidator.fix replaces it)"
+            )
+        self._size = Layout.of({name: array.numpy() for name, array in arrays.items()}).size
+
+    def open_ledger(self, path: Path) -> None:
+        """Keep the books in a file from now on."""
+        self.privacy.open(path)
+
+    def over(self, server_round: int) -> str:
+        """Return why round ``server_round`` may not be made: nobody who is known to be here can afford it."""
+        if not self.plan.budget or not self._asked or any(map(self._affords, self._asked)):
+            return ""
+        return (
+            f"the budget of epsilon {self.plan.budget:g} at delta {self.plan.delta:g} allows no client a further "
+            f"training of {self.plan.steps} steps: {self.privacy.epsilon():.4g} is spent"
+        )
+
+    def _affords(self, node: int) -> bool:
+        party = self._parties.get(node)
+        # Who has never answered has spent nothing that anybody knows of, and asks its own ledger.
+        return party is None or self.privacy.allows(party, self._event, self.plan.steps)
+
+    @property
+    def _event(self) -> Any:
+        return self.plan.event(max(self._size, 1))
+
+    def statement(self) -> Statement:
+        """Return what may be said about the run so far."""
+        plan = self.plan
+        bounded = (
+            f"each record casts at most {plan.options['k']} votes on its gradient"
+            if plan.method == "topagg"
+            else f"each record's gradient clipped to L2 norm {plan.clip:g}"
+        )
+        return self.privacy.statement(
+            mechanism=plan.mechanism(max(self._size, 1)),
+            trust=(
+                "nobody but its own client sees a record; the server plans how much noise there is, which nodes with a "
+                "budget of their own check"
+            ),
+            protects="all that clients send, so for every model",
+            not_covered=NOT_COVERED,
+            clip=f"{plan.method}, {plan.steps} steps a round on clients: {bounded}",
+            unit_note="records of different clients are disjoint: the figures are those of the client that spent most",
+            failure=self.privacy.failure,
+            secure=not plan.insecure,
+            dropouts="a training whose reply was lost has cost what it cost, and is accounted by its client",
+        )
+
+    def summary(self) -> None:
+        """Log what is promised, then the inner strategy's own summary."""
+        plan = self.plan
+        log.info(
+            "\t├──> RecordDp: %s on clients, noise multiplier %g, rate %g, %d steps",
+            plan.method,
+            plan.noise_multiplier,
+            plan.rate,
+            plan.steps,
+        )
+        self.inner.summary()
+
+    # Flower's hooks.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the inner strategy ask the clients that can afford a training, and tell them how to train."""
+        self.adopt(arrays)
+        nodes = online(grid, getattr(self.inner, "inner", self.inner))
+        able = [node for node in nodes if self._affords(node)]
+        self._asked = nodes
+        self._messages = []
+        if not able:
+            log.warning("RecordDp: no client is asked in round %d: %s", server_round, self.over(server_round))
+            return []
+        config[RECORD_DP] = self.plan.to_text()
+        with Shown(grid, able).minima(getattr(self.inner, "inner", self.inner)) as shown:
+            self._messages = list(self.inner.configure_train(server_round, arrays, config, shown))
+        return self._messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Write down what the replies cost, and let the inner strategy average those that say it."""
+        report = RoundReport(server_round, sent=len(self._messages))
+        self._reports[server_round] = report
+        sent = {message.metadata.message_id: message for message in self._messages}
+        passed: list[Message] = []
+        answered: dict[str, Account] = {}
+        for reply in replies:
+            asked = sent.get(reply.metadata.reply_to_message_id)
+            if reply.has_error() or asked is None:
+                passed.append(reply)
+                continue
+            node = asked.metadata.dst_node_id
+            try:
+                account = Account.read(reply.content.get(RECORD_DP))
+                # The very same reply, delivered again, is no other training.
+                if answered.get(asked.metadata.message_id) != account:
+                    self._book(node, take_node(reply), account)
+                answered[asked.metadata.message_id] = account
+            except WrongAccount as reason:
+                report.reject(node, str(reason))
+                passed.append(Message(Error(_REFUSED, str(reason)), reply_to=asked))
+                continue
+            report.plain += 1
+            for name in [name for name, r in reply.content.items() if isinstance(r, MetricRecord)]:
+                del reply.content[name]
+            del reply.content[RECORD_DP]
+            reply.content["metrics"] = MetricRecord({self._weight: 1.0})
+            passed.append(reply)
+        arrays, _ = self.inner.aggregate_train(server_round, passed)
+        return arrays, MetricRecord()
+
+    def _book(self, node: int, party: int | None, account: Account) -> None:
+        """Write down what a client spent since it was last heard of.
+
+        Raises
+        ------
+        WrongAccount
+            When it is not clear on whose records.
+        """
+        if party is None:
+            raise WrongAccount("the reply does not say whose records it is of")
+        if self._parties.setdefault(node, party) != party:
+            raise WrongAccount(f"the node answered for partition {self._parties[node]} before, now for {party}")
+        run, known = self._claimed.get(party, ("", 0))
+        if run != account.run:
+            new = account.total
+        elif account.total - account.now < known:
+            # Put back to an older state, as a resumed run does with its clients: what was spent since stays spent.
+            new = account.now
+        else:
+            new = account.total - known
+        self.privacy.record(self._event, round=self._next(), times=new, participants=[party])
+        self._claimed[party] = (account.run, account.total)
+
+    def _next(self) -> int:
+        """Return the first number of steps that no entry has: steps draw records of their own."""
+        return max((entry.round + entry.times for entry in self.privacy.entries), default=1)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask nobody: metrics of clients would be released without noise."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return nothing."""
+        return None
+
+    # What survives.
+
+    def _settings(self) -> str:
+        """What must not change within a run; the budget may."""
+        plan = self.plan
+        return Plan(**{**vars(plan), "budget": 0.0}).to_text()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as plain data, the books and the inner strategy's included."""
+        return {
+            "plan": self._settings(),
+            "privacy": self.privacy.state_dict(),
+            "claimed": {str(party): list(claim) for party, claim in self._claimed.items()},
+            "parties": {str(node): party for node, party in self._parties.items()},
+            "asked": list(self._asked),
+            "reports": {str(r): report.to_json() for r, report in self._reports.items()},
+            "inner": capture_strategy(self.inner),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        StateError
+            When it was saved with another plan.
+        """
+        if state["plan"] != self._settings():
+            raise StateError(
+                f"the state was saved with the plan {state['plan']}, this one is {self._settings()}; resume with the "
+                "same (the budget may differ)"
+            )
+        self.privacy.load_state_dict(state["privacy"])
+        self._claimed = {int(party): (str(run), int(total)) for party, (run, total) in state["claimed"].items()}
+        self._parties = {int(node): int(party) for node, party in state["parties"].items()}
+        self._asked = [int(node) for node in state["asked"]]
+        self._reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
+        restore_strategy(self.inner, state["inner"])

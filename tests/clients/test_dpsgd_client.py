@@ -1,0 +1,240 @@
+"""A client that trains with DP-SGD: its ledger outlives the round, and nothing leaves that was not paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from clients.app import app
+from clients.dpsgd import train_privately
+from clients.edge import LEDGER_FILE
+from fedcomp.errors import ConfigError
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.record_dp import Account, Plan
+from fedcomp.flower.records import to_record
+from fedcomp.privacy.accounting import compose
+from fedcomp.privacy.dpsgd import PoissonLoader
+from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError
+from fedcomp.rng import Key
+from fedcomp.tasks import get_task
+from fedcomp.tasks.arrays import to_arrays
+from fedcomp.tasks.base import ClientData, EmptyPartition
+
+PLAN = Plan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5, insecure=True)
+STATE = "fedcomp.record-dp"
+
+
+def context(**node_config: Any) -> Context:
+    return Context(1, 2, {"partition-id": 0, "num-partitions": 4, **node_config}, RecordDict(), {})
+
+
+class Client:
+    """One partition of digits, a context, and the model of the moment."""
+
+    def __init__(self, task: Any = None, plan: Plan = PLAN, **node_config: Any) -> None:
+        self.task = get_task("digits", hidden="16") if task is None else task
+        self.plan = plan
+        self.context = context(**node_config)
+        self.data = self.task.client(0, 4)
+        self.round = 0
+
+    def train(self, **changes: Any) -> tuple[Account, bytes]:
+        """Return the account, and the bytes of the trained model."""
+        self.round += 1
+        model = self.task.model(0)
+        options = {"lr": 0.5, "key": Key(3, "batches", self.round), **changes}
+        account = train_privately(self.task, model, self.data, self.plan, self.context, **options)
+        return account, b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+    @property
+    def state(self) -> str:
+        return str(self.context.state.config_records[STATE]["ledger"])
+
+
+def epsilon(steps: int, plan: Plan = PLAN) -> float:
+    return compose([plan.event(1000)] * steps, plan.delta).epsilon
+
+
+def test_the_ledger_outlives_the_round_and_does_not_grow_with_it():
+    client = Client()
+    first, _ = client.train()
+    size = len(client.state)
+    second, _ = client.train()
+    third, _ = client.train()
+    assert [a.total for a in (first, second, third)] == [3, 6, 9]
+    assert {a.now for a in (first, second, third)} == {3}
+    assert len({a.run for a in (first, second, third)}) == 1
+    assert len(client.state) == size
+    ledger = PLAN.ledger(len(client.data))
+    ledger.load_state_dict(json.loads(client.state))
+    # An accountant that begins anew in every round would say a third of the steps.
+    assert ledger.epsilon() == pytest.approx(epsilon(9))
+    assert ledger.epsilon() > epsilon(3) + 0.1
+
+
+def test_a_training_whose_reply_is_lost_was_paid_for():
+    client = Client()
+    client.train()
+    client.train()  # whose reply nobody reads
+    account, _ = client.train()
+    assert (account.now, account.total) == (3, 9)
+
+
+def test_a_training_that_breaks_leaves_nothing_and_costs_nothing(monkeypatch):
+    client = Client()
+    client.train()
+    before = client.state
+    client.plan = dataclasses.replace(PLAN, options={})
+
+    def broken(*args: Any) -> torch.Tensor:
+        raise ValueError("record 7 says: secret diagnosis")
+
+    monkeypatch.setattr(client.task, "objective", broken)
+    with pytest.raises(PrivacyError) as error:
+        client.train()
+    # Flower sends the text of an exception to the server.
+    assert "secret" not in str(error.value)
+    assert error.value.__suppress_context__
+    assert client.state == before
+
+
+def test_a_budget_is_asked_before_a_record_is_looked_at(monkeypatch):
+    allowed = epsilon(6) + 1e-6
+    client = Client(plan=dataclasses.replace(PLAN, budget=allowed))
+    client.train()
+    client.train()
+    before = client.state
+
+    def looked(self: PoissonLoader) -> Any:
+        raise AssertionError("a batch was drawn")
+
+    monkeypatch.setattr(PoissonLoader, "__iter__", looked)
+    model = client.task.model(0)
+    values = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(BudgetExceeded, match="3 more steps would cross this client's budget"):
+        train_privately(client.task, model, client.data, client.plan, client.context, key=Key(0), lr=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
+    assert client.state == before
+
+
+def test_noise_is_drawn_anew_unless_a_seed_is_asked_for_by_its_full_name():
+    secure = dataclasses.replace(PLAN, insecure=False)
+    assert Client().train()[1] == Client().train()[1]
+    assert Client(plan=secure).train()[1] != Client(plan=secure).train()[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("topagg", {"k": 50}), ("random-mask", {"keep": 0.5}), ("lsg", {"keep": 0.5, "rank": 2})]
+)
+def test_every_method_pays_the_same_for_its_steps(method, options):
+    client = Client(plan=dataclasses.replace(PLAN, method=method, options=options))
+    account, trained = client.train()
+    assert (account.now, account.total) == (3, 3)
+    values = np.frombuffer(trained, np.float32)
+    assert np.isfinite(values).all()
+    ledger = client.plan.ledger(len(client.data))
+    ledger.load_state_dict(json.loads(client.state))
+    assert ledger.epsilon() == pytest.approx(epsilon(3), rel=1e-3)
+
+
+def test_batch_normalisation_is_refused_by_its_remedy():
+    client = Client(task=get_task("digits", model="cnn", batch_norm=True))
+    with pytest.raises(ConfigError, match="GroupNorm"):
+        client.train()
+    assert STATE not in client.context.state
+
+
+def test_what_has_no_bounded_gradient_per_record_is_refused():
+    linear = get_task("digits-zero", l2=0.01)
+    with pytest.raises(ConfigError, match="use weight_decay"):
+        Client(task=linear).train()
+    with pytest.raises(ConfigError, match="FedProx"):
+        Client().train(proximal=0.1)
+
+
+def test_delta_is_below_one_over_the_clients_own_records():
+    client = Client()
+    client.plan = dataclasses.replace(PLAN, delta=1.0 / len(client.data))
+    with pytest.raises(ConfigError, match="not below"):
+        client.train()
+
+
+def test_a_client_without_records_says_so():
+    client = Client()
+    client.data = ClientData(client.data.x[:0], client.data.y[:0])
+    with pytest.raises(EmptyPartition):
+        client.train()
+
+
+def test_a_ledger_that_cannot_be_read_is_not_begun_anew():
+    client = Client()
+    client.train()
+    client.context.state.config_records[STATE]["ledger"] = "{"
+    with pytest.raises(LedgerError, match="what it spent is unknown"):
+        client.train()
+
+
+def test_another_promise_does_not_continue_the_ledger():
+    client = Client()
+    client.train()
+    client.plan = dataclasses.replace(PLAN, rate=0.2)
+    with pytest.raises(LedgerError, match="sampling"):
+        client.train()
+
+
+def test_a_file_remembers_what_a_restarted_node_forgets(tmp_path: Path):
+    path = str(tmp_path / "node" / "ledger.jsonl")
+    client = Client(**{LEDGER_FILE: path})
+    first, _ = client.train()
+    assert STATE not in client.context.state
+    restarted = Client(**{LEDGER_FILE: path})
+    second, _ = restarted.train()
+    assert (first.run, first.total, second.total) == (second.run, 3, 6)
+    with pytest.raises(ConfigError, match="expected an absolute path"):
+        Client(**{LEDGER_FILE: "ledger"}).train()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rate": 1}', '{"noise_multiplier": 1, "surprise": 2}', "null"])
+def test_a_plan_that_cannot_be_read_is_no_reason_to_train_without_noise(text):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Plan.read({"record-dp": text})
+
+
+def test_a_plan_arrives_as_it_was_sent():
+    plan = dataclasses.replace(PLAN, method="topagg", options={"k": 7}, budget=2.0)
+    assert Plan.read({"record-dp": plan.to_text()}) == plan
+    assert Plan.read({"lr": 0.1}) is None
+
+
+def test_a_node_with_a_budget_of_its_own_needs_no_trust_in_the_servers_plan():
+    own = {"privacy-budget": epsilon(3) + 1e-6}
+    secure = dataclasses.replace(PLAN, insecure=False)
+    client = Client(plan=secure, **own)
+    client.train()
+    with pytest.raises(BudgetExceeded):
+        client.train()
+    # A server that plans no noise at all, or noise that it can take off again.
+    with pytest.raises(BudgetExceeded):
+        Client(plan=dataclasses.replace(secure, noise_multiplier=0.0), **own).train()
+    with pytest.raises(PrivacyError, match="from a seed"):
+        Client(plan=PLAN, **own).train()
+    with pytest.raises(ConfigError, match="expected an epsilon above 0"):
+        Client(plan=secure, **{"privacy-budget": 0.0}).train()
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_node_with_a_budget_of_its_own_does_nothing_without_noise(kind):
+    settings = {"task": "digits", "task.hidden": "16", "clients": 1, "server-round": 1, "seed": 0, "lr": 0.1}
+    model = to_record(to_arrays(Client().task.model(0)))
+    with InProcessGrid(app, 1, node_config={"privacy-budget": 1.0}) as grid:
+        content = RecordDict({"arrays": model, "config": ConfigRecord(settings)})
+        (reply,) = grid.send_and_receive([Message(content, grid.get_node_ids()[0], kind)])
+    assert reply.has_error()
+    assert "it trains with noise (record-dp), and does nothing else" in reply.error.reason

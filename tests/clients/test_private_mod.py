@@ -1,0 +1,264 @@
+"""What leaves a client in a private round: the update, and nothing else of its data."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from private_runs import server
+
+from clients.compressed import compression
+from clients.local_dp import local_privacy
+from clients.private import private
+from fedcomp.codecs import Identity, TopK, chain
+from fedcomp.errors import ConfigError, LayoutError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.payload import NODE_RECORD, frames, take_frame
+from fedcomp.flower.privacy import PRIVATE
+from fedcomp.flower.protocol import EXACT, UPDATE, Announcement, announce
+from fedcomp.privacy.local import LocalPolicy, Privatise
+
+MODEL = {
+    "w": np.zeros(8, np.float32),
+    "bn.running_mean": np.float32([0.25, -0.5]),
+    "num_batches_tracked": np.array(3, np.int64),
+}
+
+
+def record(arrays) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(a)) for name, a in arrays.items()})
+
+
+def talkative(content: RecordDict) -> RecordDict:
+    """What an app answers that tells all it knows."""
+    after = {name: np.asarray(a.numpy() + 5, a.numpy().dtype) for name, a in content["arrays"].items()}
+    return RecordDict(
+        {
+            "arrays": record(after),
+            "metrics": MetricRecord({"num-examples": 17, "loss": 0.4321}),
+            "notes": ConfigRecord({"labels": [3, 4]}),
+            NODE_RECORD: ConfigRecord({"partition-id": 2, "histogram": [1, 2]}),
+        }
+    )
+
+
+def app_of(mods, answer=talkative, kind="train") -> ClientApp:
+    app = ClientApp(mods=list(mods))
+
+    def handler(msg: Message, context: Context) -> Message:
+        out = answer(msg.content)
+        return Message(out, reply_to=msg)
+
+    getattr(app, kind)()(handler)
+    return app
+
+
+def node() -> Context:
+    return Context(1, 1, {"partition-id": 2}, RecordDict(), {})
+
+
+def ask(app, *, codec=None, asks=True, sequence=1, kind="train", context=None, session=b"s", model=MODEL) -> Message:
+    content = RecordDict({"arrays": record(model), "config": ConfigRecord({PRIVATE: True} if asks else {})})
+    if codec is not None:
+        announce(
+            content, Announcement("arrays", sequence, 0, codec=codec.to_config(), session=session, sequence=sequence)
+        )
+    with server():
+        msg = Message(content, 1, kind)
+        return app(msg, node() if context is None else context)
+
+
+def everything(reply: Message) -> bytes:
+    return repr({k: list(dict(v).items()) for k, v in reply.content.items()}).encode() + b"".join(
+        frames(reply.content).values()
+    )
+
+
+BOTH = [compression(), private()]
+
+
+@pytest.mark.parametrize(
+    ("mods", "codec"),
+    [
+        ([private()], None),
+        (BOTH, None),
+        ([private()], TopK(density=0.5)),
+        *((mods, codec) for mods in (BOTH, [compression()]) for codec in (TopK(density=0.5), Identity())),
+        (BOTH, ErrorFeedback(TopK(density=0.5))),
+        ([compression()], ErrorFeedback(TopK(density=0.5))),
+    ],
+)
+def test_a_private_reply_holds_the_update_and_the_partition(mods, codec) -> None:
+    reply = ask(app_of(mods), codec=codec)
+    plain = codec is None or (len(mods) == 1 and mods[0].__name__ == "private_mod")
+    assert set(reply.content) == {"arrays" if plain else UPDATE, NODE_RECORD}
+    header = dict(reply.content[NODE_RECORD])
+    assert set(header) <= {"partition-id", "record", "sequence", "generation", "rolled-back"}
+    assert take_frame(reply.content, EXACT) is None
+    if "arrays" in reply.content:
+        after = {name: a.numpy() for name, a in reply.content["arrays"].items()}
+        np.testing.assert_array_equal(after["w"], MODEL["w"] + 5)
+        for name in ("bn.running_mean", "num_batches_tracked"):
+            np.testing.assert_array_equal(after[name], MODEL[name])
+            assert after[name].dtype == MODEL[name].dtype
+
+
+def test_a_message_that_does_not_ask_passes_through_untouched() -> None:
+    reply = ask(app_of([compression(), private()]), asks=False)
+    assert set(reply.content) == {"arrays", "metrics", "notes", NODE_RECORD}
+    assert reply.content["arrays"]["num_batches_tracked"].numpy() == 8
+    reply = ask(app_of([compression(), private()]), asks=False, codec=ErrorFeedback(TopK(density=0.5)))
+    assert {"metrics", EXACT} <= set(reply.content)
+    assert "memory" in reply.content[NODE_RECORD]
+    evaluated = ask(app_of([private()], kind="evaluate"), kind="evaluate")
+    assert "metrics" in evaluated.content
+
+
+@pytest.mark.parametrize("value", ["yes", 1, False])
+def test_only_true_asks_for_privacy(value) -> None:
+    content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({PRIVATE: value})})
+    with server():
+        reply = app_of([private()])(Message(content, 1, "train"), node())
+    assert "metrics" in reply.content
+
+
+def test_an_app_that_writes_into_what_it_was_given_does_not_move_the_buffers() -> None:
+    def in_place(content: RecordDict) -> RecordDict:
+        given = content["arrays"]
+        for name in list(given):
+            given[name] = Array(np.asarray(given[name].numpy() + 9, given[name].numpy().dtype))
+        return RecordDict({"arrays": given, "metrics": MetricRecord({"num-examples": 1})})
+
+    for mods, codec in (([private()], None), ([compression()], TopK(density=0.5))):
+        reply = ask(app_of(mods, in_place), codec=codec)
+        if codec is None:
+            np.testing.assert_array_equal(reply.content["arrays"]["bn.running_mean"].numpy(), MODEL["bn.running_mean"])
+        assert take_frame(reply.content, EXACT) is None
+
+
+def test_what_is_not_the_model_does_not_leave() -> None:
+    def smuggle(content: RecordDict) -> RecordDict:
+        return RecordDict({"arrays": record({**MODEL, "activations": np.ones(3, np.float32)})})
+
+    for mods, codec in (([private()], None), ([compression()], TopK(density=0.5))):
+        with pytest.raises(LayoutError, match="activations"):
+            ask(app_of(mods, smuggle), codec=codec)
+    with pytest.raises(ConfigError, match="2 ArrayRecords"):
+        ask(app_of([private()], lambda c: RecordDict({"arrays": record(MODEL), "gradients": record(MODEL)})))
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=0.5)], ids=str)
+def test_the_words_of_an_apps_error_stay_on_the_node(codec) -> None:
+    app = ClientApp(mods=[compression(), private()])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        return Message(Error(2, "patient 4711 has a broken record"), reply_to=msg)
+
+    reply = ask(app, codec=codec)
+    assert reply.has_error()
+    assert "4711" not in reply.error.reason
+
+
+# Local privacy: the client's own word.
+
+POLICY = LocalPolicy(noise_multiplier=2.0, releases=3)
+LOCAL = chain(Privatise(1.0, 2.0), TopK(density=0.5))
+
+
+def local_app(policy=POLICY, *, mods=None, answer=talkative) -> ClientApp:
+    return app_of([local_privacy(policy), *([compression(), private()] if mods is None else mods)], answer)
+
+
+def test_a_locally_private_reply_holds_a_frame_and_nothing_beside_it() -> None:
+    # The server does not even ask for privacy: it is the client that wants it.
+    for asks in (True, False):
+        reply = ask(local_app(), codec=LOCAL, asks=asks)
+        assert set(reply.content) == {UPDATE, NODE_RECORD}
+        assert b"4321" not in everything(reply)
+
+
+@pytest.mark.parametrize(
+    ("codec", "said"),
+    [
+        (None, "does not privatise"),
+        (TopK(density=0.5), "does not privatise"),
+        (chain(Privatise(1.0, 1.9), TopK(density=0.5)), "multiplier 2 or more, the announced codec 1.9"),
+        (chain(Privatise(1.0, 0.0), Identity()), "multiplier 2 or more"),
+        (chain(Privatise(1.0, 2.0, insecure_deterministic=True), Identity()), "takes it from a seed"),
+    ],
+    ids=["nothing", "no noise", "less noise", "zero noise", "seeded"],
+)
+def test_a_client_with_a_policy_refuses_what_does_not_satisfy_it(codec, said) -> None:
+    reply = ask(local_app(), codec=codec)
+    assert reply.has_error()
+    assert said in reply.error.reason
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "query", "train.other"])
+def test_a_client_with_a_policy_answers_nothing_else(kind) -> None:
+    app = local_app()
+
+    @app.evaluate()
+    def evaluate(msg: Message, context: Context) -> Message:
+        raise AssertionError("nothing is evaluated for a server that is not trusted")
+
+    app.query()(evaluate)
+    app.train("other")(evaluate)
+    assert ask(app, codec=LOCAL, kind=kind).has_error()
+
+
+def test_the_limit_outlives_sessions_and_codecs() -> None:
+    context, app = node(), local_app()
+    other = chain(Privatise(5.0, 4.0), Identity())
+    for session, codec in ((b"a", LOCAL), (b"b", LOCAL), (b"c", other)):
+        assert not ask(app, codec=codec, session=session, context=context).has_error()
+    for session, codec in ((b"d", LOCAL), (b"c", other)):
+        reply = ask(app, codec=codec, session=session, sequence=2, context=context)
+        assert "sends no more" in reply.error.reason
+    # The state of the codec alone begins anew with each session: it would have gone on for ever.
+    assert int(context.state["fedcomp.uplink.memory"]["0.releases"].numpy()) == 1
+
+
+def test_a_redelivered_message_gets_the_stored_frame_and_is_counted_once() -> None:
+    context, app = node(), local_app()
+    for sequence in (1, 2, 3):
+        first = take_frame(ask(app, codec=LOCAL, sequence=sequence, context=context).content, UPDATE)
+        again = take_frame(ask(app, codec=LOCAL, sequence=sequence, context=context).content, UPDATE)
+        assert first == again
+    # At its limit the client still answers the last message, and only with what has left already.
+    assert take_frame(ask(app, codec=LOCAL, sequence=3, context=context).content, UPDATE) == first
+    assert ask(app, codec=LOCAL, sequence=4, context=context).has_error()
+    # With the memory gone the same message would be noised anew: another release, which is over the limit.
+    del context.state["fedcomp.uplink"]
+    assert "sends no more" in ask(app, codec=LOCAL, sequence=3, context=context).error.reason
+
+
+def test_the_servers_limit_is_kept_without_a_policy() -> None:
+    context, app = node(), local_app(None)
+    limited = chain(Privatise(1.0, 2.0, releases=2), TopK(density=0.5))
+    for session in (b"a", b"b"):
+        assert not ask(app, codec=limited, session=session, context=context).has_error()
+    assert ask(app, codec=limited, session=b"c", context=context).has_error()
+    assert not ask(app, codec=TopK(density=0.5), session=b"d", context=context).has_error()
+
+
+def test_an_app_whose_mods_do_not_compress_sends_nothing() -> None:
+    for mods in ([], [private()]):
+        reply = ask(local_app(mods=mods), codec=LOCAL)
+        assert reply.has_error()
+        assert "something else" in reply.error.reason
+
+
+def test_the_words_of_an_exception_stay_on_the_node(caplog) -> None:
+    def fail(content: RecordDict) -> RecordDict:
+        raise ValueError("patient 4711 has a broken record")
+
+    with caplog.at_level(logging.ERROR, "fedcomp"):
+        reply = ask(local_app(answer=fail), codec=LOCAL)
+    assert reply.has_error()
+    assert "4711" not in reply.error.reason
+    assert any("4711" in str(r.exc_info) for r in caplog.records)

@@ -1,0 +1,103 @@
+"""A small DataLens run: a generator that is a table of images, and teachers that want one image each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from clients.datalens import answer_datalens
+from fedcomp.flower.datalens import Kept, Lesson
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.rng import Key
+from strategies.datalens import DataLens
+
+NODES, PIXELS, IMAGES, SEED = 4, 12, 3, 5
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class ToyStudent:
+    """G(z, y) = one row for all: images differ by their labels only."""
+
+    def images(self, arrays: Arrays, key: Key, count: int) -> NDArray[np.float32]:
+        return arrays["row"][None] + 0.01 * self.labels(key, count)[:, None].astype(np.float32)
+
+    def labels(self, key: Key, count: int) -> NDArray[np.int64]:
+        return (key.at(purpose="toy/labels").uniform(count) * 3).astype(np.int64)
+
+    def faker(self, arrays: Arrays, key: Key) -> Callable[[NDArray[np.int64]], NDArray[np.float32]]:
+        return lambda labels: arrays["row"][None] + 0.01 * labels[:, None].astype(np.float32)
+
+    def start(self) -> dict[str, NDArray[Any]]:
+        return {"momentum": np.zeros(PIXELS, np.float32), "steps": np.zeros((), np.int64)}
+
+    def step(
+        self, arrays: Arrays, moments: Arrays, key: Key, targets: NDArray[np.float32]
+    ) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]:
+        momentum = np.float32(0.5) * moments["momentum"] + targets.sum(0)
+        return {"row": arrays["row"] + momentum}, {"momentum": momentum, "steps": moments["steps"] + 1}
+
+
+class ToyTeachers:
+    """Teacher t of partition p pulls towards an image of its own; what it has learnt is how often it was asked to."""
+
+    def __init__(self, partition: int, count: int) -> None:
+        drawn = Key(1, "toy/wish", partition=partition).uniform(count * PIXELS)
+        self.wish = drawn.reshape(count, PIXELS).astype(np.float32)
+        self.count = count
+        self.calls = 0
+
+    def start(self) -> dict[str, NDArray[Any]]:
+        return {"learnt": np.zeros(self.count, np.int64)}
+
+    def learn(self, state: Arrays, fakes: Any, key: Key, labels: NDArray[np.int64] | None = None) -> Arrays:
+        self.calls += 1
+        seen = fakes(np.zeros(2, np.int64) if labels is None else labels)
+        assert seen.shape[1] == PIXELS
+        return {"learnt": state["learnt"] + 1}
+
+    def gradients(self, state: Arrays, images: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
+        return self.wish[:, None] - images[None]
+
+
+class ToyEnsemble(NamedTuple):
+    teachers: ToyTeachers
+    student: ToyStudent
+
+
+def ensemble(message: Message, context: Context, lesson: Lesson) -> ToyEnsemble:
+    return ToyEnsemble(ToyTeachers(int(context.node_config["partition-id"]), lesson.teachers), ToyStudent())
+
+
+def client() -> ClientApp:
+    return answer_datalens(ClientApp(), ensemble)
+
+
+def model() -> ArrayRecord:
+    return ArrayRecord({"row": Array(np.zeros(PIXELS, np.float32))})
+
+
+def strategy(made: type[DataLens] = DataLens, **options: Any) -> DataLens:
+    usual: dict[str, Any] = {"k": 4, "noise_multiplier": 1.0, "images": IMAGES, "eta": 0.01, "clients": NODES}
+    usual |= {"insecure_deterministic": True, "seed": SEED}
+    return made(lambda config: ToyStudent(), **{**usual, **options})
+
+
+def grid(app: Callable | None = None, nodes: int = NODES, **options: Any) -> MeteredGrid:
+    return MeteredGrid(InProcessGrid(app or client(), nodes, **{"seed": 2, **options}))
+
+
+def kept(over: MeteredGrid, partition: int) -> Kept:
+    found = Kept.load(over.context(partition))
+    assert found is not None
+    return found
+
+
+def row(arrays: ArrayRecord) -> NDArray[np.float32]:
+    return arrays["row"].numpy()

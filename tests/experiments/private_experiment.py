@@ -1,0 +1,37 @@
+"""A small experiment with private rows, for tests of the command line and of what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from experiments.claims import Claim
+from experiments.experiment import Config, Experiment, Option
+from experiments.findings import Findings
+from experiments.spec import RunResult, RunSpec
+
+COMMON = {"task.hidden": "16", "max_steps": 2, "insecure_deterministic": True}
+
+
+def rows(config: Config) -> list[RunSpec]:
+    plain = config.spec("fedavg", "FedAvg", "digits", **{"task.hidden": "16", "max_steps": 2})
+    private = config.spec("dp-fedavg", "DP-FedAvg", "digits", take=("noise_multiplier", "evaluate_every"), **COMMON)
+    return [plain, private]
+
+
+def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+    return [Claim("rounds of FedAvg", float(results["FedAvg"].final.round), ">=", 1.0, "it is not private")]
+
+
+EXPERIMENT = Experiment(
+    name="guarded",
+    question="Does the budget hold?",
+    rows=rows,
+    claims=claims,
+    baseline="FedAvg",
+    options={
+        "noise_multiplier": Option(2.0, "noise over sensitivity", above=0.0),
+        "evaluate_every": Option(1, "rounds between evaluations", least=1),
+    },
+    rounds=4,
+    clients=3,
+)

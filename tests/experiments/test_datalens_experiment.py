@@ -1,0 +1,99 @@
+"""The experiment on DataLens: budgets are those of the rows' rounds, figures of the published code are its own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from experiments import engines
+from experiments.catalog import datalens
+from experiments.experiment import Config
+from experiments.findings import Findings, Pictures, Say
+from experiments.spec import RunResult
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.accounting import releases_for
+from fedcomp.privacy.votes import entropy_bits
+
+TINY = ("seeds=1", "epsilons=10", "teachers=10", "records=100", "images=2", "pixels=60", "k=32")
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, dict[str, RunResult], Findings]:
+    config = datalens.EXPERIMENT.configure(rounds=4, clients=2, assignments=TINY)
+    results = {spec.label: engines.run(spec) for spec in datalens.EXPERIMENT.specs(config)}
+    return config, results, datalens.measure(config, results, Say())
+
+
+def test_no_budget_is_crossed_and_one_row_ends_where_its_budget_does(run) -> None:
+    config, results, findings = run
+    claims = {claim.name.partition(",")[0]: claim for claim in datalens.claims(config, results, findings)}
+    assert [claim.name for claim in claims.values() if not claim.ok and "accuracy" not in claim.name] == []
+    full, early = results[datalens.label(10.0, 0)], results[datalens.stopped_label(config)]
+    assert full.final.round == 4
+    # The noise is as large as four rounds need, and not larger.
+    z = full.spec.settings["noise_multiplier"]
+    assert releases_for(10.0, 1e-5, z) == 8
+    assert releases_for(10.0, 1e-5, z / 1.01) < 8
+    assert early.final.round == releases_for(5.0, 1e-5, z) // 2 == 1
+    assert early.notes["privacy"]["epsilon"] <= 5.0
+    assert not math.isnan(early.final.accuracy)
+
+
+def test_tables_hold_what_was_sent(run) -> None:
+    _, results, findings = run
+    sent = next(table for table in findings.tables if table.title.startswith("Bytes"))
+    down = {row[0]: row[5] for row in sent.rows}
+    assert down["images"] == 4 * 2 * 64
+    assert down["generator"] > 12_224 * 4
+    result = results[datalens.label(10.0, 0)]
+    assert sent.rows[0][1] == result.uplink_payload_bytes / (4 * 2)
+    assert sent.rows[0][2] == pytest.approx(entropy_bits(64, 32, 20) / 8)
+    pictures = [figure for figure in findings.figures if isinstance(figure, Pictures)]
+    assert [picture.shape for picture in pictures] == [(10, 10, 8, 8)] * 3
+    assert len({picture.pixels for picture in pictures}) == 3
+    assert Findings.from_json(findings.to_json()) == findings
+
+
+def test_1_11_e_the_published_settings_cost_what_was_measured_of_them(run) -> None:
+    """Steps by their own rule; then that rule, Opacus' RDP and PRV, and the exact curve."""
+    table = next(table for table in run[2].tables if table.title == "What the published settings cost")
+    wanted = [
+        (86, 0.9957, 0.8081, 0.7482, 0.7381),
+        (86, 0.9957, 0.8081, 0.7482, 0.7381),
+        (44, 0.9930, 0.8058, 0.7461, 0.7360),
+        (60, 0.9982, 0.8102, 0.7502, 0.7401),
+        (109, 9.9689, 9.1281, 8.5067, 8.4963),
+        (146, 9.9696, 9.1288, 8.5073, 8.4969),
+        (27, 9.7887, 8.9659, 8.3542, 8.3438),
+        (25, 9.9601, 9.1201, 8.4993, 8.4889),
+    ]
+    for row, (steps, *costs) in zip(table.rows, wanted, strict=True):
+        assert row[4] == steps
+        assert row[5:] == pytest.approx(costs, abs=1e-3)
+
+
+def test_what_passes_the_threshold_is_mostly_noise_at_epsilon_1(run) -> None:
+    table = next(table for table in run[2].tables if table.title.startswith("What a noisy sum"))
+    noise, votes = ([row[i] for row in table.rows] for i in (3, 4))
+    assert (min(noise[:4]), max(noise[:4])) == pytest.approx((0.42, 0.58), abs=0.005)
+    assert (min(votes[:4]), max(votes[:4])) == pytest.approx((0.53, 0.60), abs=0.006)
+    assert (min(noise[4:]), max(noise[4:])) == pytest.approx((0.15, 0.32), abs=0.005)
+    assert min(votes[4:]) > 0.99
+    dealt = next(table for table in run[2].tables if table.title == "Records with two teachers")
+    assert dealt.rows[0][1:4] == (60000, 1138, 1138)
+    assert dealt.rows[0][4:] == pytest.approx((1.58, 20.4), abs=0.02)
+    assert dealt.rows[1][1:4] == (100, 0, 0)
+
+
+def test_full_rows_have_the_published_settings() -> None:
+    config = datalens.EXPERIMENT.configure(assignments=["full=true", "seeds=1", "teachers=400"])
+    specs = {spec.label: spec for spec in datalens.EXPERIMENT.specs(config)}
+    one, ten = (specs[datalens.label(epsilon, 0)] for epsilon in (1.0, 10.0))
+    assert (one.task, one.rounds, ten.rounds) == ("mnist-generator", 86, 109)
+    assert [one.settings[key] for key in ("k", "beta", "images", "teachers")] == [200, 0.7, 15, 400]
+    assert one.settings["noise_multiplier"] * 2 * math.sqrt(200) == pytest.approx(5000)
+    assert (one.settings["task.synthetic"], one.settings["task.classifier_epochs"]) == (100_000, 600)
+    other = datalens.EXPERIMENT.configure(assignments=["full=true", "epsilons=3"])
+    with pytest.raises(ConfigError, match="set epsilons=10,1"):
+        datalens.EXPERIMENT.specs(other)

@@ -1,0 +1,96 @@
+"""The experiment on the privacy audit, with few subjects and few runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from noted_settings import Read
+
+from experiments.audits import cases, caught, systems
+from experiments.catalog import privacy_audit
+from experiments.experiment import Config
+from experiments.findings import Findings, Say
+
+SMALL = ("runs=60", "noise_runs=5", "canaries=150", "guesses=40", "clip_rounds=8", "float_draws=2000")
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Config, Findings, Read, dict[str, object]]:
+    """Two systems, two mutants, and the installed Flower."""
+    config = privacy_audit.EXPERIMENT.configure(assignments=SMALL)
+    settings, kept = Read(config.settings), {}
+    config = dataclasses.replace(config, settings=settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "SUBJECTS", {"votes": cases.votes_sum})
+        patch.setattr(systems, "SUBJECTS", {"message": systems.Messages})
+        patch.setattr(caught, "MUTANTS", {name: caught.MUTANTS[name] for name in ("no clip", "no root of k")})
+        findings = privacy_audit.measure(config, {}, Say(keep=kept.__setitem__))
+        again = privacy_audit.measure(config, {}, Say(kept=kept, keep=lambda name, cell: pytest.fail(f"{name} again")))
+    assert again.to_json() == findings.to_json()
+    return config, findings, settings, kept
+
+
+def test_every_setting_is_read_and_findings_survive_json(run) -> None:
+    config, findings, settings, _ = run
+    assert settings.read == set(privacy_audit.OPTIONS)
+    text = json.dumps(findings.to_json(), allow_nan=False)
+    assert Findings.from_json(json.loads(text)).to_json() == findings.to_json()
+    assert privacy_audit.EXPERIMENT.specs(config) == []
+
+
+def test_tables_say_what_was_audited_and_what_was_caught(run) -> None:
+    _, findings, _, _ = run
+    tables = {table.title: table for table in findings.tables}
+    audited = tables["Audited systems"]
+    assert [row[0] for row in audited.rows] == ["votes", "message"]
+    assert {row[-1] for row in audited.rows} == {"stands"}
+    assert {row[-1] for row in tables["Mutants"].rows} == {"yes"}
+    runs = {row[0]: row[-1] for row in tables["D: one run with many canaries"].rows}
+    assert runs == {"votes": "stands", "clipped vectors": "stands", "no noise": "REFUTED"}
+    power = {row[0]: row for row in tables["Power of the canary audit"].rows}
+    assert power[2000][1] == pytest.approx(0.85, abs=0.005)
+    assert power[5000][3] == pytest.approx(0.547, abs=0.002)
+
+
+def test_claims_read_the_findings_and_refuted_systems_fail_them(run) -> None:
+    config, findings, _, _ = run
+    claims = {claim.name: claim for claim in privacy_audit.claims(config, {}, findings)}
+    promised = [claim for name, claim in claims.items() if name.startswith("tier") and "weakest" not in name]
+    assert len(promised) == 7
+    assert all(claim.ok for claim in promised)
+    assert claims["mutants not told from their originals"].ok
+    # Two of nineteen were tried, and eight rounds are too few for a clip norm to arrive.
+    assert not claims["mutants tried"].ok
+    assert not claims["our adaptive clip norm, factor from the median"].ok
+    worse = dict(findings.values) | {"refuted/B": 1.0, "mutants missed": 2.0}
+    wrong = {c.name: c for c in privacy_audit.claims(config, {}, dataclasses.replace(findings, values=worse))}
+    assert not wrong["tier B: verdicts against a system"].ok
+    assert not wrong["mutants not told from their originals"].ok
+    flower = [claim for name, claim in claims.items() if name.startswith("Flower")]
+    assert len(flower) == 4
+    assert not any(claim.gate for claim in flower)
+
+
+def test_flowers_defects_are_those_of_the_installed_version(run) -> None:
+    """Where a later version mends one, the page on privacy has to be told."""
+    kept = run[3]["Flower"]
+    assert kept["version"].startswith("1.41.")
+    assert kept["zero"] == "ZeroDivisionError"
+    assert kept["integer"] == "UFuncTypeError"
+    assert kept["moved"] == [1.0, 0.0]
+    assert kept["nan"] == kept["inf"] == 0.25
+    assert kept["metric"] == 1.0
+    assert kept["missing"] == pytest.approx(0.25, rel=0.05)
+    assert kept["heavy"] == pytest.approx(9.17, rel=0.05)
+    all_clipped, none_clipped = kept["adaptive"]
+    assert all_clipped == pytest.approx(math.exp(-0.1), rel=0.1)
+    assert none_clipped == pytest.approx(math.exp(0.1), rel=0.1)
+    assert kept["local"]["1/1"] == pytest.approx(1.61, rel=0.02)
+    # Away from the median in either direction, where ours goes towards it.
+    for start, clips in kept["clips"].items():
+        ours = kept["ours"][start]
+        assert abs(math.log(clips[-1])) > abs(math.log(clips[0]))
+        assert abs(math.log(ours[-1])) < abs(math.log(ours[0]))

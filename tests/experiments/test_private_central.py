@@ -1,0 +1,133 @@
+"""Private systems without messages: the same model, bytes and statement as with them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from experiments import engines
+from experiments.findings import different_bytes
+from experiments.private_central import PrivateCell, Trained, simulate
+from experiments.spec import RunSpec
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout, Update
+from fedcomp.privacy.votes import TopkSign, entropy_bits
+from fedcomp.rng import Key
+
+SETTINGS = {
+    "task.hidden": "",
+    "lr": 0.5,
+    "batch_size": 8,
+    "max_steps": 1,
+    "delta": 1e-2,
+    "insecure_deterministic": True,
+    "noise_multiplier": 2.0,
+}
+CLIENTS = 12
+
+
+def spec(system: str, rounds: int = 2, **settings) -> RunSpec:
+    return RunSpec(
+        system=system,
+        label=system,
+        task="digits",
+        engine="inprocess",
+        rounds=rounds,
+        clients=CLIENTS,
+        seed=5,
+        settings={**SETTINGS, **settings},
+    )
+
+
+VOTES = spec("topagg", k=120)
+PRIVATE = {
+    "votes, mean": spec("topagg", k=40),
+    "votes, threshold, layers": spec("topagg", density=0.2, scope="layer", mode="threshold", beta=0.2, saturation=0.1),
+    "dense": spec("dp-fedavg", codec="identity", clip=0.5),
+    "another inner": spec("topagg", k=40, inner="fedavgm", **{"inner.server_learning_rate": 0.5}),
+    "top-k": spec("dp-fedavg", codec="topk", clip=0.5, **{"codec.density": 0.1}),
+    "capped": spec("topagg", k=40, sampling="capped", cap=1, rounds=3),
+    "budget": spec("topagg", k=40, noise_multiplier=8.0, budget=0.3, rounds=8),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_messages_change_nothing(name: str) -> None:
+    """The model bit for bit, the bytes of all frames, the rounds made and every figure of the statement."""
+    asked = PRIVATE[name]
+    out = simulate(asked)
+    result = engines.run(asked)
+    assert different_bytes(result.arrays, out.arrays) == 0
+    assert result.uplink_payload_bytes == out.uplink
+    assert result.accuracy == pytest.approx(out.accuracy)
+    said, theirs = out.statement.to_json(), dict(result.notes["privacy"])
+    for statement in (said, theirs):
+        del statement["run"]
+    assert said == theirs
+    assert out.rounds == result.rounds[-1].round or name == "capped"
+    assert (out.rounds < asked.rounds) == (name in ("capped", "budget"))
+    assert math.isfinite(out.statement.epsilon)
+
+
+def test_a_cell_is_plain_data_and_comes_back() -> None:
+    cell = PrivateCell("votes", "topagg", "digits", CLIENTS, 2, 5, dict(VOTES.settings))
+    found = cell.run()
+    again = cell.read(json.loads(json.dumps(asdict(found))))
+    assert again == found
+    assert found.epsilon == simulate(VOTES).statement.epsilon
+    assert (found.frames, found.rounds) == (2 * CLIENTS, 2)
+    header = len(TopkSign(k=120).encode(Update(np.zeros(650, np.float32), Layout.flat(650)), {}, Key(0))[0])
+    assert found.largest <= 1.05 * entropy_bits(650, 120) / 8 + header
+    assert found.uplink <= found.frames * found.largest
+
+
+def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
+    settings = {key: SETTINGS[key] for key in ("task.hidden", "lr", "batch_size", "max_steps")}
+    found = PrivateCell("dense", "identity", "digits", CLIENTS, 2, 5, settings).run()
+    result = engines.run(
+        RunSpec("identity", "dense", "digits", "inprocess", rounds=2, clients=CLIENTS, seed=5, settings=settings)
+    )
+    assert found.uplink == result.uplink_payload_bytes
+    assert found.accuracy == result.accuracy
+    assert found.epsilon == math.inf
+    assert found.frames == 2 * CLIENTS
+    diverged = Trained.from_json({**asdict(found), "loss": None})
+    assert diverged.loss == math.inf
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (spec("dp-fedavg", clip=1.0), "no private system in the drop-in pair"),
+        (spec("topagg", k=40, downlink="qsgd"), "downlink"),
+        (spec("dp-fedavg", codec="topk", feedback=True, clip=1.0, **{"codec.density": 0.1}), "memory"),
+        (spec("topagg", k=40, **{"task.batch_norm": True, "task.model": "cnn", "task.hidden": "256,256"}), "buffers"),
+    ],
+)
+def test_what_needs_messages_is_refused(asked: RunSpec, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        simulate(asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"density": 0.0}, "density"),
+        ({"k": -3}, "k="),
+        ({"mode": "median"}, "mode"),
+        ({"beta": 0.5}, "threshold"),
+        ({"server_lr": 0.0}, "server_lr"),
+        ({"fraction": 0.5}, "fraction"),
+        ({"delta": 0.5}, "delta"),
+        ({"votes": 3}, "no setting"),
+    ],
+)
+def test_the_row_refuses_settings_that_are_no_vote(settings: dict, words: str) -> None:
+    from experiments.systems import check
+
+    with pytest.raises(ConfigError, match=words):
+        check(spec("topagg", **settings))

@@ -1,0 +1,210 @@
+"""The experiment on DP-SGD and its compressed forms, very small: settings are read, figures are what trainings say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from noted_settings import Read
+
+from experiments.catalog import topagg_dpsgd as module
+from experiments.catalog.topagg_dpsgd import (
+    CHOSEN,
+    DP_SGD,
+    EXPERIMENT,
+    LSG,
+    MASK,
+    METHODS,
+    TARGETS,
+    TOPAGG,
+    RecordCell,
+    RecordOutcome,
+    grid,
+    label,
+)
+from experiments.claims import Claim
+from experiments.experiment import Config
+from experiments.findings import Findings, Say
+from fedcomp.privacy.accounting import noise_multiplier_for
+from fedcomp.privacy.statement import Statement
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+SMALL = ("seeds=1", "workers=1", "task.hidden=6", "rate=1.0", "delta=1e-4")
+"""All records in every batch, so that the noise is calibrated in closed form."""
+
+
+@dataclasses.dataclass
+class Small:
+    config: Config
+    findings: Findings
+    claims: list[Claim]
+    used: set[str]
+
+
+def run(*assignments: str, say: Say | None = None, rounds: int = 2) -> Small:
+    config = EXPERIMENT.configure(rounds=rounds, assignments=(*SMALL, *assignments))
+    settings = Read(config.settings)
+    config = dataclasses.replace(config, settings=settings)
+    assert EXPERIMENT.measure is not None
+    findings = EXPERIMENT.measure(config, {}, say or Say())
+    return Small(config, findings, EXPERIMENT.claims(config, {}, findings), settings.read)
+
+
+@pytest.fixture(scope="module")
+def small() -> Small:
+    return run()
+
+
+def test_every_setting_is_read(small: Small) -> None:
+    assert set(EXPERIMENT.options) == small.used
+
+
+def test_the_chosen_settings_are_of_what_is_tried() -> None:
+    assert set(CHOSEN) == set(METHODS)
+    for method, chosen in CHOSEN.items():
+        assert len(chosen) == len(TARGETS)
+        for target, options in zip(TARGETS, chosen, strict=True):
+            assert options in grid(method, target)
+
+
+def test_figures_come_to_plain_data_and_back(small: Small) -> None:
+    again = Findings.from_json(small.findings.to_json())
+    assert again.to_json() == small.findings.to_json()
+
+
+def test_every_private_training_has_a_statement_of_its_own_epsilon(small: Small) -> None:
+    said = small.findings.statements
+    assert set(said) == {label(m, t) for m in METHODS for t in TARGETS[:-1]}
+    settings = {row[0]: row for row in small.findings.tables[2].rows}
+    for name, document in said.items():
+        statement = Statement.from_json(document)
+        assert statement.unit == "record"
+        assert statement.epsilon == settings[name][4]
+        assert statement.releases == settings[name][3] == 2
+        assert statement.noise_multiplier == settings[name][2]
+        assert "INSECURE" in statement.prose()
+
+
+def test_epsilons_are_kept_and_nothing_is_promised_without_noise(small: Small) -> None:
+    rows = {row[0]: row for row in small.findings.tables[2].rows}
+    for method in METHODS:
+        for target in TARGETS[:-1]:
+            assert 0.98 * target < rows[label(method, target)][4] <= target
+        assert rows[label(method, math.inf)][4] is None
+    holds = {claim.name: claim.ok for claim in small.claims}
+    assert all(holds[f"epsilon {target:g}: the largest of all ledgers"] for target in TARGETS[:-1])
+
+
+def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Small) -> None:
+    """The claims read what the trainings say: other values, other answers."""
+    worse = {
+        "epsilon 3: largest of the ledgers": 3.001,
+        "fewest releases over steps": 0.5,
+        "trainings with a statement": 0.9,
+        "largest vote over its bound": 1.01,
+        "largest PRV over Rényi": 1.1,
+        f"{label(DP_SGD, math.inf)}: accuracy": 0.5,
+    }
+    for key, value in worse.items():
+        findings = dataclasses.replace(small.findings, values={**small.findings.values, key: value})
+        before = {claim.name for claim in small.claims if not claim.ok}
+        after = {c.name for c in EXPERIMENT.claims(small.config, {}, findings) if not c.ok and c.gate}
+        assert after - before or key.startswith(label(DP_SGD, math.inf)), key
+
+
+def test_messages_are_as_long_as_what_they_hold(small: Small) -> None:
+    rows = {row[0]: row for row in small.findings.tables[1].rows}
+    size = 64 * 6 + 6 + 6 * 10 + 10
+    for method in METHODS:
+        for i, target in enumerate(TARGETS[:-1]):
+            _, coordinates, frame, ratio, down, _ = rows[label(method, target)]
+            chosen = CHOSEN[method][i]
+            if method == TOPAGG:
+                assert coordinates == size
+                assert frame < size / 4
+            else:
+                assert 4 * coordinates < frame < 4 * coordinates + 48
+            if method == MASK:
+                assert coordinates == math.ceil(chosen["keep"] * size)
+            assert ratio == pytest.approx(rows[label(DP_SGD, target)][2] / frame)
+            assert (down > 0) == (chosen.get("rank", 99) < 6)
+    assert rows[label(LSG, 3.0)][1] < size
+
+
+def test_what_is_finished_is_kept(small: Small) -> None:
+    kept: dict[str, Any] = {}
+    run("seeds=1", say=Say(keep=kept.__setitem__))
+    told: list[str] = []
+    again = run("seeds=1", say=Say(told.append, kept=kept))
+    assert len(kept) == 3 + len(METHODS) * len(TARGETS)
+    assert any("20 of 20 trainings kept" in line for line in told)
+    assert again.findings.values.keys() == small.findings.values.keys()
+
+
+def test_choosing_takes_the_best_on_the_validation_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TARGETS", (3.0, math.inf))
+    monkeypatch.setattr(module, "STEPS", {3.0: (1e-9, 0.5), math.inf: (1e-9, 0.5)})
+    monkeypatch.setattr(module, "VARIANTS", {**dict.fromkeys(METHODS, ({},)), TOPAGG: ({"k": 20},)})
+    monkeypatch.setattr(
+        module,
+        "METHODS",
+        {DP_SGD: "dp-sgd", TOPAGG: "topagg"},
+    )
+    kept: dict[str, Any] = {}
+    config = EXPERIMENT.configure(rounds=8, assignments=(*SMALL, "tune=true", "seeds=1"))
+    findings = module.measure(config, {}, Say(keep=kept.__setitem__))
+    validated = [name for name in kept if name.startswith("validation")]
+    assert len(validated) == 2 * 2 * 2 * 2
+    assert all("seed 100" in name for name in validated)
+    # A step size of 1e-9 learns nothing, and is not chosen.
+    assert all("lr 0.5" in row[1] for row in findings.tables[2].rows)
+    assert len(findings.tables[3].rows) == 8
+
+
+def cell(**changes: Any) -> RecordCell:
+    values: dict[str, Any] = {
+        "name": "x",
+        "method": DP_SGD,
+        "options": {"lr": 0.5},
+        "noise_multiplier": noise_multiplier_for(3.0, 1e-4, releases=3),
+        "rate": 1.0,
+        "delta": 1e-4,
+        "clip": 1.0,
+        "steps": 3,
+        "seed": 0,
+        "hidden": "6",
+        "validation": False,
+        "secure": False,
+    }
+    return RecordCell(**{**values, **changes})
+
+
+def test_a_training_repeats_and_its_outcome_comes_back_from_json() -> None:
+    first, second = cell().run(), cell().run()
+    one, two = dataclasses.asdict(first), dataclasses.asdict(second)
+    assert one["statement"].pop("run") != two["statement"].pop("run")  # names the ledger, and is never the same
+    assert one == two
+    assert cell(seed=1).run().loss != first.loss
+    free = cell(noise_multiplier=0.0).run()
+    assert free.epsilon == math.inf
+    assert not free.statement
+    document = Say().cell("x", lambda: dataclasses.asdict(free))
+    assert document["epsilon"] is None
+    assert cell().read(document) == free
+
+
+def test_secure_noise_is_another_every_time_and_the_statement_does_not_warn() -> None:
+    first, second = cell(secure=True).run(), cell(secure=True).run()
+    assert first.loss != second.loss
+    assert "INSECURE" not in Statement.from_json(first.statement).prose()
+
+
+def test_validation_holds_out_training_records_and_never_sees_the_test_split() -> None:
+    held, reported = cell(validation=True).run(), cell().run()
+    assert isinstance(held, RecordOutcome)
+    everyone = reported.statement["population"]
+    assert held.statement["population"] == everyone - round(0.2 * everyone)
+    assert held.accuracy != reported.accuracy

@@ -1,0 +1,101 @@
+"""Every mutant is caught by the tier that is there for it, and its original is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.audits.caught import MUTANTS, Mutant
+
+pytestmark = pytest.mark.audit
+
+
+def caught(name: str) -> None:
+    """The audit passes the original and flags the mutant."""
+    mutant: Mutant = MUTANTS[name]
+    right = mutant.original()
+    assert right
+    assert all(verdict.ok for verdict in right), [v for v in right if not v.ok]
+    wrong = mutant.mutated()
+    assert [v for v in wrong if not v.ok], wrong
+
+
+def test_mutant_no_clip_is_caught() -> None:
+    caught("no clip")
+
+
+def test_mutant_clip_per_tensor_is_caught() -> None:
+    caught("clip per tensor")
+
+
+def test_mutant_clip_before_adding_the_residual_is_caught() -> None:
+    caught("clip before memory")
+
+
+def test_mutant_noise_on_the_mean_with_wrong_n_is_caught() -> None:
+    caught("noise on the mean")
+
+
+def test_mutant_noise_per_client_and_divided_is_caught() -> None:
+    caught("noise per client")
+
+
+def test_mutant_noise_cast_to_integer_buffers_is_caught() -> None:
+    caught("noise in integers")
+
+
+def test_mutant_weights_by_num_examples_is_caught() -> None:
+    caught("weights")
+
+
+def test_mutant_c_instead_of_2c_for_replace_is_caught() -> None:
+    caught("C for 2C")
+
+
+def test_mutant_forgot_sqrt_k_is_caught() -> None:
+    caught("no root of k")
+
+
+def test_mutant_one_event_per_batch_is_caught() -> None:
+    caught("event per batch")
+
+
+def test_mutant_accountant_reset_each_round_is_caught() -> None:
+    caught("accountant reset")
+
+
+def test_mutant_support_of_private_top_k_left_un_noised_is_caught() -> None:
+    caught("private support")
+
+
+def test_mutant_same_seed_each_round_is_caught() -> None:
+    caught("same seed")
+
+
+def test_mutant_metric_leak_is_caught() -> None:
+    caught("metric leak")
+
+
+def test_mutant_flowers_adaptive_clipping_sign_is_caught() -> None:
+    caught("Flower's sign")
+
+
+def test_mutant_uncentred_norm_bits_is_caught() -> None:
+    caught("uncentred bits")
+
+
+def test_2_6_mutant_top_k_support_of_the_private_sum_with_noise_on_the_support_is_caught() -> None:
+    caught("private support, low rank")
+
+
+def test_mutant_separate_clipping_of_both_low_rank_products_is_caught() -> None:
+    caught("separate clips")
+
+
+def test_mutant_duplicate_record_in_two_teachers_is_caught() -> None:
+    caught("record twice")
+
+
+def test_every_mutant_has_a_test_of_its_own(request: pytest.FixtureRequest) -> None:
+    source = request.path.read_text()
+    missing = [name for name in MUTANTS if f'caught("{name}")' not in source]
+    assert not missing

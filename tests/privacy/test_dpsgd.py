@@ -1,0 +1,425 @@
+"""DP-SGD: what one record contributes is bounded, noise and cost come from one object, and the cost comes first."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from privacy.dpsgd_problems import (
+    OPTIONS,
+    gradient,
+    ledger,
+    loss,
+    net,
+    per_sample,
+    records,
+    seeded,
+    training,
+    weights,
+)
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from fedcomp.errors import ConfigError
+from fedcomp.privacy.dpsgd import METHODS, PoissonLoader, private_training
+from fedcomp.privacy.entropy import SeededEntropy
+from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.mechanism import GridGaussian
+from fedcomp.privacy.optimizers import clip_rows, vote_rows
+from fedcomp.privacy.votes import topk_stochastic_sign
+from fedcomp.rng import Key
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+def test_1_9_three_hundred_poisson_steps_with_empty_batches_are_all_paid_for() -> None:
+    data, module = records(300), net()
+    with training(module, data, "topagg", rate=0.01, steps=300, noise_multiplier=1.5) as t:
+        empty = 0
+        for batch in t.loader:
+            empty += len(batch[0]) == 0
+            t.step(batch, loss)
+    assert empty > 0  # e^-3 of them on average
+    assert t.accountant.history == [(1.5, 0.01, 300)]
+    book = t.optimizer.ledger
+    assert book.releases == book.rounds == 300
+    assert {(e.noise_multiplier, e.rate, e.noise) for e in book.events} == {(1.5, 0.01, "discrete_gaussian")}
+    assert np.isfinite(weights(module)).all()
+    # Opacus' accountant was told by its own hook, ours by the mechanism: the looser analysis bounds the tighter one.
+    assert book.epsilon() <= t.accountant.get_epsilon(1e-5)
+
+
+def test_1_9_the_noise_on_votes_has_the_deviation_z_sqrt_k() -> None:
+    module = net(20, 30, 10)
+    data = records(50, 20, 10)
+    z, k = 1.5, 10
+    with training(module, data, "topagg", k=k, noise_multiplier=z, rate=1e-9, steps=100, lr=1e-9) as t:
+        noise = []
+        for batch in t.loader:
+            assert not len(batch[0])
+            t.step(batch, loss)
+            noise.append(gradient(module) * t.optimizer.batch)
+    drawn = np.concatenate(noise)
+    # 94 000 draws: the relative error of the deviation is 0.23 % of itself.
+    assert drawn.std() == pytest.approx(z * math.sqrt(k), rel=0.012)
+    assert abs(drawn.mean()) < 5 * z * math.sqrt(k / drawn.size)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_1_9_a_record_whose_gradient_is_not_finite_contributes_nothing(method: str) -> None:
+    data = records(8)
+    broken = TensorDataset(data.tensors[0].clone(), data.tensors[1])
+    broken.tensors[0][3] = float("nan")
+    broken.tensors[0][5, 2] = float("inf")
+    others = TensorDataset(*(x[[0, 1, 2, 4, 6, 7]] for x in data.tensors))
+    found = []
+    for given in (broken, others):
+        module = net()
+        # Plain signs: a vote's random number belongs to its place in the batch.
+        options = {"stochastic": False} if method == "topagg" else {}
+        with training(module, given, method, loss_reduction="sum", **options) as t:
+            t.step(next(iter(t.loader)), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="sum"))
+            found.append(gradient(module))
+            refused = t.optimizer.refused
+        assert np.isfinite(weights(module)).all()
+        assert refused == (2 if given is broken else 0)
+    assert np.abs(found[0]).max() > 0
+    np.testing.assert_array_equal(*found)
+
+
+def test_1_9_votes_of_a_batch_at_once_equal_a_loop_over_records() -> None:
+    data, module = records(11), net()
+    rows = per_sample(module, data)
+    key = Key(5)
+    with training(module, data, "topagg", k=9, saturation=0.05, key=key) as t:
+        t.step(next(iter(t.loader)), loss)
+        found = gradient(module) * t.optimizer.batch
+    drawn = key.at(purpose="dp-sgd votes").uniform(11 * 9).reshape(11, 9)
+    naive = sum(
+        topk_stochastic_sign(row.numpy(), 9, saturation=0.05, uniforms=u).astype(int)
+        for row, u in zip(rows, drawn, strict=True)
+    )
+    assert set(np.abs(naive)) != {0}
+    np.testing.assert_allclose(found, naive, atol=1e-5)
+
+
+def test_votes_of_rows_are_those_of_the_vote_encoder_also_where_they_overflow() -> None:
+    rows = Key(1, "rows").generator().standard_normal((6, 40)).astype(np.float32)
+    rows[1] = 0.0
+    rows[2] *= np.float32(1e38)
+    rows[3, 4] = np.nan
+    rows[4, 30:] = np.inf
+    rows[5, :35] = 0.0
+    uniforms = Key(2).uniform(60).reshape(6, 10)
+    for drawn in (uniforms, None):
+        found = vote_rows(torch.from_numpy(rows), 10, uniforms=drawn).numpy()
+        np.testing.assert_array_equal(
+            found, topk_stochastic_sign(rows, 10, stochastic=drawn is not None, uniforms=drawn)
+        )
+    assert not found[[1, 3, 4]].any()
+    assert list(np.abs(found).sum(axis=1)) == [10, 0, 10, 0, 0, 5]
+
+
+def test_dp_sgd_without_noise_is_the_sum_of_clipped_gradients_over_the_expected_batch() -> None:
+    data, module = records(12), net()
+    rows = per_sample(module, data).double().numpy()
+    norms = np.linalg.norm(rows, axis=1)
+    clip = float(np.median(norms))
+    assert norms.min() < clip < norms.max()
+    with training(module, data, max_grad_norm=clip) as t:
+        t.step(next(iter(t.loader)), loss)
+        found = gradient(module)
+    naive = (rows * np.minimum(1.0, clip / norms)[:, None]).sum(axis=0) / 12
+    # Each of 12 records is off by half a grid step, and a clipped one by 1.5 in its norm.
+    np.testing.assert_allclose(found, naive, atol=2.1 * GridGaussian(noise_multiplier=0, clip=clip, size=53).step)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_record_moves_the_sum_by_the_bound_at_most(method: str) -> None:
+    """On what is really summed: with and without a record, at several scales of its gradient."""
+    data = records(5)
+    for scale in (1e-6, 1.0, 1e6, 1e30):
+        totals = []
+        for count in (5, 4):
+            module = net()
+            with training(module, data, method, loss_reduction="sum", rate=1.0) as t:
+                mechanism = t.optimizer.mechanism()
+                batch = [x[:count] for x in data.tensors]
+                weight = torch.tensor([1.0, 1.0, 1.0, 1.0, scale])[:count]
+                t.optimizer.zero_grad()
+                terms = nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+                (terms * weight).sum().backward()
+                t.optimizer.clip_and_accumulate()
+                totals.append(t.optimizer._total)
+        moved = (totals[0] - totals[1]).astype(object)
+        assert totals[0].dtype == np.int64
+        assert sum(moved * moved) <= round(mechanism.bound**2)
+        if scale >= 1e6 or method == "topagg":
+            assert sum(moved * moved) >= 0.98 * mechanism.bound**2  # the bound is no larger than it must be
+
+
+def test_a_rounded_row_is_inside_the_bound_in_exact_arithmetic_and_close_to_what_the_mechanism_admits() -> None:
+    size = 2000
+    mechanism = GridGaussian(noise_multiplier=1.0, clip=0.7, size=size)
+    rows = Key(4).generator().standard_normal((40, size)).astype(np.float32)
+    # Clipped, every coordinate of these is 91.59 steps, which rounds up: their norm is raised above the bound of 4096.
+    assert np.rint(mechanism.bound / math.sqrt(size)) ** 2 * size > mechanism.bound**2
+    for number in range(20):
+        rows[number] = 10.0 ** (number - 5)
+    rows[20] = 3e38
+    rows[21] = 0.0
+    found = clip_rows(torch.from_numpy(rows.copy()), mechanism).numpy()
+    squares = [int((row.astype(np.int64) ** 2).sum()) for row in found]
+    assert max(squares) <= int(mechanism.bound) ** 2
+    for row, given in zip(found, rows, strict=True):
+        assert np.abs(row - mechanism.admit(given.astype(np.float64))).max() <= mechanism.bound * 0.01
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_event_is_recorded_before_the_noise_is_drawn_and_says_what_was_drawn(method: str) -> None:
+    class Watching(SeededEntropy):
+        def bytes(self, count: int) -> bytes:
+            seen.append(book.releases)
+            return super().bytes(count)
+
+    seen: list[int] = []
+    book = ledger(1.0)
+    module, data = net(), records(6)
+    watching = Watching(Key(0), insecure_deterministic=True)
+    with training(module, data, method, noise_multiplier=2.0, steps=2, entropy=watching, ledger=book) as t:
+        batch = [*data.tensors]
+        for step in (1, 2):
+            seen.clear()
+            expected = t.optimizer.mechanism().event(rate=1.0, size=1, label="gradient")
+            t.step(batch, loss)
+            assert set(seen) == {step}
+            assert book.events[-1] == expected
+
+
+def test_a_step_beyond_the_budget_leaves_the_model_and_no_gradient() -> None:
+    module, data = net(), records(20)
+    probe = ledger(0.5)
+    event = GridGaussian(noise_multiplier=2.0, adjacency="add_remove", clip=1.0, size=53).event(rate=0.5)
+    probe.record(event, round=0, times=3)
+    with training(module, data, noise_multiplier=2.0, rate=0.5, steps=5, budget=probe.epsilon() + 1e-6) as t:
+        for _, batch in zip(range(3), t.loader, strict=False):
+            t.step(batch, loss)
+        before = weights(module)
+        with pytest.raises(BudgetExceeded):
+            t.step([*data.tensors], loss)
+    assert t.optimizer.ledger.releases == 3
+    np.testing.assert_array_equal(weights(module), before)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_the_sum_is_divided_by_the_expected_batch_untruncated() -> None:
+    data, module = records(200), net()
+    with training(module, data, rate=1 / 67, steps=1, max_grad_norm=2.0) as t:
+        assert t.optimizer.batch == pytest.approx(200 / 67)
+        batch = [x[:3] for x in data.tensors]
+        t.step(batch, loss)
+        found = gradient(module)
+    naive = per_sample(net(), TensorDataset(*batch)).double().numpy()
+    assert np.linalg.norm(naive, axis=1).max() < 2.0
+    step = 2.0 / 512
+    np.testing.assert_allclose(found, naive.sum(axis=0) / (200 / 67), atol=0.52 * step)
+
+
+def test_a_second_training_on_one_ledger_goes_on_where_the_first_ended() -> None:
+    """Steps are rounds of the ledger: the same number twice would say the same records were drawn."""
+    book, module, data = ledger(0.5), net(), records(20)
+    for _ in range(2):
+        with training(module, data, "random-mask", rate=0.5, steps=3, noise_multiplier=1.0, ledger=book) as t:
+            for batch in t.loader:
+                t.step(batch, loss)
+    assert [entry.round for entry in book.entries] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_batch_gathered_in_parts_gets_one_noise_and_one_event() -> None:
+    data = records(10)
+    found = []
+    for parts in ([10], [4, 6]):
+        module = net()
+        with training(module, data, noise_multiplier=1.0, loss_reduction="sum") as t:
+            t.hooks.allow_grad_accumulation()
+            start = 0
+            for number, count in enumerate(parts):
+                t.optimizer.signal_skip_step(number < len(parts) - 1)
+                t.optimizer.zero_grad()
+                batch = [x[start : start + count] for x in data.tensors]
+                nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="sum").backward()
+                t.optimizer.step()
+                start += count
+            assert t.optimizer.ledger.releases == 1
+            found.append(gradient(module))
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_noise_schedule_reaches_the_noise_and_the_event_alike() -> None:
+    module, data = net(20, 30, 10), records(50, 20, 10)
+    with training(module, data, rate=1e-9, steps=40, noise_multiplier=1.0, lr=1e-9) as t:
+        spread = []
+        for number, batch in enumerate(t.loader):
+            t.optimizer.noise_multiplier = 1.0 if number < 20 else 3.0
+            t.step(batch, loss)
+            spread.append(gradient(module) * t.optimizer.batch)
+    assert [e.noise_multiplier for e in t.optimizer.ledger.events] == [1.0] * 20 + [3.0] * 20
+    assert np.std(spread[:20]) == pytest.approx(1.0, rel=0.03)
+    assert np.std(spread[20:]) == pytest.approx(3.0, rel=0.03)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_state_dict_keys_stay_and_the_hooks_go(method: str) -> None:
+    module, data = net(), records(6)
+    keys = list(module.state_dict())
+    with training(module, data, method) as t:
+        assert list(module.state_dict()) == keys
+        t.step([*data.tensors], loss)
+    assert list(module.state_dict()) == keys
+    assert not any(hasattr(p, "grad_sample") for p in module.parameters())
+    loss(module, [*data.tensors]).backward()
+    assert not any(hasattr(p, "grad_sample") for p in module.parameters())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(5), nn.BatchNorm1d(5, affine=False), nn.SyncBatchNorm(5)])
+def test_layers_that_mix_records_are_refused_with_advice(norm: nn.Module) -> None:
+    module = nn.Sequential(nn.Linear(6, 5), norm, nn.Linear(5, 3))
+    with pytest.raises(ConfigError, match="GroupNorm"):
+        training(module, records(6))
+
+
+def test_parameters_the_optimiser_does_not_hold_are_refused() -> None:
+    module = net()
+    with pytest.raises(ConfigError, match="Freeze"):
+        private_training(
+            module,
+            torch.optim.SGD(module[0].parameters(), lr=0.1),
+            records(6),
+            noise_multiplier=1.0,
+            rate=1.0,
+            steps=1,
+            ledger=ledger(1.0),
+        )
+    for p in module[2].parameters():
+        p.requires_grad_(False)
+    with training(module, records(6)) as t:
+        t.step([*records(6).tensors], loss)
+
+
+def test_a_claimed_rate_must_be_the_ledgers() -> None:
+    module, data = net(), records(6)
+    with training(module, data, rate=0.25, ledger=ledger(0.5)) as t, pytest.raises(ConfigError, match="rate"):
+        t.step([*data.tensors], loss)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"method": "gaussian"},
+        {"rate": 0.0},
+        {"rate": 1.5},
+        {"steps": -1},
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": math.nan},
+        {"max_grad_norm": 0.0},
+        {"loss_reduction": "median"},
+        {"method": "topagg", "k": 0},
+        {"method": "topagg", "k": 5, "saturation": 0.0},
+        {"method": "topagg", "k": 5, "threshold": -1.0},
+        {"method": "random-mask", "keep": 0.0},
+        {"method": "random-mask", "keep": 0.5, "mask": "batch_topk"},
+        {"method": "lsg", "rank": -1},
+        {"method": "lsg", "rank": 1, "refresh": 0},
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_trained(wrong: dict) -> None:
+    module = net()
+    given = {"noise_multiplier": 1.0, "rate": 1.0, "steps": 1, "ledger": ledger(1.0), **wrong}
+    with pytest.raises(ConfigError):
+        private_training(module, torch.optim.SGD(module.parameters(), lr=0.1), records(6), **given)
+    assert not hasattr(module[0].weight, "grad_sample")
+
+
+def test_votes_beyond_all_coordinates_are_all_of_them() -> None:
+    module = net()
+    with training(module, records(6), "topagg", k=10_000) as t:
+        assert t.optimizer.k == 53
+        assert t.optimizer.max_grad_norm == pytest.approx(math.sqrt(53))
+
+
+def test_a_threshold_turns_noisy_sums_into_signs() -> None:
+    data = records(9)
+    module = net()
+    rows = per_sample(module, data)
+    with training(module, data, "topagg", k=20, stochastic=False, threshold=0.5) as t:
+        t.step([*data.tensors], loss)
+        found = gradient(module)
+    votes = topk_stochastic_sign(rows.numpy(), 20, stochastic=False).astype(int).sum(axis=0)
+    expected = np.sign(votes) * (np.abs(votes) > 4.5)
+    assert 0 < np.count_nonzero(expected) < 53
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_poisson_batches_take_each_record_independently_at_the_rate() -> None:
+    data = records(100)
+    loader = PoissonLoader(data, rate=0.3, steps=1000, entropy=seeded("batches"))
+    sizes, taken = [], np.zeros(100)
+    marked = TensorDataset(torch.arange(100))
+    for (batch,) in PoissonLoader(marked, rate=0.3, steps=1000, entropy=seeded("batches")):
+        sizes.append(len(batch))
+        taken[batch.numpy()] += 1
+    assert len(loader) == 1000
+    # Standard errors: 0.0145 of a record in a batch, 0.0014 of the mean; variance 21 of a batch's size.
+    assert np.abs(taken / 1000 - 0.3).max() < 5 * 0.0145
+    assert np.mean(sizes) == pytest.approx(30.0, abs=5 * 0.145)
+    assert np.var(sizes) == pytest.approx(21.0, rel=0.25)
+
+
+def test_a_data_set_of_another_kind_and_a_loader_give_the_same_batches() -> None:
+    class Listed(Dataset):
+        def __init__(self, data: TensorDataset) -> None:
+            self.data = data
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> tuple:
+            return self.data[index]
+
+    data = records(30)
+    kinds = [data, Listed(data), DataLoader(Listed(data), batch_size=4)]
+    batches = [list(PoissonLoader(kind, rate=0.05, steps=25, entropy=seeded())) for kind in kinds]
+    assert any(len(x) == 0 for x, _ in batches[0])
+    for first, *others in zip(*batches, strict=True):
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                assert a.dtype == b.dtype
+                np.testing.assert_array_equal(a, b)
+
+
+def test_no_global_generator_is_read_or_written() -> None:
+    found = []
+    for seed in (1, 2):
+        module = net()
+        torch.manual_seed(seed)  # what must not matter
+        before = torch.get_rng_state()
+        for method in OPTIONS:
+            with training(module, records(40), method, rate=0.2, steps=3, noise_multiplier=1.0) as t:
+                for batch in t.loader:
+                    t.step(batch, loss)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(weights(module))
+    np.testing.assert_array_equal(*found)
+
+
+def test_the_operating_systems_noise_differs_from_run_to_run() -> None:
+    found = []
+    for _ in range(2):
+        module = net()
+        with training(module, records(6), noise_multiplier=1.0, entropy=None) as t:
+            assert t.optimizer.entropy.secure
+            t.step([*records(6).tensors], loss)
+        found.append(weights(module))
+    assert np.abs(found[0] - found[1]).max() > 1e-3

@@ -1,0 +1,386 @@
+"""DataLens' server: every image is paid for, before its noise is drawn; what cannot be verified is not in the sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datalens_toy import IMAGES, NODES, PIXELS, SEED, ToyTeachers, client, grid, kept, model, row, strategy
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+
+from fedcomp import wire
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower import checkpoint, datalens
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.privacy import Private, find_private
+from fedcomp.flower.rounds import drive, fit
+from fedcomp.privacy import mechanism
+from fedcomp.privacy.accounting import CLASSICAL_ORDERS, classical_epsilon, gaussian_epsilon, releases_for
+from fedcomp.privacy.entropy import Entropy
+from fedcomp.privacy.events import Event
+from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.votes import encode_rows
+from fedcomp.rng import Key
+from strategies.datalens import DataLens
+
+K, ROUNDS = 4, 5
+
+
+def run(made: DataLens, over: Any, rounds: int = ROUNDS, first: int = 1, arrays: Any = None) -> Any:
+    return fit(made, over, model() if arrays is None else arrays, rounds, start_round=first, timeout=9)
+
+
+def paid_per_image(made: DataLens, rounds: int = ROUNDS) -> bool:
+    """Whether the ledger holds what the published code's rule charges: alpha 2k / sigma^2 for each image and order."""
+    z = made.noise_multiplier
+    sigma = z * 2 * math.sqrt(K)
+    rho = IMAGES * rounds * 2 * K / sigma**2
+    delta = made.privacy.delta
+    expected = min(a * rho + math.log(1 / delta) / (a - 1) for a in CLASSICAL_ORDERS)
+    # The same event again and again is one line of the ledger for each round.
+    return math.isclose(classical_epsilon(made.privacy.events, delta), expected, rel_tol=1e-9)
+
+
+def test_1_11_d_the_ledger_holds_one_release_for_each_image_of_each_round() -> None:
+    made = strategy(noise_multiplier=20.0)
+    run(made, grid())
+    assert isinstance(made, Private)
+    assert find_private(made) is made
+    assert [entry.round for entry in made.privacy.entries] == [1, 2, 3, 4, 5]
+    assert made.privacy.releases == IMAGES * ROUNDS
+    assert paid_per_image(made)
+    exact = gaussian_epsilon(math.sqrt(IMAGES * ROUNDS) / 20.0, 1e-5)
+    assert made.privacy.epsilon() == pytest.approx(exact, rel=1e-9)
+    # What one client or record of a teacher may change in all: B votes, each by sqrt(k) there and back.
+    said = made.statement()
+    assert said.sensitivity == pytest.approx(2 * math.sqrt(K))
+    assert (said.releases, said.rounds, said.unit, said.adjacency) == (15, 5, "client", "replace")
+
+
+class OneEventPerBatch(DataLens):
+    """MUTANT: all images of a batch are paid for as one release."""
+
+    def event(self, pixels: int) -> Event:
+        return replace(super().event(pixels), releases=1)
+
+
+def test_mutant_one_event_per_batch_is_caught() -> None:
+    made = strategy(OneEventPerBatch, noise_multiplier=20.0)
+    run(made, grid())
+    assert not paid_per_image(made)
+    assert made.privacy.releases == ROUNDS
+
+
+@pytest.mark.parametrize("way", ["serve", "alone"])
+def test_1_11_j_the_run_stops_before_the_budget_is_crossed_and_asks_nobody(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    honest = mechanism.draw
+
+    def counted(noise: str, sigma: float, count: int, entropy: Entropy) -> Any:
+        drawn.append(count)
+        return honest(noise, sigma, count, entropy)
+
+    monkeypatch.setattr(mechanism, "draw", counted)
+    budget, z = 1.0, 20.0
+    most = releases_for(budget, 1e-5, z) // IMAGES
+    assert 3 <= most < 60
+    made, over = strategy(noise_multiplier=z, budget=budget), grid()
+    if way == "serve":  # whose driver asks before each round
+        result = run(made, over, most + 3)
+        arrays = result.arrays
+    else:
+        arrays = model()
+        for server_round in range(1, most + 4):
+            exchanges = made.round(server_round, arrays, ConfigRecord(), over)
+            arrays = drive(exchanges, over)[0] or arrays
+    assert drawn == [IMAGES * PIXELS] * most
+    assert made.privacy.releases == most * IMAGES
+    assert made.privacy.epsilon() <= budget
+    assert gaussian_epsilon(math.sqrt((most + 1) * IMAGES) / z, 1e-5) > budget
+    assert "budget of epsilon 1" in made.over(most + 1)
+    assert over.ledger.total("messages", direction="down") == NODES * most
+    # The last model is that of the last step that was afforded.
+    same = strategy(noise_multiplier=z)
+    assert np.array_equal(row(run(same, grid(), most).arrays), row(arrays))
+
+
+def test_an_event_is_on_the_disk_before_its_noise_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "privacy.jsonl"
+
+    def killed(*_: object) -> Any:
+        raise KeyboardInterrupt(path.read_text().count('"event"'))
+
+    made = strategy()
+    made.open_ledger(path)
+    monkeypatch.setattr(mechanism, "draw", killed)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        run(made, grid())
+    assert stop.value.args == (1,)
+
+
+def test_without_noise_and_chance_targets_are_the_signs_of_the_majority() -> None:
+    made = strategy(k=PIXELS, noise_multiplier=0.0, stochastic=False, beta=0.0, teachers=2)
+    over = grid()
+    moved = row(run(made, over, 1).arrays)
+    wishes = np.concatenate([ToyTeachers(p, 2).wish for p in range(NODES)])
+    images = made.student({}).images({"row": np.zeros(PIXELS, np.float32)}, lesson_key(made), IMAGES)
+    majority = np.sign(np.sign(wishes[:, None] - images[None]).sum(0))
+    np.testing.assert_allclose(moved, 0.01 * majority.sum(0), rtol=1e-6)
+    assert made.privacy.epsilon() == math.inf
+    assert made.statement().prose().splitlines()[1].startswith("NOT PRIVATE")
+
+
+def lesson_key(made: DataLens) -> Key:
+    return Key(Key(made.seed, "datalens/draw", 1).u64() >> 1, "datalens")
+
+
+def forged(change: Callable[[RecordDict], None], culprit: int = 1) -> Callable[[Message, Context], Message]:
+    honest = client()
+
+    def app(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        if context.node_config["partition-id"] == culprit:
+            change(reply.content)
+        return reply
+
+    return app
+
+
+def frame(data: bytes) -> Callable[[RecordDict], None]:
+    return lambda content: put_frame(content, datalens.VOTES, data)
+
+
+def cast(rows: int = IMAGES, size: int = PIXELS, votes: int = K) -> np.ndarray:
+    out = np.zeros((rows, size), np.int8)
+    out[:, :votes] = 1
+    return out
+
+
+def doubled() -> bytes:
+    flat = 2 * cast().reshape(-1)
+    at = np.flatnonzero(flat)
+    return wire.encode([wire.sparse((IMAGES, PIXELS), at, flat[at].astype(np.float32))])
+
+
+HOSTILE: dict[str, tuple[Callable[[RecordDict], None], str]] = {
+    "one vote too many on one image": (frame(encode_rows(np.vstack([cast(1, votes=K + 1), cast(2)]))), "13 values"),
+    "one vote too many on one, one too few on another": (
+        frame(encode_rows(np.vstack([cast(1, votes=K + 1), cast(1), cast(1, votes=K - 1)]))),
+        "row 0 holds 5 votes, at most 4",
+    ),
+    "a vote of 2": (frame(doubled()), ""),
+    "another number of images": (frame(encode_rows(cast(IMAGES + 1))), ""),
+    "another size of images": (frame(encode_rows(cast(size=PIXELS - 1))), ""),
+    "a vector": (frame(wire.encode([wire.dense(np.full((IMAGES, PIXELS), np.nan, np.float32))])), ""),
+    "noise": (frame(bytes(range(200))), ""),
+    "nothing": (lambda content: content.__delitem__(datalens.VOTES), "no frame"),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_1_11_h_votes_that_cannot_be_verified_are_left_out_and_the_guarantee_stays(how: str) -> None:
+    change, said = HOSTILE[how]
+    made, honest = strategy(), strategy()
+    lied = row(run(made, grid(forged(change)), 1).arrays)
+    (reason,) = made.lessons[1].refused
+    assert said in reason
+    assert (made.lessons[1].asked, made.lessons[1].answered) == (NODES, NODES - 1)
+
+    def silent(delivery: Any) -> str:
+        return "lost_reply" if delivery.partition == 1 else "none"
+
+    # As if that client were not there: the same noise, the same divisor, the same price.
+    assert np.array_equal(lied, row(run(honest, grid(fault=silent), 1).arrays))
+    assert made.privacy.events == honest.privacy.events
+
+
+@pytest.mark.parametrize("kind", ["duplicate", "duplicate_reply"])
+def test_a_client_votes_once_whatever_arrives_twice(kind: str) -> None:
+    plain, again, over = strategy(), strategy(), grid(fault=lambda _: kind)
+    assert np.array_equal(row(run(plain, grid(), 2).arrays), row(run(again, over, 2).arrays))
+    assert plain.privacy.events == again.privacy.events
+    assert kept(over, 0).state["learnt"].tolist() == [again.pretrain + 2 * again.steps]
+
+
+def test_a_lost_client_costs_its_votes_and_nothing_else() -> None:
+    def lossy(delivery: Any) -> str:
+        lost = {(2, 0): "silent", (2, 1): "raise", (3, 2): "lost_reply", (4, 3): "offline"}
+        return lost.get((delivery.round, delivery.partition), "none")
+
+    made, whole = strategy(), strategy()
+    over = grid(fault=lossy)
+    run(made, over)
+    run(whole, grid())
+    assert made.privacy.events == whole.privacy.events
+    assert made.expected == whole.expected == NODES
+    assert [r.answered for r in made.lessons.values()] == [4, 2, 3, 3, 4]
+    assert [len(r.lost) for r in made.lessons.values()] == [0, 2, 1, 1, 0]
+    # Whoever's reply was lost has learnt all the same, and once.
+    steps = [kept(over, p).state["learnt"].tolist() for p in range(NODES)]
+    first = made.pretrain + made.steps
+    assert steps == [[first + lessons * made.steps] for lessons in (3, 3, 4, 3)]
+
+
+def test_a_round_without_any_answer_releases_its_noise_and_pays() -> None:
+    made = strategy(beta=0.0)
+    result = run(made, grid(fault=lambda d: "silent"), 1)
+    assert made.privacy.releases == IMAGES
+    assert row(result.arrays).any()
+
+
+def test_the_threshold_counts_the_teachers_expected_and_not_those_that_came() -> None:
+    # Every vote that came agrees, but two of four are less than 0.7 of those expected.
+    agreed = frame(encode_rows(cast()))
+    options = {"noise_multiplier": 0.0, "beta": 0.7}
+    all_in = run(strategy(**options), grid(everybody(agreed)), 1)
+    assert row(all_in.arrays)[:K].all()
+
+    def half(delivery: Any) -> str:
+        return "silent" if delivery.partition > 1 else "none"
+
+    assert not row(run(strategy(**options), grid(everybody(agreed), fault=half), 1).arrays).any()
+
+
+def everybody(change: Callable[[RecordDict], None]) -> Callable[[Message, Context], Message]:
+    honest = client()
+
+    def app(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        change(reply.content)
+        return reply
+
+    return app
+
+
+def test_several_teachers_of_a_client_are_checked_one_by_one_and_counted_as_units() -> None:
+    made = strategy(teachers=3)
+    over = grid()
+    run(made, over, 2)
+    assert made.expected == 3 * NODES
+    assert kept(over, 0).state["learnt"].shape == (3,)
+    said = made.statement()
+    assert (said.unit, said.population) == ("record", 3 * NODES)
+    assert "a client as a whole is not protected" in said.unit_note
+    # One teacher with a vote too many takes its client's others along: what is not verified is not in the sum.
+    rows = cast(3 * IMAGES)
+    rows[IMAGES, :] = 1
+    lied = strategy(teachers=3)
+    run(lied, grid(forged(frame(encode_rows(rows)))), 1)
+    assert lied.lessons[1].answered == NODES - 1
+    with pytest.raises(ConfigError, match="say adjacency='replace'"):
+        strategy(teachers=3, adjacency="zero_out")
+
+
+def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    options = {"noise_multiplier": 3.0, "beta": 0.1, "teachers": 2}
+    whole_strategy, whole_grid = strategy(**options), grid()
+    whole = run(whole_strategy, whole_grid, 6)
+
+    path, first, over = tmp_path / "run.ckpt", strategy(**options), grid()
+    half = run(first, over, 3)
+    checkpoint.save(path, server_round=3, arrays=half.arrays, strategy=first, grid=over)
+    second, resumed = strategy(**options), grid()
+    held = checkpoint.load(path)
+    held.apply(second, resumed)
+    result = run(second, resumed, 6, first=4, arrays=held.arrays)
+    assert np.array_equal(row(result.arrays), row(whole.arrays))
+    assert [kept(resumed, p).answer for p in range(NODES)] == [kept(whole_grid, p).answer for p in range(NODES)]
+    assert second.lessons == whole_strategy.lessons
+    assert second.privacy.releases == whole_strategy.privacy.releases == 6 * IMAGES
+    with pytest.raises(StateError, match="resume with the settings"):
+        held.apply(strategy(**{**options, "beta": 0.2}), None)
+
+
+def test_a_run_that_is_continued_pays_for_what_its_file_holds(tmp_path: Path) -> None:
+    """Killed after two more rounds than its checkpoint knows of: they were paid, and the budget holds."""
+    file, path = tmp_path / "privacy.jsonl", tmp_path / "run.ckpt"
+    options = {"noise_multiplier": 20.0, "budget": 1.0}
+    most = releases_for(1.0, 1e-5, 20.0) // IMAGES
+    first, over = strategy(**options), grid()
+    first.open_ledger(file)
+    half = run(first, over, 1)
+    checkpoint.save(path, server_round=1, arrays=half.arrays, strategy=first, grid=over)
+    run(first, over, 3, first=2, arrays=half.arrays)
+    first.privacy.close()
+    second, resumed = strategy(**options), grid()
+    held = checkpoint.load(path)
+    held.apply(second, resumed)
+    second.open_ledger(file)
+    assert second.privacy.releases == 3 * IMAGES
+    run(second, resumed, most + 5, first=2, arrays=held.arrays)
+    assert second.privacy.releases == most * IMAGES
+
+
+def test_noise_from_the_system_is_another_one_each_time_and_public_choices_are_not() -> None:
+    sent: list[bytes] = []
+    honest = client()
+
+    def app(message: Message, context: Context) -> Message:
+        lesson = datalens.Lesson.of(message)
+        sent.append(repr((lesson.draw, lesson.sequence)).encode())
+        return honest(message, context)
+
+    options = {"insecure_deterministic": False, "noise_multiplier": 5.0, "beta": 0.0}
+    models = [row(run(strategy(**options), grid(app), 2).arrays).tobytes() for _ in range(2)]
+    assert models[0] != models[1]
+    assert sent[: 2 * NODES] == sent[2 * NODES :]
+    assert strategy(**options).statement().secure
+    seeded = strategy()
+    assert "INSECURE" in seeded.statement().prose()
+    assert seeded.seed == SEED
+
+
+def test_images_or_a_generator_go_down_and_one_frame_comes_up() -> None:
+    down = {}
+    for send in ("images", "generator"):
+        over = grid()
+        run(strategy(send=send), over, 1)
+        down[send] = over.ledger.total("payload", direction="down") / NODES
+        up = over.ledger.total("payload", direction="up") / NODES
+        assert up == len(kept(over, 0).answer)
+    assert down["images"] == 4 * IMAGES * PIXELS
+    assert down["generator"] == len(model()["row"].data)
+
+
+def test_capped_sampling_ends_when_everybody_has_taken_part() -> None:
+    made, over = strategy(sampling=Sampling("capped", cap=2)), grid()
+    run(made, over, 4)
+    assert made.privacy.rounds == 2
+    assert set(made.privacy.participations.values()) == {2}
+    assert over.ledger.total("messages", direction="down") == 2 * NODES
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"k": 0}, "k of DataLens is 0"),
+        ({"images": 0}, "images of DataLens is 0"),
+        ({"teachers": True}, "teachers of DataLens is True"),
+        ({"eta": 0.0}, "eta=0.0"),
+        ({"beta": -0.1}, "beta=-0.1"),
+        ({"beta": math.nan}, "beta=nan"),
+        ({"send": "weights"}, "one of generator, images"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        ({"delta": 0.5}, "delta"),
+        ({"sampling": Sampling("poisson", rate=0.5)}, "Poisson"),
+    ],
+)
+def test_what_cannot_keep_a_promise_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        strategy(**options)
+
+
+def test_nothing_is_released_before_the_number_of_clients_is_known() -> None:
+    made = strategy(clients=0)
+    with pytest.raises(ConfigError, match="give clients=N"):
+        run(made, grid(), 1)
+    made.declare(NODES)
+    run(made, grid(), 1)
+    assert made.privacy.population == NODES

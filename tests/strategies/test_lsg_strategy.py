@@ -1,0 +1,449 @@
+"""LSG-style training by clients: what is sent, what the model becomes, what it costs, and who is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from toy import client_app, fedavg, model, update
+
+from clients.lsg import lsg
+from clients.private import private
+from fedcomp import wire
+from fedcomp.codecs import TopK
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.lsg import HEADER, UPDATE, Ask, drawn, pack, take_carriers, take_kept
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import PayloadError, put_frame
+from fedcomp.flower.privacy import Private, find_private
+from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout
+from fedcomp.privacy.lsg import Plan
+from fedcomp.rng import Key
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+from strategies.lsg import Lsg
+
+NODES, SIZE, CULPRIT = 8, 1230, 3
+SHAPES = {"weight": (40, 30), "bias": (30,)}
+PLAN = Plan.of(SHAPES, 5)
+CLIP = 2000.0
+"""The toy's updates have norms of about 20000: all are clipped."""
+
+App = Callable[[Message, Context], Message]
+
+
+def strategy(**options: Any) -> Lsg:
+    chosen = {
+        "clip": CLIP,
+        "rank": 5,
+        "keep": 0.5,
+        "noise_multiplier": 0.0,
+        "population": NODES,
+        "delta": 1e-3,
+        "insecure_deterministic": True,
+        "seed": 7,
+        **options,
+    }
+    return Lsg(fedavg(fraction_evaluate=0.0), **chosen)
+
+
+def app() -> ClientApp:
+    return client_app([lsg(), private()])
+
+
+def run(chosen: Any, *, rounds: int = 1, client: App | None = None, initial: Any = None, **engine: Any) -> tuple:
+    with InProcessGrid(client or app(), NODES, **{"seed": 3, **engine}) as grid:
+        metered = MeteredGrid(grid, Ledger())
+        result = fit(chosen, metered, initial or start(), rounds, timeout=9.0)
+    return flat(result.arrays), result, metered
+
+
+def start() -> ArrayRecord:
+    """A model of full rank, so that its carriers are its own directions."""
+    draws = Key(1).generator()
+    return ArrayRecord({k: Array(draws.standard_normal(s).astype(np.float32)) for k, s in SHAPES.items()})
+
+
+def flat(arrays: Any) -> np.ndarray:
+    return np.concatenate([arrays[name].numpy().reshape(-1) for name in SHAPES]).astype(np.float64)
+
+
+def learnt(server_round: int, partition: int) -> np.ndarray:
+    parts = [update(server_round, partition, shape, layer).reshape(-1) for layer, shape in enumerate(SHAPES.values())]
+    return np.concatenate(parts).astype(np.float64)
+
+
+def by_hand(
+    model_before: np.ndarray, server_round: int, share: float, who: Any = range(NODES)
+) -> tuple[np.ndarray, np.ndarray, tuple]:
+    """Return the update of the model from the definition, the kept coordinates and the carriers."""
+    pairs = PLAN.carriers(model_before, Key(7, "lsg/carriers", server_round))
+    ask = Ask(5, "", share, Key(7, "lsg", server_round).u64() >> 1, CLIP, chosen=False)
+    kept = drawn(ask, PLAN.short)
+    total = np.zeros(PLAN.short)
+    for partition in who:
+        short = np.concatenate(PLAN.project(learnt(server_round, partition), pairs))[kept]
+        total[kept] += short * min(1.0, CLIP / np.linalg.norm(short))
+    return PLAN.reconstruct(total / NODES, pairs), kept, pairs
+
+
+def test_the_model_moves_by_the_reconstructed_mean_of_clipped_coordinates() -> None:
+    moved, result, _ = run(strategy())
+    before = flat(start())
+    step, kept, _ = by_hand(before, 1, 0.5)
+    assert kept.size == math.ceil(0.5 * (5 * 70 + 30))
+    # A grid step is 2000 / 1024, and the reconstruction adds up several of them.
+    assert np.linalg.norm(step) > 100
+    np.testing.assert_allclose(moved - before, step, atol=3.0)
+    assert not any(len(record) for record in result.train_metrics_clientapp.values())
+
+
+def test_rank_zero_is_the_random_mask_alone() -> None:
+    moved, *_ = run(strategy(rank=0, keep=0.25))
+    changed = np.flatnonzero(np.abs(moved - flat(start())) > 1e-3)
+    ask = Ask(0, "", 0.25, Key(7, "lsg", 1).u64() >> 1, CLIP, chosen=False)
+    assert 0.9 * math.ceil(0.25 * SIZE) < changed.size <= math.ceil(0.25 * SIZE)
+    assert np.isin(changed, drawn(ask, SIZE)).all()
+
+
+def test_2_6_everything_kept_of_nothing_factored_is_dp_fedavg_up_to_the_grid() -> None:
+    ours, *_ = run(strategy(rank=0, keep=1.0, noise_multiplier=1.5), rounds=2)
+    settings = {"population": NODES, "delta": 1e-3, "insecure_deterministic": True, "seed": 7}
+    plain = DpFedAvg(fedavg(fraction_evaluate=0.0), clip=CLIP, noise_multiplier=1.5, **settings)
+    theirs, *_ = run(plain, rounds=2, client=client_app([private()]))
+    # Clipped on the client in float32 here, on the server there: a grid step at most.
+    np.testing.assert_allclose(ours, theirs, atol=2.1 * 2 * CLIP / 2048)
+
+
+@pytest.mark.parametrize(("rank", "adjacency"), [(5, "zero_out"), (0, "zero_out"), (5, "replace")])
+def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_three_per_cent(
+    rank: int, adjacency: str
+) -> None:
+    """Rounds nobody answers, from the same model: what is released is what the noise is reconstructed to."""
+    chosen = strategy(rank=rank, keep=0.25, noise_multiplier=2.0, clip=1.0, adjacency=adjacency)
+    before, energy, rounds = flat(start()), [], 100
+    with InProcessGrid(app(), NODES, seed=3) as grid:
+        for number in range(1, rounds + 1):
+            list(chosen.configure_train(number, start(), ConfigRecord({"server-round": number}), grid))
+            arrays, _ = chosen.aggregate_train(number, [])
+            moved = (flat(arrays) - before) * NODES
+            energy.append(np.square(moved).sum())
+            if not rank:
+                outside = np.delete(moved, chosen._kept)
+                assert np.abs(outside).max() < 1e-5 < np.abs(moved).max()
+    sigma = 2.0 * (2.0 if adjacency == "replace" else 1.0)
+    expected = sigma**2 * Plan.of(SHAPES, rank).energy(0.25)
+    assert np.mean(energy) == pytest.approx(expected, rel=0.03)
+    assert {(e.noise_multiplier, e.rate) for e in chosen.privacy.events} == {(2.0, 1.0)}
+    assert chosen.privacy.releases == rounds
+
+
+def test_a_round_costs_what_a_round_of_dp_fedavg_costs() -> None:
+    ours = strategy(noise_multiplier=1.5)
+    run(ours, rounds=3)
+    theirs = DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.5, population=NODES, delta=1e-3)
+    run(theirs, rounds=3, client=client_app([private()]))
+    assert ours.privacy.epsilon() == theirs.privacy.epsilon() > 0
+
+
+def test_an_update_is_as_many_floats_as_are_kept_and_no_indices() -> None:
+    """Bytes of real messages: payload up and down, against the frame's own overhead."""
+    _, _, grid = run(strategy(keep=0.25), rounds=2)
+    count = math.ceil(0.25 * PLAN.short)
+    up = grid.ledger.summary()["payload_up"] / (2 * NODES)
+    assert 4 * count < up <= 4 * count + 40
+    down = grid.ledger.summary()["payload_down"] / (2 * NODES)
+    carriers = 4 * 5 * (40 + 30)
+    assert 4 * SIZE + carriers < down < 4 * SIZE + carriers + 400
+
+
+def test_nothing_but_the_update_leaves_a_client() -> None:
+    seen: list[RecordDict] = []
+
+    def watching(msg: Message, context: Context) -> Message:
+        reply = inner(msg, context)
+        seen.append(reply.content)
+        return reply
+
+    inner = app()
+    run(strategy(), client=watching)
+    assert len(seen) == NODES
+    for content in seen:
+        assert set(content) == {UPDATE, "fedcomp.node"}
+        assert set(content["fedcomp.node"]) == {"partition-id"}
+
+
+def test_the_apps_own_message_is_an_ordinary_one() -> None:
+    """The mod takes what is its own off the message: an app that reads all records meets none of it."""
+    seen: list[set[str]] = []
+    inner = client_app([lsg(), private(), lambda msg, ctx, nxt: (seen.append(set(msg.content)), nxt(msg, ctx))[1]])
+    run(strategy(), client=inner)
+    assert seen == [{"arrays", "config"}] * NODES
+
+
+def test_a_client_without_the_mod_is_shortened_by_the_server() -> None:
+    modded, *_ = run(strategy(noise_multiplier=1.0))
+    plain, with_mod = client_app([private()]), app()
+
+    def mixed(msg: Message, context: Context) -> Message:
+        return (plain if context.node_config["partition-id"] in (1, 4) else with_mod)(msg, context)
+
+    chosen = strategy(noise_multiplier=1.0)
+    moved, *_ = run(chosen, client=mixed)
+    np.testing.assert_array_equal(moved, modded)
+    assert (chosen.reports[1].plain, chosen.reports[1].compressed) == (2, 6)
+
+
+def test_2_6_the_mask_is_independent_of_the_data_and_another_in_every_round() -> None:
+    asks: list[list[tuple[int, float]]] = []
+    for shift in (0.0, 100.0):
+        seen: list[tuple[int, float]] = []
+
+        def watching(msg: Message, context: Context, seen: list = seen, shift: float = shift) -> Message:
+            if context.node_config["partition-id"] == 0:
+                ask = Ask.of(msg.content)
+                assert ask is not None
+                seen.append((ask.draw, ask.share))
+            return client_app([lsg(), private(), shifting(shift)])(msg, context)
+
+        run(strategy(schedule="linear", schedule_rounds=4, keep=0.25), rounds=4, client=watching)
+        asks.append(seen)
+    assert asks[0] == asks[1]
+    assert [share for _, share in asks[0]] == [1.0, 0.75, 0.5, 0.25]
+    assert len({draw for draw, _ in asks[0]}) == 4
+
+
+def shifting(shift: float):
+    def mod(msg: Message, context: Context, call_next: App) -> Message:
+        reply = call_next(msg, context)
+        record = {k: Array(v.numpy() + np.float32(shift)) for k, v in reply.content["arrays"].items()}
+        reply.content["arrays"] = ArrayRecord(record)
+        return reply
+
+    return mod
+
+
+def test_noisy_magnitude_sends_its_mask_and_learns_where_it_learnt() -> None:
+    chosen = strategy(mask="noisy_magnitude", keep=0.2, noise_multiplier=0.5)
+    moved, _, grid = run(chosen, rounds=4)
+    _, _, random = run(strategy(keep=0.2, noise_multiplier=0.5), rounds=4)
+    assert np.isfinite(moved).all()
+    assert all(report.compressed == NODES for report in chosen.reports.values())
+    # The mask costs bytes down and none up.
+    assert grid.ledger.summary()["payload_up"] == random.ledger.summary()["payload_up"]
+    assert grid.ledger.summary()["payload_down"] > random.ledger.summary()["payload_down"]
+
+
+def test_a_history_makes_carriers_of_the_way_the_model_went() -> None:
+    plain, *_ = run(strategy(noise_multiplier=0.5), rounds=3)
+    chosen = strategy(noise_multiplier=0.5, history=1)
+    moved, *_ = run(chosen, rounds=3)
+    assert not np.array_equal(moved, plain)
+    assert np.isfinite(moved).all()
+
+
+# Hostile clients.
+
+
+def forger(evil: Callable[[RecordDict], RecordDict | None]) -> App:
+    honest = app()
+
+    def forging(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] == CULPRIT:
+            changed = evil(reply.content)
+            reply.content = reply.content if changed is None else changed
+        return reply
+
+    return forging
+
+
+def values(array: np.ndarray) -> Callable[[RecordDict], None]:
+    def evil(content: RecordDict) -> None:
+        put_frame(content, UPDATE, pack(array))
+
+    return evil
+
+
+def tensors(*given: wire.Tensor) -> Callable[[RecordDict], None]:
+    def evil(content: RecordDict) -> None:
+        put_frame(content, UPDATE, wire.encode(list(given)))
+
+    return evil
+
+
+COUNT = math.ceil(0.5 * PLAN.short)
+NAN = np.full(COUNT, np.nan, np.float32)
+BAD = {
+    "an update beyond the clip norm": values(np.full(COUNT, 1.001 * CLIP / math.sqrt(COUNT), np.float32)),
+    "a huge update": values(np.full(COUNT, 3e38, np.float32)),
+    "NaN": values(NAN),
+    "infinity": values(np.where(np.arange(COUNT) == 5, np.inf, 0).astype(np.float32)),
+    "one value more": values(np.zeros(COUNT + 1, np.float32)),
+    "all coordinates": values(np.zeros(PLAN.short, np.float32)),
+    "sparse": tensors(wire.sparse((COUNT,), np.arange(3), np.ones(3, np.float32))),
+    "doubles": tensors(wire.dense(np.zeros(COUNT))),
+    "two tensors": tensors(*[wire.dense(np.zeros(COUNT, np.float32))] * 2),
+    "no tensor": tensors(),
+    "bytes that are no frame": lambda c: put_frame(c, UPDATE, b"FCW1 or not"),
+    "an empty reply": lambda c: RecordDict(),
+    "metrics for an update": lambda c: RecordDict({"metrics": MetricRecord({"num-examples": 10**9})}),
+    "a dense model with NaN": lambda c: RecordDict(
+        {"arrays": ArrayRecord({k: Array(np.full(s, np.nan, np.float32)) for k, s in SHAPES.items()})}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def without() -> tuple[np.ndarray, list]:
+    chosen = strategy(noise_multiplier=1.0)
+    moved, *_ = run(chosen, fault=lambda d: "silent" if d.partition == CULPRIT else None)
+    return moved, chosen.privacy.events
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_forged_update_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
+    chosen = strategy(noise_multiplier=1.0)
+    moved, *_ = run(chosen, client=forger(BAD[name]))
+    assert len(chosen.reports[1].rejected) == 1
+    np.testing.assert_array_equal(moved, without[0])
+    assert chosen.privacy.events == without[1]
+    assert len(chosen.privacy.participations) == NODES - 1
+
+
+def test_an_update_that_is_not_finite_is_answered_with_an_error_that_tells_nothing() -> None:
+    chosen = strategy(noise_multiplier=1.0)
+    run(chosen, client=client_app([lsg(), private(), shifting(math.nan)]))
+    assert len(chosen.reports[1].rejected) == NODES
+    assert all("stays on the node" in reason for reason in chosen.reports[1].rejected.values())
+    assert chosen.privacy.releases == 1
+
+
+# The client's own door.
+
+
+def asked(**changes: Any) -> RecordDict:
+    content = RecordDict({"arrays": start(), "config": ConfigRecord({"private": True, "server-round": 1})})
+    Ask(0, "", 0.5, 5, 1.0, chosen=False).put(content)
+    for name, value in changes.items():
+        content[HEADER][name] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (asked(share=2.0), "range"),
+        (asked(clip=0.0), "range"),
+        (asked(rank=-1), "range"),
+        (asked(share="half"), "share"),
+        (asked(extra=1), "extra"),
+        (asked(rank=5), "carriers"),
+        (asked(chosen=True), "kept"),
+    ],
+)
+def test_a_client_refuses_what_it_cannot_read(content: RecordDict, words: str) -> None:
+    assert words in refusal(content, "train")
+
+
+def refusal(content: RecordDict, kind: str) -> str:
+    """Return what a client says to a message that its app must not see."""
+    seen = []
+    client = client_app([lsg(), lambda msg, context, call_next: seen.append(msg)])
+    with InProcessGrid(client, 1, seed=3) as grid:
+        message = grid.create_message(content, kind, next(iter(grid.get_node_ids())), "1")
+        (reply,) = grid.send_and_receive([message], timeout=9.0)
+    assert not seen
+    assert reply.has_error()
+    return reply.error.reason
+
+
+def test_a_client_shortens_private_training_messages_only() -> None:
+    content = asked()
+    content["config"]["private"] = False
+    for kind, given in (("train", content), ("evaluate", asked())):
+        assert "private training" in refusal(given, kind)
+
+
+def test_carriers_and_kept_coordinates_arrive_as_they_were_sent_or_not_at_all() -> None:
+    content = RecordDict()
+    with pytest.raises(PayloadError, match="carriers"):
+        take_carriers(content, PLAN)
+    put_frame(content, "fedcomp.lsg.carriers", wire.encode([wire.dense(np.zeros((40, 5), np.float32))]))
+    with pytest.raises(wire.WireError):
+        take_carriers(content, PLAN)
+    ask = Ask(5, "", 0.5, 5, 1.0, chosen=True)
+    for count in (PLAN.short // 2 - 1, PLAN.short // 2 + 3):
+        frame = wire.encode([wire.sparse((PLAN.short,), np.arange(count), wire.Ones(count))])
+        put_frame(content, "fedcomp.lsg.kept", frame)
+        with pytest.raises((PayloadError, wire.WireError)):
+            take_kept(content, ask, PLAN.short)
+
+
+# What survives, and what is refused.
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": "noisy_magnitude"}, {"history": 1}])
+def test_a_resumed_run_is_the_run_and_other_settings_are_refused(options: dict) -> None:
+    settings = {"noise_multiplier": 1.0, **options}
+    whole, *_ = run(strategy(**settings), rounds=3)
+    first = strategy(**settings)
+    _, half, _ = run(first, rounds=2)
+    second = strategy(**settings)
+    second.load_state_dict(first.state_dict())
+    assert second.privacy.releases == 2
+    with InProcessGrid(app(), NODES, seed=3) as grid:
+        sent = list(second.configure_train(3, half.arrays, ConfigRecord({"server-round": 3}), grid))
+        arrays, _ = second.aggregate_train(3, list(grid.send_and_receive(sent, timeout=9)))
+    np.testing.assert_array_equal(flat(arrays), whole)
+    for changed in ({"rank": 4}, {"keep": 0.4}, {"clip": 1.0}, {"whole": "w*"}):
+        with pytest.raises(StateError):
+            strategy(**{**settings, **changed}).load_state_dict(first.state_dict())
+
+
+def test_the_budget_ends_the_run_and_the_statement_says_what_is_kept() -> None:
+    chosen = strategy(noise_multiplier=8.0, budget=0.5)
+    run(chosen, rounds=40)
+    assert isinstance(find_private(chosen), Private)
+    made = len(chosen.reports)
+    assert 0 < made < 40
+    assert chosen.privacy.epsilon() <= 0.5
+    assert "budget" in chosen.over(made + 1)
+    prose = chosen.statement().prose()
+    for words in ("carriers of rank 5", "0.5 of them kept by a public seed", "INSECURE"):
+        assert words in prose
+
+
+def test_buffers_keep_the_servers_values() -> None:
+    _, result, _ = run(strategy(noise_multiplier=1.0), rounds=2, initial=model(counter=True))
+    assert int(result.arrays["num_batches_tracked"].numpy()) == 0
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: strategy(rank=-1), "rank"),
+        (lambda: strategy(keep=0.0), "keep"),
+        (lambda: strategy(clip=0.0), "clip"),
+        (lambda: strategy(schedule="cosine"), "schedule"),
+        (lambda: strategy(mask="batch_topk"), "release"),
+        (lambda: run(Compressed(strategy(), TopK(0.1))), "Compressed"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(build: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_a_layout_of_the_server_and_of_the_client_is_one() -> None:
+    """Small tensors stand behind large ones in the vector, whatever their order in the model: both sides agree."""
+    layout = Layout.of({"bias": np.zeros(30, np.float32), "weight": np.zeros((40, 30), np.float32)})
+    assert [p.name for p in Ask(5, "", 1.0, 1, 1.0, chosen=False).plan(layout).pieces] == ["weight", "bias"]

@@ -1,0 +1,206 @@
+"""One client, whatever it sends, moves a private sum by its bound at most, and costs nobody else a contribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from private_runs import federation, inner
+from toy import model, stack
+
+from clients.compressed import compression
+from clients.private import private
+from fedcomp import wire
+from fedcomp.codecs import Identity, RandomK, TopK
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.protocol import UPDATE
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+
+NODES = 4
+CLIP = 1e5
+
+
+def run(codec, change=None, *, fault=None, clip=CLIP, metered=True):
+    """Return model, report and strategy after a round without noise in which ``change`` alters one reply."""
+    strategy = DpFedAvg(inner(), clip=clip, noise_multiplier=0.0, population=NODES, delta=1e-3)
+    outer = strategy if codec is None else Compressed(strategy, codec)
+    grid = federation([compression(), private()], NODES, change=change, fault=fault, metered=metered)
+    result = outer.start(grid, model(), num_rounds=1, timeout=9)
+    return stack(result.arrays), outer.reports[1], strategy
+
+
+def silent(delivery):
+    return "silent" if delivery.partition == 1 else None
+
+
+def plain(weight, bias=None):
+    """Answer with a dense model."""
+
+    def change(content: RecordDict) -> RecordDict:
+        arrays = {
+            "weight": Array(np.asarray(weight)),
+            "bias": Array(np.zeros(30, np.float32) if bias is None else bias),
+        }
+        return RecordDict({"arrays": ArrayRecord(arrays)})
+
+    return change
+
+
+def framed(*tensors: wire.Tensor):
+    def change(content: RecordDict) -> None:
+        put_frame(content, UPDATE, wire.encode(list(tensors)))
+
+    return change
+
+
+def header(**fields):
+    def change(content: RecordDict) -> None:
+        for name, value in fields.items():
+            content["fedcomp.node"][name.replace("_", "-")] = value
+
+    return change
+
+
+def weights(value) -> np.ndarray:
+    return np.full((40, 30), value, np.float32)
+
+
+REST = wire.dense(np.zeros(30, np.float32))
+
+REFUSED = {
+    "NaN": plain(weights(np.nan)),
+    "infinity": plain(weights(np.inf)),
+    "one NaN among zeros": plain(np.where(np.arange(1200).reshape(40, 30) == 7, np.nan, weights(0))),
+    "another shape": plain(np.zeros((30, 40), np.float32)),
+    "integers of another kind": plain(np.zeros((40, 30), np.complex64)),
+    "no tensors": lambda c: RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))})}),
+    "two models": lambda c: RecordDict({"arrays": model(), "more": model()}),
+    "nothing": lambda c: RecordDict(),
+}
+
+REFUSED_FRAMES = {
+    "garbage": lambda c: RecordDict({**c, UPDATE: ConfigRecord({"fedcomp.fcw1": b"garbage"})}),
+    "a frame of another size": framed(wire.sparse((1201,), np.array([0]), np.float32([1])), REST),
+    "more coordinates than allowed": framed(wire.sparse((1200,), np.arange(900), np.ones(900, np.float32)), REST),
+    "a value that is not finite": framed(wire.sparse((1200,), np.array([0]), np.float32([np.inf])), REST),
+    "a stale message": header(sequence=10**15),
+    "no record": header(record=""),
+}
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=0.5)], ids=["dense", "topk"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_bounded_is_left_out_and_costs_nobody_else(name, codec) -> None:
+    without, _, _ = run(codec, fault=silent)
+    out, report, strategy = run(codec, REFUSED[name])
+    np.testing.assert_array_equal(out, without)
+    assert len(report.rejected) == 1
+    assert len(strategy.privacy.entries[0].participants) == NODES - 1
+
+
+@pytest.mark.parametrize("name", REFUSED_FRAMES)
+def test_forged_frames_are_left_out(name) -> None:
+    without, _, _ = run(TopK(density=0.5), fault=silent)
+    out, report, _ = run(TopK(density=0.5), REFUSED_FRAMES[name])
+    np.testing.assert_array_equal(out, without)
+    assert len(report.rejected) == 1
+
+
+@pytest.mark.parametrize(
+    ("codec", "change"),
+    [
+        (None, plain(weights(1e30))),
+        (None, plain(weights(-3e38))),
+        (Identity(), framed(wire.dense(np.full(1230, 3e38, np.float32)))),
+        (TopK(density=0.5), framed(wire.sparse((1200,), np.array([3]), np.float32([3e38])), REST)),
+        (TopK(density=0.5), plain(weights(3e38), np.full(30, -3e38, np.float32))),
+    ],
+    ids=["dense", "negative", "identity", "topk", "dense among frames"],
+)
+def test_huge_updates_are_clipped_by_the_server(codec, change) -> None:
+    clip = 1e3
+    without, _, _ = run(codec, fault=silent, clip=clip)
+    out, report, _ = run(codec, change, clip=clip)
+    assert not report.rejected
+    moved = np.linalg.norm(out - without)
+    assert 0.98 * clip / NODES < moved <= clip / NODES * (1 + 1e-5)
+
+
+INNOCENT = {
+    "metrics and a huge weight": lambda c: RecordDict({**c, "metrics": MetricRecord({"num-examples": 10**15})}),
+    "a weight that is no number": lambda c: RecordDict({**c, "metrics": MetricRecord({"num-examples": float("nan")})}),
+    "two metric records": lambda c: RecordDict({**c, "a": MetricRecord({"x": 1}), "b": MetricRecord({"y": 2.0})}),
+    "a record of its own name": header(record="evil"),
+    "a memory that is no number": header(memory=float("nan")),
+    "buffers it was not asked for": lambda c: RecordDict({**c, "fedcomp.exact": ConfigRecord({"fedcomp.fcw1": b"x"})}),
+    "the partition of another": header(partition_id=0),
+    "no partition": header(partition_id=-1),
+}
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_what_a_reply_says_beside_the_update_decides_nothing(name) -> None:
+    # In a round without privacy most of these cost the sender or, by their weight, all others.
+    honest, _, _ = run(TopK(density=0.5))
+    out, report, _ = run(TopK(density=0.5), INNOCENT[name])
+    np.testing.assert_array_equal(out, honest)
+    assert report.rejected == {}
+    assert report.compressed == NODES
+
+
+def test_one_client_cannot_evict_another_by_its_form() -> None:
+    # Two clients, two forms: where the usual form is put to a vote the first one wins and the other is left out.
+    strategy = DpFedAvg(inner(), clip=CLIP, noise_multiplier=0.0, population=NODES, delta=1e-3)
+    pair = Compressed(strategy, TopK(density=0.5))
+    change = header(record="first")
+    pair.start(federation([compression(), private()], 2, change=change, culprit=0), model(), num_rounds=1, timeout=9)
+    assert pair.reports[1].rejected == {}
+    open_pair = Compressed(inner(), TopK(density=0.5))
+    open_pair.start(federation([compression()], 2, change=change, culprit=0), model(), num_rounds=1, timeout=9)
+    assert len(open_pair.reports[1].rejected) == 1
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=0.5), RandomK(density=0.5)], ids=["dense", "topk", "mask"])
+@pytest.mark.parametrize("kind", ["duplicate", "duplicate_reply"])
+def test_repeated_messages_count_once(kind, codec) -> None:
+    once, _, _ = run(codec)
+    twice, report, strategy = run(codec, fault=lambda d: kind, metered=False)
+    np.testing.assert_array_equal(twice, once)
+    assert report.duplicates == NODES
+    assert len(strategy.privacy.entries[0].participants) == NODES
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=0.5)], ids=["dense", "topk"])
+@pytest.mark.parametrize("kind", ["silent", "lost_reply", "raise", "offline"])
+def test_when_all_replies_are_lost_noise_is_released_and_paid_for(kind, codec) -> None:
+    strategy = DpFedAvg(inner(), clip=1.0, noise_multiplier=1.0, population=NODES, delta=1e-3)
+    outer = strategy if codec is None else Compressed(strategy, codec)
+    grid = federation([compression(), private()], NODES, fault=lambda d: kind)
+    result = outer.start(grid, model(), num_rounds=1, timeout=9)
+    noise = stack(result.arrays) * NODES
+    assert abs(np.sum(noise**2) - 1230) < 6 * np.sqrt(2 * 1230)
+    assert len(strategy.privacy.events) == 1
+    assert strategy.privacy.participations == {}
+
+
+def test_updates_that_did_nothing_are_contributions() -> None:
+    out, report, strategy = run(None, plain(weights(0.0)))
+    without, _, _ = run(None, fault=silent)
+    np.testing.assert_array_equal(out, without)
+    assert report.rejected == {}
+    assert len(strategy.privacy.entries[0].participants) == NODES
+
+
+def test_noise_from_the_same_round_does_not_depend_on_what_came() -> None:
+    # What is left of two noisy runs without the honest sum is the same noise: the draw has nothing to do with replies.
+    def noise(change, fault=None):
+        strategy = DpFedAvg(
+            inner(), clip=10.0, noise_multiplier=1.0, population=NODES, delta=1e-3, insecure_deterministic=True
+        )
+        grid = federation([private()], NODES, change=change, fault=fault)
+        noisy = stack(strategy.start(grid, model(), num_rounds=1, timeout=9).arrays)
+        exact, _, _ = run(None, change, fault=fault, clip=10.0)
+        return noisy - exact
+
+    np.testing.assert_allclose(noise(plain(weights(1e9))), noise(None, lambda d: "silent"), atol=1e-5)

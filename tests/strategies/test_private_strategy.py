@@ -1,0 +1,362 @@
+"""What every private strategy keeps: sums over a public number, noise in every round, budget, cap and ledger."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
+from private_runs import Room, arrays_of, asked, federation, inner, play, server
+from toy import model, stack, update
+
+from clients.compressed import compression
+from clients.private import private
+from fedcomp.codecs import TopK
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower import checkpoint
+from fedcomp.flower.privacy import PRIVATE, Private, find_private
+from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout
+from fedcomp.privacy.accounting import gaussian_epsilon
+from fedcomp.privacy.errors import BudgetExceeded, LedgerError
+from fedcomp.privacy.sampling import Sampling
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+
+BASIC = {"clip": 1.0, "noise_multiplier": 0.0, "population": 10, "delta": 1e-3}
+SEEDED = {**BASIC, "noise_multiplier": 1.0, "insecure_deterministic": True}
+STEP = 1.0 / 128  # of the grid for four coordinates and clip 1: 2**ceil(log2(50 * 2)) steps
+
+
+def vectors(count: int, size: int = 4) -> dict[int, np.ndarray]:
+    rng = np.random.Generator(np.random.PCG64(5))
+    return {100 + i: rng.normal(size=size).astype(np.float32) for i in range(count)}
+
+
+def test_arrival_order_changes_no_bit() -> None:
+    given = vectors(50)
+    forward = play(DpFedAvg(inner(), **{**SEEDED, "population": 50}), list(given.items()))
+    backward = play(DpFedAvg(inner(), **{**SEEDED, "population": 50}), list(given.items())[::-1])
+    np.testing.assert_array_equal(forward, backward)
+
+    def naive(order):
+        total = np.zeros(4, np.float32)
+        for vector in order:
+            total += vector / np.float32(max(1.0, float(np.linalg.norm(vector))))
+        return total
+
+    assert (naive(given.values()) != naive(list(given.values())[::-1])).any()
+
+
+def test_the_divisor_is_the_public_number_and_not_that_of_the_replies() -> None:
+    one = np.float32([1, 0, 0, 0])
+    for came in (1, 3, 10):
+        out = play(DpFedAvg(inner(), **BASIC), {i + 1: one for i in range(came)})
+        np.testing.assert_allclose(out, one * came / 10)
+    poisson = DpFedAvg(inner(), **{**BASIC, "sampling": Sampling("poisson", rate=0.5)})
+    assert poisson.expected == 5.0
+    assert DpFedAvg(inner(), **{**BASIC, "count": 4}).expected == 4.0
+
+
+def test_one_client_moves_the_model_by_clip_over_the_public_number_at_most() -> None:
+    given = vectors(9)
+    without = play(DpFedAvg(inner(), **BASIC), given)
+    huge = {**given, 7: np.full(4, 1e30, np.float32)}
+    moved = play(DpFedAvg(inner(), **BASIC), huge) - without
+    assert 0.98 / 10 <= np.linalg.norm(moved) <= 1.0 / 10 + 1e-7
+    # The mean over those that came moves by more: it takes from all others as well.
+    naive = (without * 10 + moved * 10) / 10 - without * 10 / 9
+    against = {**{k: np.float32([-5, 0, 0, 0]) for k in given}, 7: np.float32([5, 0, 0, 0])}
+    clipped = np.array([v / np.linalg.norm(v) for v in against.values()])
+    naive = clipped.mean(0) - clipped[:-1].mean(0)
+    assert np.linalg.norm(naive) > 1.9 / 10
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling("poisson", rate=1e-9), Sampling("capped", cap=9)], ids=str)
+def test_a_round_without_contributions_releases_noise_and_pays(sampling) -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "sampling": sampling})
+    residuals = []
+    for r in range(1, 9):
+        out = play(strategy, [], server_round=r, nodes=range(1, 11), size=64)
+        residuals.append(out * strategy.expected)
+    noise = np.concatenate(residuals)
+    # Discrete Gaussian noise of standard deviation z C = 1 on 512 coordinates: chi-squared, 6 standard deviations.
+    assert abs(np.sum(noise**2) - 512) < 6 * math.sqrt(2 * 512)
+    assert len(strategy.privacy.events) == 8
+
+
+def test_secure_noise_differs_from_round_to_round_and_heeds_no_global_seed() -> None:
+    drawn = []
+    for _ in range(2):
+        np.random.seed(0)  # noqa: NPY002  # the point of the test
+        strategy = DpFedAvg(inner(), **{**BASIC, "noise_multiplier": 1.0})
+        drawn += [play(strategy, [], server_round=r, nodes=[1], size=64) for r in (1, 2)]
+    for i, a in enumerate(drawn):
+        for b in drawn[i + 1 :]:
+            assert (a != b).any()
+            assert abs(np.corrcoef(a, b)[0, 1]) < 0.6
+    seeded = [play(DpFedAvg(inner(), **SEEDED), [], nodes=[1], size=64) for _ in range(2)]
+    np.testing.assert_array_equal(*seeded)
+    assert "INSECURE" in DpFedAvg(inner(), **SEEDED).statement().prose()
+    assert "INSECURE" not in strategy.statement().prose()
+
+
+def test_the_event_is_written_before_noise_is_drawn(monkeypatch, tmp_path: Path) -> None:
+    strategy = DpFedAvg(inner(), **{**BASIC, "noise_multiplier": 1.0})
+    strategy.open_ledger(tmp_path / "privacy.jsonl")
+    seen = []
+
+    def draw(noise, sigma, count, entropy):
+        seen.append(len((tmp_path / "privacy.jsonl").read_text().splitlines()))
+        return np.zeros(count, np.int64)
+
+    monkeypatch.setattr("fedcomp.privacy.mechanism.draw", draw)
+    play(strategy, vectors(3))
+    play(strategy, vectors(3), server_round=2)
+    assert seen == [2, 3]  # the header and one event, then one more
+    strategy.privacy.close()
+    with pytest.raises(LedgerError):
+        play(strategy, vectors(3), server_round=3)
+    assert seen == [2, 3]
+
+
+def test_over_budget_nobody_is_asked_and_it_is_said_once(caplog) -> None:
+    budget = 0.5 * sum(gaussian_epsilon(math.sqrt(rounds), 1e-3) for rounds in (2, 3))
+    strategy = DpFedAvg(inner(), **{**SEEDED, "budget": budget})
+    grid = federation([private()], 4)
+    with caplog.at_level(logging.WARNING, "fedcomp"):
+        result = strategy.start(grid, model(), num_rounds=5, timeout=9)
+    assert 2 == len(strategy.privacy.events) == len(strategy.reports)
+    assert strategy.privacy.epsilon() <= budget
+    assert "budget" in strategy.over(3)
+    assert [r for r in range(1, 6) if grid.ledger.total("wire", round=r)] == [1, 2]
+    assert sum("nobody is asked" in record.message for record in caplog.records) == 1
+    assert result.arrays is not None
+
+
+def test_a_budget_too_small_for_one_round_contacts_nobody() -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "budget": 0.1})
+    assert asked(strategy, range(1, 11)) == []
+    assert play(strategy, vectors(3)) is None
+    assert strategy.privacy.events == []
+
+
+def test_a_release_that_the_ledger_refuses_draws_nothing(monkeypatch) -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "budget": 3.5})
+    monkeypatch.setattr(strategy, "_unaffordable", lambda server_round: "")
+    play(strategy, vectors(2))
+    monkeypatch.setattr("fedcomp.privacy.mechanism.draw", lambda *a: pytest.fail("noise was drawn"))
+    with pytest.raises(BudgetExceeded):
+        play(strategy, vectors(2), server_round=2)
+
+
+def test_a_client_beyond_its_cap_is_never_asked() -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "sampling": Sampling("capped", cap=2), "count": 4})
+    taken = dict.fromkeys(range(1, 11), 0)
+    for r in range(1, 12):
+        nodes = asked(strategy, range(1, 11), r)
+        for node in nodes:
+            taken[node] += 1
+        play(strategy, {n: np.ones(4, np.float32) for n in nodes}, server_round=r, nodes=nodes or [1], size=4)
+        if strategy.over(r + 1):
+            break
+    assert set(taken.values()) == {2}
+    assert "as often as it may" in strategy.over(r + 1)
+    assert asked(strategy, range(1, 11), r + 1) == []
+    # The price is that of two rounds, however many were made.
+    assert strategy.privacy.rounds == 5
+    assert strategy.privacy.epsilon() == pytest.approx(gaussian_epsilon(math.sqrt(2.0), 1e-3), abs=1e-6)
+    # Somebody new may still come: only those that were there have had their turns.
+    assert asked(strategy, range(1, 13), r + 2) == [11, 12]
+
+
+def test_a_lost_reply_is_no_participation_but_is_paid_for() -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "sampling": Sampling("capped", cap=1)})
+    play(strategy, {1: np.ones(4, np.float32)}, nodes=[1, 2])
+    assert strategy.privacy.participations == {1: 1}
+    assert asked(strategy, [1, 2], 2) == [2]
+    assert strategy.privacy.rounds == 1
+
+
+def test_a_round_is_released_once_and_only_if_it_was_begun() -> None:
+    strategy = DpFedAvg(inner(), **SEEDED)
+    layout = Layout.of({"w": np.zeros(4, np.float32)})
+    assert strategy.aggregate_updates(1, iter([(1, np.ones(4, np.float32))]), layout) == (None, None)
+    play(strategy, {1: np.ones(4, np.float32)})
+    assert strategy.aggregate_updates(1, iter([(1, np.ones(4, np.float32))]), layout) == (None, None)
+    assert strategy.aggregate_train(1, []) == (None, None)
+    assert len(strategy.privacy.events) == 1
+
+
+def test_who_is_in_the_sum_twice_counts_once() -> None:
+    strategy = DpFedAvg(inner(), **BASIC)
+    one = np.float32([1, 0, 0, 0])
+    out = play(strategy, [(1, one), (1, one), (2, one)], nodes=[1, 2])
+    np.testing.assert_allclose(out, one * 0.2)
+    assert "one contribution each" in strategy.reports[1].rejected[1]
+
+
+def test_poisson_takes_part_with_its_rate_and_claims_it() -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "population": 100, "sampling": Sampling("poisson", rate=0.3)})
+    sizes = [len(asked(strategy, range(1, 101), r)) for r in range(1, 41)]
+    assert abs(np.mean(sizes) - 30) < 6 * math.sqrt(100 * 0.3 * 0.7 / 40)
+    assert len(set(sizes)) > 3
+    play(strategy, [], server_round=41, nodes=range(1, 101), size=4)
+    assert strategy.privacy.events[0].rate == 0.3
+    with pytest.raises(ConfigError, match="replace"):
+        DpFedAvg(inner(), **{**SEEDED, "adjacency": "replace", "sampling": Sampling("poisson", rate=0.3)})
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7])
+def test_few_nodes_do_not_make_flower_wait(nodes) -> None:
+    # Flower's default is at least two of two nodes; a view of one would be waited on for ever.
+    strategy = DpFedAvg(FedAvg(fraction_evaluate=0.0, min_available_nodes=1), **SEEDED)
+    assert asked(strategy, range(1, nodes + 1)) == list(range(1, nodes + 1))
+    assert (strategy.inner.min_train_nodes, strategy.inner.min_available_nodes) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: inner(),
+        lambda: FedAvgM(server_momentum=0.9, server_learning_rate=0.5, fraction_evaluate=0.0, min_available_nodes=1),
+        lambda: FedAdam(fraction_evaluate=0.0, min_available_nodes=1),
+    ],
+    ids=["fedavg", "momentum", "adam"],
+)
+def test_the_inner_strategy_makes_its_step_from_the_noisy_mean(make) -> None:
+    plain, composed = DpFedAvg(inner(), **SEEDED), DpFedAvg(make(), **SEEDED)
+    reference = make()
+    for r in (1, 2):
+        given = vectors(6)
+        noisy = play(plain, given, server_round=r)
+        out = play(composed, given, server_round=r)
+        reference.min_train_nodes = 1
+        content = RecordDict({"arrays": arrays_of(noisy), "metrics": MetricRecord({"num-examples": 1})})
+        with server():
+            [asking] = reference.configure_train(r, arrays_of(np.zeros(4)), ConfigRecord(), Room([1]))
+            expected, _ = reference.aggregate_train(r, [Message(content, reply_to=asking)])
+        np.testing.assert_allclose(out, expected["w"].numpy(), rtol=1e-6)
+
+
+def test_clients_are_told_and_evaluation_asks_nobody() -> None:
+    strategy = DpFedAvg(inner(), **SEEDED)
+    config = ConfigRecord()
+    with server():
+        [message] = strategy.configure_train(1, arrays_of(np.zeros(4)), config, Room([1]))
+    assert message.content["config"][PRIVATE] is True
+    assert list(strategy.configure_evaluate(1, arrays_of(np.zeros(4)), config, Room([1]))) == []
+    assert strategy.aggregate_evaluate(1, []) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"inner": FedMedian(fraction_evaluate=0.0)}, "looks at single updates"),
+        ({"inner": "fedavg"}, "looks at single updates"),
+        ({"inner": FedAvg()}, "fraction_evaluate=0.0"),
+        ({"inner": FedAvg(fraction_evaluate=0.0, fraction_train=0.5)}, "fraction_train=0.5"),
+        ({"population": 1000}, "not below 1/1000"),
+        ({"population": -1}, "population"),
+        ({"count": -2}, "count=-2"),
+        ({"count": 3, "sampling": Sampling("poisson", rate=0.5)}, "does not fit Poisson"),
+        ({"adjacency": "add"}, "adjacency"),
+        ({"budget": -1.0}, "budget"),
+        ({"clip": 0.0}, "clip"),
+    ],
+)
+def test_what_cannot_keep_the_promise_is_refused(change, said) -> None:
+    options = {**BASIC, **change}
+    with pytest.raises(ConfigError, match=said):
+        DpFedAvg(options.pop("inner", inner()), **options)
+
+
+def test_the_population_is_declared_before_the_first_round() -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "population": 0})
+    assert isinstance(strategy, Private)
+    assert find_private(Compressed(strategy, TopK(density=0.5))) is strategy
+    for call in (lambda: asked(strategy, [1]), strategy.statement, lambda: strategy.open_ledger(Path("never"))):
+        with pytest.raises(ConfigError, match="population"):
+            call()
+    strategy.declare(10)
+    strategy.declare(99)  # whoever runs the rounds says so each time; the first word counts
+    assert strategy.population == 10
+    assert asked(strategy, [1]) == [1]
+
+
+def test_the_statement_names_what_was_done() -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "sampling": Sampling("capped", cap=3), "insecure_deterministic": False})
+    play(strategy, vectors(3))
+    told = strategy.statement()
+    assert (told.bound, told.sensitivity, told.sigma, told.noise_multiplier) == (1.0, 1.0, 1.0, 1.0)
+    assert (told.rounds, told.participation_cap, told.population, told.adjacency) == (1, 3, 10, "zero_out")
+    assert told.epsilon == strategy.privacy.epsilon() > 0
+    assert any("logs" in line for line in told.not_covered)
+    assert "clipped to L2 norm 1" in told.prose()
+    replaced = DpFedAvg(inner(), **{**SEEDED, "adjacency": "replace"}).statement()
+    assert (replaced.sensitivity, replaced.sigma) == (2.0, 2.0)
+    assert DpFedAvg(inner(), **BASIC).statement().epsilon == 0.0  # nothing was released yet
+
+
+def test_without_noise_the_statement_says_that_nothing_is_protected() -> None:
+    strategy = DpFedAvg(inner(), **BASIC)
+    play(strategy, vectors(3))
+    assert strategy.privacy.epsilon() == math.inf
+    assert strategy.statement().prose().startswith("NOT PRIVATE")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Compressed(DpFedAvg(FedAdam(fraction_evaluate=0.0), **{**SEEDED, "clip": 3e4}), TopK(density=0.1)),
+        lambda: DpFedAvg(FedAvgM(server_momentum=0.9, fraction_evaluate=0.0), **{**SEEDED, "clip": 3e4}),
+    ],
+    ids=["adam in the pair", "momentum"],
+)
+def test_a_run_that_is_resumed_gives_the_bits_and_the_ledger_of_one_that_was_not(tmp_path: Path, make) -> None:
+    whole, grid = make(), federation([compression(), private()], 3)
+    expected = fit(whole, grid, model(), 6, timeout=9)
+
+    path, first, grid = tmp_path / "run.ckpt", make(), federation([compression(), private()], 3)
+    find_private(first).open_ledger(tmp_path / "privacy.jsonl")
+
+    def keep(server_round, arrays, outcome) -> None:
+        if server_round == 3:
+            checkpoint.save(path, server_round=3, arrays=arrays, strategy=first, grid=grid)
+
+    fit(first, grid, model(), 3, timeout=9, on_round=keep)
+    find_private(first).privacy.close()
+
+    second, again = make(), federation([compression(), private()], 3)
+    held = checkpoint.load(path)
+    held.apply(second, again)
+    find_private(second).open_ledger(tmp_path / "privacy.jsonl")
+    resumed = fit(second, again, held.arrays, 6, start_round=4, timeout=9)
+    np.testing.assert_array_equal(stack(resumed.arrays), stack(expected.arrays))
+    ledger = find_private(second).privacy
+    assert (len(ledger.events), ledger.rounds) == (6, 6)
+    assert ledger.epsilon() == find_private(whole).privacy.epsilon()
+
+
+def test_a_checkpoint_of_other_settings_is_refused() -> None:
+    state = DpFedAvg(inner(), **SEEDED).state_dict()
+    for change in ({"clip": 2.0}, {"noise_multiplier": 2.0}, {"noise": "gaussian"}, {"count": 3}):
+        with pytest.raises(StateError, match="same"):
+            DpFedAvg(inner(), **{**SEEDED, **change}).load_state_dict(state)
+
+
+def test_weights_and_metrics_of_clients_are_ignored() -> None:
+    # The toy app weighs partition p by 10 (p + 1); its mean of the plain strategy is another one.
+    strategy = DpFedAvg(inner(), **{**BASIC, "clip": 1e5, "population": 3})
+    result = strategy.start(federation([], 3), model(), num_rounds=1, timeout=9)
+    shapes = ((40, 30), (30,))
+    equal = np.concatenate([sum(update(1, p, s, i).reshape(-1) for p in range(3)) / 3 for i, s in enumerate(shapes)])
+    step = 1e5 / 2048
+    np.testing.assert_allclose(stack(result.arrays), equal, atol=step)
+    weighted = sum((p + 1) * update(1, p, shapes[0], 0).reshape(-1) for p in range(3)) / 6
+    assert np.abs(weighted - equal[:1200]).max() > 4 * step
+    assert not result.train_metrics_clientapp.get(1)

@@ -1,0 +1,316 @@
+"""Record-level privacy on the server: what clients say they spent is written down, never added up over clients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toy
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg, FedMedian
+
+from clients.compressed import compression
+from experiments import engines, serve
+from experiments.spec import RunSpec
+from fedcomp.codecs import TopK
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.faults import ScriptedFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.payload import NODE_RECORD, put_node
+from fedcomp.flower.record_dp import Account, Plan
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.rounds import fit
+from fedcomp.privacy.accounting import compose
+from strategies.compressed import Compressed
+from strategies.record_dp import RecordDp
+
+PLAN = Plan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+RECORDS = 1000
+
+Alter = Callable[[RecordDict, int, int], None]
+
+
+def client(alter: Alter | None = None, mods: Any = ()) -> ClientApp:
+    """Return an app that pays for its steps as a client does, and moves every coordinate by its partition's number.
+
+    ``alter(reply, round, partition)`` may change what it says.
+    """
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        config = msg.content.config_records["config"]
+        plan, partition = Plan.read(config), int(context.node_config["partition-id"])
+        assert plan is not None
+        kept = context.state.config_records.get("spent", ConfigRecord({"total": 0}))
+        total = int(kept["total"]) + plan.steps
+        context.state["spent"] = ConfigRecord({"total": total})
+        name, model = next(iter(msg.content.array_records.items()))
+        moved = {key: array + np.float32(partition) for key, array in to_arrays(model).items()}
+        account = Account(f"ledger {partition}", plan.steps, total)
+        reply = RecordDict({name: to_record(moved), "record-dp": account.to_record()})
+        put_node(reply, partition)
+        if alter is not None:
+            alter(reply, int(config["server-round"]), partition)
+        return Message(reply, reply_to=msg)
+
+    return app
+
+
+def record_dp(plan: Plan = PLAN, codec: Any = None, **changes: Any) -> RecordDp:
+    plan = dataclasses.replace(plan, **changes)
+    mean = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    return RecordDp(mean if codec is None else Compressed(mean, codec), plan, records=RECORDS)
+
+
+def play(strategy: RecordDp, rounds: int = 2, clients: int = 3, alter: Alter | None = None, **grid: Any) -> Any:
+    mods = [compression()]
+    with InProcessGrid(client(alter, mods), clients, **grid) as nodes:
+        return fit(strategy, nodes, toy.model(), rounds)
+
+
+def epsilon(steps: int) -> float:
+    return compose([PLAN.event(1230)] * steps, PLAN.delta).epsilon
+
+
+def weight(result: Any) -> np.ndarray:
+    return result.arrays["weight"].numpy()
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=1.0)])
+def test_disjoint_records_cost_what_the_dearest_client_spent_and_not_the_sum(codec):
+    strategy = record_dp(codec=codec)
+    result = play(strategy, rounds=2, clients=3)
+    assert strategy.privacy.releases == strategy.privacy.rounds == 6
+    assert strategy.privacy.epsilon() == pytest.approx(epsilon(6))
+    assert strategy.privacy.epsilon() < epsilon(18) - 0.5
+    assert strategy.privacy.participations == {0: 6, 1: 6, 2: 6}
+    # Equal weights: two rounds of the mean of 0, 1 and 2.
+    assert weight(result) == pytest.approx(2.0)
+
+
+def test_a_client_that_took_part_more_often_is_the_one_that_counts():
+    strategy = record_dp()
+    play(strategy, rounds=3, clients=2, fault=ScriptedFaults({(1, 0): "offline", (2, 0): "offline"}))
+    assert strategy.privacy.participations == {0: 3, 1: 9}
+    assert strategy.privacy.epsilon() == pytest.approx(epsilon(9))
+
+
+def test_a_training_whose_reply_was_lost_has_cost_what_it_cost():
+    strategy = record_dp()
+    play(strategy, rounds=3, clients=2, fault=ScriptedFaults({(1, 1): "lost_reply", (2, 1): "lost_reply"}))
+    assert strategy.privacy.participations == {0: 9, 1: 9}
+
+
+@pytest.mark.parametrize("kind", ["duplicate", "duplicate_reply"])
+def test_a_reply_that_comes_twice_is_paid_for_once_and_a_training_made_twice_twice(kind):
+    strategy = record_dp()
+    play(strategy, rounds=2, clients=2, fault=ScriptedFaults({(1, 1): kind}))
+    assert strategy.privacy.participations == {0: 6, 1: 9 if kind == "duplicate" else 6}
+
+
+def test_a_client_that_forgot_what_it_spent_has_spent_both():
+    def forgets(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 1 and server_round == 3:
+            reply["record-dp"] = Account("another ledger", 3, 3).to_record()
+
+    strategy = record_dp()
+    play(strategy, rounds=3, clients=2, alter=forgets)
+    assert strategy.privacy.participations == {0: 9, 1: 9}
+
+
+def test_a_client_that_was_put_back_to_an_older_state_pays_for_what_it_does_again():
+    def put_back(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 1:
+            reply["record-dp"] = Account("ledger 1", 3, 3).to_record()
+
+    strategy = record_dp()
+    play(strategy, rounds=3, clients=2, alter=put_back)
+    assert strategy.privacy.participations == {0: 9, 1: 9}
+
+
+def without(reply: RecordDict) -> None:
+    del reply["record-dp"]
+
+
+def says(**fields: Any) -> Callable[[RecordDict], None]:
+    def change(reply: RecordDict) -> None:
+        reply["record-dp"] = ConfigRecord({"run": "ledger", "now": 3, "total": 3} | fields)
+
+    return change
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=1.0)])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        without,
+        says(now=0),
+        says(now=4),
+        says(total=-3, now=-3),
+        says(total=True, now=True),
+        says(total=3.0),
+        says(total=2**60),
+        says(run=""),
+        says(run="x" * 65),
+        says(surplus=1),
+    ],
+)
+def test_an_update_that_does_not_say_what_it_cost_is_no_part_of_the_model(lie, codec):
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 2:
+            lie(reply)
+
+    strategy = record_dp(codec=codec)
+    result = play(strategy, rounds=1, clients=3, alter=alter)
+    assert weight(result) == pytest.approx(0.5)
+    assert set(strategy.privacy.participations) == {0, 1}
+    (reason,) = strategy.reports[1].rejected.values()
+    assert "account" in reason or "does not say" in reason
+
+
+def test_a_node_answers_for_one_partition():
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if server_round == 2 and partition == 1:
+            put_node(reply, 0)
+
+    strategy = record_dp()
+    play(strategy, rounds=2, clients=2, alter=alter)
+    assert strategy.privacy.participations == {0: 6, 1: 3}
+    assert "answered for partition 1 before" in next(iter(strategy.reports[2].rejected.values()))
+
+
+def test_metrics_and_weights_of_clients_count_for_nothing():
+    def boasts(reply: RecordDict, server_round: int, partition: int) -> None:
+        reply["metrics"] = MetricRecord({"num-examples": 10**6 if partition == 2 else 1, "train_loss": 0.25})
+
+    strategy = record_dp()
+    result = play(strategy, rounds=1, clients=3, alter=boasts)
+    assert weight(result) == pytest.approx(1.0)
+    assert all(not metrics for metrics in result.train_metrics_clientapp.values())
+
+
+def test_clients_that_cannot_afford_a_training_are_not_asked_and_the_run_ends():
+    strategy = record_dp(budget=epsilon(6) + 1e-6)
+    fault = ScriptedFaults({(1, 0): "offline"})
+    with InProcessGrid(client(mods=[compression()]), 2, fault=fault) as nodes:
+        asked: list[int] = []
+        real = nodes.send_and_receive
+
+        def counted(messages: Any, **rest: Any) -> Any:
+            batch = list(messages)
+            asked.append(len(batch))
+            return real(batch, **rest)
+
+        nodes.send_and_receive = counted  # type: ignore[method-assign]
+        fit(strategy, nodes, toy.model(), 9)
+    # Partition 1 has spent it after two rounds, partition 0, which was away in the first, after three.
+    assert [count for count in asked if count] == [2, 2, 1]
+    assert strategy.privacy.epsilon() <= strategy.plan.budget
+    assert "allows no client a further training" in strategy.over(4)
+
+
+def test_books_in_a_file_outlive_the_server(tmp_path: Path):
+    first = record_dp()
+    first.open_ledger(tmp_path / "books")
+    play(first, rounds=2)
+    state = first.state_dict()
+    first.privacy.close()
+    # A server that has only the file does not know that these are the clients it knew: it counts them again.
+    forgetful = record_dp()
+    forgetful.open_ledger(tmp_path / "books")
+    assert forgetful.privacy.epsilon() == first.privacy.epsilon()
+    play(forgetful, rounds=1)
+    assert forgetful.privacy.participations == {0: 9, 1: 9, 2: 9}
+    forgetful.privacy.close()
+    restored = record_dp(budget=50.0)
+    restored.load_state_dict(state)
+    assert restored.privacy.participations == {0: 6, 1: 6, 2: 6}
+    restored.open_ledger(tmp_path / "books")
+    assert restored.privacy.participations == {0: 9, 1: 9, 2: 9}
+    restored.privacy.close()
+    with pytest.raises(StateError, match="resume with the same"):
+        record_dp(rate=0.2).load_state_dict(state)
+
+
+def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = {"task.hidden": "16", "max_steps": 2, "insecure_deterministic": True}
+    spec = RunSpec("record-dp", rounds=2, clients=2, settings=settings)
+
+    class Killed(Exception):
+        pass
+
+    real, calls = serve.checkpoints.save, [0]
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise Killed
+        real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serve.checkpoints, "save", save)
+        with pytest.raises(Killed):
+            engines.run(spec, checkpoint=tmp_path / "checkpoint")
+    # The clients are put back to their state after round 1, and train for round 2 again.
+    result = engines.run(spec, checkpoint=tmp_path / "checkpoint")
+    assert result.final.metrics["privacy.releases"] == 6
+    assert result.notes["privacy"]["unit"] == "record"
+    assert result.notes["privacy"]["population"] > 1000
+    whole = engines.run(spec)
+    assert whole.final.metrics["privacy.releases"] == 4
+    assert {k: v.tobytes() for k, v in result.arrays.items()} == {k: v.tobytes() for k, v in whole.arrays.items()}
+
+
+def test_a_model_that_keeps_statistics_of_batches_is_refused_before_anybody_trains():
+    with pytest.raises(ConfigError, match="GroupNorm"), InProcessGrid(client(), 2) as nodes:
+        fit(record_dp(), nodes, toy.model(counter=True), 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RecordDp(FedMedian(fraction_evaluate=0.0), PLAN), "no weighted mean"),
+        (lambda: RecordDp(FedAvg(fraction_evaluate=1.0), PLAN), "fraction_evaluate=0.0"),
+        (lambda: record_dp(adjacency="replace"), "say add_remove"),
+        (lambda: record_dp(method="sgd"), "method='sgd' is not known"),
+        (lambda: record_dp(steps=0), "steps=0 is not valid"),
+        (lambda: record_dp(rate=0.0), "rate"),
+        (lambda: record_dp(noise_multiplier=-1.0), "noise_multiplier"),
+        (lambda: record_dp(clip=0.0), "clip"),
+        (lambda: record_dp(delta=0.001), "not below 1/1000"),
+        (lambda: record_dp(budget=-1.0), "budget"),
+    ],
+)
+def test_what_promises_nothing_is_refused(make, said):
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert said in str(refused.value)
+
+
+def test_the_statement_says_whose_records_and_who_is_trusted():
+    strategy = record_dp()
+    play(strategy, rounds=1)
+    said = strategy.statement()
+    assert (said.unit, said.population, said.adjacency) == ("record", RECORDS, "add_remove")
+    assert (said.sampling, said.rate) == ("poisson", 0.1)
+    assert said.epsilon_unamplified > said.epsilon == pytest.approx(epsilon(3))
+    assert "nobody but its own client sees a record" in said.prose()
+    assert "the client that spent most" in said.prose()
+
+
+def test_a_reply_of_nobody_is_no_part_of_the_model():
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 1:
+            del reply[NODE_RECORD]
+
+    strategy = record_dp()
+    with InProcessGrid(client(alter), 2) as nodes:
+        result = fit(strategy, nodes, toy.model(), 1)
+    assert weight(result) == pytest.approx(0.0)
+    assert set(strategy.privacy.participations) == {0}

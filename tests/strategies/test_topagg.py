@@ -1,0 +1,308 @@
+"""TopAgg as a strategy: what the model becomes, what the promise rests on, and with what it composes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message
+from flwr.serverapp.strategy import FedAdam, FedMedian
+from topagg_runs import (
+    BALLOT,
+    LR,
+    NODES,
+    SIZE,
+    app,
+    ballots,
+    flat,
+    inner,
+    learnt,
+    run,
+    shifted,
+    strategy,
+)
+from toy import client_app, fedavg, model
+
+from clients.compressed import compression
+from clients.topagg import topagg as mods
+from fedcomp.codecs import SignSGD, TopK
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.privacy import find_private
+from fedcomp.layout import Layout, Update
+from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.votes import TopkSign, entropy_bits, topk_stochastic_sign
+from fedcomp.rng import Key
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+from strategies.topagg import TopAgg
+
+FULL = TopkSign(k=SIZE, stochastic=False)
+
+
+def equal_weights(msg: Message, context: Context, call_next) -> Message:
+    reply = call_next(msg, context)
+    reply.content["metrics"]["num-examples"] = 1
+    return reply
+
+
+@pytest.mark.parametrize("nodes", [5, 6])
+def test_1_11_c_noiseless_whole_and_unthresholded_it_is_majority_vote_signsgd(nodes: int) -> None:
+    """k = d, plain signs, beta = 0, no noise: bit for bit what SignSGD in the drop-in pair learns, ties included."""
+    step = 0.1
+    ours, *_ = run(
+        strategy(FULL, mode="threshold", server_lr=step, population=nodes),
+        nodes=nodes,
+        rounds=3,
+        client=client_app([*mods(), shifted]),
+    )
+    majority = Compressed(inner(), SignSGD(step), policy=lambda *_: None)
+    theirs, *_ = run(majority, nodes=nodes, rounds=3, client=client_app([compression(), equal_weights, shifted]))
+    assert ours.tobytes() == theirs.tobytes()
+    plain = sum(np.sign(sum(np.sign(learnt(r, p) + 0.5) for p in range(nodes))) for r in (1, 2, 3))
+    np.testing.assert_allclose(ours, step * plain, rtol=1e-6, atol=1e-7)
+    assert (plain == 0).any() or nodes % 2
+
+
+@pytest.mark.parametrize("mode", ["mean", "threshold"])
+def test_the_model_moves_by_what_the_votes_say(mode: str) -> None:
+    """From the definition: sums of the clients' votes, over the expected number or through the threshold."""
+    beta = 0.125 if mode == "threshold" else 0.0
+    moved, result, _ = run(strategy(mode=mode, beta=beta), rounds=2)
+    expected = np.zeros(SIZE, np.float32)
+    for server_round in (1, 2):
+        total = ballots(server_round).sum(axis=0)
+        passed = np.sign(total) * (np.abs(total) > beta * NODES) if mode == "threshold" else total / NODES
+        expected += np.float32(LR) * passed.astype(np.float32)
+    np.testing.assert_array_equal(moved, expected)
+    assert expected.any()
+    # Nobody's loss, weight or number of examples is there to be aggregated.
+    assert not any(len(record) for record in result.train_metrics_clientapp.values())
+
+
+def test_the_threshold_counts_the_clients_expected_not_those_that_came() -> None:
+    """Half the clients are gone: 2 of 4 votes pass a quarter of those that came, not a quarter of all."""
+    gone = range(4, NODES)
+    moved, *_ = run(strategy(mode="threshold", beta=0.25), fault=lambda d: "silent" if d.partition in gone else None)
+    total = ballots(1, range(4)).sum(axis=0)
+    by_expected = np.sign(total) * (np.abs(total) > 2)
+    by_arrived = np.sign(total) * (np.abs(total) > 1)
+    np.testing.assert_array_equal(moved, LR * by_expected)
+    assert (by_expected != by_arrived).any()
+
+
+@pytest.mark.parametrize("pair", [True, False], ids=["in the pair", "alone"])
+def test_a_client_without_the_mods_has_the_vote_it_would_have_cast(pair: bool) -> None:
+    """The server casts it, with the same draws: the same bits of model, whoever packs the votes."""
+    modded, _, packed = run(strategy(noise_multiplier=1.0), rounds=2)
+    plain = client_app()
+    some = {1, 4} if pair else set(range(NODES))
+    with_mods = app()
+
+    def mixed(msg: Message, context: Context) -> Message:
+        return (plain if context.node_config["partition-id"] in some else with_mods)(msg, context)
+
+    chosen = strategy(noise_multiplier=1.0, pair=pair)
+    voted, _, dense = run(chosen, rounds=2, client=mixed)
+    assert voted.tobytes() == modded.tobytes()
+    assert [report.plain for report in chosen.reports.values()] == [len(some)] * 2
+    assert dense.ledger.summary()["payload_up"] > 2 * packed.ledger.summary()["payload_up"]
+
+
+@pytest.mark.parametrize("adjacency", ["zero_out", "replace"])
+def test_noise_has_the_scale_that_is_accounted_for(adjacency: str) -> None:
+    """Residuals of three rounds: variance (z sqrt(k))^2, or four times that for exchanged clients, within 5 sigma."""
+    chosen = strategy(noise_multiplier=3.0, adjacency=adjacency, server_lr=1.0)
+    moved, *_ = run(chosen, rounds=3)
+    votes = sum(ballots(r).sum(axis=0) for r in (1, 2, 3))
+    residual = moved.astype(np.float64) * NODES - votes
+    sigma = 3.0 * math.sqrt(BALLOT.k) * (2.0 if adjacency == "replace" else 1.0)
+    assert chosen.inner.mechanism(Layout.flat(SIZE), 1).sigma == pytest.approx(sigma)
+    assert residual.var() / (3 * sigma**2) == pytest.approx(1.0, abs=5 * math.sqrt(2 / SIZE))
+    assert abs(residual.mean()) < 5 * math.sqrt(3 / SIZE) * sigma
+    events = chosen.inner.privacy.events
+    assert [event.noise_multiplier for event in events] == [3.0] * 3
+    assert {event.releases for event in events} == {1}
+
+
+def test_a_client_lost_mid_round_costs_nothing_but_its_vote() -> None:
+    """Same noise, same event, and the sum of the others bit for bit."""
+    settings = {"noise_multiplier": 2.0, "server_lr": 1.0}
+    whole, alone = strategy(**settings), strategy(**settings)
+    everyone, *_ = run(whole)
+    others, *_ = run(alone, fault=lambda d: "lost_reply" if d.partition == 3 else None)
+    np.testing.assert_array_equal((everyone - others) * NODES, ballots(1)[3])
+    assert whole.inner.privacy.events == alone.inner.privacy.events
+    assert whole.inner.privacy.epsilon() == alone.inner.privacy.epsilon()
+    assert alone.reports[1].lost == 1
+
+
+def test_an_empty_round_releases_noise_and_costs_as_much() -> None:
+    chosen = strategy(noise_multiplier=2.0)
+    moved, *_ = run(chosen, fault=lambda d: "silent")
+    assert np.count_nonzero(moved) > SIZE / 2
+    assert chosen.inner.privacy.releases == 1
+
+
+def test_layers_vote_as_the_policy_says() -> None:
+    """Per-layer k: the total bounds the norm, and each tensor has its own share, small ones that would go dense too."""
+    ballot = TopkSign(k=60, scope="layer")
+    chosen = strategy(ballot, policy=lambda name, *_: 0.04 if name == "weight" else 0.4)
+    moved, *_ = run(chosen)
+    layout = chosen.layout
+    shares = [ballot.count(s) for s in ballot.stretches(layout)]
+    assert sum(shares) == 60 == chosen.inner.mechanism(layout, 1).k
+    assert shares == [48, 12]
+    votes = np.zeros(SIZE)
+    for p in range(NODES):
+        parts = (slice(0, 1200), slice(1200, SIZE))
+        for layer, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            key = Key(7, "uplink", 1, p, layer)
+            votes[part] += topk_stochastic_sign(learnt(1, p)[part], share, uniforms=key)
+    np.testing.assert_array_equal(moved, LR * votes / NODES)
+
+
+@pytest.mark.parametrize("downlink", [None, TopK(0.2)], ids=repr)
+def test_any_downlink_codec_goes_with_it(downlink) -> None:
+    chosen = strategy(noise_multiplier=1.0, downlink=downlink)
+    moved, _, grid = run(chosen, rounds=3)
+    assert np.isfinite(moved).all()
+    assert [report.compressed for report in chosen.reports.values()] == [NODES] * 3
+    assert not any(report.rejected for report in chosen.reports.values())
+    down = grid.ledger.summary()["payload_down"]
+    assert (down < 2.5 * 4 * SIZE * NODES) == (downlink is not None)
+    # A compressed downlink leaves the clients another model, the server the true one.
+    reference, *_ = run(strategy(noise_multiplier=1.0), rounds=3)
+    assert moved.tobytes() == reference.tobytes()
+
+
+def test_an_adaptive_inner_strategy_steps_from_the_noisy_mean() -> None:
+    chosen = Compressed(
+        TopAgg(
+            FedAdam(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, eta=0.01),
+            BALLOT,
+            server_lr=1.0,
+            noise_multiplier=1.0,
+            population=NODES,
+            delta=1e-3,
+            insecure_deterministic=True,
+        ),
+        BALLOT,
+    )
+    moved, *_ = run(chosen, rounds=2)
+    assert np.count_nonzero(moved) > 0.95 * SIZE
+    assert np.abs(moved).max() < 0.2
+
+
+def test_buffers_keep_the_servers_values() -> None:
+    chosen = strategy(noise_multiplier=1.0)
+    _, result, _ = run(chosen, rounds=2, initial=model(counter=True))
+    assert int(result.arrays["num_batches_tracked"].numpy()) == 0
+    assert result.arrays["num_batches_tracked"].numpy().dtype == np.int64
+
+
+def test_frames_of_a_run_are_within_five_per_cent_of_the_entropy() -> None:
+    """Measured: payload bytes of a round over the clients, against the bound and the frame of an empty vote."""
+    _, _, grid = run(strategy(), rounds=2)
+    codec, layout = BALLOT, Layout.flat(SIZE)
+    header = len(codec.encode(Update(np.zeros(SIZE, np.float32), layout), {}, Key(0))[0])
+    sent = grid.ledger.summary()["payload_up"] / (2 * NODES)
+    assert sent <= 1.05 * entropy_bits(SIZE, BALLOT.k) / 8 + header
+    assert sent > entropy_bits(SIZE, BALLOT.k) / 8
+
+
+def test_the_budget_ends_the_run_before_it_is_crossed_and_the_statement_says_votes() -> None:
+    chosen = strategy(noise_multiplier=20.0, budget=0.5)
+    run(chosen, rounds=40)
+    private = find_private(chosen)
+    assert private is chosen.inner
+    made = len(chosen.reports)
+    assert 0 < made < 40
+    assert private.privacy.epsilon() <= 0.5
+    assert "budget" in private.over(made + 1)
+    statement = private.statement()
+    assert statement.bound == pytest.approx(math.sqrt(BALLOT.k))
+    assert statement.epsilon == private.privacy.epsilon()
+    for words in ("votes of TopkSign(k=50)", "INSECURE", "client"):
+        assert words in statement.prose()
+
+
+def test_a_resumed_run_is_the_run_and_another_ballot_is_refused() -> None:
+    whole, *_ = run(strategy(noise_multiplier=1.0, mode="threshold", beta=0.1), rounds=2)
+    first = strategy(noise_multiplier=1.0, mode="threshold", beta=0.1)
+    _, half, _ = run(first, rounds=1)
+    second = strategy(noise_multiplier=1.0, mode="threshold", beta=0.1)
+    second.load_state_dict(first.state_dict())
+    assert second.inner.privacy.releases == 1
+    for changed in ({"ballot": TopkSign(k=51)}, {"beta": 0.2}, {"server_lr": 0.5}):
+        ballot = changed.pop("ballot", BALLOT)
+        other = strategy(ballot, **{"noise_multiplier": 1.0, "mode": "threshold", "beta": 0.1, **changed})
+        with pytest.raises(StateError):
+            other.load_state_dict(first.state_dict())
+    assert flat(half.arrays).tobytes() != whole.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: TopAgg(inner(), TopK(0.1), server_lr=1.0, noise_multiplier=1.0), "TopkSign"),
+        (lambda: TopAgg(inner(), BALLOT, server_lr=0.0, noise_multiplier=1.0), "server_lr"),
+        (lambda: strategy(mode="median"), "mode"),
+        (lambda: strategy(beta=0.5), "threshold"),
+        (lambda: strategy(mode="threshold", beta=1.5), "beta"),
+        (lambda: TopAgg(FedMedian(), BALLOT, server_lr=1.0, noise_multiplier=1.0), "single updates"),
+        (lambda: TopAgg(fedavg(), BALLOT, server_lr=1.0, noise_multiplier=1.0), "evaluat"),
+        (lambda: Compressed(strategy(pair=False), TopK(0.1)), "votes"),
+        (lambda: Compressed(DpFedAvg(inner(), clip=1.0, noise_multiplier=1.0), BALLOT), "votes"),
+        (lambda: Compressed(FedMedian(), BALLOT), "votes"),
+    ],
+)
+def test_what_cannot_be_a_private_vote_is_refused(build, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_a_codec_with_more_votes_than_the_ballot_is_refused_reply_by_reply() -> None:
+    """The promise stands on the ballot of the mechanism, whatever codec was announced."""
+    loose = Compressed(strategy(pair=False), TopkSign(k=51))
+    moved, *_ = run(loose)
+    assert len(loose.reports[1].rejected) == NODES
+    assert "at most 50" in next(iter(loose.reports[1].rejected.values()))
+    assert not moved.any()
+
+
+def test_a_capped_client_votes_no_more_than_it_may() -> None:
+    chosen = strategy(noise_multiplier=1.0, sampling=Sampling("capped", cap=2))
+    run(chosen, rounds=4)
+    assert set(chosen.inner.privacy.participations.values()) == {2}
+    assert [chosen.reports[r].sent for r in (1, 2)] == [NODES, NODES]
+    assert not chosen.reports[3].sent
+
+
+def test_a_plain_weighted_mean_learns_the_mean_vote() -> None:
+    """Outside of privacy: the votes' mean is the update, and the server's learning rate gives it a length."""
+    app_equal = client_app([compression(), equal_weights])
+    moved, *_ = run(Compressed(inner(), TopkSign(k=40), seed=7), client=app_equal)
+    np.testing.assert_allclose(moved, ballots(1, k=40).mean(axis=0), atol=1e-6)
+
+
+def test_a_zero_update_abstains_and_a_broken_one_is_an_absent_vote() -> None:
+    """Zeros cast no vote; NaN makes the client answer with an error, and the others' sum is untouched."""
+
+    def spoilt(value: float):
+        def mod(msg: Message, context: Context, call_next) -> Message:
+            before = {k: v.numpy().copy() for k, v in msg.content["arrays"].items()}
+            reply = call_next(msg, context)
+            if context.node_config["partition-id"] == 2:
+                filled = {k: Array(v * np.float32(value) + v if np.isnan(value) else v) for k, v in before.items()}
+                reply.content["arrays"] = ArrayRecord(filled)
+            return reply
+
+        return mod
+
+    others = ballots(1, [p for p in range(NODES) if p != 2]).sum(axis=0)
+    for value, refused in ((0.0, 0), (math.nan, 1)):
+        chosen = strategy()
+        moved, *_ = run(chosen, client=client_app([*mods(), spoilt(value)]))
+        np.testing.assert_array_equal(moved * NODES, LR * others)
+        assert len(chosen.reports[1].rejected) == refused

@@ -1,0 +1,246 @@
+"""Hostile voters: refused before anything is added, and the round's promise is what it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from topagg_runs import BALLOT, NODES, SIZE, app, ballots, flat, learnt, run, strategy
+from toy import model
+
+from fedcomp import wire
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.protocol import UPDATE
+from fedcomp.layout import Layout
+from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.mechanism import PrivateSum
+from fedcomp.privacy.votes import TopkSign
+from fedcomp.wire.fuzz import seal
+
+CULPRIT = 3
+K = BALLOT.k
+SETTINGS = {"noise_multiplier": 2.0, "server_lr": 1.0}
+Evil = Callable[[RecordDict], RecordDict | None]
+
+
+def forger(evil: Evil) -> Callable[[Message, Context], Message]:
+    """Return the app with one client whose reply ``evil`` changes."""
+    honest = app()
+
+    def forging(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] == CULPRIT:
+            changed = evil(reply.content)
+            reply.content = reply.content if changed is None else changed
+        return reply
+
+    return forging
+
+
+def frame(*tensors: wire.Tensor) -> Evil:
+    def evil(content: RecordDict) -> None:
+        put_frame(content, UPDATE, wire.encode(list(tensors)))
+
+    return evil
+
+
+def signs(count: int) -> wire.UnitSign:
+    return wire.UnitSign(np.zeros(count, np.bool_))
+
+
+def listed(values: wire.Values, size: int = SIZE, indices: np.ndarray | None = None) -> wire.Tensor:
+    return wire.sparse((size,), np.arange(values.k) if indices is None else indices, values)
+
+
+def twice_the_same_index(content: RecordDict) -> None:
+    """Fixed-width indices 4, 4 instead of 4, 5, sealed again: one coordinate would count twice."""
+    tensor = wire.sparse((SIZE,), np.array([4, 5]), signs(2), index="raw")
+    sent = wire.encode([tensor])[:-4].replace(b"\x04\0\0\0\x05\0\0\0", b"\x04\0\0\0\x04\0\0\0")
+    put_frame(content, UPDATE, seal(sent))
+
+
+def dense(value: float, dtype: type = np.float32) -> Evil:
+    """Reply as a client without the mods, with a model that is not finite."""
+
+    def evil(content: RecordDict) -> RecordDict:
+        arrays = {"weight": np.zeros((40, 30), dtype), "bias": np.full(30, value, dtype)}
+        return RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()})})
+
+    return evil
+
+
+def header(**fields) -> Evil:
+    def evil(content: RecordDict) -> None:
+        for name, value in fields.items():
+            content["fedcomp.node"][name.replace("_", "-")] = value
+
+    return evil
+
+
+BAD: dict[str, Evil] = {
+    "k + 1 votes": frame(listed(signs(K + 1))),
+    "all coordinates": frame(listed(signs(SIZE))),
+    "all coordinates, dense": frame(wire.Tensor(signs(SIZE), (SIZE,))),
+    "values of 2": frame(listed(wire.Raw(np.full(K, 2, np.float32)))),
+    "a scale of 1000": frame(listed(wire.SignScale(np.zeros(K, np.bool_), np.float32([1000.0])))),
+    "a scale of 1": frame(listed(wire.SignScale(np.zeros(K, np.bool_), np.float32([1.0])))),
+    "ternary levels": frame(listed(wire.Ternary(np.ones(K), 3.0))),
+    "NaN": frame(listed(wire.Raw(np.full(K, np.nan, np.float32)))),
+    "infinity": frame(listed(wire.Raw(np.full(K, np.inf, np.float32)))),
+    "one element more": frame(listed(signs(K), SIZE + 1)),
+    "a matrix": frame(wire.sparse((SIZE, 1), np.arange(K), signs(K))),
+    "two tensors": frame(listed(signs(K)), listed(signs(K))),
+    "no tensor": frame(),
+    "coefficients": frame(wire.Tensor(signs(K), (SIZE,), kind=wire.COEFFICIENTS)),
+    "a seeded support": frame(wire.seeded((SIZE,), 5, K, signs(K))),
+    "a dense rest beside the votes": frame(listed(signs(K)), wire.dense(np.ones(30, np.float32))),
+    "the same index twice": twice_the_same_index,
+    "a cut frame": lambda c: put_frame(c, UPDATE, take_frame(c, UPDATE)[:-1]),
+    "no frame": lambda c: RecordDict({k: v for k, v in c.items() if k != UPDATE}),
+    "a stale sequence": header(sequence=10**6),
+    "a dense model with NaN": dense(np.nan),
+    "a dense model with infinity": dense(np.inf),
+    "a dense model that overflows": dense(1e300, np.float64),
+    "an empty reply": lambda c: RecordDict(),
+    "metrics for an update": lambda c: RecordDict({"metrics": MetricRecord({"num-examples": 10**9})}),
+}
+
+
+@pytest.fixture(scope="module")
+def without() -> tuple[np.ndarray, list]:
+    """The model of a round whose culprit never answers, and what it costs."""
+    chosen = strategy(**SETTINGS)
+    moved, *_ = run(chosen, fault=lambda d: "silent" if d.partition == CULPRIT else None)
+    return moved, chosen.inner.privacy.events
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_1_11_h_a_forged_vote_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
+    """Refused and reported; event, noise and the sum of the others are bit for bit those of its absence."""
+    chosen = strategy(**SETTINGS)
+    moved, *_ = run(chosen, client=forger(BAD[name]))
+    report, ledger = chosen.reports[1], chosen.inner.privacy
+    assert len(report.rejected) == 1
+    assert report.compressed == NODES - 1
+    assert moved.tobytes() == without[0].tobytes()
+    assert ledger.events == without[1]
+    assert [event.noise_multiplier for event in ledger.events] == [2.0]
+    assert len(ledger.participations) == NODES - 1
+
+
+@pytest.mark.parametrize("fault", ["duplicate", "duplicate_reply"])
+def test_1_11_h_a_repeated_message_is_one_vote(fault: str) -> None:
+    """Delivered twice or answered twice: the sum is that of one vote each."""
+    once, repeated = strategy(**SETTINGS), strategy(**SETTINGS)
+    honest, *_ = run(once)
+    moved, *_ = run(repeated, fault=lambda d: fault if d.partition == CULPRIT else None)
+    assert moved.tobytes() == honest.tobytes()
+    assert repeated.inner.privacy.events == once.inner.privacy.events
+
+
+def test_1_11_h_every_reply_twice_is_every_vote_once() -> None:
+    """Straight into the strategy, past whatever a grid sorts out before."""
+    models = []
+    for times in (1, 2):
+        chosen = strategy(**SETTINGS)
+        with InProcessGrid(app(), NODES, seed=3) as grid:
+            sent = list(chosen.configure_train(1, model(), ConfigRecord({"server-round": 1}), grid))
+            replies = list(grid.send_and_receive(sent, timeout=9))
+        arrays, metrics = chosen.aggregate_train(1, replies * times)
+        models.append(flat(arrays).tobytes())
+        assert not metrics
+        assert chosen.reports[1].duplicates == (times - 1) * NODES
+        assert chosen.inner.privacy.releases == 1
+        # The round is over: its replies release nothing a second time.
+        assert chosen.aggregate_train(1, replies) == (None, None)
+        assert chosen.inner.privacy.releases == 1
+    assert models[0] == models[1]
+
+
+def test_1_11_h_a_reply_to_another_round_is_no_vote() -> None:
+    """A reply kept and sent again a round later is refused: nobody votes twice, nobody votes late."""
+    kept: list[RecordDict] = []
+
+    def replay(content: RecordDict) -> RecordDict:
+        kept.append(copy.deepcopy(content))
+        return kept[0]
+
+    chosen, absent = strategy(**SETTINGS), strategy(**SETTINGS)
+    moved, *_ = run(chosen, rounds=2, client=forger(replay))
+    other, *_ = run(absent, rounds=2, fault=lambda d: "silent" if d.partition == CULPRIT and d.round == 2 else None)
+    assert moved.tobytes() == other.tobytes()
+    assert "stale" in next(iter(chosen.reports[2].rejected.values()))
+
+
+def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
+    """Per-layer k: the total would be within the bound, but a tensor has more than its own share."""
+    ballot = TopkSign(k=K, scope="layer")
+    options = {**SETTINGS, "policy": lambda *_: None}
+    layout_shares: list[int] = []
+
+    def evil(content: RecordDict) -> None:
+        shares = [ballot.count(s) for s in ballot.stretches(chosen.layout)]
+        layout_shares.extend(shares)
+        first, second = shares[0] - 1, shares[1] + 1
+        tensors = [listed(signs(first), 1200), listed(signs(second), 30)]
+        put_frame(content, UPDATE, wire.encode(tensors))
+
+    chosen, absent = strategy(ballot, **options), strategy(ballot, **options)
+    moved, *_ = run(chosen, client=forger(evil))
+    other, *_ = run(absent, fault=lambda d: "silent" if d.partition == CULPRIT else None)
+    assert sum(layout_shares) == K
+    assert len(chosen.reports[1].rejected) == 1
+    assert moved.tobytes() == other.tobytes()
+
+
+def test_what_a_client_says_beside_its_vote_is_not_heard() -> None:
+    """Metrics, weights and buffers of a hostile reply change nothing, and do not evict anybody."""
+
+    def loud(content: RecordDict) -> None:
+        content["metrics"] = MetricRecord({"num-examples": 10**12, "loss": 0.0})
+        content["others"] = MetricRecord({"x": float("nan")})
+
+    chosen = strategy(**SETTINGS)
+    honest, *_ = run(strategy(**SETTINGS))
+    moved, result, _ = run(chosen, client=forger(loud))
+    assert moved.tobytes() == honest.tobytes()
+    assert not any(len(record) for record in result.train_metrics_clientapp.values())
+
+
+def test_half_the_clients_hostile_leaves_the_other_half() -> None:
+    chosen = strategy(noise_multiplier=0.0, server_lr=1.0)
+    honest = app()
+
+    def forging(msg: Message, context: Context) -> Message:
+        reply = honest(msg, context)
+        if context.node_config["partition-id"] % 2:
+            put_frame(reply.content, UPDATE, wire.encode([listed(signs(SIZE))]))
+        return reply
+
+    moved, *_ = run(chosen, client=forging)
+    np.testing.assert_array_equal(moved * NODES, ballots(1, range(0, NODES, 2)).sum(axis=0))
+    assert len(chosen.reports[1].rejected) == NODES // 2
+
+
+def test_no_vector_that_is_no_vote_passes_the_strategy() -> None:
+    """The mechanism's own door, without any codec before it: floats that look like votes, and those that do not."""
+    private = strategy(pair=False, noise_multiplier=1.0)
+    layout = Layout.flat(SIZE)
+    votes = np.zeros(SIZE, np.float32)
+    votes[:K] = np.sign(learnt(1, 0)[:K] + 0.5)
+    total = PrivateSum(private.mechanism(layout, 1), (SIZE,))
+    total.add(1, private.contribution(votes, layout, 1))
+    for at, value in ((0, 2.0), (0, 0.5), (0, np.nan), (0, np.inf), (0, -128.0), (0, 256.0), (0, 1e9), (K, 1.0)):
+        forged = votes.copy()
+        forged[at] = value
+        with pytest.raises(Unbounded):
+            total.add(2, private.contribution(forged, layout, 1))
+    with pytest.raises(Unbounded, match="already"):
+        total.add(1, private.contribution(votes, layout, 1))
+    with pytest.raises(Unbounded):
+        total.add(3, private.contribution(votes[:-1], layout, 1))
+    assert total.participants == [1]
