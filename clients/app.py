@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedcomp.tasks.generator import Ensemble
     from fedcomp.tasks.local import LocalObjective
 
-app = answer_coded(ClientApp(mods=[coded(), shared_support(), local_privacy(), compression(), lsg(), private()]))
+app = answer_coded(ClientApp(mods=[coded(), local_privacy(), shared_support(), compression(), lsg(), private()]))
 
 TASK_PREFIX = "task."
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from clients.messages import (
     MOD_FAILED_PRECONDITION,
+    NOT_WITHOUT_NOISE,
     CallNext,
     Mod,
     choose,
@@ -34,7 +35,7 @@ from fedcomp.flower.protocol import EXACT, RESYNC, STALE, UPDATE
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.state import StaleMessage, Uplink
 from fedcomp.layout import Layout, policy_from_config
-from fedcomp.privacy.local import privatised
+from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
 
 
@@ -45,7 +46,8 @@ def compression(accept: Collection[str] | None = None) -> Mod:
     ----------
     accept : collection of str, optional
         Codec ids this client agrees to use, wrappers ("feedback", "chain") included; default all registered ones. A
-        codec outside of it is answered densely and reported to the server, never silently.
+        codec outside of it is answered densely and reported to the server, never silently; one that privatises is not
+        answered at all.
 
     Examples
     --------
@@ -66,6 +68,8 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
 
     codec, unsupported = choose(announcement, announcement.codec, accept)
     downlink, no_downlink = choose(announcement, announcement.downlink, accept)
+    if codec is None and asks_for_noise(announcement.codec):
+        return Message(Error(MOD_FAILED_PRECONDITION, f"{NOT_WITHOUT_NOISE} ({unsupported})"), reply_to=msg)
     unsupported = unsupported or no_downlink
     try:
         record, replica = receive(msg.content, announcement, downlink, context)

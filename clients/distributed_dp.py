@@ -36,7 +36,8 @@ class NoisySumClient(SumCodeClient):
         Raises
         ------
         StateError
-            When the plan would show more than a noisy sum, or show it with less noise than the share is made for.
+            When the plan would show more than a noisy sum, show single shares to the server or to one relay, or allow
+            sums with less noise than the share is made for.
         Unbounded
             When the integers are longer than the codec allows.
         """
@@ -45,6 +46,8 @@ class NoisySumClient(SumCodeClient):
             raise StateError(f"a noisy sum is of integers of a bounded norm, the server announces {codec!r}")
         if plan.extras or plan.max_weight != 1 or self.fields.flag("metrics") or self.fields.text("weight", ""):
             raise StateError("the plan asks for weights, metrics or counts beside the sum, which have no noise")
+        if plan.private < 1 or plan.mode != "share" or "keys" not in self.fields:
+            raise StateError("the shards of a noisy sum are sealed, and one of them says nothing of its vector")
         if plan.least < codec.least:
             raise StateError(
                 f"the share of noise is made for {codec.least} contributors, the plan allows sums of {plan.least}"

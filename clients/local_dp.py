@@ -17,11 +17,11 @@ from typing import Final
 
 from flwr.app import ConfigRecord, Context, Error, Message
 
-from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, choose, find_announcement
+from clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, CallNext, Mod, choose, find_announcement
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE
-from fedcomp.privacy.local import LocalPolicy, privatised
+from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
 
 log = logging.getLogger("fedcomp")
 
@@ -33,7 +33,8 @@ _APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the en
 def local_privacy(policy: LocalPolicy | None = None) -> Mod:
     """Return the mod that counts private messages and refuses what a policy does not allow.
 
-    Put it before ``compression()``, so that it is the last to see a reply.
+    Put it first in the list, so that it is the last to see a reply: what another mod makes outside of it would not be
+    checked.
 
     Parameters
     ----------
@@ -57,6 +58,8 @@ def local_privacy(policy: LocalPolicy | None = None) -> Mod:
             if refusal:
                 return _refused(msg, refusal)
         if found is None or announcement is None:
+            if announcement is not None and asks_for_noise(announcement.codec):
+                return _refused(msg, NOT_WITHOUT_NOISE)
             return call_next(msg, context)
         limits = [limit for limit in (found.releases, policy.releases if policy else 0) if limit]
         held = _Sent.read(context)

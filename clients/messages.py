@@ -25,6 +25,12 @@ Mod = Callable[[Message, Context, CallNext], Message]
 MOD_FAILED_PRECONDITION = 6
 """Flower's ErrorCode of that name; the enumeration itself is private."""
 
+NOT_WITHOUT_NOISE = (
+    "the announced codec privatises updates, and this client cannot or may not use it; it sends nothing without that "
+    "noise. Use the same release on both sides, and accept its codecs"
+)
+"""Why a client does not answer densely, as it does where a codec only compresses."""
+
 
 def find_announcement(content: RecordDict) -> Announcement | None:
     for config in content.config_records.values():

@@ -359,8 +359,7 @@ class Compressed(Strategy):
         LayoutError
             When ``mean`` does not have the layout's size and dtype.
         """
-        mean_of = self.inner if self._private is None else self._private.inner
-        if not is_mean(mean_of):
+        if not is_mean(mean_of := self.inner if self._private is None else self._private.inner):
             raise ConfigError(
                 f"{type(mean_of).__name__} looks at single updates, of which a coded sum shows none; use one of "
                 f"{', '.join(MEANS)}"

@@ -196,8 +196,8 @@ class NoisySum(SumCode):
 
     def __init__(self, settings: Settings, inner: Strategy) -> None:
         super().__init__(settings, inner)
-        if self.weighted or self.metrics or self.mode != "share":
-            raise ConfigError("a noisy sum has no weights and no metrics, and is not masked")
+        if self.weighted or self.metrics or self.mode != "share" or not self.seal:
+            raise ConfigError("a noisy sum has no weights and no metrics, is not masked, and its shards are sealed")
 
     def prepare(self, codec: BoundedFixedPoint, mechanism: DistributedSum) -> None:
         """Take the round's codec, and as many pieces as leave the tolerated losses.
@@ -262,8 +262,8 @@ class DistributedDp(CodedFedAvg):
         Grid steps of the clip norm; 0 chooses, see :class:`fedcomp.privacy.distributed.DistributedSum`.
     rotate : bool
         Turn updates by a public rotation first, so that less room is needed for single large coordinates.
-    transport, seal, share_timeout, collect_timeout, max_store_bytes, spool
-        As :class:`strategies.coded.CodedFedAvg`.
+    transport, share_timeout, collect_timeout, max_store_bytes, spool
+        As :class:`strategies.coded.CodedFedAvg`. Shards are always sealed: the server passes them on.
     seed : int
     **promise
         As :class:`strategies.private.PrivateStrategy`: adjacency, delta, population, sampling, count, budget, noise
@@ -296,7 +296,6 @@ class DistributedDp(CodedFedAvg):
         scale: int = 0,
         rotate: bool = False,
         transport: str = "hub",
-        seal: bool | None = None,
         share_timeout: float | None = None,
         collect_timeout: float | None = None,
         seed: int = 0,
@@ -325,7 +324,6 @@ class DistributedDp(CodedFedAvg):
             construction="noisysum",
             private=private,
             transport=transport,
-            seal=seal,
             share_timeout=share_timeout,
             collect_timeout=collect_timeout,
             seed=seed,

@@ -33,6 +33,7 @@ from strategies.replies import RoundReport
 _NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model",
     "who takes part, when, and whether its app fails",
+    "a client that connects anew under another node id, unless it counts its messages itself",
     "what else a client's device sends",
 )
 

@@ -57,10 +57,17 @@ Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model",
     "who takes part, when, and how large its messages are",
+    "a client that connects anew under another node id, which is counted as another client",
     "the server's own reports and logs (who was refused, and why)",
     "the server's evaluation of released models on data of its own",
 )
 """What no statement of these strategies extends to."""
+
+
+_NOT_FINITE: Final = (
+    "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider dtype, a "
+    "smaller clip norm or less noise"
+)
 
 
 class PrivateStrategy(Strategy):
@@ -332,6 +339,11 @@ class PrivateStrategy(Strategy):
         """
         self._model = to_arrays(arrays)
         self._layout = Layout.of(self._model) if layout is None else layout
+        if not self._layout.size:
+            raise ConfigError(
+                "the model has no tensor of finite floats, and nothing else is ever released: integers, buffers and "
+                "statistics stay as they are. Give it parameters, or train it without privacy"
+            )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -347,6 +359,7 @@ class PrivateStrategy(Strategy):
         reason = self._unaffordable(server_round)
         if not reason:
             nodes = online(grid, self.inner)
+            self._check_population(nodes)
             entropy = self._entropy("sampling", server_round)
             chosen = self.sampling.draw(nodes, self.privacy, server_round, entropy, count=self.count)
             if self.sampling.kind == "capped" and nodes and not chosen:
@@ -472,7 +485,8 @@ class PrivateStrategy(Strategy):
             return None, None
         found = to_arrays(restore_dtypes(arrays, self._model, []))
         if not all(np.isfinite(found[t.name]).all() for t in layout.tensors):
-            report.notes.append("the noisy mean is not finite in the model's precision; the model is kept")
+            report.notes.append(_NOT_FINITE)
+            log.warning("%s, round %d: %s", type(self).__name__, server_round, _NOT_FINITE)
             return None, None
         return to_record(found | exact), MetricRecord()
 
@@ -534,6 +548,14 @@ class PrivateStrategy(Strategy):
     def _entropy(self, purpose: str, server_round: int) -> Entropy:
         key = Key(self.seed, f"privacy/{purpose}", server_round)
         return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
+
+    def _check_population(self, nodes: Sequence[int]) -> None:
+        if len(nodes) > self.population:
+            raise ConfigError(
+                f"{len(nodes)} clients are online, and the population was given as {self.population}: delta and the "
+                "mean's denominator rest on the number of all that may ever take part. Begin a new run that says how "
+                "many these are"
+            )
 
     def _require_population(self) -> None:
         if not self.population:

@@ -96,6 +96,7 @@ def test_private_flower_imports_stand_in_one_file() -> None:
         "strategies.compressed, strategies.shared_support, strategies.coded, strategies.coded_linear",
         "strategies.coded_relay, strategies.coded_sum, strategies.coded_gradients",
         "fedcomp.flower.gossip, clients.gossip, strategies.gossip",
+        "fedcomp.flower.datalens, clients.datalens, strategies.datalens, experiments.catalog.datalens",
         "fedcomp.gossip, fedcomp.gossip.central, fedcomp.gossip.topology, fedcomp.gossip.tuning, fedcomp.gossip.local",
         ", ".join(where.partition(":")[0] for where in ALGORITHMS.values()),
         "coding.kernels, coding.field, coding.rlnc, coding.mds, coding.decoder, coding.relay, coding.plan",

@@ -65,8 +65,8 @@ def _c_few(subject: Subject) -> list[Verdict]:
 
 
 def _c_rounds(subject: Subject) -> list[Verdict]:
-    # Nine rounds have three times the mu of one, which 50 runs show.
-    return [tier_c(subject, runs=50, rounds=9)]
+    # Nine rounds have three times the mu of one, which 40 runs show.
+    return [tier_c(subject, runs=40, rounds=9)]
 
 
 def _f(subject: Subject) -> list[Verdict]:

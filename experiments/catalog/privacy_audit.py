@@ -34,7 +34,7 @@ STARTS: Final = (0.1, 0.9, 1.2, 5.0)
 """First clip norms of clients whose updates have a median norm of 1."""
 
 TIERS: Final = ("A", "B", "C", "E", "F")
-HEADERS: Final = ("A: distance", "of", "B: noise", "C: mu >=", "of mu", "E: off grid", "F: correlation")
+HEADERS: Final = ("A: distance", "B: noise", "C: mu >=", "mu", "E: off grid", "F: alike")
 
 Audit = list[dict[str, Any]]
 
@@ -220,16 +220,16 @@ def _audit_table(audits: Mapping[str, Audit], bench: Bench) -> Table:
         a, c = _by_tier(audit, "A")[0], _by_tier(audit, "C")[0]
         noise = max((v["found"] for v in _by_tier(audit, "B")), key=lambda ratio: abs(math.log(ratio)))
         e, f = _by_tier(audit, "E")[0], _by_tier(audit, "F")[0]
-        found = [a["found"], a["claimed"], noise, c["found"], c["claimed"], e["found"], f["found"]]
+        found = [a["found"] / a["claimed"], noise, c["found"], c["claimed"], e["found"], f["found"]]
         rows.append([name, *found, "stands" if all(v["ok"] for v in audit) else "REFUTED"])
     return Table(
         "Audited systems",
         ("system", *HEADERS, "verdict"),
         rows,
-        "A: largest distance of two neighbouring sums over the standard deviation of the noise, and what the event "
-        "says. B: noise over the claim, the worst of all tensors. C: lower bound on mu from "
-        f"{bench.count('runs')} runs in each world, and mu by the ledger's epsilon. E: outputs beside the public grid. "
-        "F: largest correlation of two rounds' noise. That a claim stands is no proof of it.",
+        "A: largest distance of two neighbouring sums, over what the event says. B: noise over the claim, the worst of "
+        f"all tensors. C: lower bound on mu from {bench.count('runs')} runs in each world, and mu by the ledger's "
+        "epsilon. E: share of outputs beside the public grid. F: largest correlation of two rounds' noise. That a "
+        "claim stands is no proof of it.",
     )
 
 

@@ -14,8 +14,9 @@ that is not trusted cannot be trusted with the budget either.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -150,6 +151,16 @@ class LocalPolicy:
                 f"{found.noise_multiplier:g}"
             )
         return ""
+
+
+def asks_for_noise(config: Any) -> bool:
+    """Whether the description of a codec names :class:`Privatise` anywhere, also of a codec that cannot be made here.
+
+    A client that cannot use an announced codec answers without it, which here would be an answer without noise.
+    """
+    if isinstance(config, Mapping):
+        return config.get("id") == Privatise.transform_id or any(map(asks_for_noise, config.values()))
+    return isinstance(config, list) and any(map(asks_for_noise, config))
 
 
 def privatised(codec: Codec) -> Privatise | None:

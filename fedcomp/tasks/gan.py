@@ -357,6 +357,8 @@ class Teachers:
         labels : ndarray of int64, (batch,), optional
             Labels of generated images that are the same for all teachers; default: those of each teacher's own batch.
         """
+        if not len(self._data):
+            return dict(state)
         rows, weights = self._batch(key)
         x, y = (t[torch.from_numpy(rows)] for t in self._data.tensors)
         shape = (self.count, rows.shape[1])

@@ -253,6 +253,28 @@ def test_an_app_whose_mods_do_not_compress_sends_nothing() -> None:
         assert "something else" in reply.error.reason
 
 
+@pytest.mark.parametrize(
+    ("mods", "inner"),
+    [
+        ([local_privacy(), compression(), private()], {"id": "of-a-later-release"}),
+        ([compression(), private()], {"id": "of-a-later-release"}),
+        ([compression(accept=["topk"]), private()], {"id": "topk", "density": 0.5}),
+    ],
+    ids=["unknown", "unknown to the pair alone", "not accepted"],
+)
+def test_a_client_that_cannot_use_the_codec_that_privatises_sends_nothing_without_noise(mods, inner) -> None:
+    def never(content: RecordDict) -> RecordDict:
+        raise AssertionError("nothing is trained for an answer that cannot leave")
+
+    content = RecordDict({"arrays": record(MODEL), "config": ConfigRecord({PRIVATE: True})})
+    codec = {**LOCAL.to_config(), "codec": inner}
+    announce(content, Announcement("arrays", 1, 0, codec=codec, session=b"s", sequence=1))
+    with server():
+        reply = app_of(mods, never)(Message(content, 1, "train"), node())
+    assert reply.has_error()
+    assert "same release" in reply.error.reason
+
+
 def test_the_words_of_an_exception_stay_on_the_node(caplog) -> None:
     def fail(content: RecordDict) -> RecordDict:
         raise ValueError("patient 4711 has a broken record")

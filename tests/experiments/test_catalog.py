@@ -25,7 +25,11 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
     assert specs or experiment.measure is not None
     assert experiment.changed(config) == []
     assert Config.from_json(config.to_json()) == config
-    assert all(spec.rounds > 0 and spec.seed == config.seed for spec in specs)
+    assert all(spec.rounds > 0 for spec in specs)
+    # Rows that repeat others with seeds of their own move along with the run's.
+    moved = experiment.specs(experiment.configure(seed=7))
+    assert [spec.seed + 7 for spec in specs] == [spec.seed for spec in moved]
+    assert not specs or min(spec.seed for spec in specs) == config.seed
 
 
 def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experiment) -> None:

@@ -61,7 +61,7 @@ def test_audit_B_every_part_has_the_noise_that_was_claimed(subject: Subject) -> 
 
 def test_audit_C_no_attack_on_the_worst_pair_refutes_the_ledger(subject: Subject) -> None:
     quick = isinstance(subject, Sums | systems.Messages | systems.Shares)
-    found = tier_c(subject, runs=1500 if quick else 250)
+    found = tier_c(subject, runs=1500 if quick else 200)
     assert found.ok, found
     # The attack sees something, or it would refute nothing ever.
     assert found.found > 0.2 * found.claimed

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from privacy.dpsgd_problems import (
+from dpsgd_problems import (
     OPTIONS,
     gradient,
     ledger,
@@ -200,10 +200,11 @@ def test_the_event_is_recorded_before_the_noise_is_drawn_and_says_what_was_drawn
 
 def test_a_step_beyond_the_budget_leaves_the_model_and_no_gradient() -> None:
     module, data = net(), records(20)
-    probe = ledger(0.5)
-    event = GridGaussian(noise_multiplier=2.0, adjacency="add_remove", clip=1.0, size=53).event(rate=0.5)
-    probe.record(event, round=0, times=3)
-    with training(module, data, noise_multiplier=2.0, rate=0.5, steps=5, budget=probe.epsilon() + 1e-6) as t:
+    probe = ledger(1.0)
+    probe.record(
+        GridGaussian(noise_multiplier=2.0, adjacency="add_remove", clip=1.0, size=53).event(), round=0, times=3
+    )
+    with training(module, data, noise_multiplier=2.0, steps=5, budget=probe.epsilon() + 1e-6) as t:
         for _, batch in zip(range(3), t.loader, strict=False):
             t.step(batch, loss)
         before = weights(module)

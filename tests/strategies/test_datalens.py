@@ -21,8 +21,10 @@ from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.privacy import mechanism
 from fedcomp.privacy.accounting import CLASSICAL_ORDERS, classical_epsilon, gaussian_epsilon, releases_for
-from fedcomp.privacy.entropy import Entropy
+from fedcomp.privacy.entropy import Entropy, SystemEntropy
+from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Event
+from fedcomp.privacy.mechanism import GridGaussian, PrivateSum, Votes
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
@@ -384,3 +386,26 @@ def test_nothing_is_released_before_the_number_of_clients_is_known() -> None:
     made.declare(NODES)
     run(made, grid(), 1)
     assert made.privacy.population == NODES
+
+
+def test_contributions_of_several_units_are_bounded_one_by_one_all_or_none() -> None:
+    votes = np.stack([cast(), -cast(), cast(votes=K - 1)])
+    ballots = Votes(noise_multiplier=1.0, k=K, shape=(IMAGES, PIXELS), by_row=True)
+    assert np.array_equal(ballots.admit_all(votes), sum(ballots.admit(v) for v in votes))
+    clipped = GridGaussian(noise_multiplier=1.0, clip=1.0, size=PIXELS)
+    vectors = np.linspace(-3, 3, 2 * PIXELS).reshape(2, PIXELS)
+    assert np.array_equal(clipped.admit_all(vectors), clipped.admit(vectors[0]) + clipped.admit(vectors[1]))
+    total = PrivateSum(ballots, (IMAGES, PIXELS))
+    one_bad = votes.copy()
+    one_bad[2, 0] = 1
+    for wrong in (one_bad, 2 * votes, votes[:, :2], votes[:0], votes.astype(float), [1]):
+        with pytest.raises(Unbounded):
+            total.add_all(7, wrong)
+    with pytest.raises(Unbounded):
+        PrivateSum(clipped, (PIXELS,)).add_all(7, vectors[:0])
+    assert total.participants == []
+    total.add_all(7, votes)
+    with pytest.raises(Unbounded, match="in the sum already"):
+        total.add_all(7, votes)
+    free = replace(ballots, noise_multiplier=0.0)
+    assert np.array_equal(free.perturb(free.admit_all(votes), SystemEntropy()), votes.sum(0))

@@ -224,7 +224,12 @@ class Asks(NoisySum):
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"extras": [10]}, "counts beside the sum"), ({"max_weight": 2}, "weights"), ({"least": 2}, "made for 4")],
+    [
+        ({"extras": [10]}, "counts beside the sum"),
+        ({"max_weight": 2}, "weights"),
+        ({"least": 2}, "made for 4"),
+        ({"private": 0}, "are sealed"),
+    ],
 )
 def test_clients_refuse_what_would_show_more(change, why: str) -> None:
     grid, strategy = grid_of(), distributed()
@@ -233,6 +238,14 @@ def test_clients_refuse_what_would_show_more(change, why: str) -> None:
     assert not stack(result.arrays).any()
     assert all(why in reason for reason in strategy.coded[1].excluded.values())
     assert find_private(strategy).privacy.releases == 0
+
+
+def test_clients_refuse_to_share_in_the_clear() -> None:
+    grid, strategy = grid_of(), distributed()
+    strategy.construction.seal = False
+    run(strategy, grid)
+    assert all("are sealed" in reason for reason in strategy.coded[1].excluded.values())
+    assert len(strategy.coded[1].excluded) == NODES
 
 
 def test_a_bare_request_for_such_an_update_is_refused() -> None:

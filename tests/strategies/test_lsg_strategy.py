@@ -123,7 +123,7 @@ def test_2_6_everything_kept_of_nothing_factored_is_dp_fedavg_up_to_the_grid() -
     np.testing.assert_allclose(ours, theirs, atol=2.1 * 2 * CLIP / 2048)
 
 
-@pytest.mark.parametrize(("rank", "adjacency"), [(5, "zero_out"), (0, "zero_out"), (5, "replace")])
+@pytest.mark.parametrize(("rank", "adjacency"), [(0, "zero_out"), (5, "replace")])
 def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_three_per_cent(
     rank: int, adjacency: str
 ) -> None:

@@ -124,12 +124,14 @@ def test_the_event_is_written_before_noise_is_drawn(monkeypatch, tmp_path: Path)
     assert seen == [2, 3]
 
 
-def test_over_budget_nobody_is_asked_and_it_is_said_once(caplog) -> None:
+@pytest.mark.parametrize("codec", [None, TopK(density=0.1)], ids=["dense", "topk"])
+def test_over_budget_nobody_is_asked_and_it_is_said_once(caplog, codec) -> None:
     budget = 0.5 * sum(gaussian_epsilon(math.sqrt(rounds), 1e-3) for rounds in (2, 3))
     strategy = DpFedAvg(inner(), **{**SEEDED, "budget": budget})
-    grid = federation([private()], 4)
+    outer = strategy if codec is None else Compressed(strategy, codec)
+    grid = federation([compression(), private()], 4)
     with caplog.at_level(logging.WARNING, "fedcomp"):
-        result = strategy.start(grid, model(), num_rounds=5, timeout=9)
+        result = outer.start(grid, model(), num_rounds=5, timeout=9)
     assert 2 == len(strategy.privacy.events) == len(strategy.reports)
     assert strategy.privacy.epsilon() <= budget
     assert "budget" in strategy.over(3)

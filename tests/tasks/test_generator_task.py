@@ -200,6 +200,13 @@ def test_a_teacher_takes_all_it_has_and_none_twice_and_nothing_of_the_others() -
         teachers(count=2, owner=np.full(90, 2))
 
 
+def test_a_client_without_records_has_teachers_that_say_nothing() -> None:
+    ensemble = teachers(data=records(0), count=2)
+    state = trained(ensemble)
+    assert all(np.array_equal(state[name], array) for name, array in ensemble.start().items())
+    assert not shown(ensemble, state).any()
+
+
 def test_teachers_learn_to_tell_digits_from_noise() -> None:
     ensemble = teachers(data=records(300), batch=30)
     x, y = records(300).tensors

@@ -1,0 +1,37 @@
+"""What the pages say can be typed and clicked: commands, files and links exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import BENCHMARKS
+from experiments.catalog import CATALOG
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def page(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+    missing = [t for t in targets if "://" not in t and not (path.parent / t).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page)
+def test_commands_name_modules_experiments_and_tests_that_exist(path: Path) -> None:
+    text = path.read_text()
+    wrong = [m for m in re.findall(r"python -m ([a-z_][\w.]*)", text) if importlib.util.find_spec(m) is None]
+    for command, known in (("experiments.run", CATALOG), ("experiments.bench", BENCHMARKS)):
+        wrong += [name for name in re.findall(rf"python -m {command} ([a-z]\w*)", text) if name not in known]
+    wrong += [name for name in re.findall(r"pytest ((?:tests|examples)[\w/.]*)", text) if not (ROOT / name).exists()]
+    wrong += [name for name in re.findall(r"python (examples/[\w/.]+)", text) if not (ROOT / name).exists()]
+    assert not wrong
