@@ -32,7 +32,7 @@ from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from fedcomp.privacy.ledger import Ledger
     from fedcomp.tasks.base import Split, Task
@@ -104,6 +104,7 @@ def train_privately(
     plan = _own(plan, context)
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
+    untrained = _untrained(model)
     sgd = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
     entropy = make_entropy(key.at(purpose="record-dp"), insecure_deterministic=plan.insecure)
     with _ledger(context, plan, len(data)) as ledger:
@@ -128,6 +129,10 @@ def train_privately(
             _require_room(ledger, plan, training.optimizer.size)
             for batch in training.loader:
                 training.step(batch, lambda module, pair: task.objective(module, module(pair[0]), pair[1]))
+            # What forward passes wrote into the model is made of records, and has no noise.
+            with torch.no_grad():
+                for tensor, before_training in untrained:
+                    tensor.copy_(before_training)
         total = steps_in(ledger)
         return Account(ledger.run, total - before, total)
 
@@ -142,6 +147,13 @@ def _reasons_stay() -> Iterator[None]:
     except Exception as error:
         log.exception("the private training of this node broke")
         raise PrivacyError(f"the training broke ({type(error).__name__}); the reason is in this node's log") from None
+
+
+def _untrained(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors that leave with the model and are no trained parameters, each with a copy of what it holds."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    found = model.state_dict(keep_vars=True)
+    return [(tensor, tensor.detach().clone()) for name, tensor in found.items() if name not in trained]
 
 
 def _own(plan: Plan, context: Context) -> Plan:

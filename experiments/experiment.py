@@ -186,6 +186,8 @@ class Experiment:
     measure : callable, optional
         From the configuration, the results of the rows and a :class:`~experiments.findings.Say` to
         :class:`~experiments.findings.Findings`; called when all rows are finished. Findings are empty without it.
+    measures_privately : bool
+        Whether what ``measure`` trains keeps the configuration's budget, so that there can be one without private rows.
     """
 
     name: str
@@ -199,6 +201,7 @@ class Experiment:
     notes: str = ""
     engines: tuple[str, ...] = tuple(ENGINES)
     measure: Measure | None = None
+    measures_privately: bool = False
 
     def configure(
         self,
@@ -226,20 +229,19 @@ class Experiment:
             raise ConfigError(f"--clients must be at least 1, not {clients}")
         if not 0 <= seed < 2**63:
             raise ConfigError(f"--seed must be at least 0 and below 2**63, not {seed}")
-        if budget is not None and not 0.0 < budget < math.inf:
-            raise ConfigError(f"--budget must be an epsilon greater than 0 and finite, not {budget:g}")
+        check_budget(budget)
         settings = {key: option.default for key, option in self.options.items()}
         settings.update(self._assigned(assignments))
         return Config(self.name, engine, rounds, clients, seed, settings, budget)
 
     def specs(self, config: Config) -> list[RunSpec]:
         """Return the rows of ``config``; raises :class:`ConfigError` when two rows share a label, or when there is a
-        budget and no row that could keep it."""
+        budget and neither a row nor the measurement could keep it."""
         specs = self.rows(config)
         if config.budget is not None:
             specs = [within(spec, config.budget) for spec in specs]
-            if not any(BUDGET in spec.settings for spec in specs):
-                raise ConfigError(f"experiment {self.name!r} has no private system; leave --budget out")
+            if not self.measures_privately and not any(BUDGET in spec.settings for spec in specs):
+                raise ConfigError(f"experiment {self.name!r} has nothing that a budget could end; leave --budget out")
         labels = [spec.label for spec in specs]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
@@ -280,6 +282,12 @@ class Experiment:
             if key and full.rpartition(".")[2] == key:
                 return f"; did you mean {full!r}?"
         return nearest(key, self.options)
+
+
+def check_budget(budget: float | None) -> None:
+    """Raise :class:`ConfigError` unless ``budget`` is none, or an epsilon that can be kept."""
+    if budget is not None and not 0.0 < budget < math.inf:
+        raise ConfigError(f"--budget must be an epsilon greater than 0 and finite, not {budget:g}")
 
 
 def within(spec: RunSpec, budget: float) -> RunSpec:

@@ -39,6 +39,8 @@ class RecordCell:
     validation : bool
         Train on a part of the training records and evaluate on the others; else evaluate on the test split.
     secure : bool
+    budget : float
+        Epsilon at which it ends early; 0: none. A training without noise promises nothing, and is not ended by one.
     """
 
     name: str
@@ -53,6 +55,7 @@ class RecordCell:
     hidden: str
     validation: bool
     secure: bool
+    budget: float = 0.0
 
     def run(self) -> RecordOutcome:
         """Train, and say what it came to."""
@@ -63,8 +66,10 @@ class RecordCell:
         from fedcomp.privacy.accounting import rdp_epsilon
         from fedcomp.privacy.dpsgd import private_training
         from fedcomp.privacy.entropy import make_entropy
+        from fedcomp.privacy.errors import BudgetExceeded
         from fedcomp.privacy.ledger import Ledger
         from fedcomp.privacy.sampling import Sampling
+        from fedcomp.privacy.statement import make_statement
         from fedcomp.rng import Key
         from fedcomp.tasks import get_task
         from fedcomp.tasks.base import single_thread
@@ -85,6 +90,7 @@ class RecordCell:
             adjacency="add_remove",
             sampling=Sampling("poisson", rate=self.rate) if self.rate < 1.0 else Sampling("everyone"),
             unit="record",
+            budget=(self.budget or None) if self.noise_multiplier else None,
         )
         options = {name: value for name, value in self.options.items() if name != "lr"}
         # Votes over sqrt(k) are contributions of norm 1, as clipped gradients are: one range of step sizes for all.
@@ -105,10 +111,16 @@ class RecordCell:
                 ledger=ledger,
                 entropy=entropy,
                 key=key,
+                loss_reduction="none",
                 **options,
             ) as training:
+                made = 0
                 for batch in training.loader:
-                    training.step(batch, lambda m, b: functional.cross_entropy(m(b[0]), b[1]))
+                    try:
+                        training.step(batch, lambda m, b: functional.cross_entropy(m(b[0]), b[1], reduction="none"))
+                    except BudgetExceeded:
+                        break
+                    made += 1
                 private = training.optimizer
                 frame, header, extra = _message(private, _flat(module) - before, key)
                 mechanism = private.mechanism()
@@ -118,7 +130,8 @@ class RecordCell:
                 accuracy = float((module(held_x).argmax(1) == held_y).double().mean())
         statement: dict[str, Any] = {}
         if self.noise_multiplier:
-            statement = ledger.statement(
+            statement = make_statement(
+                ledger,
                 mechanism=mechanism,
                 entropy=entropy,
                 trust="whoever trains sees the records and is trusted; users of the models are not",
@@ -136,6 +149,7 @@ class RecordCell:
             accuracy=accuracy,
             epsilon=ledger.epsilon(),
             rdp=rdp_epsilon(ledger.events, self.delta) if self.noise_multiplier else math.inf,
+            steps=made,
             releases=ledger.releases,
             coordinates=private.length(),
             frame=frame,
@@ -161,7 +175,8 @@ class RecordOutcome:
         After the last step: on the training records, and on those held out.
     epsilon, rdp : float
         The ledger's, and by Rényi divergences alone.
-    releases : int
+    steps, releases : int
+        Steps that were made, fewer than asked where the budget ended the training; and events in the ledger.
     coordinates : int
         That noise was on in the last step.
     frame, header, downlink : int
@@ -174,6 +189,7 @@ class RecordOutcome:
     accuracy: float
     epsilon: float
     rdp: float
+    steps: int
     releases: int
     coordinates: int
     frame: int

@@ -22,7 +22,7 @@ from experiments import console as show
 from experiments import engines
 from experiments.catalog import CATALOG, get_experiment
 from experiments.commands import BROKEN, CLAIM_FAILED, INTERRUPTED, OK, WRONG_INPUT, clean_stdout, complain, invoke
-from experiments.experiment import Config, Experiment, show_value
+from experiments.experiment import Config, Experiment, check_budget, show_value
 from experiments.findings import Findings, Say
 from experiments.page import render_html
 from experiments.report import failed_claims, summarise, verdict
@@ -168,6 +168,7 @@ def _run(setup: Setup, request: Request) -> int:
 
 def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[RunSpec], RunFolder]:
     """Check everything a user can get wrong, then make or find the run's folder."""
+    check_budget(request.budget)
     if request.resume is None:
         experiment = get_experiment(request.name or DEFAULT, setup.catalog)
         config = experiment.configure(

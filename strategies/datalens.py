@@ -43,7 +43,7 @@ from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import PrivateSum, Votes
 from fedcomp.privacy.sampling import Sampling
-from fedcomp.privacy.statement import Statement
+from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
 
@@ -162,8 +162,8 @@ class DataLens(ExchangeStrategy):
     clients : int
         How many there are, of whom ``teachers`` each make the expected number; 0: learnt by :meth:`declare`.
     population : int
-        Public number of units that ``delta`` is compared with; 0: as many as teachers. Where records are the unit, give
-        how many records there are.
+        Public number of units, below one over which ``delta`` must be; 0: the number of clients. With several teachers
+        per client records are the unit, and how many there are has to be said.
     sampling : Sampling, optional
         Which clients take part; default all of them.
     budget : float, optional
@@ -232,6 +232,11 @@ class DataLens(ExchangeStrategy):
                 f"adjacency={adjacency!r} does not fit {teachers} teachers per client: what one record changes is one "
                 "teacher's vote, and their number stays as it is; say adjacency='replace'"
             )
+        if teachers > 1 and not population:
+            raise ConfigError(
+                f"with {teachers} teachers per client a record is what is protected, and delta must be below one over "
+                "the number of records: give population, the public number of records of all clients"
+            )
         self.student, self.k, self.noise_multiplier = student, k, noise_multiplier
         self.images, self.eta, self.beta, self.teachers = images, eta, beta, teachers
         self.saturation, self.stochastic = saturation, stochastic
@@ -289,7 +294,7 @@ class DataLens(ExchangeStrategy):
             return
         if isinstance(population, bool) or not isinstance(population, int) or population < 1:
             raise ConfigError(f"{population!r} is no number of clients: a whole number, at least 1")
-        self.privacy.declare(self.population or population * self.teachers)
+        self.privacy.declare(self.population or population)
         self.clients = population
 
     def open_ledger(self, path: Path) -> None:
@@ -314,7 +319,8 @@ class DataLens(ExchangeStrategy):
         """Return what may be said about the run so far."""
         self._require_clients()
         one = self.teachers == 1
-        return self.privacy.statement(
+        return make_statement(
+            self.privacy,
             mechanism=self.mechanism((self.images, self._pixels or self.k)),
             unit_note=(
                 "a client is one teacher, so all its records together are protected"
@@ -355,9 +361,14 @@ class DataLens(ExchangeStrategy):
         if reason:
             self._warn(f"no teacher is asked in round {server_round} or later: {reason}")
             return None, None
-        chosen = self.sampling.draw(
-            list(grid.get_node_ids()), self.privacy, server_round, self._entropy("sampling", server_round)
-        )
+        online = list(grid.get_node_ids())
+        if len(online) > self.clients:
+            self._warn(
+                f"no teacher is asked in round {server_round}: {len(online)} clients are online, and their number was "
+                f"given as {self.clients}. The threshold and delta rest on the number of all that may ever take part"
+            )
+            return None, None
+        chosen = self.sampling.draw(online, self.privacy, server_round, self._entropy("sampling", server_round))
         if self.sampling.kind == "capped" and not chosen:
             self._warn(f"round {server_round}: every client that is online has taken part as often as it may")
             return None, None

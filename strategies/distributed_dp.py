@@ -17,6 +17,7 @@ Error feedback may stand around the codec: memories hold what was clipped and ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -36,7 +37,7 @@ from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import Layout
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.distributed import DistributedSum
-from fedcomp.privacy.statement import Statement
+from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from strategies.coded import CodedFedAvg, Settings
 from strategies.coded_sum import SumCode
@@ -50,7 +51,8 @@ _UNKNOWN: Final = 1 << 20
 _TRUST: Final = (
     "the server follows the protocol: it asks for one sum a round, with the parameters it announced and the clients' "
     "own keys. It then sees no update, only sums with the noise in them, also together with any {private} of the "
-    "clients; clients add the noise they are told to add"
+    "clients; clients add the noise they are told to add. The noise of {telling} of {asked} clients is taken to be "
+    "known; who knows one more, as a client that takes part knows its own, faces {left:.3g} times the noise multiplier"
 )
 
 
@@ -83,6 +85,11 @@ class NoisyMean(PrivateStrategy):
         **promise: Any,
     ) -> None:
         super().__init__(inner, **promise)
+        if self.adjacency == "add_remove":
+            raise ConfigError(
+                "a client that is not there brings no noise, and how much there is shows how many brought it; shares "
+                "of noise keep adjacency='zero_out' and 'replace'"
+            )
         if self.sampling.kind == "poisson":
             raise ConfigError(
                 "shares of noise are dimensioned for a number of contributors that is known, Poisson sampling draws "
@@ -163,9 +170,15 @@ class NoisyMean(PrivateStrategy):
         """Return what may be said about the run so far."""
         layout = Layout.flat(_UNKNOWN) if self._layout is None else self._layout
         mechanism = self.mechanism(layout, 1)
-        return self.privacy.statement(
+        return make_statement(
+            self.privacy,
             mechanism=mechanism,
-            trust=_TRUST.format(private=self.private),
+            trust=_TRUST.format(
+                private=self.private,
+                telling=mechanism.contributors - mechanism.counted - mechanism.tolerated,
+                asked=mechanism.contributors,
+                left=math.sqrt(1.0 - 1.0 / mechanism.counted),
+            ),
             protects="every decoded sum, from the server, too; so every model",
             not_covered=NOT_COVERED,
             clip=self.describe(),
@@ -250,7 +263,8 @@ class DistributedDp(CodedFedAvg):
     tolerated : int
         Clients of a round that may vanish. Each client's share is sigma^2 / (floor(honest n) - tolerated).
     honest : float
-        Share of clients whose noise the adversary does not know.
+        Share of clients whose noise the adversary does not know. 1 counts on everybody's, which is right for somebody
+        who takes no part: a client knows its own.
     private : int
         T: so many clients learn nothing of others from what they hold for them; at least those that are not honest.
     codec : Codec or dict, optional
@@ -266,8 +280,8 @@ class DistributedDp(CodedFedAvg):
         As :class:`strategies.coded.CodedFedAvg`. Shards are always sealed: the server passes them on.
     seed : int
     **promise
-        As :class:`strategies.private.PrivateStrategy`: adjacency, delta, population, sampling, count, budget, noise
-        ("discrete_gaussian" or "skellam"), insecure_deterministic.
+        As :class:`strategies.private.PrivateStrategy`: adjacency ("zero_out" or "replace"), delta, population,
+        sampling, count, budget, noise ("discrete_gaussian" or "skellam"), insecure_deterministic.
 
     Raises
     ------

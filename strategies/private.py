@@ -20,7 +20,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -41,13 +41,11 @@ from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import Mechanism, PrivateSum
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from strategies.means import MEANS, aggregate_once, is_mean
 from strategies.private_nodes import Shown, online
 from strategies.replies import Rejected, RoundReport, Sent, match_replies, read_plain
-
-if TYPE_CHECKING:
-    from fedcomp.privacy.statement import Statement
 
 log = logging.getLogger("fedcomp")
 
@@ -65,8 +63,8 @@ NOT_COVERED: Final = (
 
 
 _NOT_FINITE: Final = (
-    "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider dtype, a "
-    "smaller clip norm or less noise"
+    "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider dtype, "
+    "a smaller clip norm or less noise"
 )
 
 
@@ -151,6 +149,11 @@ class PrivateStrategy(Strategy):
                 f"fraction_train={inner.fraction_train!r} of the inner strategy is a sample nobody accounts for; leave "  # type: ignore[attr-defined]
                 "it at 1.0 and give sampling=Sampling(...)"
             )
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ConfigError(f"sampling={sampling!r} is not valid: an object, such as Sampling('capped', cap=20)")
+        if budget is not None:
+            params.positive("budget", budget)
+        params.boolean("insecure_deterministic", insecure_deterministic)
         params.integer("population", population, low=0)
         self.inner = inner
         self.noise_multiplier = noise_multiplier
@@ -173,6 +176,7 @@ class PrivateStrategy(Strategy):
         self._record_name = "arrays"
         self._layout: Layout | None = None
         self._open: int | None = None
+        self._again = 0
         self._exhausted = ""
         self._said: set[str] = set()
         self._sent: list[Sent] = []
@@ -240,7 +244,8 @@ class PrivateStrategy(Strategy):
 
         The divisor is a public constant: the number of replies is the adversary's to know or to choose.
         """
-        return (noisy / self.expected).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return (noisy / self.expected).astype(np.float32)
 
     def describe(self) -> str:
         """Return the subclass's own parameters in a few words, for the log and the statement."""
@@ -302,7 +307,8 @@ class PrivateStrategy(Strategy):
         self._require_population()
         layout = Layout.flat(1) if self._layout is None else self._layout
         mechanism = self.mechanism(layout, max(self.reports, default=1))
-        return self.privacy.statement(
+        return make_statement(
+            self.privacy,
             mechanism=mechanism,
             **{
                 "trust": "the server sees single updates and is trusted; clients and users of the models are not",
@@ -348,7 +354,18 @@ class PrivateStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the nodes of the round and let the inner strategy ask them; nobody when the run is over."""
+        """Draw the nodes of the round and let the inner strategy ask them; nobody when the run is over.
+
+        Raises
+        ------
+        ConfigError
+            When dense replies, which this would be answered with, are not what this strategy takes.
+        """
+        if not self.takes_plain:
+            raise ConfigError(
+                f"{type(self).__name__} takes what its clients' codec privatised, and nothing plain: it stands inside "
+                "of Compressed, as strategies.local_dp.local_dp(...) puts it"
+            )
         self.adopt(arrays)
         return self.ask(server_round, arrays, config, grid)
 
@@ -356,17 +373,20 @@ class PrivateStrategy(Strategy):
         """Do :meth:`configure_train`'s work for the model and layout that were adopted."""
         self._require_population()
         self._open, self._sent, self._exhausted = None, [], ""
+        # A round that was paid for and is made again has other contributions: the noise it had would give them away.
+        self._again = sum(entry.round == server_round for entry in self.privacy.entries)
         reason = self._unaffordable(server_round)
         if not reason:
             nodes = online(grid, self.inner)
-            self._check_population(nodes)
+            reason = self._crowded(len(nodes))
+        if not reason:
             entropy = self._entropy("sampling", server_round)
             chosen = self.sampling.draw(nodes, self.privacy, server_round, entropy, count=self.count)
             if self.sampling.kind == "capped" and nodes and not chosen:
                 self._exhausted = reason = "every client that is online has taken part as often as it may"
         if reason:
             if reason not in self._said:
-                log.warning("%s: nobody is asked from round %d on: %s", type(self).__name__, server_round, reason)
+                log.warning("%s: nobody is asked in round %d: %s", type(self).__name__, server_round, reason)
                 self._said.add(reason)
             return []
         config[PRIVATE] = True
@@ -546,16 +566,20 @@ class PrivateStrategy(Strategy):
         self._exhausted = str(state["exhausted"])
 
     def _entropy(self, purpose: str, server_round: int) -> Entropy:
-        key = Key(self.seed, f"privacy/{purpose}", server_round)
+        key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)
         return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
 
-    def _check_population(self, nodes: Sequence[int]) -> None:
-        if len(nodes) > self.population:
-            raise ConfigError(
-                f"{len(nodes)} clients are online, and the population was given as {self.population}: delta and the "
-                "mean's denominator rest on the number of all that may ever take part. Begin a new run that says how "
-                "many these are"
-            )
+    def _crowded(self, online: int) -> str:
+        """Return why a round with so many clients online is not made, empty when it may be.
+
+        Not an error that ends the run: a client that came back may for a while be there under its former id as well.
+        """
+        if online <= self.population:
+            return ""
+        return (
+            f"{online} clients are online, and the population was given as {self.population}. Delta and the mean's "
+            "denominator rest on the number of all that may ever take part: end this run, and begin one that says it"
+        )
 
     def _require_population(self) -> None:
         if not self.population:

@@ -17,20 +17,23 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
+from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.layout import Layout
 from fedcomp.privacy.parallel import ParallelLedger
-from fedcomp.privacy.statement import Statement
+from fedcomp.privacy.statement import Statement, make_statement
 from strategies.means import MEANS, is_mean, weight_key_of
 from strategies.private_nodes import Shown, online
-from strategies.replies import RoundReport
+from strategies.replies import Rejected, RoundReport, read_plain
 
 log = logging.getLogger("fedcomp")
 
@@ -44,6 +47,7 @@ NOT_COVERED: Final = (
 """What the statement does not extend to."""
 
 _REFUSED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
+_NOBODY: Final = -1  # A party that has spent nothing.
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -99,6 +103,8 @@ class RecordDp(Strategy):
         self._asked: list[int] = []
         self._messages: list[Message] = []
         self._size = 0
+        self._model: dict[str, NDArray[Any]] = {}
+        self._record_name = "arrays"
         self._reports: dict[int, RoundReport] = {}
         # Refuses wrong figures now, not at the first round.
         plan.event(max(1, int(plan.options.get("k", 1))))
@@ -152,7 +158,8 @@ class RecordDp(Strategy):
                 "has no bound. Use GroupNorm instead (task.batch_norm=false where the task has that option; "
                 "opacus.validators.ModuleValidator.fix replaces it)"
             )
-        self._size = Layout.of({name: array.numpy() for name, array in arrays.items()}).size
+        self._model = to_arrays(arrays)
+        self._size = Layout.of(self._model).size
 
     def open_ledger(self, path: Path) -> None:
         """Keep the books in a file from now on."""
@@ -160,7 +167,12 @@ class RecordDp(Strategy):
 
     def over(self, server_round: int) -> str:
         """Return why round ``server_round`` may not be made: nobody who is known to be here can afford it."""
-        if not self.plan.budget or not self._asked or any(map(self._affords, self._asked)):
+        if not self.plan.budget:
+            return ""
+        # A budget too small for a single training is so for clients, too, that nobody has asked yet.
+        if self.privacy.allows(_NOBODY, self._event, self.plan.steps) and (
+            not self._asked or any(map(self._affords, self._asked))
+        ):
             return ""
         return (
             f"the budget of epsilon {self.plan.budget:g} at delta {self.plan.delta:g} allows no client a further "
@@ -168,9 +180,8 @@ class RecordDp(Strategy):
         )
 
     def _affords(self, node: int) -> bool:
-        party = self._parties.get(node)
         # Who has never answered has spent nothing that anybody knows of, and asks its own ledger.
-        return party is None or self.privacy.allows(party, self._event, self.plan.steps)
+        return self.privacy.allows(self._parties.get(node, _NOBODY), self._event, self.plan.steps)
 
     @property
     def _event(self) -> Any:
@@ -184,7 +195,8 @@ class RecordDp(Strategy):
             if plan.method == "topagg"
             else f"each record's gradient clipped to L2 norm {plan.clip:g}"
         )
-        return self.privacy.statement(
+        return make_statement(
+            self.privacy,
             mechanism=plan.mechanism(max(self._size, 1)),
             trust=(
                 "nobody but its own client sees a record; the server plans how much noise there is, which nodes with a "
@@ -228,6 +240,8 @@ class RecordDp(Strategy):
         config[RECORD_DP] = self.plan.to_text()
         with Shown(grid, able).minima(getattr(self.inner, "inner", self.inner)) as shown:
             self._messages = list(self.inner.configure_train(server_round, arrays, config, shown))
+        for message in self._messages[:1]:
+            self._record_name = next(iter(message.content.array_records), self._record_name)
         return self._messages
 
     def aggregate_train(
@@ -251,18 +265,40 @@ class RecordDp(Strategy):
                 if answered.get(asked.metadata.message_id) != account:
                     self._book(node, take_node(reply), account)
                 answered[asked.metadata.message_id] = account
-            except WrongAccount as reason:
+                if is_mean(self.inner):
+                    reply.content = self._bare(reply)
+            except (WrongAccount, Rejected) as reason:
                 report.reject(node, str(reason))
                 passed.append(Message(Error(_REFUSED, str(reason)), reply_to=asked))
                 continue
             report.plain += 1
-            for name in [name for name, r in reply.content.items() if isinstance(r, MetricRecord)]:
+            surplus = [name for name, r in reply.content.items() if isinstance(r, MetricRecord) or name == RECORD_DP]
+            for name in surplus:
                 del reply.content[name]
-            del reply.content[RECORD_DP]
             reply.content["metrics"] = MetricRecord({self._weight: 1.0})
             passed.append(reply)
         arrays, _ = self.inner.aggregate_train(server_round, passed)
+        if arrays is not None and is_mean(self.inner):
+            arrays = restore_dtypes(arrays, self._model, [self._model])
         return arrays, MetricRecord()
+
+    def _bare(self, reply: Message) -> RecordDict:
+        """Return what an inner mean may see of a reply: the model, checked, with the server's buffers.
+
+        The drop-in pair checks replies itself; Flower's own means end the run when one of them is unlike the others,
+        and take NaN for a number.
+
+        Raises
+        ------
+        Rejected
+            When it is not the model that was sent, or holds values that are not finite.
+        """
+        layout = Layout.of(self._model)
+        found = read_plain(reply, layout, self._model)
+        for tensor in layout.tensors:
+            if not np.isfinite(found[tensor.name]).all():
+                raise Rejected(f"tensor {tensor.name!r} holds non-finite values")
+        return RecordDict({self._record_name: to_record({name: found[name] for name in layout.order})})
 
     def _book(self, node: int, party: int | None, account: Account) -> None:
         """Write down what a client spent since it was last heard of.
@@ -276,6 +312,10 @@ class RecordDp(Strategy):
             raise WrongAccount("the reply does not say whose records it is of")
         if self._parties.setdefault(node, party) != party:
             raise WrongAccount(f"the node answered for partition {self._parties[node]} before, now for {party}")
+        if any(held == party for other, held in self._parties.items() if other != node and other in self._asked):
+            # Or it could spend what is another's, which would then not be asked any more.
+            del self._parties[node]
+            raise WrongAccount(f"the node answers for partition {party}, which another node that is online holds")
         run, known = self._claimed.get(party, ("", 0))
         if run != account.run:
             new = account.total

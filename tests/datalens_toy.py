@@ -86,6 +86,8 @@ def model() -> ArrayRecord:
 def strategy(made: type[DataLens] = DataLens, **options: Any) -> DataLens:
     usual: dict[str, Any] = {"k": 4, "noise_multiplier": 1.0, "images": IMAGES, "eta": 0.01, "clients": NODES}
     usual |= {"insecure_deterministic": True, "seed": SEED}
+    if options.get("teachers", 1) > 1:
+        usual["population"] = 15 * NODES * options["teachers"]
     return made(lambda config: ToyStudent(), **{**usual, **options})
 
 

@@ -35,3 +35,14 @@ def test_commands_name_modules_experiments_and_tests_that_exist(path: Path) -> N
     wrong += [name for name in re.findall(r"pytest ((?:tests|examples)[\w/.]*)", text) if not (ROOT / name).exists()]
     wrong += [name for name in re.findall(r"python (examples/[\w/.]+)", text) if not (ROOT / name).exists()]
     assert not wrong
+
+
+ROOMS = ("strategies", "clients", "experiments", "fedcomp/flower", "fedcomp/privacy", "fedcomp/gossip", "coding")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_page_on_architecture_names_every_file_of_a_room(room: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = sorted(p.stem for p in (ROOT / room).glob("*.py") if p.stem != "__init__")
+    assert names
+    assert not [name for name in names if not re.search(rf"[`/]{name}`", text)]

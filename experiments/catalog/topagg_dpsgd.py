@@ -161,6 +161,7 @@ def _cells(
             hidden=str(settings["task.hidden"]),
             validation=validation,
             secure=bool(settings["secure"]),
+            budget=config.budget or 0.0,
         )
         for seed in seeds
     ]
@@ -318,8 +319,8 @@ def _values(config: Config, outcomes: Outcomes, choice: Mapping[str, Sequence[Op
             bound = 1.05 * entropy_bits(run.coordinates, k) / 8.0 + run.header
             votes.append(run.frame / bound)
     return values | {
-        "largest PRV over Rényi": largest(run.epsilon / run.rdp for run in promised),
-        "fewest releases over steps": min(run.releases for run in promised) / max(1, config.rounds),
+        "largest PRV over Rényi": largest(run.epsilon / run.rdp for run in promised if run.steps),
+        "fewest releases over steps": min((r.releases / r.steps for r in promised if r.steps), default=math.nan),
         "trainings with a statement": len(promised) / (len(METHODS) * 3.0 * int(config.settings["seeds"])),
         "largest vote over its bound": largest(votes),
         "votes: dense over vote, least": min(
@@ -434,4 +435,5 @@ EXPERIMENT = Experiment(
     notes=NOTES,
     engines=("inprocess",),
     measure=measure,
+    measures_privately=True,
 )

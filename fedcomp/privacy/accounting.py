@@ -146,13 +146,15 @@ def profile(events: Event | Sequence[Event]) -> Profile:
     group = (events,) if isinstance(events, Event) else tuple(events)
     if not group:
         raise ConfigError("a round without events cannot be accounted; leave it out")
+    drawn = max((event.rate for event in group if event.rate < 1.0), default=1.0)
     inverse: dict[tuple[float, str], float] = {}
     parts: list[_Part] = []
     for event in group:
         if event.noise_multiplier == 0.0:
             parts.append(_Part(math.inf, 1.0, "none"))
             continue
-        spent = event.releases / event.noise_multiplier**2
+        # Not by the square, which may be too small for a double.
+        spent = event.releases / event.noise_multiplier / event.noise_multiplier
         if event.noise == "skellam":
             variance = event.grid_sigma**2
             l1, l2 = event.grid_l1, event.grid_sigma / event.noise_multiplier
@@ -164,8 +166,9 @@ def profile(events: Event | Sequence[Event]) -> Profile:
             parts.append(_Part(spent, 1.0, "skellam", slope, extra, count * 3.0 * l1 / (2.0 * variance)))
             continue
         # Who takes part in a round is drawn once: its releases are one Gaussian on one sample, not several samples.
+        # Where they claim several rates it is a sample of the largest: as independent ones they would cost too little.
         fine = is_fine(event)
-        key = (event.rate if fine else 1.0, "smooth" if fine else "coarse")
+        key = (drawn if fine and event.rate < 1.0 else 1.0, "smooth" if fine else "coarse")
         inverse[key] = inverse.get(key, 0.0) + spent
     parts += [_Part(total, rate, kind) for (rate, kind), total in inverse.items()]
     return tuple(sorted(parts)), math.fsum(event.delta for event in group)
@@ -400,7 +403,7 @@ def compose_rounds(rounds: Rounds, delta: float, *, cap: int = 0) -> Cost:
         return Cost(math.inf, delta, f"none: the failure probabilities of the events use up delta={delta:g}")
     if all(part.kind == "smooth" for part in parts):
         if not sampled:
-            return Cost(gaussian_epsilon(_mu(rounds, cap), left), delta, "Gaussian, closed form")
+            return Cost(gaussian_epsilon(total_mu(rounds, cap), left), delta, "Gaussian, closed form")
         return _sampled(rounds, delta, left)
     epsilon, order = _convert(_rdp_total(rounds, cap), left)
     kinds = {part.kind for part in parts}
@@ -416,7 +419,7 @@ def _sampled(rounds: Rounds, delta: float, left: float) -> Cost:
 
     version = f"Opacus {opacus.__version__}"
     rdp, order = _convert(_rdp_total(rounds, 0), left)
-    plain = gaussian_epsilon(_mu(rounds, 0), left)
+    plain = gaussian_epsilon(total_mu(rounds, 0), left)
     why = ""
     found: list[Cost] = []
     try:
@@ -438,7 +441,7 @@ def _sampled(rounds: Rounds, delta: float, left: float) -> Cost:
     return min(found, key=lambda cost: cost.epsilon)
 
 
-def _mu(rounds: Rounds, cap: int) -> float:
+def total_mu(rounds: Rounds, cap: int) -> float:
     """Return sqrt(sum of releases / z^2) over all rounds, or over the ``cap`` dearest."""
     return math.sqrt(_largest(((math.fsum(p.inverse for p in parts), n) for (parts, _), n in rounds.items()), cap))
 
@@ -499,7 +502,8 @@ def noise_multiplier_for(
     plain = math.sqrt(charged) / gaussian_mu(epsilon, delta)
 
     def fits(z: float) -> bool:
-        return compose_rounds({profile(Event("gaussian", z, rate=rate)): count}, delta, cap=cap).epsilon <= epsilon
+        rounds = {profile(Event("gaussian", z, rate=rate)): count}
+        return upper_bound(rounds, delta, cap=cap) <= epsilon or compose_rounds(rounds, delta, cap=cap).epsilon <= epsilon
 
     if rate == 1.0:
         while not fits(plain):

@@ -6,10 +6,11 @@ integer share of the noise; the sum is exact, modulo a number with room for all 
 distributed discrete Gaussian mechanism for federated learning with secure aggregation", ICML 2021, and Agarwal, Kairouz
 and Liu, "The Skellam mechanism for differentially private federated learning", NeurIPS 2021 (both recalled).
 
-What is different from noise at the server: shares of those who vanish, or tell theirs to the adversary, are missing.
-So the share is dimensioned for the least number that remains, and a sum of fewer is void. A sum of discrete Gaussians
-is no discrete Gaussian; how far it is from one enters the event, and the shares must not be too small for that. Sums of
-Skellam variables are Skellam variables.
+What is different from noise at the server: who is not there takes a share of the noise along, so what is hidden is
+what a client contributed, not that it took part (no ``add_remove``). Shares of those who vanish, or tell theirs to the
+adversary, are missing. So the share is dimensioned for the least number that remains, and a sum of fewer is void. A sum
+of discrete Gaussians is no discrete Gaussian; how far it is from one enters the event, and the shares must not be too
+small for that. Sums of Skellam variables are Skellam variables.
 """
 
 from __future__ import annotations
@@ -121,6 +122,11 @@ class DistributedSum(Mechanism):
         super().__post_init__()
         if self.noise == "gaussian":
             raise ConfigError("shares of noise are integers: use noise='discrete_gaussian' or 'skellam'")
+        if self.adjacency == "add_remove":
+            raise ConfigError(
+                "a client that is not there brings no noise either, and how much noise there is shows how many brought "
+                "it: shares hide what a client contributes, not that it does. Use adjacency='zero_out' or 'replace'"
+            )
         if not 0.0 < self.clip < math.inf:
             raise ConfigError(f"clip={self.clip!r} is not valid: a positive finite number")
         lows = {"size": 1, "contributors": 1, "tolerated": 0, "scale": 0, "rotation": 0}

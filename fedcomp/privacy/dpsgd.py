@@ -62,6 +62,11 @@ class PoissonLoader:
     entropy : Entropy
         The amplification by sampling needs that nobody else can tell who was in a batch.
 
+    Attributes
+    ----------
+    drawn : int
+        Batches drawn so far, over all iterations.
+
     Raises
     ------
     ConfigError
@@ -86,6 +91,7 @@ class PoissonLoader:
         self.dataset: Dataset[Any] = data
         self.rate = rate
         self.steps = steps
+        self.drawn = 0
         self._entropy = SystemEntropy() if entropy is None else entropy
         shapes, dtypes = zip(*((tuple(np.shape(x)), torch.as_tensor(x).dtype) for x in data[0]), strict=True)
         self._collate = wrap_collate_with_empty(
@@ -100,6 +106,7 @@ class PoissonLoader:
         below = np.uint64(int(self.rate * 2**53))
         for _ in range(self.steps):
             chosen = np.flatnonzero((self._entropy.words(self.records) >> np.uint64(11)) < below)
+            self.drawn += 1
             if isinstance(self.dataset, TensorDataset) and self._collate.wrapped_collator_fn is default_collate:
                 where = torch.from_numpy(chosen)
                 yield [tensor[where] for tensor in self.dataset.tensors]
@@ -119,6 +126,9 @@ class PrivateTraining:
     loader : PoissonLoader
     accountant : opacus.accountants.RDPAccountant
         Told of every step as well, to check the ledger against; it keeps nothing and refuses nothing.
+    hooks : opacus.grad_sample.GradSampleHooks
+    per_record : bool
+        Whether losses are not reduced.
     """
 
     module: nn.Module
@@ -126,14 +136,19 @@ class PrivateTraining:
     loader: PoissonLoader
     accountant: RDPAccountant
     hooks: GradSampleHooks
+    per_record: bool = False
 
     def step(self, batch: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor]) -> None:
         """Make one private step on ``batch``; one without records releases noise, and costs, like any other.
 
+        Another step on the batch that was drawn last is recorded in the same round of the ledger: it is on the same
+        records, and costs more than one on records that were drawn anew. Buffers of the module keep what they hold:
+        what a forward pass writes into them is made of records, has no noise, and reaches the gradients of others.
+
         Parameters
         ----------
         batch : sequence
-            The first entry has the records along its first axis.
+            One of :attr:`loader`'s. The first entry has the records along its first axis.
         loss : callable
             ``loss(module, batch)``, reduced over the batch as the optimiser was told. Its value is not returned: it
             is a release of its own.
@@ -142,13 +157,31 @@ class PrivateTraining:
         ------
         BudgetExceeded, LedgerError
             The step was not made.
+        ConfigError
+            When losses that should be one for each record are not.
         """
         self.optimizer.zero_grad(set_to_none=True)
         if len(batch[0]):
-            loss(self.module, batch).backward()
+            held = _buffers(self.module)
+            self._reduced(loss(self.module, batch), len(batch[0])).backward()
+            for owner, name, buffer, before in held:
+                # Written in place, or exchanged for another one.
+                owner._buffers[name] = buffer
+                with torch.no_grad():
+                    buffer.copy_(before)
         else:
             self.optimizer.skip_backward()
         self.optimizer.step()
+
+    def _reduced(self, value: Tensor, records: int) -> Tensor:
+        if not self.per_record:
+            return value
+        if value.shape != (records,):
+            raise ConfigError(
+                f"loss_reduction='none' means one loss for each of {records} records, and the loss has shape "
+                f"{tuple(value.shape)}; use reduction='none', or say how it is reduced"
+            )
+        return value.sum()
 
     def close(self) -> None:
         """Take the hooks off the module."""
@@ -190,8 +223,13 @@ def private_training(
     data : Dataset or DataLoader
         Records; every record is one unit.
     method : {"dp-sgd", "topagg", "random-mask", "lsg"}
-    noise_multiplier, max_grad_norm, ledger, loss_reduction
+    noise_multiplier, max_grad_norm, ledger
         As in :class:`PrivateOptimizer`. Votes have no clip norm; theirs is sqrt(k).
+    loss_reduction : {"mean", "sum", "none"}
+        What the loss does over a batch. "none": it is one number for each record, and the sum is divided by the
+        expected batch size, as with "mean". A mean divides by the batch's own size and per-sample hooks multiply by
+        it again, which in floating point is not quite 1: then the last bits of every record's gradient depend on how
+        many others there are.
     rate : float
         Poisson sampling rate; the sum is divided by ``rate * len(data)``, not rounded.
     steps : int
@@ -216,6 +254,7 @@ def private_training(
             "be the same: a parameter outside would be trained without noise, or not at all. Freeze what is not trained"
         )
     source = SystemEntropy() if entropy is None else entropy
+    per_record = loss_reduction == "none"
     loader = PoissonLoader(data, rate=rate, steps=steps, entropy=source)
     common: dict[str, Any] = {
         "noise_multiplier": noise_multiplier,
@@ -223,7 +262,8 @@ def private_training(
         "expected_batch_size": rate * loader.records,
         "ledger": ledger,
         "entropy": source,
-        "loss_reduction": loss_reduction,
+        "loss_reduction": "mean" if per_record else loss_reduction,
+        "drawn": lambda: loader.drawn,
         **options,
     }
     private: PrivateOptimizer
@@ -238,11 +278,11 @@ def private_training(
         private = LsgOptimizer(optimizer, max_grad_norm=max_grad_norm, **common)
     else:
         raise ConfigError(f"method={method!r} is not known{nearest(str(method), METHODS)}")
-    hooks = GradSampleHooks(module, loss_reduction=loss_reduction)
+    hooks = GradSampleHooks(module, loss_reduction="sum" if per_record else loss_reduction)
     hooks.forbid_grad_accumulation()
     accountant = RDPAccountant()
     private.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=rate))
-    return PrivateTraining(module, private, loader, accountant, hooks)
+    return PrivateTraining(module, private, loader, accountant, hooks, per_record)
 
 
 def check_module(module: nn.Module) -> None:
@@ -260,6 +300,16 @@ def check_module(module: nn.Module) -> None:
             f"the module cannot be trained privately: {'; '.join(str(e) for e in errors[:3])}. "
             "opacus.validators.ModuleValidator.fix(module) replaces what it can"
         )
+
+
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    """Return every buffer with the module and the name it belongs to, and a copy of what it holds."""
+    return [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _mixes(module: nn.Module) -> bool:

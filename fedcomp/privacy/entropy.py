@@ -114,7 +114,7 @@ class SeededEntropy(_ChaCha):
     """
 
     secure = False
-    description = "a seed (INSECURE: whoever knows it can take the noise off again)"
+    description = "INSECURE: a seed, and whoever knows it can take the noise off again"
 
     def __init__(self, key: Key, *, insecure_deterministic: bool = False) -> None:
         if insecure_deterministic is not True:
@@ -128,7 +128,8 @@ class SeededEntropy(_ChaCha):
 
     def _next_key(self) -> bytes:
         self._generation += 1
-        return self._key.at(layer=self._key.layer + self._generation).digest()
+        # Another purpose, not another layer: the next layer may be a stream of its own.
+        return self._key.at(purpose=f"{self._key.purpose}/key {self._generation}").digest()
 
 
 def make_entropy(key: Key | None = None, *, insecure_deterministic: bool = False) -> Entropy:

@@ -83,6 +83,29 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     return low
 
 
+def lattice_excess(mu: float, delta: float, sigma: float) -> float:
+    """Return by what fraction of itself delta may be larger for integer noise than for the continuous one, at most.
+
+    Parameters
+    ----------
+    mu, delta : float
+        As in :func:`gaussian_epsilon`.
+    sigma : float
+        Standard deviation of the noise in grid steps, 10 or more.
+
+    Notes
+    -----
+    delta(epsilon) is an integral over a function with one kink, and for integers a sum over its values at distance
+    1 / sigma. Euler and Maclaurin: the sum exceeds the integral by the jump of the slope over 24 sigma^2 where the kink
+    lies worst, which with Mills' ratio is about t (t + mu) / (24 sigma^2) of delta, t = sqrt(2 log(1 / delta)). Here
+    (t + 1) (t + 1 + mu) / (16 sigma^2) is returned: 1.7 times or more of what the worst sum is (measured, in tests for
+    mu to 100). Derived here, for one coordinate: more of them, and more releases, only make the values lie closer.
+    """
+    check_delta(delta)
+    reach = 1.0 + math.sqrt(2.0 * math.log(1.0 / delta))
+    return reach * (reach + mu) / (16.0 * sigma * sigma)
+
+
 def check_delta(delta: float) -> None:
     if not 0.0 < delta < 1.0:
         raise ConfigError(f"delta={delta!r} is not valid: a probability in (0, 1), well below one over the population")

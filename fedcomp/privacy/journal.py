@@ -48,6 +48,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+        self._place = self.path.absolute()
         self.header: dict[str, Any] | None = None
         self.entries: list[dict[str, Any]] = []
         self.torn = 0
@@ -182,8 +183,8 @@ class Journal:
         line = f'{body[:-1]},"{_CHECK}":"{check}"}}\n'.encode()
         try:
             now = os.fstat(self._handle)
-            if now.st_size != self._size or now.st_nlink == 0:
-                raise OSError("somebody else changed or deleted it")
+            if now.st_size != self._size or not _stands_at(self._place, now):
+                raise OSError("somebody else changed, moved or deleted it")
             self._put(line)
         except OSError as error:
             self._broken = str(error)
@@ -204,6 +205,14 @@ def _dump(entry: Mapping[str, Any]) -> str:
     if not entry:
         raise LedgerError("an entry of a ledger has at least one field")
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _stands_at(place: Path, file: os.stat_result) -> bool:
+    """Whether who resumes will find ``file`` at ``place``."""
+    try:
+        return os.path.samestat(os.stat(place), file)
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

@@ -15,19 +15,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fedcomp.errors import ConfigError
-from fedcomp.privacy.accounting import Cost, Profile, compose_rounds, failures, profile, upper_bound
+from fedcomp.privacy.accounting import (
+    Cost,
+    Profile,
+    compose_rounds,
+    failures,
+    is_fine,
+    profile,
+    total_mu,
+    upper_bound,
+)
 from fedcomp.privacy.errors import BudgetExceeded, LedgerError
 from fedcomp.privacy.events import Adjacency, Event, check_adjacency
+from fedcomp.privacy.gaussian import lattice_excess
 from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.sampling import Sampling
-
-if TYPE_CHECKING:
-    from fedcomp.privacy.entropy import Entropy
-    from fedcomp.privacy.mechanism import Mechanism
-    from fedcomp.privacy.statement import Statement
 
 FORMAT: Final = "fedcomp.privacy.ledger"
 VERSION: Final = 1
@@ -44,8 +49,8 @@ class Entry:
     serial : int
         Position in the ledger, from 0.
     attempt : int
-        How often the run had been continued. A round that is made again draws its units and its noise again, and is
-        another round.
+        How often the run had been continued, or a round was drawn again. A round that is made again draws its units
+        and its noise again, and is another round.
     round, times : int
         The rounds ``round`` to ``round + times - 1``, each with ``event``.
     participants : tuple of int
@@ -204,6 +209,12 @@ class Ledger:
         """Failure probability beside the noise that any one unit may have met; part of delta."""
         return failures(self._counts, self.sampling.cap)
 
+    @property
+    def lattice(self) -> float:
+        """By what fraction of itself delta may be larger, at most, since integers are accounted as continuous."""
+        fine = [e.grid_sigma for e in self.events if e.noise != "gaussian" and e.noise_multiplier and is_fine(e)]
+        return lattice_excess(total_mu(self._counts, self.sampling.cap), self.delta, min(fine)) if fine else 0.0
+
     def cost(self, *, amplified: bool = True) -> Cost:
         """Return what was spent.
 
@@ -225,6 +236,14 @@ class Ledger:
     def epsilon(self, *, amplified: bool = True) -> float:
         """Return the epsilon of :meth:`cost`."""
         return self.cost(amplified=amplified).epsilon
+
+    def drawn(self, round: int) -> None:
+        """Take note that the units of ``round`` are drawn now. Events it holds already were on others.
+
+        Without this they would be accounted as events on one sample, which can cost less than two samples do.
+        """
+        if (self._attempt, round) in self._single:
+            self._attempt += 1
 
     # What may still be spent.
 
@@ -519,27 +538,6 @@ class Ledger:
                 f"an event claims rate={event.rate:g}, but every {self.unit} is sampled with probability {claimed:g}"
                 + ("" if self.sampling.kind == "poisson" else f": sampling={self.sampling.kind!r} amplifies nothing")
             )
-
-    # What may be said.
-
-    def statement(
-        self, *, mechanism: Mechanism | None = None, entropy: Entropy | None = None, **said: Any
-    ) -> Statement:
-        """Return the privacy statement of the run so far.
-
-        Parameters
-        ----------
-        mechanism : Mechanism, optional
-            Gives bound, sensitivity, noise and its scale.
-        entropy : Entropy, optional
-            Where the noise comes from; default: the operating system's.
-        **said
-            Other fields of :class:`~fedcomp.privacy.statement.Statement`: ``trust``, ``protects``, ``not_covered``,
-            ``clip``, ``dropouts`` ...
-        """
-        from fedcomp.privacy.statement import make_statement
-
-        return make_statement(self, mechanism=mechanism, entropy=entropy, **said)
 
 
 def check_population(delta: float, population: int) -> None:

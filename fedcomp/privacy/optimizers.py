@@ -19,7 +19,7 @@ needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -155,7 +155,9 @@ class PrivateOptimizer(DPOptimizer):
         Is written before a step's noise is drawn. Its budget is the budget.
     entropy : Entropy, optional
         Of the noise; default: the operating system's.
-    adjacency, noise : str
+    adjacency : str, optional
+        The ledger's, which is the default.
+    noise : str
         As in :class:`~fedcomp.privacy.mechanism.Mechanism`.
     key : Key
         Public randomness: masks, carriers. The step's number becomes its round. With a seed for entropy, votes too.
@@ -166,11 +168,14 @@ class PrivateOptimizer(DPOptimizer):
     start : int, optional
         Number of the first step. A step draws its batch anew, and is a round of its own in the ledger; default: after
         the rounds the ledger holds.
+    drawn : callable, optional
+        Returns how many batches were drawn so far. Steps on one batch are then recorded in one round: they are on the
+        same records, and cost more than steps on batches of their own. 0 says nothing.
 
     Attributes
     ----------
     steps : int
-        Number of the next step: the round it is recorded under, and of its key.
+        Number of the next step: of its key, and of the round it is recorded under unless batches are counted.
     refused : int
         Records left out because their gradient was not finite. It is a statistic of the data: not to be released.
 
@@ -190,13 +195,24 @@ class PrivateOptimizer(DPOptimizer):
         expected_batch_size: float,
         ledger: Ledger,
         entropy: Entropy | None = None,
-        adjacency: Adjacency = "add_remove",
+        adjacency: Adjacency | None = None,
         noise: str = "discrete_gaussian",
         key: Key | None = None,
         loss_reduction: str = "mean",
         label: str = "gradient",
         start: int | None = None,
+        drawn: Callable[[], int] | None = None,
     ) -> None:
+        if adjacency not in (None, ledger.adjacency):
+            raise ConfigError(
+                f"adjacency={adjacency!r} is not the ledger's, {ledger.adjacency!r}: the noise would be scaled for one "
+                "and the epsilon said for the other"
+            )
+        if ledger.sampling.cap:
+            raise ConfigError(
+                f"the ledger counts {ledger.sampling.cap} participations of a record, and any record may be in any "
+                "step: use Sampling('poisson', rate=...), or Sampling('everyone')"
+            )
         if not 0.0 < expected_batch_size < math.inf:
             raise ConfigError(f"expected_batch_size={expected_batch_size!r} is not valid: rate * records, above 0")
         if loss_reduction not in ("mean", "sum"):
@@ -212,12 +228,13 @@ class PrivateOptimizer(DPOptimizer):
         self.rate = rate
         self.ledger = ledger
         self.entropy = SystemEntropy() if entropy is None else entropy
-        self.adjacency: Adjacency = adjacency
+        self.adjacency: Adjacency = ledger.adjacency
         self.noise = noise
         self.key = (Key(0) if key is None else key).at(purpose="dp-sgd")
         self.label = label
-        self.steps = ledger.rounds if start is None else start
+        self.steps = max((e.round + e.times for e in ledger.entries), default=0) if start is None else start
         self._first = self.steps
+        self._drawn = drawn
         self.refused = 0
         self._shapes = [tuple(p.shape) for p in self.params]
         self.size = sum(math.prod(shape) for shape in self._shapes)
@@ -274,7 +291,9 @@ class PrivateOptimizer(DPOptimizer):
         for p in self.params:
             p.grad = None
         self._using = self._total = None
-        self.ledger.record(mechanism.event(rate=self.rate, size=total.size, label=self.label), round=self.steps)
+        batch = 0 if self._drawn is None else self._drawn()
+        number = self._first + batch - 1 if batch else self.steps
+        self.ledger.record(mechanism.event(rate=self.rate, size=total.size, label=self.label), round=number)
         self.steps += 1
         gradient = torch.from_numpy(self.expand(mechanism.perturb(total, self.entropy)))
         start = 0

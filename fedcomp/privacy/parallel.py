@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from fedcomp.errors import ConfigError
 from fedcomp.privacy.accounting import Cost, Profile, compose_rounds, profile, upper_bound
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import Entry, Ledger
@@ -41,6 +42,18 @@ class ParallelLedger(Ledger):
     def affords(self, event: Event | Sequence[Event], times: int = 1, *, round: int | None = None) -> bool:
         """Return True: what happened elsewhere is written down whatever it crosses; see :meth:`allows`."""
         return True
+
+    def record(self, event: Event, *, round: int, participants: Sequence[int] = (), times: int = 1) -> None:
+        """Write down that ``event`` happened at ``participants``.
+
+        Raises
+        ------
+        ConfigError
+            When they are none: an event at no party would cost nothing.
+        """
+        if not participants:
+            raise ConfigError(f"round {round}: an event of disjoint parties names those on whose records it was")
+        super().record(event, round=round, participants=participants, times=times)
 
     @property
     def releases(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -20,12 +20,20 @@ from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.events import Adjacency, check_adjacency
 
-if TYPE_CHECKING:
-    from fedcomp.privacy.ledger import Ledger
-
 Kind = Literal["everyone", "poisson", "capped"]
 
 KINDS: Final = ("everyone", "poisson", "capped")
+
+
+class Participations(Protocol):
+    """Whoever knows who may still take part: a ledger."""
+
+    def may_take_part(self, participant: int) -> bool:
+        """Say whether one more round stays within the cap."""
+        ...
+
+    def drawn(self, round: int) -> None:
+        """Take note that the units of ``round`` are drawn now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +98,19 @@ class Sampling:
         """The rate an event of this sampler claims: below 1 for independent draws only."""
         return float(self.rate) if self.kind == "poisson" else 1.0
 
-    def draw(self, nodes: Sequence[int], ledger: Ledger, round: int, entropy: Entropy, *, count: int = 0) -> list[int]:
+    def draw(
+        self, nodes: Sequence[int], ledger: Participations, round: int, entropy: Entropy, *, count: int = 0
+    ) -> list[int]:
         """Return who takes part in round ``round``, in the order of ``nodes``; possibly nobody.
 
         Parameters
         ----------
         nodes : sequence of int
             Who could.
-        ledger : Ledger
-            Knows who may still take part.
+        ledger : Participations
+            Knows who may still take part; is told that the round's units are drawn.
         round : int
-            For the message of an error; the draw itself comes from ``entropy`` alone.
+            What is recorded for it from now on is on these units; the draw itself comes from ``entropy`` alone.
         entropy : Entropy
             Private: with Poisson sampling the guarantee is gone once the draw is known. Draws are consumed in the order
             of ``nodes``, so a seeded run repeats only with the same order.
@@ -117,6 +127,7 @@ class Sampling:
             raise ConfigError(f"round {round}: a node is listed twice; each may be drawn once")
         if count < 0 or (count and self.kind == "poisson"):
             raise ConfigError(f"count={count!r} is not valid under sampling={self.kind!r}: Poisson rounds vary in size")
+        ledger.drawn(round)
         if self.kind == "poisson":
             if self.rate == 1.0:
                 return list(nodes)
@@ -146,7 +157,8 @@ class Sampling:
         if self.kind == "poisson" and self.rate < 1.0:
             return (
                 f"every {unit} is drawn independently with probability {self.rate:g} from private randomness; "
-                f"amplification assumes that nobody learns who took part, and that the number of {unit}s is stable"
+                f"amplification assumes that nobody learns who took part in a round, nor how many {unit}s did, and "
+                f"that the number of {unit}s is stable"
             )
         if self.kind == "capped":
             return f"at most {self.cap} rounds of each {unit}, enforced; no secrecy of who took part is assumed"

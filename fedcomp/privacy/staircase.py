@@ -28,6 +28,8 @@ _TAIL: Final = 4
 _BLOCK: Final = 1 << 15
 """Draws at a time: the intermediate arrays stay in the cache."""
 _DIGITS: Final = 30
+_TINY: Final = 2.0**-900
+"""Chances below this are left to exact arithmetic."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +116,8 @@ class Staircase:
         # The number drawn stands for an interval of length 2^-bits; the tolerance has room for the conversions.
         sure = drawn + 2.0**-self.bits <= chance * (1.0 - 2.0 * TOLERANCE)
         kept[on[sure]] = True
-        for i in on[~sure & (drawn < chance * (1.0 + 2.0 * TOLERANCE))].tolist():
+        # A density that float64 rounds to 0 is not 0.
+        for i in on[~sure & (drawn < np.maximum(chance * (1.0 + 2.0 * TOLERANCE), _TINY))].tolist():
             kept[i] = self._keep(int(entry[i]), int(value[i]), int(number[i]), entropy)
         for i in doubtful[(entry[doubtful] == end) | (entry[doubtful] == end + 1)].tolist():
             found = self._beyond(int(entry[i]) - end, entropy)
@@ -175,10 +178,11 @@ def staircase(density: Density) -> Staircase:
     inner = (entry >> 1) << width
     sign = -(entry & 1)
     top = density.relative(inner ^ sign) * (1.0 + 2.0 * TOLERANCE)
-    weights = [int(np.ceil(float(scale) * h)) for h in top.tolist()]
+    # At least 1, also where float64 has no number for the density any more: no integer is out of reach.
+    weights = [max(1, int(np.ceil(float(scale) * h))) for h in top.tolist()]
     low = density.relative((inner + (1 << width) - 1) ^ sign) * (1.0 - 4.0 * TOLERANCE)
     bits = min(53, 64 - width)
-    ratio = np.array([float(scale) * m / w if w else 0.0 for m, w in zip(low.tolist(), weights, strict=True)])
+    ratio = np.array([float(scale) * m / w for m, w in zip(low.tolist(), weights, strict=True)])
     # One less, since the number drawn is the lower end of an interval.
     squeeze = np.maximum(np.floor(ratio * 2.0**bits) - 1.0, 0.0).astype(np.uint64)
     rest = (1 << 64) - sum(weights) - 2 * _TAIL

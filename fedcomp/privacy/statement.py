@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.accounting import is_fine
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
-from fedcomp.privacy.events import ADJACENCIES, FINE, NOISES, Event
+from fedcomp.privacy.events import ADJACENCIES, NOISES
 from fedcomp.privacy.ledger import check_population
 from fedcomp.privacy.sampling import KINDS, Sampling
 
@@ -193,7 +193,12 @@ class Statement:
         lines = [*self._head(), ""]
         order = "" if self.accountant_order is None else f", order {self.accountant_order:g}"
         error = f", its numerical error of {self.accountant_error:g} included" if self.accountant_error else ""
-        budget = "none" if self.budget is None else f"epsilon {_number(self.budget)}, asked before anybody is contacted"
+        budget = (
+            "none: the epsilon is that of so many rounds, and their number must not depend on what they released"
+            if self.budget is None
+            else f"epsilon {_number(self.budget)}, asked before anybody is contacted; a run whose end depends on what "
+            "it released is covered by the budget it began with"
+        )
         rows = {
             "epsilon": f"{_number(self.epsilon)}: {self.accountant}{order}{error}",
             "unamplified": (
@@ -213,7 +218,7 @@ class Statement:
                 f"{self.noise}, standard deviation {self.sigma:.6g} on the sum, {self.noise_multiplier:.6g} times the "
                 f"sensitivity; {self.releases} releases in {self.rounds} rounds"
             ),
-            "randomness": self.randomness if self.secure else f"INSECURE: {self.randomness}",
+            "randomness": self.randomness,
             "precision": self.finite_precision,
             "dropouts": self.dropouts,
             "budget": budget,
@@ -331,7 +336,7 @@ def make_statement(
         values["noise_multiplier"] = min(entry.event.noise_multiplier for entry in entries)
     values["not_covered"] = tuple(values["not_covered"])
     noise = str(values.get("noise", ""))
-    values.setdefault("finite_precision", _precision(noise, [entry.event for entry in entries]))
+    values.setdefault("finite_precision", _precision(noise, ledger))
     missing = {f.name for f in fields(Statement)} - set(values)
     unknown = set(values) - {f.name for f in fields(Statement)}
     if missing or unknown:
@@ -341,21 +346,21 @@ def make_statement(
     return Statement(**values)
 
 
-def _precision(noise: str, events: list[Event]) -> str:
+def _precision(noise: str, ledger: Ledger) -> str:
     """Return what was done about floating point."""
     if noise == "gaussian":
         return (
             "INSECURE: noise is drawn and added in floating point, whose last bits can give the sum away; epsilon "
             "holds for real numbers"
         )
-    gaussian = [event for event in events if event.noise == "discrete_gaussian" and event.noise_multiplier]
+    gaussian = [event for event in ledger.events if event.noise == "discrete_gaussian" and event.noise_multiplier]
     sigmas = [event.grid_sigma for event in gaussian]
     text = "sums and noise are integers on a public grid: no floating-point result shows its input"
     if noise == "discrete_gaussian" and sigmas:
         if all(is_fine(event) for event in gaussian):
             text += (
-                f"; integer Gaussian noise of {min(sigmas):.4g} grid steps or more is accounted as continuous, which "
-                f"at {FINE:g} steps changes delta by less than 3 %"
+                f"; integer Gaussian noise of {min(sigmas):.4g} grid steps or more is accounted as continuous, for "
+                f"which delta may be larger by {ledger.lattice:.2g} of itself, at most"
             )
         else:
             text += (

@@ -46,16 +46,21 @@ VoteArray = NDArray[np.int8]
 
 _PLAIN: Final = (*wire.PLAIN, "complement")
 
-SCATTERED: Final = 0x04
-"""Flag of a frame whose supports are written in scattered order: index i as ``i a mod n`` with a fixed ``a``.
+ORDER: Final = 0x0C
+"""Flags of a frame that say in which order its supports are written: 0 for their own, else 4, 8 or 12 for index i as
+``i a mod n`` with the first, second or third of the fixed factors a.
 
 Gap codes suit supports that look uniform. Those of dense layers with dead inputs are periodic, and in their own order
 up to 3 % longer than scattered ones; those of large layers are clustered, and up to 10 % shorter (both measured on
-digits). So both orders are tried, and the shorter frame is sent.
+digits). So several orders are tried, and the shortest frame is sent.
 """
 
-_GOLDEN: Final = 2654435769
-"""2^32 over the golden ratio: its multiples spread evenly, whatever the period of what is multiplied."""
+_FACTORS: Final = (2654435769, 1779033703, 1013904242)
+"""2^32 times (sqrt 5 - 1)/2, sqrt 2 - 1 and sqrt 5 - 2: multiples of such numbers spread evenly, whatever the period of
+what is multiplied."""
+
+_FEW: Final = 1 << 16
+"""Elements of a frame up to which all factors are tried; longer supports differ by less than a percent."""
 
 _LONGEST: Final = 1 << 31
 """Vectors of so many elements are not scattered: products of two indices would leave 64 bits."""
@@ -170,7 +175,7 @@ class TopkSign(PositionalCodec):
     A frame holds one sparse tensor per stretch whose values are single bits (``unit-sign``): a vote other than -1 or +1
     cannot be written. Its support is written in whichever of the wire's index codecs is shortest for this message,
     among them Rice-coded gaps, a bitmap, and either of them for the absent indices; in its own order or, where that is
-    shorter, in a scattered one (:data:`SCATTERED`).
+    shorter, in a scattered one (:data:`ORDER`).
 
     Inside :class:`strategies.topagg.TopAgg` the server sums votes, adds noise and thresholds. Inside a plain weighted
     mean the update is the mean vote, whose unit is votes: the inner strategy's server learning rate gives it a length.
@@ -265,7 +270,7 @@ class TopkSign(PositionalCodec):
         except NonFiniteUpdate:
             require_finite(update)  # names the tensor
             raise
-        return _shorter(tensors), state
+        return _shortest(tensors), state
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check its form, every tensor of it, and in which order its supports are written."""
@@ -276,7 +281,7 @@ class TopkSign(PositionalCodec):
     def _placed(self, bundle: Bundle, layout: Layout) -> list[tuple[Tensor, slice]]:
         """Return the frame's tensors in the vector's own order, with their places in it."""
         placed = super()._placed(bundle, layout)
-        return [(_gather(t), where) for t, where in placed] if bundle.flags & SCATTERED else placed
+        return [(_gather(t, bundle.flags), where) for t, where in placed] if bundle.flags else placed
 
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the sparse tensor of votes. Their randomness is drawn from ``key``, one number per coordinate kept."""
@@ -304,45 +309,46 @@ class TopkSign(PositionalCodec):
         return self.decode(frame, layout).astype(np.int8)
 
 
-def _multiplier(n: int) -> int:
-    """Return a number near n over the golden ratio that has no factor in common with ``n``."""
-    a = max(1, n * _GOLDEN >> 32)
+def _multiplier(n: int, order: int) -> int:
+    """Return the factor of ``order`` (4, 8 or 12) for ``n`` elements; it has no divisor in common with n."""
+    a = max(1, n * _FACTORS[(order >> 2) - 1] >> 32)
     while math.gcd(a, n) != 1:
         a += 1
     return a
 
 
-def _scatter(tensor: Tensor) -> Tensor:
+def _scatter(tensor: Tensor, order: int) -> Tensor:
     """Return votes with every index i as ``i a mod n``."""
-    return _reorder(tensor, _multiplier(tensor.size)) if tensor.size else tensor
+    return _moved(tensor, _multiplier(tensor.size, order)) if tensor.size else tensor
 
 
-def _gather(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor, order: int) -> Tensor:
     """Undo :func:`_scatter`."""
-    return _reorder(tensor, pow(_multiplier(tensor.size), -1, tensor.size)) if tensor.size else tensor
+    return _moved(tensor, pow(_multiplier(tensor.size, order), -1, tensor.size)) if tensor.size else tensor
 
 
-def _reorder(tensor: Tensor, factor: int) -> Tensor:
+def _moved(tensor: Tensor, factor: int) -> Tensor:
     assert tensor.indices is not None
     assert isinstance(tensor.values, UnitSign)
     moved = tensor.indices * factor % tensor.size
-    order = np.argsort(moved)
-    return wire.sparse(tensor.shape, moved[order], UnitSign(tensor.values.negative[order]))
+    places = np.argsort(moved)
+    return wire.sparse(tensor.shape, moved[places], UnitSign(tensor.values.negative[places]))
 
 
-def _shorter(tensors: list[Tensor]) -> Frame:
-    """Return the frame of votes in their own order, or scattered where that is shorter."""
-    plain = wire.encode(tensors)
-    if any(tensor.size >= _LONGEST for tensor in tensors):
-        return plain
-    scattered = wire.encode([_scatter(tensor) for tensor in tensors], flags=SCATTERED)
-    return scattered if len(scattered) < len(plain) else plain
+def _shortest(tensors: list[Tensor]) -> Frame:
+    """Return the shortest frame of votes over the orders that are tried; the first of equals."""
+    frames = [wire.encode(tensors)]
+    sizes = [tensor.size for tensor in tensors]
+    if max(sizes, default=0) < _LONGEST:
+        orders = (4, 8, 12) if sum(sizes) <= _FEW else (4,)
+        frames += [wire.encode([_scatter(tensor, order) for tensor in tensors], flags=order) for order in orders]
+    return min(frames, key=len)
 
 
 def _check_order(bundle: Bundle) -> None:
-    """Refuse a frame with other flags than :data:`SCATTERED`, or with it on vectors that are not scattered."""
-    if bundle.flags not in (0, SCATTERED):
-        raise SchemaMismatch(f"a frame of votes has flags 0 or {SCATTERED}, found {bundle.flags}")
+    """Refuse a frame with other flags than :data:`ORDER`'s, or with these on vectors that are not scattered."""
+    if bundle.flags & ~ORDER:
+        raise SchemaMismatch(f"a frame of votes has flags 0, 4, 8 or 12, found {bundle.flags}")
     if bundle.flags and any(tensor.size >= _LONGEST for tensor in bundle.tensors):
         raise SchemaMismatch(f"votes on {_LONGEST} elements or more are never scattered")
 
@@ -403,7 +409,7 @@ def encode_rows(votes: NDArray[Any]) -> bytes:
         raise ConfigError("a vote is none of -1, 0 and 1")
     flat = array.reshape(-1)
     indices = np.flatnonzero(flat)
-    return _shorter([wire.sparse(array.shape, indices, UnitSign(flat[indices] < 0))])
+    return _shortest([wire.sparse(array.shape, indices, UnitSign(flat[indices] < 0))])
 
 
 def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
@@ -423,7 +429,7 @@ def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
     _check_order(bundle)
     tensor = bundle[0]
     require_values(tensor, UnitSign, sparse=True)
-    tensor = _gather(tensor) if bundle.flags else tensor
+    tensor = _gather(tensor, bundle.flags) if bundle.flags else tensor
     assert tensor.indices is not None
     votes = np.zeros(rows * d, np.int8)
     votes[tensor.indices] = tensor.values.decode().astype(np.int8)

@@ -37,6 +37,9 @@ _SECOND: Final = 0.999
 _SLOPE: Final = 0.2
 """Of leaky ReLU in the discriminators."""
 
+_REFERENCE: Final = 64
+"""Public images whose statistics stand for those of a batch where labels are those of records."""
+
 
 class Generator(nn.Module):
     """G(z, y): images in [0, 1] as rows.
@@ -238,13 +241,30 @@ class Student:
         return noise_and_labels(key, count, self.module.noise, self.module.classes)[1]
 
     def faker(self, arrays: Arrays, key: Key) -> Faker:
-        """Return what makes an image for each of the labels it is given, of noise that ``key`` names."""
+        """Return what makes an image for each of the labels it is given, of noise that ``key`` names.
+
+        Labels are those of records. So no image depends on the labels of the others, which are other teachers':
+        batch normalisation takes its statistics from a batch of public noise and labels.
+        """
         self._load(arrays)
+        norms = [m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if norms:
+            usual = [m.momentum for m in norms]
+            for m in norms:
+                m.momentum = 1.0
+            with torch.no_grad(), single_thread():
+                self.module(*self._inputs(key.at(purpose=f"{key.purpose}/reference"), _REFERENCE))
+            for m, momentum in zip(norms, usual, strict=True):
+                m.momentum = momentum
 
         def fakes(labels: NDArray[np.int64]) -> NDArray[np.float32]:
             z, _ = noise_and_labels(key, len(labels), self.module.noise, self.module.classes)
-            with torch.no_grad(), single_thread():
-                return self.module(torch.from_numpy(z), one_hot(labels, self.module.classes)).numpy()
+            self.module.eval()
+            try:
+                with torch.no_grad(), single_thread():
+                    return self.module(torch.from_numpy(z), one_hot(labels, self.module.classes)).numpy()
+            finally:
+                self.module.train()
 
         return fakes
 
@@ -310,6 +330,9 @@ class Teachers:
     -----
     State is a flat mapping of arrays whose first axis is the teacher. A teacher without records learns nothing, and its
     gradients are zero.
+
+    What one teacher learns depends on its own records alone: not on those of the others, nor on how many they have. A
+    record that is exchanged, added or taken out moves one teacher's votes, whoever computes beside it.
     """
 
     def __init__(
@@ -331,8 +354,8 @@ class Teachers:
         self._module = models.build(make, 0)
         order = np.argsort(owner, kind="stable")
         self.sizes = np.bincount(owner, minlength=count)
-        # Row t lists the records of teacher t, padded with its last one or 0; what is padding, sizes say.
-        self._records = np.zeros((count, max(1, int(self.sizes.max(initial=0)))), np.int64)
+        # Row t lists the records of teacher t, and zeros where it has no more; what is padding, sizes say.
+        self._records = np.zeros((count, max(batch, int(self.sizes.max(initial=0)))), np.int64)
         self._records[owner[order], np.arange(len(order)) - (np.cumsum(self.sizes) - self.sizes)[owner[order]]] = order
 
     def records_of(self, teacher: int) -> NDArray[np.int64]:
@@ -361,9 +384,11 @@ class Teachers:
             return dict(state)
         rows, weights = self._batch(key)
         x, y = (t[torch.from_numpy(rows)] for t in self._data.tensors)
-        shape = (self.count, rows.shape[1])
+        # Padding has no weight, but nothing times NaN is NaN: it must not be another teacher's record.
+        x[torch.from_numpy(weights == 0.0)] = 0.0
+        y[torch.from_numpy(weights == 0.0)] = 0
         if labels is None:
-            made = torch.from_numpy(fakes(y.numpy().reshape(-1))).reshape(*shape, -1)
+            made = torch.from_numpy(fakes(y.numpy().T.reshape(-1))).reshape(*y.T.shape, -1).transpose(0, 1)
             said, share = y.numpy(), weights
         else:
             made = torch.from_numpy(fakes(labels)).expand(self.count, -1, -1)
@@ -400,14 +425,15 @@ class Teachers:
 
     def _batch(self, key: Key) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return records ``(count, b)`` without repetition within a teacher, and their weights in its mean loss."""
+        # As many places as the step may need, record by record over all teachers: the number of the j-th record of a
+        # teacher does not depend on how many the largest has.
         width = self._records.shape[1]
-        size = min(self.batch, width)
-        words = key.uniform(self.count * width).reshape(self.count, width)
+        words = np.ascontiguousarray(key.uniform(self.count * width).reshape(width, self.count).T)
         words[np.arange(width) >= self.sizes[:, None]] = 2.0
-        places = np.argsort(words, axis=1, kind="stable")[:, :size]
+        places = np.argsort(words, axis=1, kind="stable")[:, : self.batch]
         rows = np.take_along_axis(self._records, places, axis=1)
-        drawn = np.minimum(self.sizes, size)[:, None]
-        return rows, (np.arange(size) < drawn) / np.maximum(drawn, 1)
+        drawn = np.minimum(self.sizes, self.batch)[:, None]
+        return rows, (np.arange(self.batch) < drawn) / np.maximum(drawn, 1)
 
     def _scores(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         def one(own: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:

@@ -105,6 +105,27 @@ def test_a_training_that_breaks_leaves_nothing_and_costs_nothing(monkeypatch):
     assert client.state == before
 
 
+def test_what_forward_passes_write_into_a_model_does_not_leave(monkeypatch):
+    class Watching(torch.nn.Module):
+        def __init__(self, inside: torch.nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, records: torch.Tensor) -> torch.Tensor:
+            self.seen += records.detach().sum()
+            return self.inside(records)
+
+    client = Client()
+    model = Watching(client.task.model(0))
+    before = [p.detach().clone() for p in model.parameters()]
+    monkeypatch.setattr(client.task, "model", lambda seed: model)
+    client.train()
+    assert float(model.seen) == 0.0
+    # And the parameters are the trained ones.
+    assert any((p != b).any() for p, b in zip(model.parameters(), before, strict=True))
+
+
 def test_a_budget_is_asked_before_a_record_is_looked_at(monkeypatch):
     allowed = epsilon(6) + 1e-6
     client = Client(plan=dataclasses.replace(PLAN, budget=allowed))

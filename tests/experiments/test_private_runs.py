@@ -184,6 +184,11 @@ def test_the_budget_of_a_resumed_run_can_be_set_anew(tmp_path, capsys, monkeypat
         patch.setattr(Folder, "append", cut)
         assert main(["guarded", "--out", str(tmp_path), "--budget", "50"], setup=SETUP) == 130
     capsys.readouterr()
+    # What is no epsilon is refused before the run's folder remembers it.
+    for wrong in ("-1", "inf", "nan"):
+        assert main(["--resume", "last", "--budget", wrong, "--out", str(tmp_path)], setup=SETUP) == 2
+        assert "--budget must be an epsilon greater than 0" in capsys.readouterr().err
+        assert RunFolder.find(tmp_path, "last").config.budget == 50.0
     code, summary = guarded(tmp_path, "--resume", "last", "--budget", "2", capsys=capsys)
     assert code == 0
     assert summary["rows"][1]["rounds"] == 2
@@ -202,7 +207,7 @@ def test_a_budget_without_a_private_row_is_refused(tmp_path, capsys):
     public = dataclasses.replace(EXPERIMENT, rows=lambda config: EXPERIMENT.rows(config)[:1])
     setup = Setup(catalog={"guarded": public})
     assert main(["guarded", "--budget", "1", "--out", str(tmp_path)], setup=setup) == 2
-    assert "has no private system" in capsys.readouterr().err
+    assert "has nothing that a budget could end" in capsys.readouterr().err
 
 
 def test_a_rows_own_smaller_budget_stays():

@@ -119,6 +119,23 @@ def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Smal
     assert len({names[0] for names in seen}) == len(figures)
 
 
+def test_a_budget_ends_every_training_that_promises_something_before_it_is_crossed(small: Small) -> None:
+    config = EXPERIMENT.configure(rounds=2, assignments=SMALL, budget=2.5)
+    assert EXPERIMENT.specs(config) == []
+    assert EXPERIMENT.measure is not None
+    ended = EXPERIMENT.measure(config, {}, Say())
+    whole = {row[0]: row for row in small.findings.tables[2].rows}
+    rows = {row[0]: row for row in ended.tables[2].rows}
+    for method in METHODS:
+        assert rows[label(method, 1.0)] == whole[label(method, 1.0)]
+        assert [rows[label(method, target)][3] for target in (3.0, 10.0)] == [1, 0]
+        assert 1.0 < rows[label(method, 3.0)][4] <= 2.5
+        assert rows[label(method, math.inf)][:4] == whole[label(method, math.inf)][:4]
+    holds = {claim.name: claim.ok for claim in EXPERIMENT.claims(config, {}, ended)}
+    assert holds["releases recorded, over steps made"]
+    assert holds["private trainings that have a statement"]
+
+
 def test_messages_are_as_long_as_what_they_hold(small: Small) -> None:
     rows = {row[0]: row for row in small.findings.tables[1].rows}
     size = 64 * 6 + 6 + 6 * 10 + 10

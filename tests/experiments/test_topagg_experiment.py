@@ -73,6 +73,23 @@ def test_every_private_training_has_its_statement(tiny) -> None:
                 assert 0.99 * epsilon <= said["epsilon"] <= epsilon
 
 
+def test_a_budget_ends_what_is_measured_as_it_ends_rows(monkeypatch) -> None:
+    monkeypatch.setattr(module, "METHODS", METHODS[:3])
+    config = EXPERIMENT.configure(clients=6, rounds=2, assignments=SMALL, budget=2.0)
+    results = {spec.label: engines.run(spec) for spec in EXPERIMENT.specs(config)}
+    findings = EXPERIMENT.measure(config, results, Say())
+    for method in METHODS[:3]:
+        said = {epsilon: findings.statements[method.name(epsilon)] for epsilon in EPSILONS}
+        assert [said[epsilon]["rounds"] for epsilon in EPSILONS] == [2, 1, 0, 2]
+        assert all(said[epsilon]["epsilon"] <= 2.0 for epsilon in EPSILONS[:-1])
+        assert results[method.name(SENT)].notes["privacy"]["epsilon"] == said[SENT]["epsilon"]
+    failed = {claim.name for claim in EXPERIMENT.claims(config, results, findings) if claim.gate and not claim.ok}
+    assert not any("differ" in name or "epsilon of the statement" in name for name in failed)
+    assert "uplink of dense over votes, the longest of all settings" in failed, (
+        "a training without a round has no bytes"
+    )
+
+
 def test_noise_is_calibrated_for_the_runs_own_rounds() -> None:
     for rounds in (1, 20, 50):
         config = EXPERIMENT.configure(rounds=rounds)

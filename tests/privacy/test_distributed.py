@@ -106,6 +106,18 @@ def test_sums_of_skellam_shares_keep_their_variance() -> None:
     assert float(np.var(total)) == pytest.approx(1000.0, rel=0.02)
 
 
+def test_how_much_noise_there_is_shows_how_many_brought_it() -> None:
+    """Why ``add_remove`` is refused: one share more is seen at once, whatever its client contributed."""
+    made = mechanism(size=30_000)
+    source = stream("presence")
+    per_share = made.size * made.share_sigma**2
+    for count in (8, 9, 10):
+        total = sum(made.share(source) for _ in range(count))
+        assert round(float(np.sum(total.astype(float) ** 2)) / per_share) == count
+    with pytest.raises(ConfigError, match="brings no noise"):
+        mechanism(adjacency="add_remove")
+
+
 def test_shares_too_small_for_their_sum_are_refused() -> None:
     with pytest.raises(ConfigError, match="variance"):
         mechanism(noise_multiplier=0.05, scale=64)

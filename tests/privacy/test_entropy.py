@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -50,6 +51,23 @@ def test_a_stream_goes_on_and_does_not_repeat(make) -> None:
 def test_bytes_do_not_depend_on_how_they_are_asked_for() -> None:
     one, other = seeded(), seeded()
     assert b"".join(one.bytes(n) for n in (1, 63, 64, 65, 807)) == other.bytes(1000)
+
+
+def test_a_new_key_is_no_other_streams_key() -> None:
+    entropy = seeded()
+    entropy._left = 0
+    assert entropy.bytes(64) not in {seeded(layer).bytes(64) for layer in range(4)}
+
+
+def test_threads_never_get_the_same_bytes() -> None:
+    entropy = SystemEntropy()
+
+    def take(_: int) -> list[bytes]:
+        return [entropy.bytes(16) for _ in range(500)]
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [part for parts in pool.map(take, range(4)) for part in parts]
+    assert len(set(taken)) == 2000
 
 
 def test_a_new_key_is_drawn_in_time() -> None:

@@ -17,12 +17,14 @@ from fedcomp.codecs.clip import Clip
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.privacy import find_private
+from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
+from strategies.coded import CodedFedAvg
 from strategies.compressed import Compressed
 from strategies.dp_fedavg import DpFedAvg
 from strategies.local_dp import LocalMean, local_dp
@@ -209,6 +211,14 @@ def test_a_client_that_does_not_privatise_is_left_out() -> None:
     assert "did not privatise" in next(iter(strategy.reports[1].rejected.values()))
     assert LocalMean.takes_plain is False
     assert DpFedAvg.takes_plain is True
+
+
+def test_without_the_pair_nobody_is_asked_for_what_nobody_would_privatise() -> None:
+    bare = LocalMean(inner(), Privatise(1.0, 2.0), population=4, delta=1e-3)
+    for strategy in (bare, CodedFedAvg(bare, construction="relay")):
+        with pytest.raises(ConfigError, match="stands inside of Compressed"):
+            fit(strategy, federation([compression(), private()], 4), model(), 1)
+    assert bare.privacy.releases == 0
 
 
 def test_what_local_privacy_cannot_mean_is_refused() -> None:

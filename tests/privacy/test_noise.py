@@ -19,7 +19,7 @@ from fedcomp.privacy.noise import discrete_gaussian, draw, failure, gaussian, sk
 from fedcomp.privacy.staircase import Staircase, below, staircase
 from fedcomp.rng import Key
 
-SIGMAS = (0.1, 0.7, 1.0, 31.0, 64.0, 1000.5, 2.0**20 + 0.25, 2.0**40)
+SIGMAS = (0.02, 0.1, 0.7, 1.0, 31.0, 64.0, 1000.5, 2.0**20 + 0.25, 2.0**40)
 DENSITIES = [Gauss(s) for s in SIGMAS] + [Poisson(Fraction(s) ** 2 / 2) for s in (*SIGMAS, 90.0, 91.0)]
 
 
@@ -141,6 +141,20 @@ def test_alias_table_has_exactly_the_weights(density: Density) -> None:
     assert weights[2 * made.stairs : 2 * made.stairs + 2] == [4, 4]
     assert sum(weights[2 * made.stairs + 3 :]) == 0
     assert weights[2 * made.stairs + 2] < 1 << 48
+
+
+def test_a_density_that_float64_rounds_to_0_is_compared_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At sigma = 0.02 the density of -1 is e^-1250: next to never drawn, but no impossible outcome."""
+    made = staircase(Gauss(0.02))
+    assert float(made.density.relative(np.array([-1]))[0]) == 0.0
+    asked = []
+    monkeypatch.setattr(Staircase, "_keep", lambda self, *args: bool(asked.append(args[:3])) or True)
+    for number in (0, 1):
+        kept = np.array([False])
+        place = [np.array([n]) for n in (0, 1, -1)]
+        made._settle(*place, np.array([number], np.uint64), kept, Listed(b""))
+        assert bool(kept[0]) is (number == 0)
+    assert asked == [(1, -1, 0)]
 
 
 def test_most_proposals_are_kept() -> None:

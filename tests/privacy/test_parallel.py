@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fedcomp.errors import ConfigError
 from fedcomp.privacy.accounting import compose
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.parallel import ParallelLedger
@@ -30,6 +31,14 @@ def test_the_cost_is_the_largest_over_parties_and_not_the_sum():
     assert (books.releases, books.rounds) == (5, 5)
     books.record(CHEAP, round=9, times=4, participants=[0])
     assert books.epsilon() == compose([CHEAP] * 9, DELTA).epsilon > alone[1].epsilon
+
+
+def test_an_event_at_nobody_is_refused():
+    books = ledger()
+    with pytest.raises(ConfigError, match="those on whose records"):
+        books.record(DEAR, round=1)
+    assert books.epsilon() == 0.0
+    assert books.entries == ()
 
 
 def test_an_event_on_records_of_several_parties_counts_for_each():

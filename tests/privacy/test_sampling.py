@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedcomp.errors import ConfigError
+from fedcomp.privacy.accounting import compose
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import Ledger
@@ -69,6 +70,31 @@ def test_poisson_never_draws_more_often_than_claimed() -> None:
 def test_an_empty_round_is_a_round() -> None:
     sampling = Sampling("poisson", rate=1e-9)
     assert sampling.draw(NODES, make(sampling), 1, seeded(2)) == []
+
+
+def test_a_round_that_is_drawn_twice_is_two_rounds() -> None:
+    """As two events on one sample they would cost 0.009: with next to no noise a second sample finds twice as many."""
+    sampling = Sampling("poisson", rate=5e-4)
+    ledger = Ledger(delta=9e-4, population=1000, adjacency="zero_out", sampling=sampling)
+    event = Event("gaussian", 0.2, rate=5e-4)
+    for _ in range(2):
+        sampling.draw(NODES, ledger, 1, seeded(4))
+        ledger.record(event, round=1)
+    assert ledger.epsilon() == compose([event, event], 9e-4).epsilon > 5.0 * compose([[event, event]], 9e-4).epsilon
+    assert ledger.rounds == 2
+    # Further events after one draw are on its units.
+    ledger.record(event, round=1)
+    assert ledger.epsilon() == compose([event, [event, event]], 9e-4).epsilon
+
+
+def test_a_unit_drawn_twice_in_one_round_was_in_two() -> None:
+    sampling = Sampling("capped", cap=2)
+    ledger, entropy = make(sampling), seeded(5)
+    for _ in range(2):
+        assert sampling.draw([1, 2], ledger, 1, entropy) == [1, 2]
+        ledger.record(Event("gaussian", 30.0), round=1, participants=[1, 2])
+    assert ledger.participations == {1: 2, 2: 2}
+    assert sampling.draw([1, 2], ledger, 1, entropy) == []
 
 
 def test_the_cap_holds_over_a_whole_run() -> None:

@@ -11,10 +11,11 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.events import Event
+from fedcomp.privacy.gaussian import lattice_excess
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.sampling import Sampling
-from fedcomp.privacy.statement import Statement
+from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 
 SAID: dict[str, Any] = {"trust": "the server is trusted", "protects": "all released models"}
@@ -34,7 +35,7 @@ def made(
     rate = ledger.sampling.event_rate
     for number in range(1, rounds + 1):
         ledger.record(mechanism.event(size=100, rate=rate), round=number, participants=[1, 10 + number])
-    return ledger.statement(mechanism=mechanism, **{**SAID, **(said or {})})
+    return make_statement(ledger, mechanism=mechanism, **{**SAID, **(said or {})})
 
 
 def test_the_figures_are_the_ledgers_and_the_mechanisms() -> None:
@@ -102,7 +103,7 @@ def test_failures_beside_the_noise_are_named() -> None:
     ledger = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("capped", cap=2))
     for number in range(1, 6):
         ledger.record(Event("gaussian", 9.0, delta=1e-7), round=number)
-    statement = ledger.statement(mechanism=MECHANISM, **SAID)
+    statement = make_statement(ledger, mechanism=MECHANISM, **SAID)
     assert statement.failure == pytest.approx(2e-7)
     assert "of which 2e-07 for failures" in statement.prose()
 
@@ -115,10 +116,21 @@ def test_float_noise_is_announced() -> None:
 def test_coarse_noise_is_accounted_for_what_it_is() -> None:
     ledger = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     ledger.record(Event("discrete_gaussian", 1.0, grid_sigma=2.0), round=1)
-    statement = ledger.statement(mechanism=Votes(noise_multiplier=1.0, k=4, shape=(10,)), **SAID)
+    statement = make_statement(ledger, mechanism=Votes(noise_multiplier=1.0, k=4, shape=(10,)), **SAID)
     assert "coarse" in statement.finite_precision
     assert statement.accountant == "zCDP"
-    assert "less than 3 %" in made().finite_precision
+
+
+def test_what_the_accounting_of_integers_as_continuous_leaves_out_is_named() -> None:
+    ledger = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
+    for number in range(1, 5):
+        ledger.record(Event("discrete_gaussian", 2.0, grid_sigma=10.0), round=number)
+    statement = make_statement(ledger, mechanism=MECHANISM, **SAID)
+    assert ledger.lattice == lattice_excess(1.0, 1e-5, 10.0) > 0.02
+    assert "larger by 0.025 of itself" in statement.finite_precision
+    continuous = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
+    continuous.record(Event("gaussian", 2.0), round=1)
+    assert continuous.lattice == 0.0
 
 
 def test_without_noise_it_says_not_private() -> None:
@@ -173,23 +185,23 @@ def test_what_cannot_be_stated_is_refused(change: dict[str, Any]) -> None:
 def test_what_is_not_said_is_asked_for() -> None:
     ledger = Ledger(delta=1e-5, population=50, adjacency="replace", sampling=Sampling("everyone"))
     with pytest.raises(ConfigError, match="trust"):
-        ledger.statement(
-            mechanism=GridGaussian(noise_multiplier=1.0, clip=1.0, size=4, adjacency="replace"), protects="x"
+        make_statement(
+            ledger, mechanism=GridGaussian(noise_multiplier=1.0, clip=1.0, size=4, adjacency="replace"), protects="x"
         )
     with pytest.raises(ConfigError, match="bound"):
-        ledger.statement(**SAID)
+        make_statement(ledger, **SAID)
     with pytest.raises(ConfigError, match="scaled for 'zero_out'"):
-        ledger.statement(mechanism=MECHANISM, **SAID)
+        make_statement(ledger, mechanism=MECHANISM, **SAID)
     zeroed = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     with pytest.raises(ConfigError, match="clipp"):
-        zeroed.statement(mechanism=MECHANISM, **SAID, clipp="a typo")
+        make_statement(zeroed, mechanism=MECHANISM, **SAID, clipp="a typo")
 
 
 def test_noise_that_does_not_come_from_a_mechanism_can_be_stated() -> None:
     ledger = Ledger(delta=1e-5, population=5000, adjacency="add_remove", sampling=Sampling("everyone"), unit="record")
     ledger.record(Event("gaussian", 1.1), round=1, times=3)
-    statement = ledger.statement(
-        name="DP-SGD", bound=1.0, sensitivity=1.0, noise="gaussian", noise_multiplier=1.1, sigma=1.1, **SAID
+    statement = make_statement(
+        ledger, name="DP-SGD", bound=1.0, sensitivity=1.0, noise="gaussian", noise_multiplier=1.1, sigma=1.1, **SAID
     )
     assert statement.prose().startswith("Record-level")
     assert "DP-SGD" in statement.prose()

@@ -268,7 +268,7 @@ def test_several_teachers_of_a_client_are_checked_one_by_one_and_counted_as_unit
     assert made.expected == 3 * NODES
     assert kept(over, 0).state["learnt"].shape == (3,)
     said = made.statement()
-    assert (said.unit, said.population) == ("record", 3 * NODES)
+    assert (said.unit, said.population) == ("record", 15 * 3 * NODES)
     assert "a client as a whole is not protected" in said.unit_note
     # One teacher with a vote too many takes its client's others along: what is not verified is not in the sum.
     rows = cast(3 * IMAGES)
@@ -278,6 +278,19 @@ def test_several_teachers_of_a_client_are_checked_one_by_one_and_counted_as_unit
     assert lied.lessons[1].answered == NODES - 1
     with pytest.raises(ConfigError, match="say adjacency='replace'"):
         strategy(teachers=3, adjacency="zero_out")
+    # Of records there are more than teachers, and delta is compared with those that are protected.
+    with pytest.raises(ConfigError, match="number of records"):
+        strategy(teachers=3, population=0)
+    with pytest.raises(ConfigError, match="not below 1/200000"):
+        strategy(teachers=3, population=200_000)
+
+
+def test_more_clients_than_were_declared_are_not_asked_and_nothing_is_paid() -> None:
+    made = strategy(clients=NODES - 1)
+    over = grid()
+    run(made, over, 1)
+    assert made.privacy.releases == 0
+    assert over.ledger.total("messages", direction="down") == 0
 
 
 def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:

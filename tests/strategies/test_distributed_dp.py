@@ -268,6 +268,8 @@ def test_the_statement_says_who_is_trusted_and_what_losses_do() -> None:
     assert not statement.secure
     assert "of 4 of 6 clients" in statement.dropouts
     assert "follows the protocol" in statement.trust
+    assert "of 0 of 6 clients is taken to be known" in statement.trust
+    assert "knows its own, faces 0.866 times" in statement.trust, "three shares of four"
     assert 1.0 < statement.epsilon < 10.0
     assert statement.delta == 1e-3
     assert statement.sensitivity == pytest.approx(CLIP, rel=0.02)
@@ -290,7 +292,8 @@ def test_the_ledger_is_part_of_the_state() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"sampling": Sampling("poisson", rate=0.5), "adjacency": "add_remove"}, "Poisson"),
+        ({"sampling": Sampling("poisson", rate=0.5)}, "Poisson"),
+        ({"adjacency": "add_remove"}, "brings no noise"),
         ({"noise": "gaussian"}, "integers"),
         ({"tolerated": 6}, "nobody's is left"),
         ({"honest": 0.6, "tolerated": 3}, "nobody's is left"),

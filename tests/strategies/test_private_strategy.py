@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
 from private_runs import Room, arrays_of, asked, federation, inner, play, server
 from toy import model, stack, update
@@ -105,6 +105,22 @@ def test_secure_noise_differs_from_round_to_round_and_heeds_no_global_seed() -> 
     assert "INSECURE" not in strategy.statement().prose()
 
 
+def test_a_round_that_is_made_again_has_other_noise_also_from_a_seed(tmp_path: Path) -> None:
+    # Killed after the release, before the model was kept: the run begins again with the ledger's file alone.
+    def released(value: float, path: Path) -> np.ndarray:
+        strategy = DpFedAvg(inner(), **SEEDED)
+        strategy.open_ledger(path)
+        out = play(strategy, dict.fromkeys(range(3), np.full(4, value, np.float32)))
+        strategy.privacy.close()
+        return out
+
+    first, again = (released(value, tmp_path / "ledger") for value in (0.25, 0.5))
+    shift = released(0.5, tmp_path / "one") - released(0.25, tmp_path / "other")
+    # With the same noise the difference of both releases is that of the updates, to the last bit but one.
+    assert np.ptp(shift) < 1e-6
+    assert np.ptp(again - first) > 1e-2
+
+
 def test_the_event_is_written_before_noise_is_drawn(monkeypatch, tmp_path: Path) -> None:
     strategy = DpFedAvg(inner(), **{**BASIC, "noise_multiplier": 1.0})
     strategy.open_ledger(tmp_path / "privacy.jsonl")
@@ -173,7 +189,7 @@ def test_a_client_beyond_its_cap_is_never_asked() -> None:
     assert strategy.privacy.rounds == 5
     assert strategy.privacy.epsilon() == pytest.approx(gaussian_epsilon(math.sqrt(2.0), 1e-3), abs=1e-6)
     # Somebody new may still come: only those that were there have had their turns.
-    assert asked(strategy, range(1, 13), r + 2) == [11, 12]
+    assert asked(strategy, range(3, 13), r + 2) == [11, 12]
 
 
 def test_a_lost_reply_is_no_participation_but_is_paid_for() -> None:
@@ -268,6 +284,9 @@ def test_clients_are_told_and_evaluation_asks_nobody() -> None:
         ({"count": 3, "sampling": Sampling("poisson", rate=0.5)}, "does not fit Poisson"),
         ({"adjacency": "add"}, "adjacency"),
         ({"budget": -1.0}, "budget"),
+        ({"budget": "3"}, "budget"),
+        ({"sampling": "poisson"}, "an object, such as Sampling"),
+        ({"insecure_deterministic": "no"}, "insecure_deterministic='no'"),
         ({"clip": 0.0}, "clip"),
     ],
 )
@@ -288,6 +307,38 @@ def test_the_population_is_declared_before_the_first_round() -> None:
     strategy.declare(99)  # whoever runs the rounds says so each time; the first word counts
     assert strategy.population == 10
     assert asked(strategy, [1]) == [1]
+
+
+def test_more_clients_than_the_population_are_not_asked_and_the_run_can_go_on(caplog) -> None:
+    strategy = DpFedAvg(inner(), **SEEDED)
+    with caplog.at_level(logging.WARNING, "fedcomp"):
+        assert play(strategy, vectors(11)) is None
+        assert play(strategy, vectors(11), server_round=2) is None
+    assert [
+        r.message for r in caplog.records if "11 clients are online, and the population was given as 10" in r.message
+    ]
+    assert strategy.privacy.releases == 0
+    # Whoever was there twice, under a former id, is so for a while only.
+    assert not strategy.over(3)
+    assert play(strategy, vectors(10), server_round=3) is not None
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_model_without_floats_is_refused_in_words(pair) -> None:
+    strategy = DpFedAvg(inner(), **SEEDED)
+    outer = Compressed(strategy, TopK(density=0.5)) if pair else strategy
+    buffers = {"steps": np.arange(4), "mask": np.float32([0, -np.inf])}
+    arrays = ArrayRecord({name: Array(a) for name, a in buffers.items()})
+    with pytest.raises(ConfigError, match="no tensor of finite floats"), server():
+        outer.configure_train(1, arrays, ConfigRecord(), Room(range(3)))
+
+
+def test_a_mean_that_does_not_fit_the_model_is_said_and_paid_for(caplog) -> None:
+    strategy = DpFedAvg(inner(), **{**BASIC, "clip": 1e38, "noise_multiplier": 1e6})
+    with caplog.at_level(logging.WARNING, "fedcomp"):
+        assert play(strategy, vectors(2)) is None
+    assert any("not finite" in r.message for r in caplog.records)
+    assert strategy.privacy.releases == 1
 
 
 def test_the_statement_names_what_was_done() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toy
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedMedian
 
@@ -174,6 +174,71 @@ def test_an_update_that_does_not_say_what_it_cost_is_no_part_of_the_model(lie, c
     assert "account" in reason or "does not say" in reason
 
 
+def holds(change: Callable[[np.ndarray], Array] | None, name: str | None = None) -> Callable[[RecordDict], None]:
+    """Return what replaces the tensors of a reply; None: the whole model."""
+
+    def alter(reply: RecordDict) -> None:
+        found, record = next(iter(reply.array_records.items()))
+        del reply[found]
+        if change is not None:
+            reply[found] = ArrayRecord({key if name is None else name: change(a.numpy()) for key, a in record.items()})
+
+    return alter
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        holds(None),
+        holds(lambda a: Array(a), "other"),
+        holds(lambda a: Array(np.full(7, 1.0, np.float32))),
+        holds(lambda a: Array(np.full(a.shape, np.nan, np.float32))),
+        holds(lambda a: Array(np.full(a.shape, np.inf, np.float64))),
+        holds(lambda a: Array("float32", a.shape, "fedcomp/1", a.tobytes())),
+        lambda reply: reply.update({"more": to_record({"w": np.zeros(3, np.float32)})}),
+    ],
+    ids=["no model", "other tensors", "other shapes", "NaN", "infinity", "packed", "two models"],
+)
+@pytest.mark.parametrize("codec", [None, TopK(density=1.0)], ids=["dense", "pair"])
+def test_a_hostile_model_is_paid_for_and_left_out_and_the_run_goes_on(lie, codec):
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 2:
+            lie(reply)
+
+    strategy = record_dp(codec=codec)
+    # Without the mod, which would not let it.
+    with InProcessGrid(client(alter), 3) as nodes:
+        result = fit(strategy, nodes, toy.model(), 2)
+    assert weight(result) == pytest.approx(1.0)
+    assert strategy.privacy.participations == {0: 6, 1: 6, 2: 6}
+    assert len(strategy.reports[2].rejected) == 1
+
+
+def test_buffers_of_clients_are_no_part_of_a_model_without_the_pair():
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        name, record = next(iter(reply.array_records.items()))
+        reply[name] = ArrayRecord({**record, "steps": Array(np.array(41 + partition))})
+
+    model = ArrayRecord({**toy.model(), "steps": Array(np.array(5))})
+    strategy = record_dp()
+    with InProcessGrid(client(alter), 2) as nodes:
+        result = fit(strategy, nodes, model, 1)
+    steps = result.arrays["steps"].numpy()
+    assert (int(steps), steps.dtype) == (5, np.dtype(np.int64))
+
+
+def test_a_node_cannot_spend_what_is_anothers():
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 1:
+            put_node(reply, 0)
+            reply["record-dp"] = Account("another ledger", 3, 10**6).to_record()
+
+    strategy = record_dp(budget=epsilon(6) + 1e-6)
+    play(strategy, rounds=2, clients=2, alter=alter)
+    assert strategy.privacy.participations == {0: 6}
+    assert "which another node" in next(iter(strategy.reports[2].rejected.values()))
+
+
 def test_a_node_answers_for_one_partition():
     def alter(reply: RecordDict, server_round: int, partition: int) -> None:
         if server_round == 2 and partition == 1:
@@ -213,6 +278,17 @@ def test_clients_that_cannot_afford_a_training_are_not_asked_and_the_run_ends():
     assert [count for count in asked if count] == [2, 2, 1]
     assert strategy.privacy.epsilon() <= strategy.plan.budget
     assert "allows no client a further training" in strategy.over(4)
+
+
+def test_a_budget_too_small_for_one_training_asks_nobody():
+    def never(reply: RecordDict, server_round: int, partition: int) -> None:
+        raise AssertionError("nobody is to train")
+
+    strategy = record_dp(budget=epsilon(3) - 1e-3)
+    result = play(strategy, rounds=3, alter=never)
+    assert not strategy.reports
+    assert "allows no client a further training" in strategy.over(1)
+    assert weight(result) == pytest.approx(0.0)
 
 
 def test_books_in_a_file_outlive_the_server(tmp_path: Path):

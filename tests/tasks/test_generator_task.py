@@ -130,6 +130,35 @@ def test_exchanging_one_record_changes_one_teacher_alone(kind: str) -> None:
     assert 0 < np.linalg.norm(change, axis=1).max() <= 2 * np.sqrt(28)
 
 
+def voted(data: Split, owner: np.ndarray, generator: str) -> list[np.ndarray]:
+    """Return what each of three teachers has learnt in three steps, with a real generator beside them."""
+    task = digits(generator=generator)
+    student, arrays = task.student(ADAM), to_arrays(task.model(0))
+    made = teachers(data=data, owner=owner)
+    state = made.start()
+    for step in range(3):
+        state = made.learn(state, student.faker(arrays, Key(step, "fakes")), Key(step, "batch"))
+    return list(shown(made, state))
+
+
+@pytest.mark.parametrize("generator", ["mlp", "conv"])
+@pytest.mark.parametrize("change", ["exchanged", "not finite", "taken out"])
+def test_a_record_reaches_no_other_teacher_through_a_shared_generator_or_batch(generator: str, change: str) -> None:
+    """Batch normalisation would mix the labels of all teachers' records; padding and sizes would tell of them too."""
+    data, owner = records(24), np.arange(24) % 3
+    # Teacher 0 holds the largest share and record 0.
+    owner[1:9] = 0
+    one = voted(data, owner, generator)
+    x, y = data.x.copy(), data.y.copy()
+    if change == "taken out":
+        x, y, owner = x[1:], y[1:], owner[1:]
+    else:
+        x[0], y[0] = (1.0 - x[0], y[0]) if change == "exchanged" else (np.nan, y[0])
+        y[0] = (y[0] + 3) % 10
+    other = voted(Split(x, y), owner, generator)
+    assert [np.array_equal(a, b) for a, b in zip(one, other, strict=True)] == [False, True, True]
+
+
 def test_mutant_a_record_that_two_teachers_hold_moves_the_sum_twice() -> None:
     x, y = records(16).x.copy(), records(16).y.copy()
     x[8:], y[8:] = x[:8], y[:8]  # both teachers hold the same eight

@@ -26,8 +26,10 @@ from fedcomp.errors import ConfigError
 from fedcomp.privacy.dpsgd import METHODS, PoissonLoader, private_training
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.optimizers import clip_rows, vote_rows
+from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import topk_stochastic_sign
 from fedcomp.rng import Key
 
@@ -236,6 +238,93 @@ def test_a_second_training_on_one_ledger_goes_on_where_the_first_ended() -> None
             for batch in t.loader:
                 t.step(batch, loss)
     assert [entry.round for entry in book.entries] == [0, 1, 2, 3, 4, 5]
+
+
+def test_two_steps_on_one_batch_are_on_the_same_records_and_cost_more() -> None:
+    data, books = records(20), []
+    for times in (1, 2):
+        module, book = net(), ledger(0.2)
+        with training(module, data, rate=0.2, steps=60 // times, noise_multiplier=2.0, ledger=book) as t:
+            for batch in t.loader:
+                for _ in range(times):
+                    t.step(batch, loss)
+        books.append(book)
+    apart, together = books
+    assert apart.releases == together.releases == 60
+    assert (apart.rounds, together.rounds) == (60, 30)
+    # A record that is drawn is in both steps.
+    assert together.epsilon() > 1.1 * apart.epsilon()
+    with training(net(), data, rate=0.2, steps=1, noise_multiplier=2.0, ledger=together) as t:
+        t.step(next(iter(t.loader)), loss)
+    assert together.entries[-1].round == 30
+
+
+def test_a_ledger_of_another_promise_is_refused() -> None:
+    data, module = records(20), net()
+    for sampling in (Sampling("capped", cap=3), Sampling("everyone")):
+        book = Ledger(delta=1e-5, population=1000, adjacency="add_remove", sampling=sampling, unit="record")
+        if sampling.cap:
+            # Three of a hundred steps would be counted.
+            with pytest.raises(ConfigError, match="any record may be in any step"):
+                training(module, data, ledger=book)
+        else:
+            with pytest.raises(ConfigError, match="is not the ledger's"):
+                training(module, data, ledger=book, adjacency="replace")
+    twice = Ledger(delta=1e-5, population=1000, adjacency="replace", sampling=Sampling("everyone"), unit="record")
+    with training(module, data, ledger=twice, noise_multiplier=1.0) as t:
+        assert t.optimizer.mechanism().sensitivity == 2 * t.optimizer.mechanism().bound
+
+
+class Watching(nn.Module):
+    """Adds what it has seen of former batches to what comes, in place or by another tensor."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.inside, self.in_place = net(), in_place
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_place:
+            self.seen += x.detach().sum(0)
+        else:
+            self.seen = self.seen + x.detach().sum(0)
+        return self.inside(x + self.seen)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_carries_nothing_of_a_batch_on_to_the_next_nor_out(in_place: bool) -> None:
+    module, data = Watching(in_place), records(9)
+    with training(module, data, steps=2) as t:
+        for batch in t.loader:
+            t.step(batch, loss)
+            assert not module.state_dict()["seen"].any()
+
+
+def test_a_records_gradient_does_not_depend_on_how_many_others_there_are() -> None:
+    """A mean loss is divided by the batch's size and the gradients multiplied by it again, which rounds."""
+    data = records(61, 40)
+    found: dict[str, list[torch.Tensor]] = {"none": [], "mean": []}
+    for reduction, rows in found.items():
+        for count in (61, 60, 41):
+            module, batch = net(40, 60), [x[:count] for x in data.tensors]
+            with training(module, data, loss_reduction=reduction) as t:
+                honest = t.optimizer._rows
+
+                def kept(honest=honest, rows=rows) -> torch.Tensor:
+                    rows.append(honest()[:41].clone())
+                    return rows[-1].clone()
+
+                t.optimizer._rows = kept  # type: ignore[method-assign]
+                t.step(batch, lambda m, b, how=reduction: nn.functional.cross_entropy(m(b[0]), b[1], reduction=how))
+    same = {name: [torch.equal(rows[0], other) for other in rows[1:]] for name, rows in found.items()}
+    assert same["none"] == [True, True]
+    assert not all(same["mean"])
+    torch.testing.assert_close(found["none"][0], found["mean"][0], atol=1e-6, rtol=1e-5)
+
+
+def test_losses_that_are_not_one_for_each_record_are_refused() -> None:
+    with training(net(), records(9), loss_reduction="none") as t, pytest.raises(ConfigError, match="one loss for each"):
+        t.step([*records(9).tensors], loss)
 
 
 def test_a_batch_gathered_in_parts_gets_one_noise_and_one_event() -> None:

@@ -361,6 +361,20 @@ def test_the_event_is_on_the_disk_before_record_returns(tmp_path: Path, monkeypa
     ledger.close()
 
 
+def test_a_file_that_was_moved_away_is_not_written_to(tmp_path: Path) -> None:
+    """Who resumes finds the copy that took its place, and would not find what was written to the moved one."""
+    path = tmp_path / "privacy.jsonl"
+    ledger = filled(path, 2)
+    copy = path.read_bytes()
+    path.rename(tmp_path / "moved.jsonl")
+    path.write_bytes(copy)
+    with pytest.raises(LedgerError, match="moved or deleted"):
+        ledger.record(EVENT, round=3)
+    ledger.close()
+    assert len(reopened(path).events) == 2
+    assert (tmp_path / "moved.jsonl").read_bytes() == copy
+
+
 def test_a_killed_server_has_paid_for_everything_it_released(tmp_path: Path) -> None:
     """SIGKILL at many points of: record, then release. What the parent saw released is in the file."""
     for kill_after in range(16):
