@@ -251,21 +251,30 @@ class RecordDp(Strategy):
         report = RoundReport(server_round, sent=len(self._messages))
         self._reports[server_round] = report
         sent = {message.metadata.message_id: message for message in self._messages}
+        # The drop-in pair matches and checks replies itself; Flower's means take what they are given.
+        plain = is_mean(self.inner)
         passed: list[Message] = []
         answered: dict[str, Account] = {}
         for reply in replies:
             asked = sent.get(reply.metadata.reply_to_message_id)
-            if reply.has_error() or asked is None:
+            if reply.has_error() or (asked is None and not plain):
                 passed.append(reply)
                 continue
-            node = asked.metadata.dst_node_id
+            if asked is None:
+                # An answer to nothing that was asked in this round: whoever reads it adds it.
+                report.unmatched += 1
+                continue
+            node, again = asked.metadata.dst_node_id, asked.metadata.message_id in answered
             try:
                 account = Account.read(reply.content.get(RECORD_DP))
                 # The very same reply, delivered again, is no other training.
                 if answered.get(asked.metadata.message_id) != account:
                     self._book(node, take_node(reply), account)
                 answered[asked.metadata.message_id] = account
-                if is_mean(self.inner):
+                if plain and again:
+                    report.duplicates += 1
+                    continue
+                if plain:
                     reply.content = self._bare(reply)
             except (WrongAccount, Rejected) as reason:
                 report.reject(node, str(reason))
@@ -278,15 +287,14 @@ class RecordDp(Strategy):
             reply.content["metrics"] = MetricRecord({self._weight: 1.0})
             passed.append(reply)
         arrays, _ = self.inner.aggregate_train(server_round, passed)
-        if arrays is not None and is_mean(self.inner):
+        if arrays is not None and plain:
             arrays = restore_dtypes(arrays, self._model, [self._model])
         return arrays, MetricRecord()
 
     def _bare(self, reply: Message) -> RecordDict:
         """Return what an inner mean may see of a reply: the model, checked, with the server's buffers.
 
-        The drop-in pair checks replies itself; Flower's own means end the run when one of them is unlike the others,
-        and take NaN for a number.
+        Flower's own means end the run when one reply is unlike the others, and take NaN for a number.
 
         Raises
         ------

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from experiments.audits import cases
 from experiments.audits.mutants import NoClip, PrivateSupport
 from experiments.audits.rounds import Answer, Rounds, quiet
-from experiments.audits.subjects import DELTA, Data, Floats, Subject, new_ledger
+from experiments.audits.subjects import DELTA, POPULATION, Data, Floats, Subject, new_ledger
 from fedcomp.codecs import RandomK
 from fedcomp.flower import datalens
 from fedcomp.flower.grid import InProcessGrid
@@ -194,6 +194,7 @@ class Lessons(Subject):
             noise_multiplier=z,
             images=IMAGES,
             teachers=self.teachers,
+            population=POPULATION,
             delta=DELTA,
             clients=CLIENTS,
             insecure_deterministic=True,

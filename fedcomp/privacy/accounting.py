@@ -503,7 +503,8 @@ def noise_multiplier_for(
 
     def fits(z: float) -> bool:
         rounds = {profile(Event("gaussian", z, rate=rate)): count}
-        return upper_bound(rounds, delta, cap=cap) <= epsilon or compose_rounds(rounds, delta, cap=cap).epsilon <= epsilon
+        quick = upper_bound(rounds, delta, cap=cap) <= epsilon
+        return quick or compose_rounds(rounds, delta, cap=cap).epsilon <= epsilon
 
     if rate == 1.0:
         while not fits(plain):

@@ -437,7 +437,10 @@ class Ledger:
             self._agree(journal.header, f"the ledger {journal.path}")
             run = journal.header["run"]
             if run != self.run and (self._entries or self._had_file):
-                raise LedgerError(f"the ledger {journal.path} is of another run; a run has one ledger")
+                raise LedgerError(
+                    f"the ledger {journal.path} is of another run; a run has one ledger. Put this run's own file "
+                    "there, or begin a new run"
+                )
             self.run = run
             entries = self._numbered(journal.entries, f"the ledger {journal.path}")
         united = self._union(entries, self._entries, f"the ledger {journal.path}", "the checkpoint")

@@ -286,7 +286,10 @@ def test_messages_that_cannot_be_understood_are_refused_with_the_reason() -> Non
     for msg, reason in (
         (message(PUT, {"round": 1}), "'index' is missing"),
         (message(COLLECT, {"round": 1, "sources": [-1]}), "'sources'"),
-        (message("train.default", {"round": 1, "construction": "unheard of"}), "this client knows gradcode, noisysum, relay"),
+        (
+            message("train.default", {"round": 1, "construction": "unheard of"}),
+            "this client knows gradcode, noisysum, relay",
+        ),
         (message("evaluate", {"round": 1}), "no messages of type 'evaluate'"),
         (train(1, relays=[0, 1, 2, 3]), "'relays'"),
         (train(1, keys=b"short"), "'keys'"),

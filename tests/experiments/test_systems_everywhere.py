@@ -59,7 +59,15 @@ def gossip(name: str, engine: str = "inprocess") -> RunSpec:
 
 def datalens(engine: str = "inprocess") -> RunSpec:
     """Teachers and their optimisers go through the engine's own client state; the accountant is not the engine's."""
-    settings = {"teachers": 3, "k": 28, "images": 4, "pretrain": 2, "noise_multiplier": 3.0, "task.hidden": "32"}
+    settings = {
+        "teachers": 3,
+        "population": 1442,
+        "k": 28,
+        "images": 4,
+        "pretrain": 2,
+        "noise_multiplier": 3.0,
+        "task.hidden": "32",
+    }
     settings |= {"insecure_deterministic": True, "task.classifier_epochs": 2, "task.synthetic": 200}
     return RunSpec("datalens", task="digits-generator", rounds=2, clients=2, seed=3, engine=engine, settings=settings)
 

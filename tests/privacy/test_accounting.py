@@ -160,7 +160,7 @@ def test_section_4_the_asymptotic_accountant_reports_too_little() -> None:
     assert reported < prv - 2 * accounting.PRV_ERROR, "the lower end of PRV's interval is above it"
 
 
-RATES, MULTIPLIERS, ROUNDS = (0.001, 0.03, 0.3), (0.9, 2.0), (1, 20)
+RATES, MULTIPLIERS, ROUNDS = (0.001, 0.03, 0.3), (0.9, 2.0), (1, 6)
 
 
 @pytest.mark.parametrize(("rate", "z"), list(product(RATES, MULTIPLIERS)))
@@ -391,9 +391,9 @@ def test_planning_is_tight_and_safe(cap: int) -> None:
 
 
 def test_planning_with_sampling_is_tight_and_safe() -> None:
-    z = noise_multiplier_for(1.0, DELTA, releases=40, rate=0.05, tolerance=2e-3)
+    z = noise_multiplier_for(1.0, DELTA, releases=40, rate=0.05, tolerance=1e-2)
     assert exact([gaussian(z, rate=0.05)] * 40, DELTA) <= 1.0
-    assert exact([gaussian(z * 0.995, rate=0.05)] * 40, DELTA) > 1.0
+    assert exact([gaussian(z * 0.98, rate=0.05)] * 40, DELTA) > 1.0
     rounds = releases_for(1.0, DELTA, z, rate=0.05)
     assert rounds >= 40
     assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -378,6 +379,30 @@ def test_the_statement_says_whose_records_and_who_is_trusted():
     assert said.epsilon_unamplified > said.epsilon == pytest.approx(epsilon(3))
     assert "nobody but its own client sees a record" in said.prose()
     assert "the client that spent most" in said.prose()
+
+
+@pytest.mark.parametrize("codec", [None, TopK(density=1.0)], ids=["dense", "pair"])
+def test_a_reply_counts_once_and_in_its_own_round(codec):
+    class Repeating(InProcessGrid):
+        """Delivers each reply twice, and those of the round before once more."""
+
+        before: tuple[Message, ...] | list[Message] = ()
+
+        def send_and_receive(self, messages: Any, **options: Any) -> list[Message]:
+            found = list(super().send_and_receive(messages, **options))
+            if not found:
+                return []
+            late, self.before = self.before, copy.deepcopy(found)
+            return [*late, *found, *copy.deepcopy(found)]
+
+    strategy = record_dp(codec=codec)
+    with Repeating(client(mods=[compression()]), 3) as nodes:
+        # Flower's own loop hands over whatever came.
+        result = strategy.start(nodes, toy.model(), num_rounds=3)
+    assert weight(result) == pytest.approx(3.0)
+    assert [r.unmatched for r in strategy.reports.values()] == [0, 3, 3]
+    assert [r.duplicates for r in strategy.reports.values()] == [3, 3, 3]
+    assert strategy.privacy.participations == {0: 9, 1: 9, 2: 9}
 
 
 def test_a_reply_of_nobody_is_no_part_of_the_model():
