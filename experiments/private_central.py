@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from fedcomp.privacy.statement import Statement
 
-__all__ = ["PrivateCell", "PrivateOutcome", "Trained", "simulate"]
+__all__ = ["PrivateCell", "PrivateOutcome", "Trained", "quiet", "simulate"]
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -200,7 +200,7 @@ class PrivateCell:
 
     def run(self) -> Trained:
         """Train."""
-        with _quiet():
+        with quiet():
             if not get_system(self.system).private:
                 return _without_privacy(self.spec())
             out = simulate(self.spec())
@@ -277,7 +277,7 @@ def _unheard(msg: Message, context: Context) -> Message:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep Flower's two lines a round, and its warning that nothing is evaluated, out of a grid's output."""
     import flwr.serverapp  # noqa: F401  # sets the level of its logger when it is imported
 

@@ -187,13 +187,13 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a measured value or a bound with four digits, large whole numbers in full."""
+    """Return a measured value or a bound with four digits, whole and large numbers in full."""
     if value is None or math.isnan(value):
         return "not measured"
     if math.isinf(value):
         return str(value)
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}".replace(",", " ")
+    if (value == int(value) or abs(value) >= 1e4) and abs(value) < 1e15:
+        return f"{round(value):,}".replace(",", " ")
     return f"{value:.4g}"
 
 

@@ -53,7 +53,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 NOT_COVERED: Final = (
     "the test of the generated images on held-out real ones, which is not a release of this run",
-    "the choice of k, of the noise, of the threshold and of the networks",
+    "the choice of k, of the noise, of the threshold and of the networks, and preprocessing of the data",
     "the text of a client's error messages",
     "who takes part, when, and how large its messages are",
     "the server's own reports and logs (who was refused, and why)",

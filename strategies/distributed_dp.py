@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
@@ -29,7 +29,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from coding.sumcode import Summed, SumPlan
-from fedcomp.codecs import Codec, FixedPoint, RandomK, get_codec, params
+from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec, params
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.records import to_arrays
@@ -71,6 +71,8 @@ class NoisyMean(PrivateStrategy):
     **promise
         As :class:`strategies.private.PrivateStrategy`.
     """
+
+    takes_plain: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -128,6 +130,12 @@ class NoisyMean(PrivateStrategy):
     def mechanism(self, layout: Layout, server_round: int) -> DistributedSum:
         """Return the sum of shares over as many coordinates as are released."""
         return self.sum_of(layout.size, self.contributors)
+
+    def check_codec(self, codec: Codec) -> None:
+        """Refuse a codec whose updates the server could read."""
+        super().check_codec(codec)
+        if not isinstance(fixed_point_of(codec), BoundedFixedPoint):
+            raise ConfigError(f"{codec!r} shows the server single updates; make the strategy with DistributedDp(...)")
 
     def aggregate_updates(
         self,

@@ -31,8 +31,8 @@ from strategies.private import Outcome, PrivateStrategy
 from strategies.replies import RoundReport
 
 _NOT_COVERED: Final = (
-    "the choice of hyper-parameters and of the model",
-    "who takes part, when, and whether its app fails",
+    "the choice of hyper-parameters and of the model, and preprocessing of the data",
+    "who takes part, when, how large its messages are, and whether its app fails",
     "a client that connects anew under another node id, unless it counts its messages itself",
     "what else a client's device sends",
 )

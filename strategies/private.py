@@ -53,7 +53,7 @@ Contribution = NDArray[Any]
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 
 NOT_COVERED: Final = (
-    "the choice of hyper-parameters and of the model",
+    "the choice of hyper-parameters and of the model, and preprocessing of the data",
     "who takes part, when, and how large its messages are",
     "a client that connects anew under another node id, which is counted as another client",
     "the server's own reports and logs (who was refused, and why)",
@@ -137,7 +137,7 @@ class PrivateStrategy(Strategy):
         if not isinstance(inner, Strategy) or not is_mean(inner):
             raise ConfigError(
                 f"{type(inner).__name__} looks at single updates, which a private sum does not show; use one of "
-                f"{', '.join(MEANS)}"
+                f"{', '.join(MEANS)}. A codec goes outside: Compressed({type(self).__name__}(...), codec)"
             )
         if getattr(inner, "fraction_evaluate", 0.0) != 0.0:
             raise ConfigError(
@@ -364,7 +364,7 @@ class PrivateStrategy(Strategy):
         if not self.takes_plain:
             raise ConfigError(
                 f"{type(self).__name__} takes what its clients' codec privatised, and nothing plain: it stands inside "
-                "of Compressed, as strategies.local_dp.local_dp(...) puts it"
+                "of Compressed, as local_dp(...) and DistributedDp(...) put it"
             )
         self.adopt(arrays)
         return self.ask(server_round, arrays, config, grid)

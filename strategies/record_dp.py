@@ -38,7 +38,7 @@ from strategies.replies import Rejected, RoundReport, read_plain
 log = logging.getLogger("fedcomp")
 
 NOT_COVERED: Final = (
-    "the choice of hyper-parameters and of the model",
+    "the choice of hyper-parameters and of the model, and preprocessing of the data",
     "the number of records of each client, which is taken as public",
     "who takes part, when, and how large its messages are",
     "a person with several records, or with records on several clients",

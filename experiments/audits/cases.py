@@ -11,8 +11,9 @@ import numpy as np
 from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
-from experiments.audits.rounds import Answer, Rounds, quiet
+from experiments.audits.rounds import Answer, Rounds
 from experiments.audits.subjects import Data, Subject, Sums
+from experiments.private_central import quiet
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.audit import adversarial
 from fedcomp.privacy.events import Adjacency

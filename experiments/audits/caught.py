@@ -11,10 +11,11 @@ from flwr.app import ConfigRecord
 
 from experiments.audits import cases, mutants, systems
 from experiments.audits.flower_flaws import spread_norms
-from experiments.audits.rounds import nobody, quiet
+from experiments.audits.rounds import nobody
 from experiments.audits.subjects import Subject
 from experiments.audits.systems import dealt_by_hash, dealt_with_a_wrap
 from experiments.audits.tiers import Verdict, tier_a, tier_b, tier_c, tier_d, tier_f
+from experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
 from fedcomp.layout import Layout

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from numpy.typing import NDArray
 
 from experiments.audits.subjects import Data, Floats, Subject
+from experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
@@ -22,18 +21,6 @@ from strategies.private import PrivateStrategy
 
 Make = Callable[[float | None, int], PrivateStrategy]
 """From a noise multiplier (None: the strategy's own) and a seed to a new strategy, with its population declared."""
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep Flower from logging: thousands of rounds say the same."""
-    logger = logging.getLogger("flwr")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from experiments.audits import cases
 from experiments.audits.mutants import NoClip, PrivateSupport
-from experiments.audits.rounds import Answer, Rounds, quiet
+from experiments.audits.rounds import Answer, Rounds
 from experiments.audits.subjects import DELTA, POPULATION, Data, Floats, Subject, new_ledger
+from experiments.private_central import quiet
 from fedcomp.codecs import RandomK
 from fedcomp.flower import datalens
 from fedcomp.flower.grid import InProcessGrid

@@ -99,13 +99,14 @@ OPTIONS = {
     "lr": Option(0.5, "step size of the clients' SGD", above=0.0),
     "epochs": Option(4, "passes of a client over its examples in a round", least=1),
     "batch_size": Option(8, "examples per step", least=1),
+    "max_steps": Option(0, "steps a client makes in a round at most; 0: no limit but the epochs", least=0),
     "delta": Option(1e-3, "delta of every guarantee; below one over the clients", above=0.0, most=0.1),
     "tune": Option(False, "choose clip, rates, votes and thresholds anew, on other seeds, by the training loss"),
     "tune_seeds": Option(1, "trainings per candidate when tuning", least=1, most=10),
     "agreement_size": Option(2000, "coordinates of the synthetic gradients", least=10),
 }
 
-_TRAINING: Final = ("lr", "epochs", "batch_size")
+_TRAINING: Final = ("lr", "epochs", "batch_size", "max_steps")
 
 
 def multiplier(config: Config, epsilon: float) -> float:

@@ -276,8 +276,8 @@ def test_the_other_figures_for_a_reader() -> None:
     assert [duration(value) for value in (0.0, 0.064, 0.9996, 12.34, 99.96, 7200)] == [
         "0 ms", "64 ms", "1.0 s", "12.3 s", "2 min", "2.0 h",
     ]  # fmt: skip
-    assert [number(value) for value in (None, 0.0, 1234567.0, 0.012345)] == [
-        "not measured", "0", "1 234 567", "0.01235",
+    assert [number(value) for value in (None, 0.0, 1234567.0, 0.012345, 1234.56, -22170.4, 1.5e20)] == [
+        "not measured", "0", "1 234 567", "0.01235", "1235", "-22 170", "1.5e+20",
     ]  # fmt: skip
     assert [link_name({"link": text}) for text in ("10mbit", "200kbit/1mbit", "", "lte")] == [
         "10 Mbit/s uplink", "200 kbit/s uplink", "", "12 Mbit/s uplink",

@@ -175,7 +175,7 @@ def test_choosing_takes_the_best_on_the_validation_split(monkeypatch: pytest.Mon
         {DP_SGD: "dp-sgd", TOPAGG: "topagg"},
     )
     kept: dict[str, Any] = {}
-    config = EXPERIMENT.configure(rounds=8, assignments=(*SMALL, "tune=true", "seeds=1"))
+    config = EXPERIMENT.configure(rounds=4, assignments=(*SMALL, "tune=true", "seeds=1"))
     findings = module.measure(config, {}, Say(keep=kept.__setitem__))
     validated = [name for name in kept if name.startswith("validation")]
     assert len(validated) == 2 * 2 * 2 * 2

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from coded_sum_runs import LAYOUT, SIZE, Recorder, Tap, included, json_of, train_replies
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, stack
 
@@ -16,7 +16,7 @@ from clients import coded_sum as coded_sum_client
 from clients.coded import answer_coded, coded
 from clients.compressed import compression
 from coding.sumcode import SumPlan
-from fedcomp.codecs import RandomK, fixed_point_of
+from fedcomp.codecs import FixedPoint, RandomK, TopK, fixed_point_of
 from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.coded import SUM, fields_of
@@ -29,6 +29,7 @@ from fedcomp.flower.protocol import UPDATE
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.sampling import Sampling
+from strategies.compressed import Compressed
 from strategies.distributed_dp import DistributedDp, NoisySum
 
 NODES = 6
@@ -349,3 +350,13 @@ def poison(msg, context, call_next):
             content[name] = ArrayRecord({k: type(record[k])(v) for k, v in arrays.items()})
         reply.content = content
     return reply
+
+
+def test_the_private_half_alone_asks_nobody_for_an_update_the_server_could_read() -> None:
+    noisy = distributed().inner.inner
+    with pytest.raises(ConfigError, match="DistributedDp"):
+        noisy.configure_train(1, model(), ConfigRecord(), grid_of())
+    with pytest.raises(ConfigError, match="single updates"):
+        Compressed(noisy, FixedPoint(RandomK(1.0), clip=1.0))
+    with pytest.raises(ConfigError, match="not linear"):
+        Compressed(noisy, TopK(0.5))

@@ -275,7 +275,7 @@ def test_clients_are_told_and_evaluation_asks_nobody() -> None:
     ("change", "said"),
     [
         ({"inner": FedMedian(fraction_evaluate=0.0)}, "looks at single updates"),
-        ({"inner": "fedavg"}, "looks at single updates"),
+        ({"inner": "fedavg"}, r"looks at single updates.*A codec goes outside: Compressed\(DpFedAvg"),
         ({"inner": FedAvg()}, "fraction_evaluate=0.0"),
         ({"inner": FedAvg(fraction_evaluate=0.0, fraction_train=0.5)}, "fraction_train=0.5"),
         ({"population": 1000}, "not below 1/1000"),
