@@ -123,12 +123,17 @@ def train_privately(
             adjacency=plan.adjacency,
             noise=plan.noise,
             key=key,
+            loss_reduction="none",
             **plan.options,
         )
+
+        def one(output: Tensor, target: Tensor) -> Tensor:
+            return task.objective(model, output[None], target[None])
+
         with training, single_thread(), _reasons_stay():
             _require_room(ledger, plan, training.optimizer.size)
             for batch in training.loader:
-                training.step(batch, lambda module, pair: task.objective(module, module(pair[0]), pair[1]))
+                training.step(batch, lambda module, pair: torch.func.vmap(one)(module(pair[0]), pair[1]))
             # What forward passes wrote into the model is made of records, and has no noise.
             with torch.no_grad():
                 for tensor, before_training in untrained:
