@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedcomp.privacy.statement import Statement
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from experiments.serve import serve
 from experiments.spec import PRIVACY_FILE, ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.errors import ConfigError
+from fedcomp.privacy.statement import Statement
 
 log = logging.getLogger("flwr")
 
