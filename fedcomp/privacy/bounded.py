@@ -170,7 +170,8 @@ class BoundedFixedPoint(FixedPoint):
         values = [t.values.decode() for t in plain.tensors]
         back = unrotate(np.concatenate(values), self.rotation)
         parts = np.split(back, np.cumsum([v.size for v in values])[:-1])
-        made = [p.astype(v.dtype) for p, v in zip(parts, values, strict=True)]
+        # Turning zeros back leaves some of them with a sign.
+        made = [p.astype(v.dtype) + v.dtype.type(0) for p, v in zip(parts, values, strict=True)]
         return Bundle(tuple(replace(t, values=wire.Raw(v)) for t, v in zip(plain.tensors, made, strict=True)))
 
     def place(self, integers: NDArray[Any], divisor: float, layout: Layout, key: Key) -> Vector:

@@ -74,7 +74,7 @@ def test_every_new_codec_is_here() -> None:
         return {codec.codec_id, *(ids(codec.codec) if codec.codec_id in ("feedback", "chain") else ())}
 
     here = set().union(*map(ids, (*EXACT, *ROUNDED, *OTHERS)))
-    elsewhere = {"chain", "feedback", "identity", "qsgd", "randomk", "scalecom"}
+    elsewhere = {"bounded", "chain", "feedback", "identity", "qsgd", "randomk", "scalecom", "topagg"}
     assert here | elsewhere >= set(known())
 
 
