@@ -1,0 +1,235 @@
+"""What all of graph learning shares: rows of a normalised adjacency, one owner's part of a graph, and a sampled plan.
+
+Nodes are known by their id in the whole graph, 0 to N - 1, everywhere; positions are local to one array and never
+travel. Lists of ids are int64, ascending and without repeats unless it is said otherwise. Nothing here knows Flower,
+torch or a task, and nothing costs more than what it is asked for: no function allocates an array of all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.errors import FedcompError
+
+Ids = NDArray[np.int64]
+
+
+class GraphError(FedcompError, ValueError):
+    """A graph, a partition of it or a list of its nodes is not what it has to be."""
+
+
+class MissingRows(FedcompError, LookupError):
+    """Rows that a plan needs are not here. Never replaced by zeros: that would train another model.
+
+    Attributes
+    ----------
+    ids : ndarray of int64
+        Which ones.
+    """
+
+    def __init__(self, message: str, ids: Ids) -> None:
+        super().__init__(message)
+        self.ids = ids
+
+
+class UnknownStructure(MissingRows):
+    """Adjacency rows of remote nodes that a sampler has to see before it can go on; see :class:`Structure`."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of the normalised adjacency P, compressed sparse row.
+
+    Attributes
+    ----------
+    ids : ndarray of int64, (R,)
+        Which rows, in this order.
+    indptr : ndarray of int64, (R + 1,)
+    columns : ndarray of int64, (nnz,)
+        Node ids, ascending within a row.
+    values : ndarray of float64, (nnz,)
+    """
+
+    ids: Ids
+    indptr: Ids
+    columns: Ids
+    values: NDArray[np.float64]
+
+
+class Structure(Protocol):
+    """What one client knows of the graph's edges and of who owns what.
+
+    With ``structure="full"`` it is all of P; with "halo" the rows of owned nodes, the owners of their neighbours, and
+    what it has been sent since.
+    """
+
+    nodes: int
+
+    def rows(self, ids: Ids) -> Rows:
+        """Return rows of P in the order of ``ids``, in time proportional to what they hold.
+
+        Raises
+        ------
+        UnknownStructure
+            When some are not known here; names all of them.
+        GraphError
+            For an id out of range.
+        """
+        ...
+
+    def owner_of(self, ids: Ids) -> NDArray[np.int32]:
+        """Return who owns each of ``ids``: the index of a part.
+
+        Raises
+        ------
+        UnknownStructure, GraphError
+            When that is not known here; for an id out of range.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """All that one owner has: its nodes, their features and labels, and the structure it may see.
+
+    Features are of the owned nodes and of no others: there is no array of all features behind a part.
+
+    Attributes
+    ----------
+    index, parts : int
+        Which part, of how many.
+    ids : ndarray of int64, (n,)
+        Owned nodes.
+    features : ndarray of float32 or float64, (n, d)
+        In the order of ``ids``.
+    labels : ndarray of int64, (n,)
+    train, test : ndarray of int64
+        Ids of the owned nodes to learn from, and of those to be tested on.
+    structure : Structure
+    digest : str
+        Names graph, normalisation and partition; parts of one run have the same.
+    boundary : ndarray of int64
+        Owned nodes that are a neighbour of some node of another owner: of P's column i, a row r of another owner with
+        P[r, i] != 0.
+    """
+
+    index: int
+    parts: int
+    ids: Ids
+    features: NDArray[np.floating]
+    labels: Ids
+    train: Ids
+    test: Ids
+    structure: Structure
+    digest: str
+    boundary: Ids
+
+    def owned(self, ids: Ids) -> NDArray[np.bool_]:
+        """Return which of ``ids`` this owner has, boolean, by binary search."""
+        if not len(self.ids):
+            return np.zeros(len(ids), bool)
+        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
+        return np.asarray(self.ids[at] == ids)
+
+    def positions(self, ids: Ids) -> Ids:
+        """Return where owned ``ids`` stand in :attr:`ids`.
+
+        Raises
+        ------
+        GraphError
+            When one of them is not owned here.
+        """
+        have = self.owned(ids)
+        if not have.all():
+            raise GraphError(
+                f"{int((~have).sum())} of {len(ids)} nodes are not of part {self.index}, the first {int(ids[~have][0])}; "
+                "ask their owner"
+            )
+        return np.searchsorted(self.ids, ids).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One layer of a plan: the sparse matrix that estimates the sum over neighbours, and how it came about.
+
+    ``output = M @ input`` with M of shape ``(len(rows), len(columns))``: column i of P's rows times its weight.
+
+    Attributes
+    ----------
+    rows : ndarray of int64
+        Ids of the outputs. Of the last layer the batch in its own order, of the others ascending.
+    columns : ndarray of int64
+        Ids of the inputs that were kept, ascending: the rows of the layer below.
+    indptr, positions, values : ndarray
+        M as compressed sparse rows; ``positions`` index ``columns``.
+    candidates : int
+        Columns with a non-zero in P's rows.
+    local_mass : float
+        lambda: share of the base weight on owned candidates; NaN without candidates.
+    scale : float
+        s that owned candidates were favoured by (of the node-wise sampler the mean over rows).
+    expected_remote : float
+        Sum of the inclusion probabilities of remote candidates.
+    lost_mass : float
+        Share of the base weight on candidates that could not be had (absent owners): the bias of this layer.
+    """
+
+    rows: Ids
+    columns: Ids
+    indptr: Ids
+    positions: Ids
+    values: NDArray[np.float64]
+    candidates: int = 0
+    local_mass: float = float("nan")
+    scale: float = 1.0
+    expected_remote: float = 0.0
+    lost_mass: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one training step computes: operators from the input layer to the output layer.
+
+    Attributes
+    ----------
+    batch : ndarray of int64
+        Owned nodes whose outputs are wanted.
+    layers : tuple of Operator
+        Input layer first; ``layers[-1].rows`` is the batch.
+    remote : ndarray of int64
+        Inputs that other owners have: exactly the feature rows that this step uses and does not own.
+    """
+
+    batch: Ids
+    layers: tuple[Operator, ...]
+    remote: Ids
+
+    @property
+    def inputs(self) -> Ids:
+        """Ids of the nodes whose features the step uses, ascending."""
+        return self.layers[0].columns
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """What a plan must do without.
+
+    Attributes
+    ----------
+    owners : frozenset of int
+        Owners that are absent: their columns of the input layer get weight 0, unless their rows are in ``held``.
+    held : ndarray of int64
+        Remote nodes whose feature rows are here already (the cache).
+    """
+
+    owners: frozenset[int] = frozenset()
+    held: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+Norms = Sequence[Mapping[int, float]]
+"""Per layer, input layer first: the L2 norm of the vector that a node contributes there, where it is known."""
