@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,10 @@ class Structure(Protocol):
         """
         ...
 
+    def known(self, ids: Ids) -> NDArray[np.bool_]:
+        """Return which of ``ids`` have rows here, boolean: those that :meth:`rows` would not miss."""
+        ...
+
 
 @dataclass(frozen=True)
 class Part:
@@ -116,6 +120,9 @@ class Part:
     boundary : ndarray of int64
         Owned nodes that are a neighbour of some node of another owner: of P's column i, a row r of another owner with
         P[r, i] != 0.
+    memo : dict
+        What samplers worked out once for this part, by name; never part of its value. ``dataclasses.replace`` of the
+        structure keeps it: nothing in it depends on rows that were learnt later.
     """
 
     index: int
@@ -128,6 +135,7 @@ class Part:
     structure: Structure
     digest: str
     boundary: Ids
+    memo: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def owned(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of ``ids`` this owner has, boolean, by binary search."""
@@ -147,8 +155,8 @@ class Part:
         have = self.owned(ids)
         if not have.all():
             raise GraphError(
-                f"{int((~have).sum())} of {len(ids)} nodes are not of part {self.index}, the first {int(ids[~have][0])}; "
-                "ask their owner"
+                f"{int((~have).sum())} of {len(ids)} nodes are not of part {self.index}, the first "
+                f"{int(ids[~have][0])}; ask their owner"
             )
         return np.searchsorted(self.ids, ids).astype(np.int64)
 
@@ -170,9 +178,10 @@ class Operator:
     candidates : int
         Columns with a non-zero in P's rows.
     local_mass : float
-        lambda: share of the base weight on owned candidates; NaN without candidates.
+        lambda: share of the base weight on favoured (owned, unless the sampler is told otherwise) candidates among
+        those there was a choice of; NaN without any.
     scale : float
-        s that owned candidates were favoured by (of the node-wise sampler the mean over rows).
+        s that favoured candidates were favoured by (of the node-wise sampler the mean over rows).
     expected_remote : float
         Sum of the inclusion probabilities of remote candidates.
     lost_mass : float
@@ -203,11 +212,14 @@ class StepPlan:
         Input layer first; ``layers[-1].rows`` is the batch.
     remote : ndarray of int64
         Inputs that other owners have: exactly the feature rows that this step uses and does not own.
+    owners : ndarray of int32
+        Who owns each of ``remote``.
     """
 
     batch: Ids
     layers: tuple[Operator, ...]
     remote: Ids
+    owners: NDArray[np.int32]
 
     @property
     def inputs(self) -> Ids:
@@ -224,7 +236,8 @@ class Unavailable:
     owners : frozenset of int
         Owners that are absent: their columns of the input layer get weight 0, unless their rows are in ``held``.
     held : ndarray of int64
-        Remote nodes whose feature rows are here already (the cache).
+        Remote nodes whose feature rows are here already (the cache), ascending. Matters for absent owners only, so that
+        a plan without absent owners does not depend on the cache.
     """
 
     owners: frozenset[int] = frozenset()

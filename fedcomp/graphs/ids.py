@@ -1,0 +1,273 @@
+"""Bytes of id lists, and the envelope of every frame that graph learning sends.
+
+A list of ids ascends, so that it travels as its gaps: one byte for a gap below 128, two below 16 384. Feature rows,
+norms and adjacency rows begin with such a list. docs/graphs-wire.md describes every byte. Frames are read with the
+receiver's limits before anything is allocated, and only :class:`~fedcomp.wire.WireError` comes out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedcomp.graphs.base import GraphError, Ids
+from fedcomp.wire.bits import Buffer, put_varint, take_varint
+from fedcomp.wire.errors import (
+    BadMagic,
+    ChecksumMismatch,
+    Corrupt,
+    LimitExceeded,
+    Truncated,
+    UnsupportedVersion,
+)
+from fedcomp.wire.index import Support, indices_from_gaps
+from fedcomp.wire.rice import Rice
+
+MAGIC: Final = b"FCG"
+VERSION: Final = 1
+KINDS: Final = {1: "ids", 2: "rows", 3: "norms", 4: "structure"}
+IDS, ROWS, NORMS, STRUCTURE = KINDS
+
+MAX_NODES: Final = 1 << 62
+"""Ids are below it, whatever the graph: keeps every sum of gaps inside int64."""
+
+HEAD: Final = 5
+_TAIL: Final = 4
+_LONGEST: Final = 9
+"""Bytes of the longest variable-length integer: 63 bits."""
+
+
+def put_varints(values: NDArray[np.integer[Any]]) -> bytes:
+    """Return non-negative integers as LEB128, one after the other: seven bits per byte, least significant first.
+
+    Parameters
+    ----------
+    values : ndarray of integers below 2**63, (count,)
+    """
+    if not values.size:
+        return b""
+    values = values.astype(np.uint64, copy=False)
+    largest = int(values.max())
+    if largest < 0x80:
+        return values.astype(np.uint8).tobytes()
+    longest = -(-largest.bit_length() // 7)
+    lengths = np.ones(values.size, np.int64)
+    for j in range(1, longest):
+        lengths += values >= np.uint64(1 << 7 * j)
+    starts = np.cumsum(lengths) - lengths
+    out = np.empty(int(starts[-1] + lengths[-1]), np.uint8)
+    out[starts] = (values & np.uint64(0x7F)) | ((lengths > 1).astype(np.uint64) << np.uint64(7))
+    for j in range(1, longest):
+        # Ever fewer go on, so that all bytes together cost one pass over the bytes.
+        more = lengths > j
+        starts, values, lengths = starts[more], values[more] >> np.uint64(7), lengths[more]
+        out[starts + j] = (values & np.uint64(0x7F)) | ((lengths > j + 1).astype(np.uint64) << np.uint64(7))
+    return out.tobytes()
+
+
+def take_varints(section: Buffer, count: int) -> Ids:
+    """Return the ``count`` integers that are exactly ``section``; undoes :func:`put_varints`.
+
+    Returns
+    -------
+    ndarray of int64, (count,)
+
+    Raises
+    ------
+    Corrupt
+        When they are more or fewer, above 2**63 - 1, or not in their shortest form.
+    """
+    raw = np.frombuffer(section, np.uint8)
+    if not count <= raw.size <= _LONGEST * count or (count and raw[-1] >= 0x80):
+        raise Corrupt(f"{count} variable-length integers cannot be a section of {raw.size} bytes with this end")
+    if raw.size == count and (not count or int(raw.max()) < 0x80):
+        return raw.astype(np.int64)
+    ends = np.flatnonzero(raw < 0x80)
+    if ends.size != count:
+        raise Corrupt(f"a section holds {ends.size} variable-length integers, expected {count}")
+    starts = np.empty_like(ends)
+    starts[0] = 0
+    starts[1:] = ends[:-1] + 1
+    lengths = ends - starts
+    longest = int(lengths.max()) + 1
+    if longest > _LONGEST or bool(((raw[ends] == 0) & (lengths > 0)).any()):
+        raise Corrupt("a variable-length integer exceeds 2**63 - 1 or is not in its shortest form")
+    values = (raw[starts] & 0x7F).astype(np.int64)
+    which = np.arange(count)
+    for j in range(1, longest):
+        which = which[lengths[which] >= j]
+        values[which] |= (raw[starts[which] + j] & 0x7F).astype(np.int64) << (7 * j)
+    return values
+
+
+def ascending(ids: ArrayLike, nodes: int = MAX_NODES) -> Ids:
+    """Return ``ids`` as int64 when they ascend without repeats within ``0 .. nodes - 1``, else raise GraphError."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise GraphError(f"a list of ids is {array.dtype} of shape {array.shape}; expected integers in one dimension")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= MAX_NODES:
+        raise GraphError(f"id {int(array.max())} is too large; ids are below 2**62")
+    array = np.ascontiguousarray(array, np.int64)
+    if not array.size:
+        return array
+    steps = array[1:] > array[:-1]
+    if not steps.all():
+        at = int(np.argmin(steps))
+        raise GraphError(
+            f"ids are not ascending without repeats: {int(array[at])} stands before {int(array[at + 1])}; sort them "
+            "and reorder what belongs to them"
+        )
+    if array[0] < 0 or array[-1] >= nodes:
+        raise GraphError(f"ids run from {int(array[0])} to {int(array[-1])}; this graph's are 0 to {nodes - 1}")
+    return array
+
+
+def put_ids(ids: Ids) -> bytes:
+    """Return the id section of ids that passed :func:`ascending`: their number, its length in bytes, the gaps."""
+    gaps = ids.copy()
+    gaps[1:] -= ids[:-1]
+    gaps[1:] -= 1
+    section = put_varints(gaps)
+    return put_varint(ids.size) + put_varint(len(section)) + section
+
+
+def take_ids(body: memoryview, pos: int, nodes: int, limit: int | None) -> tuple[Ids, int]:
+    """Read an id section at ``pos``; return the ids and the position after it.
+
+    Raises
+    ------
+    Truncated, Corrupt, LimitExceeded
+    """
+    count, pos = take_varint(body, pos, len(body))
+    size, pos = take_varint(body, pos, len(body))
+    if limit is not None and count > limit:
+        raise LimitExceeded(f"a frame holds {count} ids; at most {limit} were agreed on")
+    section, pos = take_section(body, pos, size, "ids")
+    gaps = take_varints(section, count)
+    if count and int(gaps.max()) >= nodes:
+        raise Corrupt(f"a gap between ids reaches beyond the {nodes} nodes of the graph")
+    return indices_from_gaps(gaps, nodes), pos
+
+
+def take_section(body: memoryview, pos: int, size: int, what: str) -> tuple[memoryview, int]:
+    """Return ``size`` bytes of ``body`` at ``pos`` and the position after them, or raise Truncated."""
+    if size > len(body) - pos:
+        raise Truncated(f"a section of {what} has {size} bytes, of which {len(body) - pos} are here")
+    return body[pos : pos + size], pos + size
+
+
+def put_pattern(places: Ids, size: int) -> bytes:
+    """Return where the ones of a matrix of zeros and ones are: number, length and parameter of a Rice code, the code.
+
+    Parameters
+    ----------
+    places : ndarray of int64, (k,)
+        Flat places, row by row: ascending, without repeats, below ``size``.
+    size : int
+        Rows times columns.
+    """
+    params, code = Rice().encode(Support(places, size))
+    return put_varint(places.size) + put_varint(len(code)) + params + code
+
+
+def take_pattern(body: memoryview, pos: int, size: int, limit: int | None = None) -> tuple[Ids, int]:
+    """Read what :func:`put_pattern` wrote at ``pos``; return the places and the position after it.
+
+    Raises
+    ------
+    Truncated, Corrupt, LimitExceeded
+        The last when there are more than ``limit`` places. Memory is at most 150 bytes per byte read without it.
+    """
+    count, pos = take_varint(body, pos, len(body))
+    length, pos = take_varint(body, pos, len(body))
+    if limit is not None and count > limit:
+        raise LimitExceeded(f"a frame holds {count} entries; at most {limit} are taken")
+    params, pos = take_section(body, pos, 1, "parameters")
+    code, pos = take_section(body, pos, length, "places")
+    if count > size:
+        raise Corrupt(f"{count} places cannot be different ones of {size}")
+    rice = Rice()
+    least, most = rice.bounds(bytes(params), size, count)
+    if not least <= length <= most:
+        raise Corrupt(f"{count} places of {size} take {least} to {most} bytes, found {length}")
+    return rice.decode(bytes(params), code, size, count), pos
+
+
+def seal(kind: int, parts: Iterable[Buffer]) -> bytes:
+    """Return the frame of ``kind`` with ``parts`` as its body: the envelope and a checksum around them."""
+    parts = [MAGIC + bytes((VERSION, kind)), *parts]
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return b"".join((*parts, crc.to_bytes(_TAIL, "little")))
+
+
+def unseal(frame: Buffer, kind: int) -> memoryview:
+    """Return the frame up to its checksum, a view; its body begins at :data:`HEAD`.
+
+    Raises
+    ------
+    Truncated, BadMagic, UnsupportedVersion, ChecksumMismatch, Corrupt
+    """
+    view = memoryview(frame).toreadonly().cast("B")
+    if len(view) < HEAD + _TAIL:
+        raise Truncated(f"a frame has {len(view)} bytes; the shortest has {HEAD + _TAIL}")
+    if view[:3] != MAGIC:
+        raise BadMagic(f"a frame begins with {bytes(view[:3])!r}; those of graph learning with {MAGIC!r}")
+    if view[3] != VERSION:
+        raise UnsupportedVersion(f"a frame is of version {view[3]}; this receiver reads {VERSION}", view[3], VERSION)
+    if zlib.crc32(view[:-_TAIL]) != int.from_bytes(view[-_TAIL:], "little"):
+        raise ChecksumMismatch("a frame was damaged on its way: its checksum differs")
+    if view[4] != kind:
+        raise Corrupt(f"a frame holds {KINDS.get(view[4], f'kind {view[4]}')}, expected {KINDS[kind]}")
+    return view[:-_TAIL]
+
+
+def finish(body: memoryview, pos: int) -> None:
+    """Raise Corrupt unless ``body`` ends at ``pos``."""
+    if pos != len(body):
+        raise Corrupt(f"a frame has {len(body) - pos} bytes after its last section")
+
+
+def encode_ids(ids: ArrayLike, *, nodes: int = MAX_NODES) -> bytes:
+    """Return the frame of a list of ids.
+
+    Parameters
+    ----------
+    ids : array of integers, (count,)
+        Ascending, without repeats.
+    nodes : int
+        Ids are below it.
+
+    Raises
+    ------
+    GraphError
+        For any other list.
+    """
+    return seal(IDS, (put_ids(ascending(ids, nodes)),))
+
+
+def decode_ids(frame: Buffer, *, nodes: int = MAX_NODES, limit: int | None = None) -> Ids:
+    """Return the ids of a frame, ascending and without repeats.
+
+    Parameters
+    ----------
+    frame : bytes
+    nodes : int
+        Of the receiver's graph: ids are below it.
+    limit : int, optional
+        Most ids that the receiver takes. Memory is at most 40 bytes per byte of the frame without it.
+
+    Raises
+    ------
+    WireError
+        For anything else.
+    """
+    body = unseal(frame, IDS)
+    ids, pos = take_ids(body, HEAD, nodes, limit)
+    finish(body, pos)
+    return ids

@@ -1,0 +1,355 @@
+"""What the next steps of an owner compute, worked out from keys alone: batches, operators, and whose rows they use.
+
+A plan is a pure function of the part, the settings, the key, and what cannot be had. Whoever made it can make it again:
+the client plans once to ask for rows, and again when it trains. It walks from the batch at the output layer to the
+input layer; every layer has its own random stream, so that draws of different layers are independent: without that the
+expectation of two layers would not be the product of their expectations.
+
+No cost depends on the size of the graph or of the part, only on the rows that the plan visits (and logarithms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedcomp.errors import ConfigError
+from fedcomp.graphs.adjacency import as_ids, columns_of
+from fedcomp.graphs.base import (
+    GraphError,
+    Ids,
+    Norms,
+    Operator,
+    Part,
+    StepPlan,
+    Unavailable,
+    UnknownStructure,
+)
+from fedcomp.graphs.samplers import Bools, Draw, Layer, Reals, Uniforms, draw
+from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.rng import Key
+
+PURPOSES = ("train", "evaluate")
+_NOBODY = Unavailable()
+
+
+def draw_batch(ids: Ids, size: int, key: Key) -> Ids:
+    """Return ``size`` of ``ids`` without repeats, ascending, in time proportional to ``size`` (and its logarithm).
+
+    Every subset of that size is equally likely. With ``size`` 0, or not below their number, all of them.
+
+    Raises
+    ------
+    ConfigError
+        When ``size`` is negative.
+    """
+    if size < 0:
+        raise ConfigError(f"a batch of {size} nodes; expected a number of at least 0, where 0 is all")
+    if size == 0 or size >= len(ids):
+        return np.sort(ids).astype(np.int64, copy=False)
+    if 2 * size > len(ids):
+        order = np.argsort(key.bits(len(ids)), kind="stable")
+        return np.sort(ids[order[:size]]).astype(np.int64, copy=False)
+    count = 2 * size + 8
+    while True:
+        # The first different ones of independent draws. A longer stream begins with the shorter one.
+        at = (key.uniform(count) * len(ids)).astype(np.int64)
+        different, first = np.unique(at, return_index=True)
+        if len(different) >= size:
+            chosen = different[np.argsort(first)[:size]]
+            return np.sort(ids[chosen]).astype(np.int64, copy=False)
+        count *= 2
+
+
+def plan_step(
+    part: Part,
+    batch: Ids,
+    settings: SamplerSettings,
+    key: Key,
+    *,
+    unavailable: Unavailable = _NOBODY,
+    norms: Norms | None = None,
+    scale: float | None = None,
+) -> StepPlan:
+    """Return the plan of one step.
+
+    Parameters
+    ----------
+    part : Part
+    batch : ndarray of int64
+        Owned nodes, without repeats; may be empty.
+    settings : SamplerSettings
+    key : Key
+        Layer l draws from ``key.at(layer=l)``, the input layer is 0.
+    unavailable : Unavailable
+        Absent owners. Columns of theirs have weight 0 at the input layer, unless their rows are held; at hidden layers
+        they can be used as long as their adjacency rows are known, for no features of them are needed. A part is never
+        absent from itself.
+    norms : Norms, optional
+        Of mode "measured": what is known of the norms of every layer's inputs, one mapping per layer. The norms of
+        owned nodes at the input layer are taken from the features. A node that is not known counts with the root mean
+        square of those candidates of the layer that are; when none is, all count alike.
+    scale : float, optional
+        Of mode "adaptive": s; 1 unless given.
+
+    Raises
+    ------
+    UnknownStructure
+        When the adjacency rows of sampled remote nodes are not known here: names all of them, of one hop.
+    GraphError
+        For a batch with repeats, ids out of range, or nodes of another owner.
+    ConfigError
+        When ``scale`` is given for another mode or is below 1, ``norms`` do not fit the layers, or the sampler does not
+        fit the structure.
+    """
+    batch = as_ids(batch, part.structure.nodes)
+    if len(np.unique(batch)) != len(batch):
+        raise GraphError(f"a batch of {len(batch)} nodes has repeats; give every node once")
+    part.positions(batch)
+    if settings.skews and settings.favour == "halo":
+        # Before the walk: the rows this takes are then asked for while the walk has not passed them, in the same trips.
+        reach(part, (settings.layers - 1) // 2, unavailable)
+    ids, operators = batch, []
+    for level in reversed(range(settings.layers)):
+        uniforms = key.at(layer=level).uniform
+        one = plan_layer(part, ids, settings, level, uniforms, unavailable=unavailable, norms=norms, scale=scale)
+        operators.append(one)
+        ids = one.columns
+    remote = ids[~part.owned(ids)]
+    return StepPlan(batch, tuple(reversed(operators)), remote, part.structure.owner_of(remote))
+
+
+def plan_layer(
+    part: Part,
+    ids: Ids,
+    settings: SamplerSettings,
+    level: int,
+    uniforms: Uniforms,
+    *,
+    unavailable: Unavailable = _NOBODY,
+    norms: Norms | None = None,
+    scale: float | None = None,
+) -> Operator:
+    """Return the operator of one layer, whose outputs are ``ids``.
+
+    Parameters
+    ----------
+    level : int
+        Which layer; 0 is the input layer.
+    uniforms : callable
+        Returns as many uniform numbers in [0, 1) as it is asked for. Samplers of columns ask for one per candidate in
+        ascending order, those that cannot be had included, so that others keep theirs when an owner vanishes.
+
+    Other parameters and errors are those of :func:`plan_step`.
+    """
+    given = _given_scale(settings, scale)
+    if norms is not None and len(norms) != settings.layers:
+        raise ConfigError(
+            f"norms of {len(norms)} layers for a sampler of {settings.layers}; give one mapping per layer"
+        )
+    rows = part.structure.rows(ids)
+    candidates, positions = columns_of(rows)
+    owned = part.owned(candidates)
+    usable = _usable(part, candidates, owned, level, unavailable)
+    favoured = _favoured(part, candidates, owned, settings, level, unavailable)
+    certain = np.zeros(len(positions), bool)
+    if settings.keep_self:
+        certain = (rows.columns == np.repeat(rows.ids, np.diff(rows.indptr))) & owned[positions]
+    known = None
+    if settings.skews and settings.mode == "measured":
+        known = _norms(part, candidates, owned, level, norms)
+    layer = Layer(part, rows, candidates, positions, owned, favoured, usable, certain, known)
+    drawn = draw(layer, settings, settings.draws(level), uniforms, given)
+    return _operator(layer, drawn, _lost(layer, settings))
+
+
+def plan_round(
+    part: Part,
+    settings: SamplerSettings,
+    *,
+    seed: int,
+    round: int,
+    steps: int,
+    batch_size: int,
+    purpose: str = "train",
+    unavailable: Unavailable = _NOBODY,
+    norms: Norms | None = None,
+    scale: float | None = None,
+) -> list[StepPlan]:
+    """Return the plans of a round's steps.
+
+    Parameters
+    ----------
+    steps, batch_size : int
+        Of "train": number of steps, each with its own batch of that many of the part's training nodes (0: all).
+        "evaluate" is one plan for all test nodes, whatever they are.
+    purpose : str
+        "train" or "evaluate".
+
+    Other parameters are those of :func:`plan_step`. Step i draws its layers from
+    ``Key(seed, f"gcn/{purpose}/{i}", round, part.index, layer)``.
+
+    Raises
+    ------
+    UnknownStructure
+        Names the rows that any step is missing, so that one exchange gets them for all.
+    GraphError, ConfigError
+        As :func:`plan_step`; for an unknown purpose or less than one step.
+    """
+    if purpose not in PURPOSES:
+        raise ConfigError(f"unknown purpose {purpose!r} of a plan; expected one of {', '.join(PURPOSES)}")
+    if purpose == "train" and steps < 1:
+        raise ConfigError(f"a round of {steps} steps; expected at least one")
+    plans: list[StepPlan] = []
+    missing: list[Ids] = []
+    for step in range(steps if purpose == "train" else 1):
+        key = Key(seed, f"gcn/{purpose}/{step}", round, part.index)
+        if purpose == "train":
+            batch = draw_batch(part.train, batch_size, key.at(purpose=f"{key.purpose}/batch"))
+        else:
+            batch = part.test
+        try:
+            plans.append(plan_step(part, batch, settings, key, unavailable=unavailable, norms=norms, scale=scale))
+        except UnknownStructure as error:
+            missing.append(error.ids)
+    if missing:
+        ids = np.unique(np.concatenate(missing))
+        raise UnknownStructure(
+            f"{len(missing)} of the steps of round {round} need adjacency rows of {len(ids)} nodes that part "
+            f"{part.index} does not know, the first {int(ids[0])}; ask their owners for them and plan again",
+            ids,
+        )
+    return plans
+
+
+def wanted(plans: Sequence[StepPlan], have: Ids) -> dict[int, Ids]:
+    """Return whose feature rows the plans use and are not among ``have``: owner to ids, both ascending.
+
+    Parameters
+    ----------
+    plans : sequence of StepPlan
+    have : ndarray of int64
+        Remote nodes whose rows are here already, in any order.
+    """
+    ids, first = np.unique(np.concatenate([np.zeros(0, np.int64), *(plan.remote for plan in plans)]), return_index=True)
+    owners = np.concatenate([np.zeros(0, np.int32), *(plan.owners for plan in plans)])[first]
+    lacking = ~_among(have, ids)
+    ids, owners = ids[lacking], owners[lacking]
+    return {int(owner): ids[owners == owner] for owner in np.unique(owners)}
+
+
+def _among(table: Ids, ids: Ids) -> Bools:
+    """Return which of ``ids`` stand in an ascending table, by binary search: the table may be much longer."""
+    if not len(table):
+        return np.zeros(len(ids), bool)
+    at = np.minimum(np.searchsorted(table, ids), len(table) - 1)
+    return np.asarray(table[at] == ids)
+
+
+def _given_scale(settings: SamplerSettings, scale: float | None) -> float:
+    if scale is None:
+        return settings.scale if settings.mode == "fixed" else 1.0
+    if settings.mode != "adaptive":
+        raise ConfigError(f"a scale of {scale!r} was given to mode {settings.mode!r}; only 'adaptive' takes one")
+    if not scale >= 1.0:
+        raise ConfigError(f"scale={scale!r} is not valid: a number of at least 1")
+    return float(scale)
+
+
+def _usable(part: Part, candidates: Ids, owned: Bools, level: int, unavailable: Unavailable) -> Bools:
+    usable = np.ones(len(candidates), bool)
+    if not unavailable.owners:
+        return usable
+    remote = np.flatnonzero(~owned)
+    gone = np.isin(part.structure.owner_of(candidates[remote]), list(unavailable.owners))
+    theirs = remote[gone]
+    if level > 0:
+        usable[theirs] = part.structure.known(candidates[theirs])
+    else:
+        usable[theirs] = _among(unavailable.held, candidates[theirs])
+    return usable
+
+
+def _favoured(
+    part: Part, candidates: Ids, owned: Bools, settings: SamplerSettings, level: int, unavailable: Unavailable
+) -> Bools:
+    if settings.favour == "owned" or not settings.skews or level == 0:
+        return owned
+    if level >= settings.layers - level:
+        # The batch is owned, and what a layer chooses from is as many hops from it as there are layers from here up.
+        return np.ones(len(candidates), bool)
+    return owned | _among(reach(part, level, unavailable), candidates)
+
+
+def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:
+    """Return the nodes that are within so many hops of an owned node along rows of P, ascending.
+
+    Made once for a part and kept in its memo, as long as nothing of it had to be left out.
+
+    Raises
+    ------
+    UnknownStructure
+        When it takes rows that are not known here, of nodes whose owners are not absent.
+    """
+    if hops == 0:
+        return part.ids
+    name = f"reach/{hops}"
+    if name not in part.memo:
+        inner = reach(part, hops - 1, unavailable)
+        known = part.structure.known(inner)
+        if not known.all():
+            gone = np.isin(part.structure.owner_of(inner[~known]), list(unavailable.owners))
+            known[np.flatnonzero(~known)[~gone]] = True  # asked for below, and missed there by name
+        whole = bool(known.all())
+        found = np.union1d(inner, part.structure.rows(inner[known]).columns)
+        if not whole:
+            return found
+        part.memo[name] = found
+    kept: Ids = part.memo[name]
+    return kept
+
+
+def feature_norms(part: Part) -> Reals:
+    """Return the L2 norms of the owned nodes' features, in the order of ``part.ids``; made once."""
+    if "norms" not in part.memo:
+        part.memo["norms"] = np.sqrt(np.einsum("ij,ij->i", part.features, part.features, dtype=np.float64))
+    kept: Reals = part.memo["norms"]
+    return kept
+
+
+def _norms(part: Part, candidates: Ids, owned: Bools, level: int, norms: Norms | None) -> Reals:
+    seen = norms[level] if norms is not None else {}
+    found = np.array([seen.get(one, np.nan) for one in candidates.tolist()], np.float64)
+    if level == 0:
+        found[owned] = feature_norms(part)[part.positions(candidates[owned])]
+    unseen = np.isnan(found)
+    found[unseen] = np.sqrt(np.square(found[~unseen]).mean()) if not unseen.all() else 1.0
+    return found
+
+
+def _lost(layer: Layer, settings: SamplerSettings) -> float:
+    useful = layer.owned if settings.sampler == "local" else np.ones(len(layer.candidates), bool)
+    if not (useful & ~layer.usable).any():
+        return 0.0
+    weights = layer.weights("l2sq" if settings.sampler == "ladies" else settings.weight)
+    return float(weights[useful & ~layer.usable].sum() / weights.sum())
+
+
+def _operator(layer: Layer, drawn: Draw, lost: float) -> Operator:
+    entries = drawn.factors > 0.0
+    used = np.zeros(len(layer.candidates), bool)
+    used[layer.positions[entries]] = True
+    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(entries)])
+    return Operator(
+        rows=layer.rows.ids,
+        columns=layer.candidates[used],
+        indptr=before[layer.rows.indptr],
+        positions=(np.cumsum(used) - 1)[layer.positions[entries]],
+        values=layer.rows.values[entries] * drawn.factors[entries],
+        candidates=len(layer.candidates),
+        local_mass=drawn.local_mass,
+        scale=drawn.scale,
+        expected_remote=drawn.expected_remote,
+        lost_mass=lost,
+    )

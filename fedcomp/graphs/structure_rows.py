@@ -1,0 +1,213 @@
+"""Bytes of adjacency rows, with the owners of their columns.
+
+Who may see its own rows of P only (structure "halo") is sent those of other nodes when a plan reaches them. A frame
+lists the columns that occur once, with their owners; where the non-zeros are is one Rice code; and values, of which a
+symmetric normalisation has few different ones, are a table and numbers into it where that is shorter. All is exact: a
+plan on rows that were sent is the plan on rows that were always there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedcomp.graphs.base import GraphError, Rows
+from fedcomp.graphs.ids import (
+    HEAD,
+    MAX_NODES,
+    STRUCTURE,
+    ascending,
+    finish,
+    put_ids,
+    put_pattern,
+    seal,
+    take_ids,
+    take_pattern,
+    take_section,
+    unseal,
+)
+from fedcomp.graphs.rowcodecs import put_norms, take_norms
+from fedcomp.graphs.rowforms import entries_of, join_places, positions, split_places
+from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, take_varint, unpack
+from fedcomp.wire.errors import Corrupt, LimitExceeded, NonFinite
+
+Owners = NDArray[np.int32]
+
+MAX_ENTRIES: Final = 1 << 24
+"""Most non-zeros of a frame that a receiver takes unless it says otherwise."""
+
+_WIDE, _NARROW, _TABLE = 0, 1, 2
+
+
+def encode_structure(rows: Rows, owners: ArrayLike, norms: ArrayLike | None = None) -> bytes:
+    """Return the frame of adjacency rows.
+
+    Parameters
+    ----------
+    rows : Rows
+        ``ids`` ascending, columns ascending within each row.
+    owners : array of integers, (nnz,)
+        Who owns each of ``rows.columns``; the same node always the same.
+    norms : array of floats, (R,), optional
+        Feature norms of ``rows.ids``; rounded to float32.
+
+    Raises
+    ------
+    GraphError
+        When these are not adjacency rows, or owners contradict each other.
+    """
+    ids = ascending(rows.ids)
+    counts = np.diff(rows.indptr)
+    values = np.ascontiguousarray(rows.values, "<f8")
+    owners = np.ascontiguousarray(owners)
+    lengths = (rows.columns.size, values.size, owners.size)
+    if (
+        rows.indptr.size != ids.size + 1
+        or rows.indptr[0] != 0
+        or (counts < 0).any()
+        or set(lengths) != {int(rows.indptr[-1])}
+    ):
+        raise GraphError(
+            f"{ids.size} rows with {rows.indptr.size} offsets, and {lengths} columns, values and owners, are no "
+            "compressed sparse rows"
+        )
+    if not np.isfinite(values).all():
+        raise GraphError("an adjacency row holds NaN or infinity")
+    columns, first, at = np.unique(rows.columns, return_index=True, return_inverse=True)
+    columns = ascending(columns)
+    places = join_places(counts, at.reshape(-1), columns.size)
+    if not (places[1:] > places[:-1]).all():
+        raise GraphError("columns of an adjacency row are not ascending without repeats")
+    whose = owners[first]
+    if owners.size and (owners.dtype.kind not in "iu" or owners.min() < 0 or owners.max() >= 1 << 31):
+        raise GraphError("owners are indices of parts: integers from 0 to 2**31 - 1")
+    if not np.array_equal(whose[at.reshape(-1)], owners):
+        raise GraphError("a node stands in two columns with different owners")
+    width = int(whose.max()).bit_length() if whose.size else 0
+    return seal(
+        STRUCTURE,
+        (
+            put_ids(ids),
+            put_ids(columns),
+            bytes((width,)),
+            pack(whose.astype(np.uint32), width),
+            put_pattern(places, ids.size * columns.size),
+            _put_values(values),
+            b"\x00" if norms is None else b"\x01" + put_norms(ids, norms),
+        ),
+    )
+
+
+def decode_structure(
+    frame: Buffer,
+    *,
+    nodes: int = MAX_NODES,
+    parts: int = 1 << 31,
+    limit: int | None = None,
+    max_entries: int = MAX_ENTRIES,
+) -> tuple[Rows, Owners, NDArray[np.float32] | None]:
+    """Return adjacency rows, the owner of each entry's column and, where they were sent, the norms of the rows' nodes.
+
+    Parameters
+    ----------
+    frame : bytes
+        From anyone.
+    nodes, parts : int
+        Ids and owners are below them.
+    limit : int, optional
+        Most rows that the receiver takes: as many as it asked for.
+    max_entries : int
+        Most non-zeros.
+
+    Raises
+    ------
+    WireError
+    """
+    body = unseal(frame, STRUCTURE)
+    ids, pos = take_ids(body, HEAD, nodes, limit)
+    columns, pos = take_ids(body, pos, nodes, max_entries)
+    head, pos = take_section(body, pos, 1, "owners")
+    width = head[0]
+    if width > 31:
+        raise Corrupt(f"owners of {width} bits are not possible; at most 31")
+    section, pos = take_section(body, pos, packed_size(columns.size, width), "owners")
+    whose = unpack(section, columns.size, width, np.int64)
+    if whose.size and int(whose.max()) >= parts:
+        raise Corrupt(f"owner {int(whose.max())} is not one of {parts} parts")
+    places, pos = take_pattern(body, pos, ids.size * columns.size, max_entries)
+    counts, at = split_places(places, ids.size, max(1, columns.size))
+    if not np.bincount(at, minlength=columns.size).all():
+        raise Corrupt("a frame of adjacency rows lists a column that is in none of them")
+    values, pos = _take_values(body, pos, places.size)
+    head, pos = take_section(body, pos, 1, "norms")
+    if head[0] > 1:
+        raise Corrupt(f"norms are there (1) or not (0), found {head[0]}")
+    norms = None
+    if head[0]:
+        norms, pos = take_norms(body, pos, ids.size)
+    finish(body, pos)
+    indptr = np.zeros(ids.size + 1, np.int64)
+    np.cumsum(counts, out=indptr[1:])
+    return Rows(ids, indptr, columns[at], values), whose.astype(np.int32)[at], norms
+
+
+def select_structure(frame: Buffer, ids: ArrayLike) -> bytes:
+    """Return the frame of some of a frame's rows: the same bytes as if these alone had been encoded.
+
+    Raises
+    ------
+    WireError
+        When the frame is damaged.
+    MissingRows
+        When it lacks some of the rows; names them.
+    """
+    rows, owners, norms = decode_structure(frame)
+    ids = ascending(ids)
+    keep = positions(rows.ids, ids)
+    counts = np.diff(rows.indptr)
+    entries = entries_of(counts, keep)
+    indptr = np.zeros(ids.size + 1, np.int64)
+    np.cumsum(counts[keep], out=indptr[1:])
+    chosen = Rows(ids, indptr, rows.columns[entries], rows.values[entries])
+    return encode_structure(chosen, owners[entries], None if norms is None else norms[keep])
+
+
+def _put_values(values: NDArray[np.float64]) -> bytes:
+    """Return the shortest of: all as float64; all as float32, where that is exact; a table of the different ones."""
+    distinct, which = np.unique(values.view(np.uint64), return_inverse=True)
+    width = max(0, distinct.size - 1).bit_length()
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = values.astype("<f4")
+    exact = np.array_equal(narrow.astype(np.float64).view(np.uint64), values.view(np.uint64))
+    plain = 4 * values.size if exact else 8 * values.size
+    size = put_varint(distinct.size)
+    if len(size) + 8 * distinct.size + packed_size(values.size, width) < plain:
+        return bytes((_TABLE,)) + size + distinct.astype("<u8").tobytes() + pack(which.reshape(-1), width)
+    return bytes((_NARROW,)) + narrow.tobytes() if exact else bytes((_WIDE,)) + values.tobytes()
+
+
+def _take_values(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.float64], int]:
+    head, pos = take_section(body, pos, 1, "values")
+    if head[0] > _TABLE:
+        raise Corrupt(f"values of adjacency rows in form {head[0]}; expected 0, 1 or 2")
+    if head[0] != _TABLE:
+        kind: np.dtype[Any] = np.dtype("<f8" if head[0] == _WIDE else "<f4")
+        section, pos = take_section(body, pos, count * kind.itemsize, "values")
+        values = np.frombuffer(section, kind).astype(np.float64)
+    else:
+        size, pos = take_varint(body, pos, len(body))
+        if size > count:
+            raise LimitExceeded(f"a table of {size} values for {count} entries")
+        section, pos = take_section(body, pos, 8 * size, "values")
+        table = np.frombuffer(section, "<f8").astype(np.float64)
+        width = max(0, size - 1).bit_length()
+        section, pos = take_section(body, pos, packed_size(count, width), "values")
+        which = unpack(section, count, width, np.int64)
+        if count and int(which.max()) >= size:
+            raise Corrupt(f"an entry refers to value {int(which.max())} of {size}")
+        values = table[which]
+    if not np.isfinite(values).all():
+        raise NonFinite("a value of an adjacency row is NaN or infinite")
+    return values, pos
