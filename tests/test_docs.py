@@ -37,7 +37,16 @@ def test_commands_name_modules_experiments_and_tests_that_exist(path: Path) -> N
     assert not wrong
 
 
-ROOMS = ("strategies", "clients", "experiments", "fedcomp/flower", "fedcomp/privacy", "fedcomp/gossip", "coding")
+ROOMS = (
+    "strategies",
+    "clients",
+    "experiments",
+    "fedcomp/flower",
+    "fedcomp/privacy",
+    "fedcomp/gossip",
+    "fedcomp/graphs",
+    "coding",
+)
 
 
 @pytest.mark.parametrize("room", ROOMS)

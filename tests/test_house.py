@@ -25,6 +25,10 @@ FORBIDDEN = {
     "fedcomp/kernels": {"flwr", "torch", "fedcomp.codecs", "fedcomp.wire", "fedcomp.flower"},
     "fedcomp/codecs": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip"},
     "fedcomp/gossip": {"flwr", "torch", "fedcomp.flower", "fedcomp.tasks", "fedcomp.timing"},
+    "fedcomp/graphs": {
+        *("flwr", "numba", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels"),
+        *("fedcomp.privacy", "fedcomp.layout", "fedcomp.timing"),
+    },
     "fedcomp/tasks": {"flwr", "fedcomp.flower", "fedcomp.gossip", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.wire"},
     "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
@@ -157,6 +161,10 @@ def test_privacy_draws_from_its_own_entropy_alone() -> None:
     assert not wrong
 
 
+READS_PICKLES = {"fedcomp/tasks/planetoid.py"}
+"""Published data files are pickles; they are read after their SHA-256 was compared, by an unpickler of six names."""
+
+
 def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
     """No pickle on any wire or in any state; no global random state."""
     banned_imports = {"pickle", "cloudpickle", "dill", "shelve", "random"}
@@ -165,7 +173,8 @@ def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             tree = ast.parse(path.read_text())
-            wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in imports(path) & banned_imports]
+            allowed = {"pickle"} if str(path.relative_to(ROOT)) in READS_PICKLES else set()
+            wrong += [f"{path.relative_to(ROOT)} imports {n}" for n in (imports(path) & banned_imports) - allowed]
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in banned_calls:
                     wrong.append(f"{path.relative_to(ROOT)} calls {ast.unparse(node.func)}")

@@ -183,7 +183,8 @@ class Operator:
     scale : float
         s that favoured candidates were favoured by (of the node-wise sampler the mean over rows).
     expected_remote : float
-        Sum of the inclusion probabilities of remote candidates.
+        Sum of the inclusion probabilities of remote candidates; of "ladies", which has no closed form of them, the
+        number that was drawn.
     lost_mass : float
         Share of the base weight on candidates that could not be had (absent owners): the bias of this layer.
     """

@@ -78,7 +78,8 @@ class Neighbours:
         real = source != target
         source, target = source[real], target[real]
         # One number per directed edge: sorting it sorts by list, then within the list.
-        joined = np.unique(np.concatenate([source * nodes + target, target * nodes + source]))
+        joined = np.sort(np.concatenate([source * nodes + target, target * nodes + source]))
+        joined = joined[np.concatenate([np.ones(min(1, len(joined)), bool), joined[1:] != joined[:-1]])]
         ends = joined // max(nodes, 1)
         indptr = np.zeros(nodes + 1, np.int64)
         np.cumsum(np.bincount(ends, minlength=nodes), out=indptr[1:])

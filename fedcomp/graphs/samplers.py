@@ -249,7 +249,9 @@ def _ladies(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms,
     entries = factors[layer.positions]
     if settings.renormalise:
         entries = entries * _row_correction(layer.rows, entries)
-    return Draw(entries, local_mass(weights, layer.owned), 1.0, float("nan"))
+    # Inclusion probabilities have no closed form here: the number that was drawn stands for their sum.
+    remote = float((~layer.owned[chosen]).sum())
+    return Draw(entries, local_mass(weights, layer.owned), 1.0, remote)
 
 
 def _row_correction(rows: Rows, factors: Reals) -> Reals:
