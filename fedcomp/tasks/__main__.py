@@ -16,6 +16,7 @@ from fedcomp.errors import FedcompError
 from fedcomp.rng import Key
 from fedcomp.tasks import TASKS, get_task
 from fedcomp.tasks.base import Task
+from fedcomp.tasks.graph import GraphTask
 from fedcomp.tasks.sources import DataWarning
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("task", nargs="?", help=f"one of {', '.join(TASKS)}; all are described when left out")
     parser.add_argument("options", nargs="*", metavar="option=value", help="options of the task")
     parser.add_argument("--clients", type=int, help="print the partition over this many clients")
-    parser.add_argument("--epochs", type=int, help="train centrally for this many epochs")
+    parser.add_argument("--epochs", type=int, help="train centrally for this many epochs; on a graph, steps of Adam")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--batch-size", type=int, default=32)
@@ -66,7 +67,12 @@ def describe_partition(task: Task, clients: int) -> None:
     """Print sizes of the partitions and, where examples have a class, how many of each class they hold."""
     assignment = task.assignment(clients)
     sizes = np.bincount(assignment, minlength=clients)
-    print(f"  {task.options['partition']} over {clients}: {sizes.min()} to {sizes.max()} examples")
+    if isinstance(task, GraphTask):
+        owned = np.bincount(task.owner(clients), minlength=clients)
+        edges = f"{task.cut(clients):.3f} of {task.neighbours.edges:,} edges cut"
+        print(f"  {task.method(clients)} over {clients}: {owned.min()} to {owned.max()} nodes, {edges}")
+    else:
+        print(f"  {task.options['partition']} over {clients}: {sizes.min()} to {sizes.max()} examples")
     y = task.train_split.y
     if y.ndim == 1 and clients <= 20:
         for partition in range(clients):
@@ -77,15 +83,18 @@ def describe_partition(task: Task, clients: int) -> None:
 def train(task: Task, args: argparse.Namespace) -> None:
     """Train on all clients' data together and print the metrics on the held-out examples."""
     model = task.model(args.seed)
-    task.train(
-        model,
-        task.train_split,
-        lr=args.lr,
-        momentum=args.momentum,
-        batch_size=args.batch_size,
-        epochs=args.epochs,
-        key=Key(args.seed, "batches"),
-    )
+    if isinstance(task, GraphTask):
+        task.train_centrally(model, steps=args.epochs, lr=args.lr, seed=args.seed)
+    else:
+        task.train(
+            model,
+            task.train_split,
+            lr=args.lr,
+            momentum=args.momentum,
+            batch_size=args.batch_size,
+            epochs=args.epochs,
+            key=Key(args.seed, "batches"),
+        )
     metrics = task.evaluate(model, task.test)
     print(f"  after {args.epochs} epochs: loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.3f}")
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from fedcomp.rng import Key
 from fedcomp.tasks import models
 from fedcomp.tasks.options import Option, flag, integer, optional, shown, text
 from fedcomp.tasks.partition import Assignment, parse_partitioner, permutation
+from fedcomp.tasks.sgd import Sgd
 from fedcomp.tasks.sources import DataSource
 
 EVALUATION_BATCH = 2048
@@ -108,14 +109,6 @@ def _check_limits(batch_size: int, epochs: int | None, max_steps: int | None) ->
         raise ConfigError("epochs=None, max_steps=None: expected a limit on epochs or steps")
 
 
-def _check_rates(**rates: float) -> None:
-    # torch multiplies float32 tensors with them and fails with an error of its own above that type's range.
-    largest = torch.finfo(torch.float32).max
-    for name, value in rates.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= largest:
-            raise ConfigError(f"{name}={shown(value)}; expected a finite number, at least 0, in the range of float32")
-
-
 COMMON_OPTIONS: Mapping[str, Option] = {
     "partition": Option("iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT, pieces:COUNT, sorted, natural"),
     "partition_seed": Option(0, integer(0), "names the draw of the partition"),
@@ -137,6 +130,11 @@ class Task(ABC):
         Key of the figure of merit in what :meth:`evaluate` returns; larger is better.
     generative : bool
         Whether the model makes examples instead of learning from them: :meth:`train` then refuses it.
+    needs : str
+        Which systems can learn it: "" any that trains on records, "generator" those that train a generator, "graph"
+        those whose clients exchange rows of a graph. A system says the same of itself (``needs["task"]``).
+    evaluation_batch : int
+        Examples per forward pass of :meth:`evaluate`.
     options : dict
         All options in canonical form.
     data : DataSource
@@ -148,6 +146,8 @@ class Task(ABC):
     name: ClassVar[str]
     metric: ClassVar[str] = "accuracy"
     generative: ClassVar[bool] = False
+    needs: ClassVar[str] = ""
+    evaluation_batch: ClassVar[int] = EVALUATION_BATCH
     OPTIONS: ClassVar[Mapping[str, Option]] = COMMON_OPTIONS
 
     def __init__(
@@ -180,6 +180,10 @@ class Task(ABC):
     @abstractmethod
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return which predictions are right, boolean, one entry per prediction."""
+
+    def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
+        """Return what ``model`` says about inputs ``x``, one row each."""
+        return model(x)
 
     def model(self, seed: int) -> nn.Module:
         """Return a new model whose values are a pure function of ``seed``; no global generator is touched."""
@@ -324,9 +328,7 @@ class Task(ABC):
     ) -> dict[str, float]:
         """Train ``model`` in place by SGD on ``data``.
 
-        The update is that of ``torch.optim.SGD``, bit for bit: g += weight_decay w; v = momentum v + g; w -=
-        lr v. It is written out because the first optimiser a process builds imports torch's compiler, which
-        costs a client process more than a second (measured).
+        The update is that of :class:`fedcomp.tasks.sgd.Sgd`.
 
         Parameters
         ----------
@@ -353,37 +355,19 @@ class Task(ABC):
         ConfigError
             When a hyperparameter is negative, not a number or not finite; the model is then unchanged.
         """
-        _check_rates(lr=lr, momentum=momentum, weight_decay=weight_decay, proximal=proximal)
+        descent = Sgd(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, proximal=proximal)
         _check_limits(batch_size, epochs, max_steps)
         if len(data) == 0:
             raise EmptyPartition(
                 f"task {self.name!r}: this partition holds no example to train on; use fewer partitions, "
                 "min_examples >= 1, or skip the client"
             )
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        start = [p.detach().clone() for p in parameters] if proximal else []
-        velocity: list[Tensor] = []
         total, seen = 0.0, 0
         model.train()
         with single_thread():
             for x, y in self.batches(data, batch_size=batch_size, key=key, epochs=epochs, max_steps=max_steps):
-                loss = self.objective(model, model(x), y)
-                gradients = list(torch.autograd.grad(loss, parameters))
-                with torch.no_grad():
-                    if weight_decay:
-                        gradients = [g.add(p, alpha=weight_decay) for g, p in zip(gradients, parameters, strict=True)]
-                    if proximal:
-                        pulled = zip(gradients, parameters, start, strict=True)
-                        gradients = [g.add(p - w, alpha=proximal) for g, p, w in pulled]
-                    if momentum:
-                        if velocity:
-                            for v, g in zip(velocity, gradients, strict=True):
-                                v.mul_(momentum).add_(g)
-                        else:
-                            velocity = [g.clone() for g in gradients]
-                        gradients = velocity
-                    for p, g in zip(parameters, gradients, strict=True):
-                        p.add_(g, alpha=-lr)
+                loss = self.objective(model, self.outputs(model, x), y)
+                descent.step(loss)
                 total += loss.item() * len(y)
                 seen += len(y)
         return {"train_loss": total / max(seen, 1), "num-examples": len(data)}
@@ -416,7 +400,7 @@ class Task(ABC):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         model.train()
         with single_thread():
-            loss = self.objective(model, model(x), y)
+            loss = self.objective(model, self.outputs(model, x), y)
             gradients = torch.autograd.grad(loss, list(named.values()))
         return {name: g.numpy() for name, g in zip(named, gradients, strict=True)}, loss.item()
 
@@ -431,9 +415,9 @@ class Task(ABC):
         model.eval()
         try:
             with torch.no_grad(), single_thread():
-                for start in range(0, len(split), EVALUATION_BATCH):
-                    x, y = (t[start : start + EVALUATION_BATCH] for t in split.tensors)
-                    outputs = model(x)
+                for start in range(0, len(split), self.evaluation_batch):
+                    x, y = (t[start : start + self.evaluation_batch] for t in split.tensors)
+                    outputs = self.outputs(model, x)
                     loss += self.objective(model, outputs, y).item() * len(y)
                     hits = self.correct(outputs, y)
                     right += int(hits.sum())

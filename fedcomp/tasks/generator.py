@@ -48,6 +48,7 @@ class GeneratorTask(Classification):
     """
 
     generative = True
+    needs = "generator"
     side: ClassVar[int]
     scale: ClassVar[tuple[float, float]]
     """Deviation and mean the loader standardised pixels in [0, 1] with."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.tasks.options import resolve
-from fedcomp.tasks.sources import Stamp, data_root, local_stamp
+from fedcomp.tasks.sources import SETS, Stamp, data_root, local_stamp
 
 if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
@@ -27,6 +27,13 @@ TASKS: Final[Mapping[str, str]] = MappingProxyType(
         "wifi": "fedcomp.tasks.wifi:Wifi",
         "digits-generator": "fedcomp.tasks.generator:DigitsGenerator",
         "mnist-generator": "fedcomp.tasks.generator:MnistGenerator",
+        "digits-graph": "fedcomp.tasks.graph:DigitsGraph",
+        "cora": "fedcomp.tasks.graph:Cora",
+        "citeseer": "fedcomp.tasks.graph:CiteSeer",
+        "cora-ml": "fedcomp.tasks.graph:CoraMl",
+        "karate": "fedcomp.tasks.graph:Karate",
+        "cross-partition": "fedcomp.tasks.graph:CrossPartition",
+        "synthetic-graph": "fedcomp.tasks.graph:SyntheticGraph",
     }
 )
 """Name of each task and where its class stands (``module:class``)."""
@@ -71,7 +78,8 @@ def get_task(name: str, **options: Any) -> Task:
     # The environment's answer is part of the key: a changed FEDCOMP_DATA must not serve the old data.
     resolved["root"] = data_root(resolved["root"])
     options_key = tuple(sorted(resolved.items(), key=lambda item: item[0]))
-    return _build(cls, options_key, local_stamp(name, resolved["root"]))
+    # Graphs that are drawn from a formula are no data set.
+    return _build(cls, options_key, local_stamp(name, resolved["root"]) if name in SETS else None)
 
 
 @lru_cache(maxsize=8)

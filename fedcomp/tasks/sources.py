@@ -23,7 +23,7 @@ import io
 import os
 import stat
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.tasks import synthetic
+from fedcomp.tasks import graph_sources, planetoid, synthetic
+from fedcomp.tasks.graph_sources import Graph
 
 ROOT_VARIABLE: Final = "FEDCOMP_DATA"
 """Environment variable that names the folder of local data sets."""
@@ -103,7 +104,7 @@ class Corpus:
     texts: Mapping[str, str]
 
 
-Content = Table | Corpus
+Content = Table | Corpus | Graph
 
 Stamp = tuple[tuple[int, ...], ...]
 """What tells one state of a set's local files from another; see :func:`local_stamp`."""
@@ -257,6 +258,8 @@ def _frozen(content: Content) -> Content:
     if isinstance(content, Table):
         for array in (content.x_train, content.y_train, content.x_test, content.y_test):
             array.flags.writeable = False
+    if isinstance(content, Graph):
+        content.freeze()
     return content
 
 
@@ -318,6 +321,13 @@ def _digits_five() -> Table:
     y_train, y_test = table.y_train[train], table.y_test[test]
     half = [np.asarray(y >= 5, np.int64) for y in (y_train, y_test)]
     return Table(table.x_train[train], half[0], table.x_test[test], half[1], 2)
+
+
+def _digits_nodes() -> Graph:
+    """Return all digits in [0, 1] as nodes without edges, in their own order: how they are joined is the task's."""
+    x, y = _embedded("digits.csv.gz")
+    nobody = np.zeros(0, np.int64)
+    return Graph((x / 16.0).astype(np.float32), y, nobody, nobody.copy(), 10)
 
 
 def _breast_cancer() -> Table:
@@ -406,6 +416,44 @@ _MNIST: Final = _Set(
     fetch=_fetch_mnist,
 )
 
+
+def _planetoid(name: str, sums: Sequence[str], offline: Callable[[], Graph]) -> _Set:
+    return _Set(
+        offline,
+        "a drawn graph of its sizes",
+        substitute=True,
+        folder="planetoid",
+        files={f"ind.{name.lower()}.{kind}": sha for kind, sha in zip(_PLANETOID_FILES, sums, strict=True)},
+        read=planetoid.read,
+        library="torch_geometric",
+        fetch=graph_sources.fetch_planetoid(name),
+    )
+
+
+_PLANETOID_FILES: Final = ("x", "y", "tx", "ty", "allx", "ally", "graph", "test.index")
+
+_CORA_SUMS: Final = (
+    "23cfa55d91c6f624233f5eb7b6e3f141f1bd2b2ae39608a63cf5d084bb27baab",
+    "94465c14eb53e04ca262198dcbb2521ee8af60fb3f3d546cd6ca24a511b0e7d1",
+    "b9afbaa4a400df991f6f02ef677e1e44da55ffc04801fd02f9e673987829226a",
+    "41f5ac76596a1699cc33f53084a2419e92961c42bb75f36fc38e616d348532ad",
+    "9419ba2f26f5c35243db64aba110e0f35a04851609e0dc5433450676ca6b8543",
+    "2b998f5cc7fedc86e7f97ca2498f47a1ffc1462c29e2d578b23bf3f62b6e7d71",
+    "58f13302f39dde8852dad6fe6d15b89b077b6d7f837626bce671ef80344b383d",
+    "297ce89af2b51a6a194181c7dbe1796c6a1cf9cd9349a88383b1b1e227867875",
+)
+
+_CITESEER_SUMS: Final = (
+    "d20de19150741e555de0ed037195630fc194114ebc7fd72ced62810148aa22f6",
+    "8ba87e515d8e3ee3cf52f6d2c5b86aa73f11ecad825a808455209ec26cd54924",
+    "539a8906a2da97628d212f2fdd668c109a8b3f0d36574b59e5d3fd5b5303da21",
+    "55e5bd1ba1e733a04598753ad1a8d57957f4b8f89e74519f41f4f4938767e4ce",
+    "2ac30345d95c9ec933a817ee0bdd6a5f077f8c184a20e696910192d534414668",
+    "f704b2d986dde6c2669934de1f3ae5696a6cf9455c0f6b2646a2d135ea0a1c95",
+    "d79a4ef9d3e7169aee8946145f6b7306e35bc79bffad26346cfb94e10e9912a7",
+    "2af990671580b6b2df5d158d1038f8292e30c9cd821b5453f399659b25b723d4",
+)
+
 SETS: Final[Mapping[str, _Set]] = {
     "digits": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
     "digits-generator": _Set(_digits, "scikit-learn's embedded 8x8 digits"),
@@ -440,6 +488,20 @@ SETS: Final[Mapping[str, _Set]] = {
         folder="wifi_localization",
         files={"wifi_localization.txt": "76121abf412b961f474e72baa8a802241f3032e85590c6680dd5280b1af8e0ab"},
         read=_read_wifi,
+    ),
+    "digits-graph": _Set(_digits_nodes, "scikit-learn's embedded 8x8 digits"),
+    "karate": _Set(graph_sources.karate, "Zachary's karate club, embedded"),
+    "cora": _planetoid("Cora", _CORA_SUMS, lambda: graph_sources.citations(2708, 5278, 1433, 18, 7)),
+    "citeseer": _planetoid("CiteSeer", _CITESEER_SUMS, lambda: graph_sources.citations(3327, 4552, 3703, 32, 6)),
+    "cora-ml": _Set(
+        lambda: graph_sources.citations(2995, 8158, 2879, 50, 7),
+        "a drawn graph of its sizes",
+        substitute=True,
+        folder="cora_ml",
+        files={"cora_ml.npz": "e3439bfd32c4a962d5c56a4f313793baee39181c208c90a3915b61183d3e1cda"},
+        read=graph_sources.read_cora_ml,
+        library="torch_geometric",
+        fetch=graph_sources.fetch_cora_ml,
     ),
 }
 """All data sets by name."""

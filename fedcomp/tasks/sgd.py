@@ -1,0 +1,88 @@
+"""Stochastic gradient descent written out: every trainer of a torch model here takes the same step.
+
+It is that of ``torch.optim.SGD``, bit for bit. It is written out because the first optimiser a process builds imports
+torch's compiler, which costs a client process more than a second (measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Real
+
+import torch
+from torch import Tensor, nn
+
+from fedcomp.errors import ConfigError
+from fedcomp.tasks.options import shown
+
+
+class Sgd:
+    """Descent on a model's parameters: g += weight_decay w; g += proximal (w - w0); v = momentum v + g; w -= lr v.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter
+        Those that need no gradient stay as they are.
+    lr, momentum, weight_decay : float
+        The momentum buffer starts at zero.
+    proximal : float
+        mu of FedProx's term mu/2 ||w - w0||^2 (Li et al. 2020, arXiv 1812.06127), w0 the values now.
+
+    Raises
+    ------
+    ConfigError
+        When a rate is negative, not a number or not finite.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        proximal: float = 0.0,
+    ) -> None:
+        _check_rates(lr=lr, momentum=momentum, weight_decay=weight_decay, proximal=proximal)
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.lr = lr
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.proximal = proximal
+        self._start = [p.detach().clone() for p in self.parameters] if proximal else []
+        self._velocity: list[Tensor] = []
+
+    def step(self, loss: Tensor) -> None:
+        """Take one step down ``loss``, a scalar."""
+        parameters = self.parameters
+        gradients = list(torch.autograd.grad(loss, parameters))
+        with torch.no_grad():
+            if self.weight_decay:
+                gradients = [g.add(p, alpha=self.weight_decay) for g, p in zip(gradients, parameters, strict=True)]
+            if self.proximal:
+                pulled = zip(gradients, parameters, self._start, strict=True)
+                gradients = [g.add(p - w, alpha=self.proximal) for g, p, w in pulled]
+            if self.momentum:
+                if self._velocity:
+                    for v, g in zip(self._velocity, gradients, strict=True):
+                        v.mul_(self.momentum).add_(g)
+                else:
+                    self._velocity = [g.clone() for g in gradients]
+                gradients = self._velocity
+            for p, g in zip(parameters, gradients, strict=True):
+                p.add_(g, alpha=-self.lr)
+
+
+def _check_rates(**rates: float) -> None:
+    """Check rates by name.
+
+    Raises
+    ------
+    ConfigError
+        When one is negative, not a number or not finite.
+    """
+    # torch multiplies float32 tensors with them and fails with an error of its own above that type's range.
+    largest = torch.finfo(torch.float32).max
+    for name, value in rates.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= largest:
+            raise ConfigError(f"{name}={shown(value)}; expected a finite number, at least 0, in the range of float32")
