@@ -21,13 +21,14 @@ from clients.compressed import compression
 from clients.datalens import answer_datalens
 from clients.dpsgd import train_privately
 from clients.edge import OWN_BUDGET
+from clients.gcn import Learner, answer_gcn
 from clients.gossip import answer_gossip
 from clients.local_dp import local_privacy
 from clients.lsg import lsg
 from clients.private import private
 from clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
-from fedcomp.flower.payload import put_node
+from fedcomp.flower.payload import models, put_node
 from fedcomp.flower.record_dp import RECORD_DP, Plan
 from fedcomp.privacy.errors import PrivacyError
 from fedcomp.rng import Key
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 
     from fedcomp.flower.datalens import Lesson
     from fedcomp.flower.gossip import Setup
+    from fedcomp.graphs.base import Part
     from fedcomp.tasks.base import Task
     from fedcomp.tasks.generator import Ensemble
+    from fedcomp.tasks.graph import GraphTask
     from fedcomp.tasks.local import LocalObjective
 
 app = answer_coded(ClientApp(mods=[coded(), local_privacy(), shared_support(), compression(), lsg(), private()]))
@@ -146,6 +149,36 @@ def _ensemble(
 answer_datalens(app, teachers)
 
 
+def graph_part(msg: Message, context: Context) -> Part:
+    """Return what this node owns of the task's graph; the task keeps it for the next message."""
+    job = Job.read(msg, context)
+    return _graph(job.task()).part(job.partition, job.clients)
+
+
+def graph_learner(msg: Message, context: Context) -> Learner:
+    """Return the message's model, and how the task has it learn."""
+    job = Job.read(msg, context)
+    task = _graph(job.task())
+    name, model = job.model(task, msg)
+    rates = {
+        key: value for key, value in job.training().items() if key in ("lr", "momentum", "weight_decay", "proximal")
+    }
+    return Learner(name, model, functools.partial(task.objective, model), task.correct, rates)
+
+
+def _graph(task: Task) -> GraphTask:
+    from fedcomp.tasks.graph import GraphTask
+
+    if not isinstance(task, GraphTask):
+        raise ConfigError(
+            f"task {task.name!r} has no graph whose rows clients could exchange; use one such as 'digits-graph'"
+        )
+    return task
+
+
+answer_gcn(app, graph_part, graph_learner)
+
+
 @dataclass(frozen=True)
 class Job:
     """What one message asks of this node.
@@ -233,7 +266,7 @@ class Job:
         """
         from fedcomp.tasks.arrays import load_arrays
 
-        records = msg.content.array_records
+        records = models(msg.content)
         if len(records) != 1:
             raise LayoutError(
                 f"the message holds {len(records)} ArrayRecords {sorted(records)}; expected one, the model"

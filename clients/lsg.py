@@ -14,7 +14,7 @@ from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, reply_array
 from clients.private import wants_private
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, Ask, pack, take_carriers, take_kept
-from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, put_frame
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, models, put_frame
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
 from fedcomp.privacy.bounds import clip_arrays
@@ -44,10 +44,10 @@ def lsg() -> Mod:
         if msg.metadata.message_type.partition(".")[0] != "train" or not wants_private(msg.content):
             return _refuse(msg, "a shortened update is part of a private training message, which this is not")
         try:
-            models = {name: r for name, r in msg.content.array_records.items() if name not in _OWN}
-            if len(models) != 1:
-                raise LayoutError(f"the message holds {len(models)} ArrayRecords, expected one, the model")
-            before = to_arrays(next(iter(models.values())))
+            found = models(msg.content)
+            if len(found) != 1:
+                raise LayoutError(f"the message holds {len(found)} ArrayRecords, expected one, the model")
+            before = to_arrays(next(iter(found.values())))
             layout = Layout.of(before)
             plan = ask.plan(layout)
             pairs = take_carriers(msg.content, plan)

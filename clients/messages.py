@@ -12,8 +12,8 @@ from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.clip import norm
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import check_exact
-from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, take_frame
-from fedcomp.flower.protocol import OWN_CONFIG, PREFIX, PROTOCOL, STEP, Announcement
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, is_frame, models, take_frame
+from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is_own
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
@@ -87,10 +87,9 @@ def receive(
     FedcompError
         When the replica cannot be brought to the announced version, or is not the announced model.
     """
-    # Large frames ride in ArrayRecords, too.
-    models = {name: record for name, record in content.array_records.items() if not name.startswith(PREFIX)}
+    found = models(content)
     # A server of another protocol version does not name its record; there is only one model anyway.
-    plain = models.get(announcement.record) or (next(iter(models.values())) if len(models) == 1 else None)
+    plain = found.get(announcement.record) or (next(iter(found.values())) if len(found) == 1 else None)
     if codec is None or announcement.base == 0:
         if plain is None:
             raise StateError(f"the message holds no ArrayRecord {announcement.record!r} and no steps this node can use")
@@ -137,9 +136,9 @@ def plain_content(content: RecordDict, announcement: Announcement, record: Array
     if announcement.record and announcement.record not in content:
         out[announcement.record] = record
     for name, value in content.items():
-        if name.startswith(PREFIX):
+        if is_own(name):
             continue
-        if isinstance(value, ConfigRecord):
+        if isinstance(value, ConfigRecord) and not is_frame(value):
             value = ConfigRecord(dict(value))
             Announcement.erase(value)
             if name == OWN_CONFIG and not value:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clients.messages import CallNext, Mod, reply_arrays
 from fedcomp.errors import LayoutError
-from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, models
 from fedcomp.flower.privacy import is_private
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
@@ -37,11 +37,11 @@ def private() -> Mod:
     def private_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         if not wants_private(msg.content) or msg.metadata.message_type.partition(".")[0] != "train":
             return call_next(msg, context)
-        models = list(msg.content.array_records.values())
-        if len(models) != 1:
-            raise LayoutError(f"a private round's message holds {len(models)} ArrayRecords, expected one, the model")
+        found = list(models(msg.content).values())
+        if len(found) != 1:
+            raise LayoutError(f"a private round's message holds {len(found)} ArrayRecords, expected one, the model")
         # The app may replace what it was given.
-        before = to_arrays(models[0])
+        before = to_arrays(found[0])
         reply = call_next(msg, context)
         if reply.has_error():
             return keep_reason(msg, reply)

@@ -87,6 +87,19 @@ def frames(record: RecordDict) -> dict[str, bytes]:
     return {key: frame for key, frame in found.items() if frame is not None}
 
 
+def models(record: RecordDict) -> dict[str, ArrayRecord]:
+    """Return the ArrayRecords that hold arrays of a model, by name: those that are no frames.
+
+    Told apart by what is in them, not by their names: a frame too large for a ConfigRecord rides in an ArrayRecord.
+    """
+    return {name: holder for name, holder in record.array_records.items() if not is_frame(holder)}
+
+
+def is_frame(holder: object) -> bool:
+    """Whether a record is there for a frame, well made or not."""
+    return isinstance(holder, ConfigRecord | ArrayRecord) and list(holder) == [STYPE]
+
+
 def _frame_in(holder: object) -> bytes | None:
     """Return the frame that is all a record holds, or None."""
     if isinstance(holder, ConfigRecord) and list(holder) == [STYPE]:

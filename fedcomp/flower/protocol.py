@@ -28,6 +28,9 @@ PROBE: Final = "fedcomp.probe"
 """Keys of frames: a client's update, its exact buffers, the downlink's steps (``fedcomp.step.<version>``), the index
 block of a support all clients share, and samples of a client's memory for similarity figures."""
 
+OWN_FRAMES: Final = (UPDATE, EXACT, STEP, SUPPORT, NEXT_SUPPORT, PROBE)
+"""All of them; a dot and more may follow."""
+
 LEADS: Final = 1
 LOOKS_AHEAD: Final = 2
 """Bits of :attr:`Announcement.leader`: choose this round's support; choose the next round's from what is left."""
@@ -162,6 +165,11 @@ class Announcement:
         """Remove every announcement field from ``config``, so that the app sees its own configuration only."""
         for name in [k for k in config if k.startswith(PREFIX)]:
             del config[name]
+
+
+def is_own(name: str) -> bool:
+    """Whether a record is between the two halves of the pair alone; everything else is the app's, whoever sent it."""
+    return any(name == own or name.startswith(f"{own}.") for own in OWN_FRAMES)
 
 
 def announce(content: RecordDict, announcement: Announcement) -> None:

@@ -122,7 +122,7 @@ class Part:
         P[r, i] != 0.
     memo : dict
         What samplers worked out once for this part, by name; never part of its value. ``dataclasses.replace`` of the
-        structure keeps it: nothing in it depends on rows that were learnt later.
+        structure keeps it: what depends on rows that were learnt later says of which structure it is.
     """
 
     index: int

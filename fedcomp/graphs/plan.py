@@ -285,7 +285,9 @@ def _favoured(
 def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:
     """Return the nodes that are within so many hops of an owned node along rows of P, ascending.
 
-    Made once for a part and kept in its memo, as long as nothing of it had to be left out.
+    Made once for a structure and kept in the part's memo, as long as nothing of it had to be left out. What rows that
+    were sent told is not kept for another structure, which may not have them: a plan that is made again where they are
+    not remembered has to be the same plan.
 
     Raises
     ------
@@ -295,7 +297,9 @@ def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:
     if hops == 0:
         return part.ids
     name = f"reach/{hops}"
-    if name not in part.memo:
+    made = part.memo.get(name)
+    # One hop is what the owner's own rows say, which every structure of the part has.
+    if made is None or (hops > 1 and made[0] is not part.structure):
         inner = reach(part, hops - 1, unavailable)
         known = part.structure.known(inner)
         if not known.all():
@@ -305,8 +309,8 @@ def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:
         found = np.union1d(inner, part.structure.rows(inner[known]).columns)
         if not whole:
             return found
-        part.memo[name] = found
-    kept: Ids = part.memo[name]
+        part.memo[name] = made = part.structure, found
+    kept: Ids = made[1]
     return kept
 
 

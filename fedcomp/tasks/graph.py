@@ -3,7 +3,8 @@
 What is learnt is the class of a node, from its features and those of the nodes around it. An owner has the features and
 labels of its own nodes alone: :meth:`GraphTask.part` copies them out, so that whoever needs another owner's row has to
 ask for it. The task itself holds the whole graph; that is the ruler an experiment measures with
-(:meth:`GraphTask.evaluate`), not something a client learns from, and :meth:`GraphTask.train` says so.
+(:meth:`GraphTask.evaluate`), not something a client learns from, and :meth:`GraphTask.train` and
+:meth:`GraphTask.gradient` say so. Nodes that are held out keep their features and edges: what is held out are labels.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ OPTIONS: Final[Mapping[str, Option]] = {
 }
 """Options of every graph task."""
 
-_NOT_THE_GRAPH: Final = ("root", "download", "structure", "hidden", "layers", "dropout")
-"""Options that neither change a row of features nor who has it."""
+_NOT_THE_ROWS: Final = (
+    *("root", "download", "structure", "hidden", "layers", "dropout", "split", "split_seed", "held_out"),
+    *("cut", "partition_seed", "normalisation", "self_loops"),
+)
+"""Options that change no row of features. What the last four change is in the digest itself."""
 
 
 class GraphTask(Classification):
@@ -114,9 +118,16 @@ class GraphTask(Classification):
 
     @cached_property
     def adjacency(self) -> Adjacency:
-        """P: the normalised adjacency of the whole graph."""
+        """P: the normalised adjacency of the whole graph, read-only."""
         graph, options = self.graph, self.options
-        return normalised(graph.sources, graph.targets, self.nodes, options["normalisation"], options["self_loops"])
+        ends = graph.sources, graph.targets
+        if not graph.directed:
+            # Whatever side an edge is written from, its ends are neighbours of each other, in a mean too.
+            ends = np.concatenate(ends), np.concatenate(ends[::-1])
+        adjacency = normalised(*ends, self.nodes, options["normalisation"], options["self_loops"])
+        for array in (adjacency.indptr, adjacency.columns, adjacency.values):
+            array.flags.writeable = False
+        return adjacency
 
     @cached_property
     def neighbours(self) -> sharing.Neighbours:
@@ -171,11 +182,11 @@ class GraphTask(Classification):
     def digest(self, parts: int) -> str:
         """Return what names the rows of features, the adjacency and who has what, 32 hexadecimal digits.
 
-        The same for every owner and whatever structure it knows. Rows are named by where they came from and by the
-        options that shape them, not by their values: an owner has seen only its own.
+        The same for every owner and whatever structure it knows, and whatever is held out. Rows are named by where
+        they came from and by the options that shape them, not by their values: an owner has seen only its own.
         """
         if parts not in self._digests:
-            named = {key: value for key, value in self.options.items() if key not in _NOT_THE_GRAPH}
+            named = {key: value for key, value in self.options.items() if key not in _NOT_THE_ROWS}
             said = repr((self.name, self.data.used, self.data.served, sorted(named.items()), parts))
             digest = hashlib.sha256(said.encode())
             adjacency = self.adjacency
@@ -279,7 +290,22 @@ class GraphTask(Classification):
         ConfigError
             Always: an owner has not the rows that its nodes' neighbours stand in.
         """
-        raise ConfigError(
+        raise self._refusal()
+
+    def gradient(
+        self, model: nn.Module, data: Split, *, batch_size: int | None = None, key: Key | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], float]:
+        """Refused, as :meth:`train` is.
+
+        Raises
+        ------
+        ConfigError
+            Always.
+        """
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
             f"task {self.name!r} is learnt by owners of parts of a graph, who ask each other for rows; use the system "
             "'skewed-gcn', or train_centrally() on the whole graph"
         )

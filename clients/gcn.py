@@ -1,0 +1,466 @@
+"""The client half of a graph run: an owner that says which rows its next steps use, hands out its own, and trains.
+
+Features are where their owner is. What a step reads of other owners it reads from the message it came in, as bytes, or
+from what earlier messages left in ``context.state``: there is no array of all features anywhere on a client. A training
+message is planned anew from its seed; rows that the plan does not use are refused as well as rows that are missing, and
+nothing is ever filled in with zeros. State is written once, as the last act of a handler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from fedcomp.errors import FedcompError
+from fedcomp.flower import gcn
+from fedcomp.flower.gcn import Ask, Fetch, Figures, Hello, Needs, Refused, Setup, put_frames, take_frames
+from fedcomp.flower.gcn_state import Kept, Table, Turn, keep_secret, own_secret
+from fedcomp.flower.payload import PayloadError, put_node
+from fedcomp.flower.records import to_record
+from fedcomp.graphs.adjacency import HaloStructure
+from fedcomp.graphs.base import GraphError, Ids, MissingRows, Norms, Part, StepPlan, Unavailable, UnknownStructure
+from fedcomp.graphs.cache import noisy_rows
+from fedcomp.graphs.ids import decode_ids, encode_ids
+from fedcomp.graphs.plan import feature_norms, plan_round, reach, wanted
+from fedcomp.graphs.rowcodecs import decode_norms, encode_norms, get_row_codec
+from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.graphs.structure_rows import decode_structure, encode_structure
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The message's model, and how it learns.
+
+    Attributes
+    ----------
+    name : str
+        Of the ArrayRecord with the model; the reply has it under the same.
+    model : Module
+        Called as :class:`fedcomp.graphs.layers.GraphConvolutions` is.
+    objective : callable
+        ``objective(outputs, labels)`` is the mean loss of a batch, a scalar.
+    correct : callable
+        ``correct(outputs, labels)`` says which predictions are right, boolean.
+    rates : dict of str to float
+        Of :class:`fedcomp.tasks.sgd.Sgd`.
+    """
+
+    name: str
+    model: nn.Module
+    objective: Callable[[Tensor, Tensor], Tensor]
+    correct: Callable[[Tensor, Tensor], Tensor]
+    rates: Mapping[str, float]
+
+
+PartOf = Callable[[Message, Context], Part]
+"""``part_of(message, context)``: what this node owns. What it keeps between calls is lost in a deployment."""
+
+LearnerOf = Callable[[Message, Context], Learner]
+"""``learner_of(message, context)``: called for training and evaluation, after the rows were found complete."""
+
+
+def answer_gcn(app: ClientApp, part_of: PartOf, learner_of: LearnerOf) -> ClientApp:
+    """Give ``app`` the handlers of a graph run; return ``app``.
+
+    The node that owns part i of the graph has the partition id i.
+    """
+
+    @app.query(gcn.SETUP)
+    def gcn_setup(msg: Message, context: Context) -> Message:
+        return _set_up(msg, part_of(msg, context))
+
+    @app.query(gcn.PLAN)
+    def gcn_plan(msg: Message, context: Context) -> Message:
+        return _plan(msg, context, part_of(msg, context))
+
+    @app.query(gcn.ROWS)
+    def gcn_rows(msg: Message, context: Context) -> Message:
+        return _hand_out(msg, context, part_of(msg, context))
+
+    @app.train(gcn.GCN)
+    def gcn_train(msg: Message, context: Context) -> Message:
+        return _train(_Turn.begin(msg, context, part_of, "train"), partial(learner_of, msg, context))
+
+    @app.evaluate(gcn.GCN)
+    def gcn_evaluate(msg: Message, context: Context) -> Message:
+        return _evaluate(_Turn.begin(msg, context, part_of, "evaluate"), partial(learner_of, msg, context))
+
+    return app
+
+
+def _set_up(msg: Message, part: Part) -> Message:
+    """Say who this owner is and whose norms it needs, or tell the norms that others need."""
+    setup = Setup.of(msg)
+    asked = take_frames(msg, part.parts, *([gcn.IDS] if setup.action == "norms" else []))
+    content = RecordDict()
+    put_node(content, part.index)
+    if setup.action == "norms":
+        norms = feature_norms(part)
+        lists = _asked_of(part, asked[gcn.IDS], content)
+        told = {place: encode_norms(ids, norms[part.positions(ids)]) for place, ids in lists.items()}
+        put_frames(content, gcn.NORMS, told)
+        return Message(content, reply_to=msg)
+    structure = part.structure
+    Hello(
+        digest=part.digest,
+        index=part.index,
+        parts=part.parts,
+        nodes=structure.nodes,
+        owned=len(part.ids),
+        train=len(part.train),
+        test=len(part.test),
+        features=int(part.features.shape[1]),
+        structure="halo" if isinstance(structure, HaloStructure) else "full",
+    ).put(content)
+    if setup.norms:
+        # What a halo structure does not reach yet comes with the rows of the adjacency that lead there.
+        hops = 1 if isinstance(structure, HaloStructure) else setup.layers
+        near = reach(part, hops)
+        remote = near[~part.owned(near)]
+        put_frames(content, gcn.IDS, _by_owner(part, remote))
+    return Message(content, reply_to=msg)
+
+
+def _plan(msg: Message, context: Context, part: Part) -> Message:
+    """Say which rows of other owners the steps of the turn use; or which rows of the adjacency that cannot be known
+    without."""
+    ask = Ask.of(msg)
+    sent = take_frames(msg, part.parts, gcn.NORMS, gcn.STRUCTURE)
+    kept = Kept.load(context, ask, part, _reader(part, ask))
+    norms, structure = Table(), tuple(sent[gcn.STRUCTURE].items())
+    for owner, frame in sent[gcn.NORMS].items():
+        ids, values = decode_norms(frame, nodes=part.structure.nodes)
+        if (part.structure.owner_of(ids) != owner).any():
+            raise GraphError(f"norms come from part {owner} for nodes of other owners")
+        norms = norms.updated(Table(ids, values.astype(np.float64)))
+    changed = bool(sent[gcn.NORMS] or sent[gcn.STRUCTURE]) or not kept.stored
+    kept = kept.told(ask, norms, structure)
+    seen, more = _taught(part, kept.structure_at(ask))
+    kept = replace(kept, norms=kept.norms.updated(more))
+    content = RecordDict()
+    put_node(content, part.index)
+    try:
+        plans = _plans(seen, ask, kept)
+    except UnknownStructure as unknown:
+        Needs(gcn.STRUCTURE, ask.hop).put(content)
+        put_frames(content, gcn.IDS, _by_owner(seen, unknown.ids))
+    else:
+        wants = wanted(plans, kept.cache.ids)
+        Needs(gcn.FEATURES, ask.hop).put(content)
+        put_frames(content, gcn.IDS, {owner: encode_ids(ids) for owner, ids in wants.items()})
+        Figures.of_plans(plans, sum(map(len, wants.values()))).put(content)
+    reply = Message(content, reply_to=msg)
+    if changed:
+        kept.save(context)
+    return reply
+
+
+def _hand_out(msg: Message, context: Context, part: Part) -> Message:
+    """Send rows of this owner's nodes to those who asked, and of no others."""
+    fetch = Fetch.of(msg)
+    content = RecordDict()
+    put_node(content, part.index)
+    asked = _asked_of(part, take_frames(msg, part.parts, gcn.IDS)[gcn.IDS], content)
+    secret, fresh = own_secret(context) if fetch.noise else (b"", False)
+    if fetch.kind == gcn.FEATURES:
+        codec = get_row_codec(fetch.row_codec)
+        frames = {}
+        for place, ids in asked.items():
+            rows = part.features[part.positions(ids)]
+            if fetch.noise:
+                # A node of another graph may have the same id, and must not have the same noise.
+                rows = noisy_rows(rows, ids, fetch.noise, secret + part.digest.encode())
+            frames[place] = codec.encode(ids, rows)
+    else:
+        frames = {place: _structure_frame(part, ids, norms=fetch.norms) for place, ids in asked.items()}
+    put_frames(content, fetch.kind, frames)
+    reply = Message(content, reply_to=msg)
+    if fresh:
+        keep_secret(context, secret)
+    return reply
+
+
+def _structure_frame(part: Part, ids: Ids, *, norms: bool) -> bytes:
+    at = part.positions(ids)
+    rows = part.structure.rows(ids)
+    return encode_structure(rows, part.structure.owner_of(rows.columns), feature_norms(part)[at] if norms else None)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A training or an evaluation with all that it needs at hand.
+
+    Attributes
+    ----------
+    msg, context, part, ask
+    kept : Kept
+        As it was when the turn began.
+    plans : list of StepPlan
+    rows : tuple of (ids, rows)
+        Of other owners: fetched ones, and cached ones.
+    fetched : dict of int to bytes
+    used : ndarray of int64
+        Cached rows that the plans use.
+    """
+
+    msg: Message
+    context: Context
+    part: Part
+    ask: Ask
+    kept: Kept
+    plans: Sequence[StepPlan]
+    rows: tuple[tuple[Ids, Floats], ...]
+    fetched: Mapping[int, bytes]
+    used: Ids
+
+    @classmethod
+    def begin(cls, msg: Message, context: Context, part_of: PartOf, purpose: str) -> _Turn:
+        """Plan the message's steps anew and take the rows they use.
+
+        Raises
+        ------
+        MissingRows
+            When rows are neither in the message nor kept here.
+        GraphError, WireError
+            When the message brings rows that the plan does not use, or that are no rows.
+        """
+        ask = Ask.of(msg)
+        if ask.purpose != purpose:
+            raise PayloadError(f"the plan of a message to {purpose} is one to {ask.purpose}")
+        part = part_of(msg, context)
+        read = _reader(part, ask)
+        kept = Kept.load(context, ask, part, read)
+        fetched = take_frames(msg, part.parts, gcn.FEATURES)[gcn.FEATURES]
+        seen, _ = _taught(part, kept.structure_at(ask))
+        try:
+            plans = _plans(seen, ask, kept)
+        except UnknownStructure as error:
+            raise MissingRows(
+                f"this node no longer has the adjacency rows it planned with ({error}); let it plan again", error.ids
+            ) from error
+        wants = wanted(plans, kept.cache.ids)
+        unasked = sorted(set(fetched) - set(wants))
+        if unasked:
+            raise GraphError(f"the message brings rows of parts {unasked}, of which the plan uses none")
+        # More rows than are wanted are refused by the codec, which reads their number first.
+        rows = {owner: read(frame, limit=len(wants[owner])) for owner, frame in fetched.items()}
+        _check_complete({owner: ids for owner, (ids, _) in rows.items()}, wants)
+        remote = np.unique(np.concatenate([np.zeros(0, np.int64), *(plan.remote for plan in plans)]))
+        used = np.intersect1d(remote, kept.cache.ids, assume_unique=True)
+        cached = ((used, kept.cache.get(used)),) if len(used) else ()
+        return cls(msg, context, seen, ask, kept, plans, (*rows.values(), *cached), fetched, used)
+
+    def tensors(self, plan: StepPlan) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return inputs, operators and labels of a step."""
+        import torch
+
+        from fedcomp.graphs.layers import gather, operators_of
+
+        x = gather(self.part, plan, self.rows)
+        labels = self.part.labels[self.part.positions(plan.batch)]
+        return x, operators_of(plan, x.dtype), torch.from_numpy(labels)
+
+    def end(self, seen: Sequence[Table] = ()) -> None:
+        """Keep what was fetched and seen; the last act of a handler."""
+        kept, ask = self.kept, self.ask
+        rows = {} if ask.cache == "none" else self.fetched
+        if kept.stored and not rows and not len(self.used) and not seen and kept.last is None:
+            return
+        turn = Turn(ask.session, ask.turn, kept.rows_of, rows, self.used, tuple(seen))
+        replace(kept, last=turn).save(self.context)
+
+
+def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
+    """Take the turn's steps of SGD; reply the model, the mean loss and the number of examples."""
+    import torch
+
+    from fedcomp.tasks.arrays import to_arrays
+    from fedcomp.tasks.base import EmptyPartition, single_thread
+    from fedcomp.tasks.sgd import Sgd
+
+    part, ask = turn.part, turn.ask
+    if not len(part.train):
+        raise EmptyPartition(
+            f"part {part.index} of the graph has no node to learn from; use fewer parts, or skip the client"
+        )
+    learner = learner_of()
+    model = learner.model
+    descent = Sgd(model.parameters(), **learner.rates)
+    watch = _Watch() if _measures(_settings(ask)) else None
+    total, seen = 0.0, 0
+    model.train()
+    with single_thread():
+        for step, plan in enumerate(turn.plans):
+            x, operators, labels = turn.tensors(plan)
+            key = Key(ask.seed, f"gcn/train/{step}/dropout", ask.round, part.index)
+            generator = torch.Generator().manual_seed(key.u64() >> 1)
+            visit = None if watch is None else partial(watch.visit, plan)
+            loss = learner.objective(model(x, operators, generator=generator, visit=visit), labels)
+            descent.step(loss)
+            total += loss.item() * len(labels)
+            seen += len(labels)
+    content = RecordDict({learner.name: to_record(to_arrays(model))})
+    content["metrics"] = MetricRecord({"train_loss": total / seen, "num-examples": seen})
+    put_node(content, part.index)
+    reply = Message(content, reply_to=turn.msg)
+    turn.end(() if watch is None else watch.seen)
+    return reply
+
+
+def _evaluate(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
+    """Reply loss and accuracy on the part's test nodes; zeros, which weigh nothing, where there are none."""
+    import torch
+
+    from fedcomp.tasks.base import single_thread
+
+    learner = learner_of()
+    model = learner.model
+    model.eval()
+    loss, right, count = 0.0, 0, 0
+    with torch.no_grad(), single_thread():
+        for plan in turn.plans:
+            if not len(plan.batch):
+                continue
+            x, operators, labels = turn.tensors(plan)
+            outputs = model(x, operators)
+            loss += learner.objective(outputs, labels).item() * len(labels)
+            right += int(learner.correct(outputs, labels).sum())
+            count += len(labels)
+    content = RecordDict()
+    content["metrics"] = MetricRecord(
+        {"loss": loss / max(count, 1), "accuracy": right / max(count, 1), "num-examples": count}
+    )
+    put_node(content, turn.part.index)
+    reply = Message(content, reply_to=turn.msg)
+    turn.end()
+    return reply
+
+
+class _Watch:
+    """Norms of what nodes contribute to hidden layers, as the last step saw them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Table] = []
+
+    def visit(self, plan: StepPlan, level: int, inputs: Tensor) -> None:
+        if level == 0:
+            return
+        while len(self.seen) < level:
+            self.seen.append(Table())
+        norms = inputs.detach().double().norm(dim=1).numpy()
+        self.seen[level - 1] = self.seen[level - 1].updated(Table(plan.layers[level].columns, norms))
+
+
+def _plans(part: Part, ask: Ask, kept: Kept) -> list[StepPlan]:
+    settings = _settings(ask)
+    norms: Norms | None = None
+    if _measures(settings):
+        tables = (kept.norms, *kept.hidden, *[Table()] * settings.layers)[: settings.layers]
+        norms = [dict(zip(table.ids.tolist(), table.values.tolist(), strict=True)) for table in tables]
+    return plan_round(
+        part,
+        settings,
+        seed=ask.seed,
+        round=ask.round,
+        steps=ask.steps,
+        batch_size=ask.batch_size,
+        purpose=ask.purpose,
+        unavailable=Unavailable(frozenset(ask.absent), kept.cache.ids),
+        norms=norms,
+        scale=ask.scale or None,
+    )
+
+
+def _settings(ask: Ask) -> SamplerSettings:
+    try:
+        config = json.loads(ask.sampler)
+    except json.JSONDecodeError as error:
+        raise PayloadError(f"the sampler is described by {ask.sampler[:60]!r}, which is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise PayloadError(f"the sampler is described by {ask.sampler[:60]!r}, expected an object")
+    return SamplerSettings.from_config(config)
+
+
+def _measures(settings: SamplerSettings) -> bool:
+    return settings.skews and settings.mode == "measured"
+
+
+def _taught(part: Part, sent: Sequence[tuple[int, bytes]]) -> tuple[Part, Table]:
+    """Return the part with what its owner was sent of the adjacency, and the feature norms that came with it.
+
+    Raises
+    ------
+    GraphError, WireError
+        When rows are not of the owner they came from, or are nothing this owner can learn.
+    """
+    norms = Table()
+    structure = part.structure
+    for owner, frame in sent:
+        if not isinstance(structure, HaloStructure):
+            raise GraphError("rows of the adjacency were sent to an owner that knows all of them")
+        rows, owners, values = decode_structure(frame, nodes=structure.nodes, parts=part.parts)
+        if (structure.owner_of(rows.ids) != owner).any():
+            raise GraphError(f"rows of the adjacency come from part {owner} for nodes of other owners")
+        structure = structure.learn(rows, owners)
+        if values is not None:
+            norms = norms.updated(Table(rows.ids, values.astype(np.float64)))
+    return (replace(part, structure=structure) if sent else part), norms
+
+
+def _asked_of(part: Part, frames: Mapping[int, bytes], content: RecordDict) -> dict[int, Ids]:
+    """Return the ids that are asked of this owner, by requester; who asks for anything but its nodes is refused in
+    ``content``, and the others get theirs."""
+    found: dict[int, Ids] = {}
+    reasons: dict[int, str] = {}
+    for place, frame in frames.items():
+        try:
+            ids = decode_ids(frame, nodes=part.structure.nodes, limit=len(part.ids))
+            part.positions(ids)
+            found[place] = ids
+        except FedcompError as error:
+            reasons[place] = f"part {place}: {error}"
+    if reasons:
+        Refused(tuple(reasons), next(iter(reasons.values()))).put(content)
+    return found
+
+
+def _by_owner(part: Part, ids: Ids) -> dict[int, bytes]:
+    owners = part.structure.owner_of(ids)
+    return {int(owner): encode_ids(ids[owners == owner]) for owner in np.unique(owners)}
+
+
+def _check_complete(found: Mapping[int, Ids], wants: Mapping[int, Ids]) -> None:
+    """Check that all wanted rows came, each from its owner. That there are no others follows from their number.
+
+    Raises
+    ------
+    MissingRows
+    """
+    nothing = np.zeros(0, np.int64)
+    lacking = [np.setdiff1d(ids, found.get(owner, nothing), assume_unique=True) for owner, ids in wants.items()]
+    missing = np.concatenate([nothing, *lacking])
+    if len(missing):
+        raise MissingRows(
+            f"{len(missing)} rows of other owners that the plan uses are neither in the message nor kept here, the "
+            f"first of node {int(missing[0])}; let this node plan again",
+            np.sort(missing),
+        )
+
+
+def _reader(part: Part, ask: Ask) -> Callable[..., tuple[Ids, Floats]]:
+    codec = get_row_codec(ask.row_codec)
+    return partial(codec.decode, features=part.features.shape[1], dtype=part.features.dtype, nodes=part.structure.nodes)

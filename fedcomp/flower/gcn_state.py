@@ -1,0 +1,295 @@
+"""What a client of a graph run keeps in its ``context.state``: rows of other owners, norms, and the last turn.
+
+A turn is the training or the evaluation of one round. What it fetched and saw joins the rest only when another turn
+begins: a message of the same turn that arrives again finds what the first one found, plans the same steps and needs the
+same rows. A client that has lost all of it makes a plan that asks for more.
+
+Cached rows and feature norms are of the graph, whoever runs on it, and stay from session to session; norms of hidden
+layers are of one session's model.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ConfigRecord, Context
+from numpy.typing import NDArray
+
+from fedcomp.errors import FedcompError, StateError
+from fedcomp.flower.gcn import Ask
+from fedcomp.flower.payload import put_frame, take_frame
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.graphs.base import Ids, Part
+from fedcomp.graphs.cache import FeatureCache
+
+Reals = NDArray[np.float64]
+
+_META: Final = "fedcomp.gcn.kept"
+_ARRAYS: Final = "fedcomp.gcn.kept.arrays"
+_CACHE: Final = "fedcomp.gcn.kept.cache"
+_FRAMES: Final = "fedcomp.gcn.kept.frames/"
+_SECRET: Final = "fedcomp.gcn.secret"
+_SECRET_BYTES: Final = 32
+
+
+@dataclass(frozen=True)
+class Table:
+    """A number for each of some nodes.
+
+    Attributes
+    ----------
+    ids : ndarray of int64
+        Ascending.
+    values : ndarray of float64
+    """
+
+    ids: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
+    values: Reals = field(default_factory=lambda: np.zeros(0))
+
+    def updated(self, other: Table) -> Table:
+        """Return both together; where both know a node, ``other``'s number."""
+        if not len(other.ids):
+            return self
+        ids, first = np.unique(np.concatenate([other.ids, self.ids]), return_index=True)
+        return Table(ids, np.concatenate([other.values, self.values])[first])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the last turn left behind; see :attr:`fedcomp.flower.gcn.Ask.turn`.
+
+    Attributes
+    ----------
+    session : str
+    number : int
+    rows_of : str
+        Names what the rows are; see :class:`Kept`.
+    rows : mapping of int to bytes
+        Frames of the feature rows that were fetched, by owner.
+    used : ndarray of int64
+        Cached rows it used.
+    seen : tuple of Table
+        Norms of what nodes contributed to each hidden layer, first hidden layer first.
+    """
+
+    session: str
+    number: int
+    rows_of: str
+    rows: Mapping[int, bytes] = field(default_factory=dict)
+    used: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
+    seen: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """All of it, as it is at the beginning of a turn.
+
+    Attributes
+    ----------
+    digest : str
+        Of the graph; see :class:`fedcomp.graphs.base.Part`.
+    rows_of : str
+        Names what is cached: digest, row codec and noise.
+    cache : FeatureCache
+        Its limit is kept to; the rows of the last turn are beside it, as they came.
+    norms : Table
+        Feature norms of other owners' nodes.
+    session : str
+        Whose model ``hidden`` is of.
+    hidden : tuple of Table
+        Norms of hidden layers, as they were last seen.
+    structure : tuple of (int, bytes)
+        Rows of the adjacency that were sent for the turn ``structure_of``: owner and frame, in the order they came.
+    structure_of : tuple of (str, int)
+        Session and turn.
+    last : Turn or None
+        What is not part of the rest yet.
+    """
+
+    digest: str
+    rows_of: str
+    cache: FeatureCache
+    norms: Table = field(default_factory=Table)
+    session: str = ""
+    hidden: tuple[Table, ...] = ()
+    structure: tuple[tuple[int, bytes], ...] = ()
+    structure_of: tuple[str, int] = ("", 0)
+    last: Turn | None = None
+
+    stored: bool = False
+    """Whether the cache is in the state as it is here."""
+
+    @classmethod
+    def load(cls, context: Context, ask: Ask, part: Part, reader: Reader) -> Kept:
+        """Return what this node has at the beginning of the turn that ``ask`` is about. Modifies nothing.
+
+        Parameters
+        ----------
+        reader : callable
+            Returns ids and rows of a frame that was kept.
+
+        Raises
+        ------
+        StateError
+            When what is there cannot be read.
+        """
+        rows_of = json.dumps([part.digest, ask.row_codec, ask.noise])
+        cache = FeatureCache(ask.cache, ask.cache_bytes, key=rows_of)
+        fresh = cls(part.digest, rows_of, cache, session=ask.session)
+        meta = context.state.config_records.get(_META)
+        if meta is None or meta.get("digest") != part.digest:
+            return fresh
+        try:
+            return _read(context, meta, ask, fresh)._at(ask, reader)
+        except (FedcompError, KeyError, ValueError, TypeError, AttributeError) as error:
+            raise StateError(f"what this node keeps of the graph cannot be read: {error}; restart the node") from error
+
+    def _at(self, ask: Ask, reader: Reader) -> Kept:
+        """Return this at the beginning of a turn: what any other one left behind is part of it."""
+        last = self.last
+        if last is None or (last.session, last.number) == (ask.session, ask.turn):
+            return self
+        cache, hidden = self.cache, self.hidden
+        if self.rows_of == last.rows_of:
+            # In the order of use: what was cached before comes first, then what was fetched. Another limit since may
+            # have left something out.
+            cache.get(last.used[np.isin(last.used, cache.ids, assume_unique=True)])
+            for frame in last.rows.values():
+                cache.put(*reader(frame))
+        if last.session == self.session:
+            longest = max(len(hidden), len(last.seen))
+            hidden = tuple(_at(hidden, layer).updated(_at(last.seen, layer)) for layer in range(longest))
+        return replace(self, cache=cache, hidden=hidden, last=None, stored=False)
+
+    def told(self, ask: Ask, norms: Table, structure: Sequence[tuple[int, bytes]]) -> Kept:
+        """Return this with feature norms and adjacency rows that a plan's message brought."""
+        place = (ask.session, ask.turn)
+        before = self.structure_at(ask)
+        more = tuple(frame for frame in structure if frame not in before)
+        return replace(self, norms=self.norms.updated(norms), structure=before + more, structure_of=place)
+
+    def structure_at(self, ask: Ask) -> tuple[tuple[int, bytes], ...]:
+        """Return the adjacency rows that were sent for the turn of ``ask``."""
+        return self.structure if self.structure_of == (ask.session, ask.turn) else ()
+
+    def save(self, context: Context) -> None:
+        """Write all of it; the last thing a handler does."""
+        state = context.state
+        arrays: dict[str, NDArray[Any]] = {"norms.ids": self.norms.ids, "norms": self.norms.values}
+        meta: dict[str, Any] = {
+            "digest": self.digest,
+            "rows-of": self.rows_of,
+            "cache": _policy(self.cache),
+            "session": self.session,
+            "hidden": _put_tables(arrays, "hidden", self.hidden),
+            "structure.session": self.structure_of[0],
+            "structure.turn": self.structure_of[1],
+            "structure.owners": [owner for owner, _ in self.structure],
+        }
+        frames = {f"structure/{place}": frame for place, (_, frame) in enumerate(self.structure)}
+        if self.last is not None:
+            meta |= {
+                "last.session": self.last.session,
+                "last.turn": self.last.number,
+                "last.rows-of": self.last.rows_of,
+                "last.owners": list(self.last.rows),
+                "last.seen": _put_tables(arrays, "seen", self.last.seen),
+            }
+            arrays["used"] = self.last.used
+            frames |= {f"rows/{place}": frame for place, frame in enumerate(self.last.rows.values())}
+        cache = None if self.stored else to_record(self.cache.to_arrays())
+        record, entries = to_record(arrays), ConfigRecord({k: v for k, v in meta.items() if v not in ("", [])})
+        for name in [n for n in state if n.startswith(_FRAMES)]:
+            del state[name]
+        for name, frame in frames.items():
+            put_frame(state, f"{_FRAMES}{name}", frame)
+        if cache is not None:
+            state[_CACHE] = cache
+        state[_ARRAYS] = record
+        state[_META] = entries
+
+
+Reader = Callable[[bytes], tuple[Ids, NDArray[Any]]]
+"""``ids, rows = reader(frame)``."""
+
+
+def _read(context: Context, meta: ConfigRecord, ask: Ask, fresh: Kept) -> Kept:
+    said: dict[str, Any] = dict(meta)
+    arrays = to_arrays(context.state.array_records[_ARRAYS])
+    last = None
+    if "last.session" in said:
+        rows = dict(zip(said.get("last.owners", []), _frames(context, "rows"), strict=True))
+        seen = _take_tables(arrays, "seen", said["last.seen"])
+        last = Turn(said["last.session"], said["last.turn"], said["last.rows-of"], rows, arrays["used"], seen)
+    same_rows, same_run = said["rows-of"] == fresh.rows_of, said["session"] == ask.session
+    cache = fresh.cache
+    if same_rows:
+        held = to_arrays(context.state.array_records[_CACHE])
+        cache = FeatureCache.from_arrays(held, cache.policy, cache.limit_bytes, key=cache.key)
+    return Kept(
+        fresh.digest,
+        fresh.rows_of,
+        cache,
+        Table(arrays["norms.ids"], arrays["norms"]),
+        ask.session,
+        _take_tables(arrays, "hidden", said["hidden"]) if same_run else (),
+        tuple(zip(said.get("structure.owners", []), _frames(context, "structure"), strict=True)),
+        (said.get("structure.session", ""), said["structure.turn"]),
+        last,
+        same_rows and said["cache"] == _policy(cache),
+    )
+
+
+def _policy(cache: FeatureCache) -> str:
+    return f"{cache.policy} {cache.limit_bytes}"
+
+
+def _frames(context: Context, kind: str) -> list[bytes]:
+    prefix = f"{_FRAMES}{kind}/"
+    count = sum(name.startswith(prefix) for name in context.state)
+    found = [take_frame(context.state, f"{prefix}{place}") for place in range(count)]
+    whole = [frame for frame in found if frame is not None]
+    if len(whole) != count:
+        raise StateError(f"a kept frame under {prefix!r} is missing")
+    return whole
+
+
+def _put_tables(arrays: dict[str, NDArray[Any]], name: str, tables: Sequence[Table]) -> int:
+    for place, table in enumerate(tables):
+        arrays[f"{name}.{place}.ids"], arrays[f"{name}.{place}"] = table.ids, table.values
+    return len(tables)
+
+
+def _take_tables(arrays: Mapping[str, NDArray[Any]], name: str, count: int) -> tuple[Table, ...]:
+    return tuple(Table(arrays[f"{name}.{place}.ids"], arrays[f"{name}.{place}"]) for place in range(count))
+
+
+def _at(tables: Sequence[Table], layer: int) -> Table:
+    return tables[layer] if layer < len(tables) else Table()
+
+
+def own_secret(context: Context) -> tuple[bytes, bool]:
+    """Return the secret that this owner's noise comes from, and whether it is new; modifies nothing.
+
+    Raises
+    ------
+    StateError
+        When what is kept is none.
+    """
+    held = context.state.config_records.get(_SECRET)
+    if held is None:
+        return secrets.token_bytes(_SECRET_BYTES), True
+    secret = held.get("secret")
+    if not isinstance(secret, bytes) or len(secret) != _SECRET_BYTES:
+        raise StateError("the secret that this owner's noise comes from is damaged; restart the node")
+    return secret, False
+
+
+def keep_secret(context: Context, secret: bytes) -> None:
+    """Keep it: noise drawn anew at every fetch would average out."""
+    context.state[_SECRET] = ConfigRecord({"secret": secret})
