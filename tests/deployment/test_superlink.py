@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quick_nodes import quicken
 
 from experiments import engines
 from experiments.engines import superlink
@@ -43,7 +44,9 @@ def processes_below(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch):
+def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch, tmp_path):
+    # The apps come in the bundle and from nowhere else.
+    quicken(monkeypatch, tmp_path, project=False)
     here = engines.run(replace(SPEC, engine="inprocess"))
     used: list[Deployment] = []
 

@@ -72,6 +72,14 @@ def datalens(engine: str = "inprocess") -> RunSpec:
     return RunSpec("datalens", task="digits-generator", rounds=2, clients=2, seed=3, engine=engine, settings=settings)
 
 
+def on_graph(engine: str = "inprocess") -> RunSpec:
+    """Owners of parts of a graph: rows, norms and adjacency rows stay in the engine's own client state."""
+    settings = {"mode": "measured", "task.structure": "halo", "task.cut": "random", "cache": "lru", "cache_bytes": 4000}
+    settings |= {"codec": "topk", "codec.density": 0.1, "task.hidden": "128", "fraction_evaluate": 1.0}
+    settings |= {"n": "6", "batch_size": 4, "lr": 0.3}
+    return RunSpec("skewed-gcn", task="karate", rounds=2, clients=2, seed=3, engine=engine, settings=settings)
+
+
 def same(here: RunResult, there: RunResult) -> None:
     assert {k: v.tobytes() for k, v in here.arrays.items()} == {k: v.tobytes() for k, v in there.arrays.items()}
     for a, b in zip(here, there, strict=True):
@@ -107,6 +115,7 @@ def on_ray(ledgers: Path) -> dict[str, RunResult]:
                 )
             results["coded-linear"] = serve(linear("ray"), grid)
             results["datalens"] = serve(datalens("ray"), grid)
+            results["skewed-gcn"] = serve(on_graph("ray"), grid)
             deliver(results[COMPRESSED[0]])
 
         return app
@@ -156,6 +165,15 @@ def test_7_16_decentralised_systems_give_the_same_bits_on_ray(name: str, on_ray:
     same(here, there)
     assert here.rounds[0].loss != here.final.loss
     assert here.final.metrics["gossip.edge"] > 0
+
+
+@pytest.mark.slow
+def test_a_graph_run_gives_the_same_bits_on_ray(on_ray: dict[str, RunResult]) -> None:
+    here, there = engines.run(on_graph()), on_ray["skewed-gcn"]
+    same(here, there)
+    assert here.rounds[0].loss != here.final.loss
+    for name in ("gcn.feature_bytes_link", "gcn.structure_bytes", "clients.gcn.evaluate_feature_bytes_link"):
+        assert here.rounds[1].metrics[name] > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,407 @@
+"""Owners that are away, die, come back or are doubted: a round goes on, does not wait, and says what it missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from graph_federation import (
+    ENOUGH,
+    PARTS,
+    Meddler,
+    averaging,
+    bits,
+    client,
+    graph,
+    grid,
+    initial,
+    record,
+    reports,
+    run,
+    strategy,
+)
+
+from fedcomp.errors import ConfigError
+from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.gcn import EVALUATE_TYPE, HEADER, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.rounds import fit
+from fedcomp.graphs.base import Part
+from fedcomp.rng import Key
+from strategies.gcn import SkewedGCN
+
+DEADLINE = 5.0
+ALL = (SETUP_TYPE, PLAN_TYPE, ROWS_TYPE, TRAIN_TYPE, EVALUATE_TYPE)
+
+
+def silent(*places: tuple[int, int, str]) -> Callable[[Delivery], str]:
+    """Return the plan by which nothing comes back for these rounds, partitions and types of messages."""
+    return lambda d: "silent" if (d.round, d.partition, d.message_type) in places else "none"
+
+
+def dead(partition: int, *rounds: int) -> Callable[[Delivery], str]:
+    """Return the plan by which a node answers nothing in some rounds, and is listed as online all the same."""
+    return silent(*((number, partition, kind) for number in rounds for kind in ALL))
+
+
+def everything(**options: Any) -> SkewedGCN:
+    """Return a strategy whose clients use all their neighbours, so that everybody wants something of everybody."""
+    return strategy(**{"n_per_layer": ENOUGH, "batch_size": 0, "deadline": DEADLINE, **options})
+
+
+def seconds(over: MeteredGrid, of: SkewedGCN, rounds: int) -> list[float]:
+    """Run, and return how many simulated seconds each round took; clients that answer take none."""
+    clock = [0.0]
+    run(of, over, rounds, on_round=lambda *_: clock.append(over.clock))
+    return [after - before for before, after in pairwise(clock)]
+
+
+def test_7_14_an_owner_that_leaves_is_done_without_and_is_used_again_at_once() -> None:
+    over, of = grid(graph()), everything()
+
+    def fate(number: int, *_: Any) -> None:
+        if number == 1:
+            over.remove_node(2)
+        elif number == 3:
+            over.add_node(2)
+
+    run(of, over, 4, on_round=fate)
+    for number in (2, 3):
+        report = of.graph[number]
+        assert report.absent == {2: "no node of this part is online"}
+        assert report.train.absent == 1
+        assert report.train.clients == PARTS - 1
+        assert report.train.replans == 0  # told beforehand
+        assert report.train.trips == 3
+        assert 0 < report.train.lost_mass < 1
+        assert 2 not in report.train.rows_sent
+    back = of.graph[4]
+    assert (back.absent, back.lost, back.train.lost_mass) == ({}, {}, 0.0)
+    assert back.train.rows_sent == of.graph[1].train.rows_sent
+    assert back.train.trips == 4  # who are you
+
+
+def test_7_14_what_is_lost_is_the_share_of_the_weight_of_the_absent_owner() -> None:
+    """By hand: of the last client's rows of P, the absolute values in the columns of the absent owner."""
+    parts = graph()
+    over, of = grid(parts), everything(structure="full")
+    over.remove_node(1)
+    run(of, over, 1)
+    shares = []
+    for part in parts[:1] + parts[2:]:
+        inputs = np.unique(part.structure.rows(part.train).columns)
+        rows = part.structure.rows(inputs)
+        gone = part.structure.owner_of(rows.columns) == 1
+        shares.append(rows.values[gone].sum() / rows.values.sum())
+    assert of.graph[1].train.lost_mass == pytest.approx(np.mean(shares), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [PLAN_TYPE, ROWS_TYPE])
+def test_7_14_an_owner_that_dies_with_its_plan_or_its_rows_costs_one_deadline(kind: str) -> None:
+    over, of = grid(graph(), fault=silent((2, 1, kind))), everything()
+    took = seconds(over, of, 3)
+    report = of.graph[2]
+    assert "nothing came back in time" in report.absent[1]
+    assert list(report.absent) == list(report.lost) == [1]
+    assert report.train.replans == PARTS - 1
+    assert report.train.clients == PARTS - 1
+    assert report.train.lost_mass > 0
+    assert took == [0.0, DEADLINE, 0.0]
+    plans = over.ledger.total("messages", message_type=PLAN_TYPE, direction="down", round=2)
+    assert plans == PARTS + PARTS - 1
+    # What the others had of each other is not fetched again.
+    again = over.ledger.total("messages", message_type=ROWS_TYPE, direction="down", round=2)
+    assert again == (PARTS if kind == ROWS_TYPE else PARTS - 1)
+    assert (of.graph[3].absent, of.graph[3].train.clients) == ({}, PARTS)
+    assert of.graph[3].train.rows_sent == of.graph[1].train.rows_sent
+
+
+def test_7_14_only_those_that_wanted_its_rows_plan_again() -> None:
+    parts = graph(degree=1.0, nodes=40)
+    probe = everything()
+    run(probe, grid(parts), 1)
+    sent: dict[int, set[int]] = {part: set() for part in range(PARTS)}
+
+    class Watch(Meddler):
+        def __call__(self, message: Message, context: Any) -> Message:
+            if message.metadata.message_type == ROWS_TYPE:
+                owner = int(context.node_config["partition-id"])
+                sent[owner] |= {int(name.rsplit("/", 1)[1]) for name in message.content if "/ids/" in name}
+            return super().__call__(message, context)
+
+    run(everything(), grid(parts, Watch(client(parts))), 1)
+    victim = min((part for part in sent if sent[part]), key=lambda part: len(sent[part]))
+    assert 0 < len(sent[victim]) < PARTS - 1
+    of = everything()
+    run(of, grid(parts, fault=silent((1, victim, ROWS_TYPE))), 1)
+    assert of.graph[1].train.replans == len(sent[victim] - {victim})
+
+
+def test_7_14_rows_in_the_cache_serve_while_their_owner_is_away() -> None:
+    results = {}
+    for cache in ("none", "all"):
+        over, of = grid(graph()), everything(cache=cache)
+        run(of, over, 2, on_round=lambda number, *_, over=over: over.remove_node(3) if number == 1 else None)
+        results[cache] = of.graph[2]
+        assert of.graph[2].absent == {3: "no node of this part is online"}
+    assert results["none"].train.lost_mass > 0.0
+    assert results["all"].train.lost_mass == 0.0
+    assert results["all"].train.rows_fetched == 0
+    assert results["all"].train.remote_inputs > results["none"].train.remote_inputs
+
+
+def test_7_14_one_that_all_others_have_left_learns_alone() -> None:
+    over, of = grid(graph()), everything()
+    run(of, over, 1)
+    before = record(initial())
+    for part in (0, 1, 3):
+        over.remove_node(part)
+    found = run(of, over, 2, first=2, start=before)
+    report = of.graph[2]
+    assert sorted(report.absent) == [0, 1, 3]
+    assert (report.train.clients, report.train.trips, report.train.rows_fetched) == (1, 2, 0)
+    assert report.train.lost_mass > 0
+    assert bits(found) != bits(initial())
+    over.remove_node(2)
+    # Nobody is there at all: nothing is asked, nothing is learnt, nothing breaks. Flower itself would wait for nodes.
+    of.inner.configure_train = lambda *_: []  # type: ignore[method-assign]
+    assert bits(run(of, over, 3, first=3, start=before)) == bits(initial())
+    assert of.graph[3].train.trips == 0
+
+
+def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_successor_none() -> None:
+    parts = graph()
+    over, of = grid(parts, fault=dead(1, 2, 3)), everything()
+    took = seconds(over, of, 4)
+    # In its first round it is missed with its plan; later it is asked for a sign before anybody counts on it.
+    assert took == [0.0, DEADLINE, DEADLINE, 0.0]
+    assert [r.train.replans for r in reports(of)] == [0, PARTS - 1, 0, 0]
+    assert [sorted(r.absent) for r in reports(of)] == [[], [1], [1], []]
+    assert of.graph[3].absent == {1: "its node does not answer"}
+    assert of.graph[4].train.rows_sent == of.graph[1].train.rows_sent
+
+
+def falling() -> Callable[[Delivery], str]:
+    """Return the plan by which one more owner falls silent with every exchange of rows, the last one first."""
+    exchanges: list[int] = []
+
+    def plan(delivery: Delivery) -> str:
+        if delivery.message_type != ROWS_TYPE:
+            return "none"
+        if delivery.exchange not in exchanges:
+            exchanges.append(delivery.exchange)
+        return "silent" if delivery.partition >= PARTS - len(exchanges) else "none"
+
+    return plan
+
+
+def test_7_14_owners_that_die_one_after_the_other_cost_a_deadline_and_two_trips_each() -> None:
+    """Without an owner a sampled plan wants other rows, so that the next owner is asked, and is silent."""
+    over = grid(graph(), fault=falling())
+    of = strategy(n_per_layer=16, batch_size=0, mode="fixed", seed=4, deadline=DEADLINE)
+    run(of, over, 1)
+    report = of.graph[1]
+    assert sorted(report.absent) == [1, 2, 3]
+    assert (report.train.clients, report.train.rows_received) == (1, {0: 0})
+    # Who are you, a plan and rows for each that falls, the plan of the one that is left, and its training.
+    assert report.train.trips == 1 + 2 * 3 + 1 + 1
+    assert over.clock == 3 * DEADLINE
+
+
+def test_7_14_rows_that_came_before_their_owner_fell_are_used() -> None:
+    app, loaded = Meddler(client(graph())), []
+    app.before[1, 0, TRAIN_TYPE] = lambda message, context: loaded.extend(message.content)
+    of = strategy(n_per_layer=16, batch_size=0, mode="fixed", deadline=DEADLINE)
+    run(of, grid(graph(), app, fault=falling()), 1)
+    assert sorted(of.graph[1].absent) == [2, 3]
+    assert f"{HEADER}/rows/2" in loaded
+    assert f"{HEADER}/rows/3" not in loaded
+
+
+def test_7_14_evaluation_does_without_whom_training_missed_and_asks_who_may_be_there() -> None:
+    over = grid(graph(), fault=silent((1, 0, PLAN_TYPE), (2, 1, TRAIN_TYPE)))
+    of = everything(inner=averaging(evaluate=True))
+    took = seconds(over, of, 2)
+    first, second = reports(of)
+    assert first.evaluate.clients == PARTS - 1
+    assert first.evaluate.lost_mass > 0
+    assert first.evaluate.trips == 3
+    # An answer to training was lost: its node is asked for a sign, and is there.
+    assert second.lost == {1: "nothing came back in time"}
+    assert second.train.clients == PARTS - 1
+    assert second.evaluate.clients == PARTS
+    assert second.evaluate.trips == 4
+    assert took == [DEADLINE, DEADLINE]
+
+
+def test_7_14_an_owner_that_dies_with_its_rows_of_the_adjacency_is_done_without_too() -> None:
+    over, of = grid(graph(structure="halo"), fault=silent((2, 1, ROWS_TYPE))), everything(structure="halo")
+    run(of, over, 3)
+    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS]
+    assert of.graph[2].train.lost_mass > 0
+    assert list(of.graph[2].absent) == [1]
+    # Who asked for none of these plans as before.
+    assert 0 < of.graph[2].train.replans < PARTS
+    assert 0 < of.graph[2].train.structure_bytes < of.graph[1].train.structure_bytes
+
+
+# Messages that are lost, late or doubled.
+
+
+def test_what_arrives_twice_counts_once() -> None:
+    options = {"cache": "all", "mode": "measured"}
+    parts, found = graph(), {}
+    for kind in ("none", "duplicate", "duplicate_reply"):
+        of = strategy(**options)
+        model = run(of, grid(parts, fault=lambda delivery, kind=kind: kind), 2)
+        found[kind] = bits(model), [report.to_json() for report in reports(of)]
+    assert found["none"] == found["duplicate"] == found["duplicate_reply"]
+
+
+def test_a_run_in_which_a_fifth_of_all_messages_fails_goes_on() -> None:
+    kinds = {"lost_reply": 0.05, "late": 0.04, "raise": 0.04, "offline": 0.04, "silent": 0.03}
+    parts = graph()
+    of = everything(inner=averaging(evaluate=True), cache="all", n_per_layer=12, batch_size=6)
+    over = grid(parts, fault=RandomFaults(Key(5, "gcn"), kinds), error_state="keep")
+    found = run(of, over, 5)
+    assert all(np.isfinite(value).all() for value in found.values())
+    assert any(r.absent for r in reports(of))
+    assert 5 < sum(r.train.clients for r in reports(of)) < 5 * PARTS
+    for report in reports(of):
+        assert report.train.trips <= 4 + 2 * PARTS
+        assert report.train.clients + len(report.lost.keys() | report.absent.keys()) >= PARTS
+
+
+def test_a_client_that_lost_its_cache_between_plan_and_training_is_lost_once_and_fetches_anew() -> None:
+    app = Meddler(client(graph()))
+
+    def forget(message: Message, context: Any) -> None:
+        context.state = RecordDict()
+
+    app.before[2, 1, TRAIN_TYPE] = forget
+    of = everything(cache="all")
+    # What its handler did before it failed stays, as in a deployment.
+    run(of, grid(graph(), app, error_state="keep"), 3)
+    first, second, third = reports(of)
+    assert list(second.lost) == [1]
+    assert "MissingRows" in second.lost[1]
+    assert second.train.clients == PARTS - 1
+    assert (third.lost, third.train.clients) == ({}, PARTS)
+    assert third.train.rows_received[1] == first.train.rows_received[1] > 0
+    assert third.train.rows_received[0] == 0
+
+
+# Who sits where.
+
+
+class Blind(Grid):
+    """A grid that, like a deployment, does not know which partition a node holds."""
+
+    def __init__(self, inner: InProcessGrid) -> None:
+        self.within = inner
+
+    def set_run(self, run: Any) -> None:
+        self.within.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        return self.within.run
+
+    def create_message(self, *arguments: Any, **options: Any) -> Message:
+        return self.within.create_message(*arguments, **options)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self.within.get_node_ids()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return self.within.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return self.within.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.within.send_and_receive(messages, timeout=timeout)
+
+
+def blind(parts: list[Part], **options: Any) -> InProcessGrid:
+    """Return a grid of one node more than there are parts, which says it holds part 1."""
+    config = {"node_config": lambda partition: {"partition-id": 1 if partition == PARTS else partition}}
+    return InProcessGrid(client(parts), PARTS + 1, seed=2, **config, **options)
+
+
+def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_takes_over_when_it_does_not() -> None:
+    within = blind(graph(), fault=silent(*((number, 1, kind) for number in (2, 3) for kind in ALL)))
+    of = everything()
+    config = ConfigRecord({"seed": 3})
+    fit(of, Blind(within), record(initial()), 4, timeout=60.0, train_config=config)
+    claim = "a node says it holds part 1, as which another one answers"
+    assert [r.events.get("unknown", []).count(claim) for r in reports(of)] == [1, 0, 0, 0]
+    assert [sorted(r.absent) for r in reports(of)] == [[], [1], [], []]
+    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS, PARTS]
+    assert of.graph[3].events["unknown"] != []
+
+
+def test_a_newcomer_takes_the_place_of_a_dead_process_in_the_round_it_comes() -> None:
+    """The dead one is still listed, and nobody had a reason to doubt it: it is asked for a sign, in vain."""
+    parts = graph()
+    within = InProcessGrid(
+        client(parts),
+        PARTS,
+        seed=2,
+        node_config=lambda partition: {"partition-id": partition % PARTS},
+        fault=silent(*((number, 1, kind) for number in (2, 3) for kind in ALL)),
+    )
+    of = everything()
+
+    def join(number: int, *_: Any) -> None:
+        if number == 1:
+            within.add_node(PARTS + 1)
+
+    fit(of, Blind(within), record(initial()), 3, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join)
+    for number in (2, 3):
+        assert (of.graph[number].absent, of.graph[number].train.clients) == ({}, PARTS)
+    assert of.graph[2].train.rows_sent == of.graph[1].train.rows_sent
+
+
+def test_nodes_with_parts_of_different_graphs_are_refused() -> None:
+    parts = graph()
+    parts[2] = graph(seed=4)[2]
+    with pytest.raises(ConfigError, match=r"do not hold parts of one graph: parts \[0, 1, 3\] are .*; parts \[2\] are"):
+        run(everything(), grid(parts), 1)
+
+
+def test_a_newcomer_with_a_part_of_another_graph_is_refused_and_the_run_goes_on() -> None:
+    parts, of = graph(), everything()
+    over = grid(parts)
+
+    def swap(number: int, *_: Any) -> None:
+        if number == 1:
+            over.remove_node(2)
+            parts[2] = graph(seed=4)[2]
+            over.add_node(2)
+
+    run(of, over, 3, on_round=swap)
+    assert "this run is of 4 parts" in of.graph[2].events["refused"][0]
+    assert "refused" not in of.graph[3].events
+    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS - 1]
+    assert of.graph[3].absent == {2: "no node of this part is online"}
+
+
+def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train() -> None:
+    parts = graph()
+    parts[1] = replace(parts[1], train=np.zeros(0, np.int64))
+    of = everything()
+    run(of, over := grid(parts), 1)
+    report = of.graph[1]
+    assert report.lost == {1: "its part has no node to learn from"}
+    assert report.absent == {}
+    assert report.train.rows_sent[1] > 0
+    assert report.train.clients == PARTS - 1
+    assert over.ledger.total("messages", message_type=TRAIN_TYPE, direction="down") == PARTS - 1

@@ -1,0 +1,407 @@
+"""The server of a graph run on the in-process engine: limit cases, counted bytes, trips, modes, resuming."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import FedAdam, FedMedian
+from graph_federation import (
+    DEGREE,
+    ENOUGH,
+    FEATURES,
+    LR,
+    NODES,
+    PARTS,
+    SEED,
+    TYPES,
+    averaging,
+    bits,
+    client,
+    graph,
+    grid,
+    initial,
+    network,
+    record,
+    reports,
+    run,
+    strategy,
+    total,
+)
+from graph_toys import toy_adjacency, toy_features
+
+from fedcomp.codecs import TopK
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower import checkpoint
+from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
+from fedcomp.graphs.base import Part
+from fedcomp.graphs.plan import plan_round
+from fedcomp.graphs.settings import SamplerSettings
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+from strategies.gcn import SkewedGCN
+from strategies.gcn_report import GraphReport, feature_bytes
+
+NAMES = (
+    *("remote_inputs", "rows_fetched", "feature_bytes_logical", "feature_bytes_link", "id_bytes", "setup_bytes"),
+    *("structure_bytes", "local_mass", "scale", "lost_mass", "absent", "replans", "trips", "clients"),
+)
+"""Figures of a round."""
+
+
+class Tape:
+    """An app that notes the feature bytes of the messages it is given and of its replies."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.app = client(parts)
+        self.down: list[tuple[str, int]] = []
+        self.up: list[tuple[str, int]] = []
+
+    def __call__(self, message: Any, context: Any) -> Any:
+        kind = message.metadata.message_type
+        self.down.append((kind, feature_bytes(message.content)))
+        reply = self.app(message, context)
+        self.up.append((kind, feature_bytes(reply.content)))
+        return reply
+
+
+# 6: the limit case.
+
+
+def one_machine(rounds: int, batch_size: int) -> dict[str, Any]:
+    """Train on the union of the clients' batches, with all neighbours, as one machine would."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from fedcomp.graphs.layers import whole
+
+    parts = graph()
+    features = torch.from_numpy(toy_features(NODES, FEATURES, SEED))
+    labels = np.zeros(NODES, np.int64)
+    for part in parts:
+        labels[part.ids] = part.labels
+    operators = whole(toy_adjacency(NODES, PARTS, DEGREE, SEED), 2, torch.float64)
+    model = network(initial())
+    everything = SamplerSettings(sampler="full")
+    for number in range(1, rounds + 1):
+        plans = [
+            plan_round(part, everything, seed=SEED, round=number, steps=1, batch_size=batch_size)[0] for part in parts
+        ]
+        batch = torch.from_numpy(np.concatenate([plan.batch for plan in plans]))
+        loss = cross_entropy(model(features, operators)[batch], torch.from_numpy(labels)[batch])
+        slopes = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for value, slope in zip(model.parameters(), slopes, strict=True):
+                value -= LR * slope
+    return {name: value.detach().numpy() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("scale", "batch_size"), [(1.0, 0), (7.0, 6)])
+def test_7_06_with_room_for_all_neighbours_k_clients_train_as_one_machine(scale: float, batch_size: int) -> None:
+    of = strategy(n_per_layer=ENOUGH, mode="fixed", scale=scale, batch_size=batch_size)
+    found = run(of, grid(graph()), 5)
+    for name, value in one_machine(5, batch_size).items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-10)
+        assert np.abs(value - initial()[name]).max() > 1e-3
+    assert of.method == "synchronous data-parallel SGD" == of.graph[1].method
+    assert strategy(local_steps=3).method == "local SGD, 3 steps a round"
+
+
+def test_7_06_a_sampled_run_is_another_one() -> None:
+    """Else the limit case would hold for a client that ignores its plan."""
+    sampled, whole = run(strategy(), grid(graph()), 2), run(strategy(n_per_layer=ENOUGH), grid(graph()), 2)
+    assert np.abs(sampled["layers.0.weight"] - whole["layers.0.weight"]).max() > 1e-4
+
+
+# 7: nothing to fetch, no trip.
+
+
+def test_7_07_one_client_fetches_nothing_and_the_trips_are_saved() -> None:
+    parts = graph(parts=1)
+    of, over = strategy(), grid(parts)
+    run(of, over, 3)
+    assert [r.train.trips for r in reports(of)] == [3, 2, 2]  # who are you, plan, train
+    assert all(total(of, name) == 0 for name in ("rows_fetched", "feature_bytes_link", "id_bytes", "remote_inputs"))
+    assert over.ledger.total("messages", message_type=ROWS_TYPE) == 0
+
+
+def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
+    of, over = strategy(n_per_layer=ENOUGH, batch_size=0, cache="all"), grid(graph())
+    model = run(of, over, 3)
+    first, second, third = reports(of)
+    assert [r.train.trips for r in (first, second, third)] == [4, 2, 2]
+    assert first.train.rows_fetched > 0
+    for later in (second, third):
+        assert later.train.rows_fetched == later.train.feature_bytes_link == later.train.id_bytes == 0
+        assert later.train.remote_inputs == first.train.remote_inputs
+    nothing = strategy(n_per_layer=ENOUGH, batch_size=0)
+    assert bits(run(nothing, grid(graph()), 3)) == bits(model)
+    assert total(nothing, "rows_fetched") == 3 * total(of, "rows_fetched")
+
+
+# 10: what is told is what was sent.
+
+
+@pytest.mark.parametrize("codec", ["dense-f64", "auto"])
+def test_7_10_bytes_are_those_of_the_payloads_and_a_link_costs_twice_what_travels(codec: str) -> None:
+    tape = Tape(parts := graph())
+    of = strategy(averaging(evaluate=True), row_codec=codec, local_steps=2)
+    over = grid(parts, tape)
+    run(of, over, 2)
+    ledger = over.ledger
+
+    def payload(*kinds: str, **where: Any) -> int:
+        return ledger.total("payload", message_type=kinds, **where)
+
+    train, evaluate = (
+        {name: total(of, name, purpose) for name in ("id_bytes", "feature_bytes_logical", "feature_bytes_link")}
+        for purpose in ("train", "evaluate")
+    )
+    assert train["feature_bytes_logical"] > 0 < evaluate["feature_bytes_logical"]
+    for found in (train, evaluate):
+        assert found["feature_bytes_link"] == 2 * found["feature_bytes_logical"]
+    # Both directions of the queries hold lists of ids and rows, and nothing else.
+    logical = train["feature_bytes_logical"] + evaluate["feature_bytes_logical"]
+    assert payload(PLAN_TYPE, ROWS_TYPE) == train["id_bytes"] + evaluate["id_bytes"] + logical
+    assert payload(ROWS_TYPE, direction="up") == logical == sum(size for kind, size in tape.up if kind == ROWS_TYPE)
+    assert payload(SETUP_TYPE) == total(of, "setup_bytes") == total(of, "structure_bytes") == 0
+    for kind, figures in ((TRAIN_TYPE, train), (EVALUATE_TYPE, evaluate)):
+        rows = sum(size for seen, size in tape.down if seen == kind)
+        assert rows == figures["feature_bytes_link"] - figures["feature_bytes_logical"]
+        messages = ledger.total("messages", message_type=kind, direction="down")
+        model = sum(len(array.data) for array in record(initial()).values())
+        assert payload(kind, direction="down") == messages * model + rows
+    assert set(ledger.by("message_type")) == set(TYPES)
+
+
+def test_7_10_rows_sent_are_rows_received_and_with_dedupe_fewer_are_sent() -> None:
+    plain = strategy(n_per_layer=ENOUGH, batch_size=0)
+    apart, once = grid(graph()), grid(graph())
+    model = run(plain, apart, 2)
+    for report in reports(plain):
+        sent, received = report.train.rows_sent, report.train.rows_received
+        assert sum(sent.values()) == sum(received.values()) == report.train.rows_fetched > 0
+        assert sorted(sent) == sorted(received) == list(range(PARTS))
+    shared = strategy(n_per_layer=ENOUGH, batch_size=0, dedupe=True)
+    assert bits(run(shared, once, 2)) == bits(model)
+    for one, two in zip(reports(shared), reports(plain), strict=True):
+        # The requesters get what they got, byte for byte; the owners send a row once.
+        assert one.train.rows_received == two.train.rows_received
+        assert one.train.rows_fetched == sum(one.train.rows_sent.values()) < two.train.rows_fetched
+        down = [r.train.feature_bytes_link - r.train.feature_bytes_logical for r in (one, two)]
+        assert down[0] == down[1] == two.train.feature_bytes_logical > one.train.feature_bytes_logical
+    uplink = [of.ledger.total("wire", message_type=ROWS_TYPE, direction="up") for of in (once, apart)]
+    assert uplink[0] < uplink[1]
+
+
+def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy() -> None:
+    of = strategy(averaging(evaluate=True))
+    seen: dict[int, Any] = {}
+    run(of, grid(graph()), 2, on_round=lambda number, arrays, outcome: seen.update({number: outcome}))
+    trained, evaluated = dict(seen[2].train), dict(seen[2].evaluate)
+    assert {f"gcn.{name}" for name in NAMES} | {"train_loss"} == set(trained)
+    assert {f"gcn.evaluate_{name}" for name in NAMES} | {"loss", "accuracy"} == set(evaluated)
+    assert {**trained, **evaluated}.items() >= dict(of.graph[2].metrics()).items()
+    assert trained["gcn.clients"] == evaluated["gcn.evaluate_clients"] == PARTS
+    assert 0 < trained["gcn.local_mass"] < 1 < trained["gcn.scale"]
+    assert evaluated["gcn.evaluate_scale"] == 1.0
+    assert evaluated["gcn.evaluate_lost_mass"] == 0.0
+    # Evaluation without sampling needs every remote neighbour within two hops.
+    assert evaluated["gcn.evaluate_remote_inputs"] > trained["gcn.remote_inputs"]
+
+
+def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
+    options = {"n_per_layer": 8, "mode": "fixed"}
+    full = strategy(averaging(evaluate=True), **options)
+    sampled = strategy(averaging(evaluate=True), evaluate="sampled", **options)
+    for of in (full, sampled):
+        run(of, grid(graph()), 1)
+    assert 0 < total(sampled, "rows_fetched", "evaluate") < total(full, "rows_fetched", "evaluate")
+
+
+# What owners know of the edges.
+
+
+def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_told() -> None:
+    full, halo = strategy(), strategy(structure="halo")
+    over = grid(graph(structure="halo"))
+    assert bits(run(halo, over, 2)) == bits(run(full, grid(graph()), 2))
+    for one, two in zip(reports(halo), reports(full), strict=True):
+        assert one.train.structure_bytes > 0 == two.train.structure_bytes
+        assert one.train.trips == two.train.trips + 2  # the adjacency rows, and the plan again
+        for name in ("rows_fetched", "feature_bytes_link", "id_bytes", "remote_inputs", "local_mass", "scale"):
+            assert getattr(one.train, name) == getattr(two.train, name)
+    told = sum(total(halo, name) for name in ("structure_bytes", "id_bytes", "feature_bytes_logical"))
+    assert over.ledger.total("payload", message_type=(PLAN_TYPE, ROWS_TYPE)) == told
+    with pytest.raises(ConfigError, match="structure 'full' of the graph, this strategy was made for 'halo'"):
+        run(strategy(structure="halo"), grid(graph()), 1)
+
+
+@pytest.mark.parametrize("structure", ["full", "halo"])
+def test_norms_are_fetched_once_and_counted(structure: str) -> None:
+    parts = graph(structure=structure)
+    of, over = strategy(mode="measured", structure=structure), grid(parts)
+    run(of, over, 2)
+    first, *later = reports(of)
+    assert first.train.setup_bytes > 0
+    assert not any(report.train.setup_bytes for report in later)
+    assert "norms" not in first.events
+    if structure == "full":
+        queried = over.ledger.total("payload", message_type=SETUP_TYPE)
+        # The norms once more, on their way to those who asked.
+        assert 0 < first.train.setup_bytes - queried < queried
+    plain = strategy(structure=structure)
+    run(plain, grid(parts), 1)
+    assert 1.0 < first.train.scale != plain.graph[1].train.scale
+
+
+def test_the_adaptive_scale_follows_the_bytes() -> None:
+    of = strategy(mode="adaptive", n_per_layer=16, local_steps=3)
+    run(of, grid(graph()), 4)
+    assert [report.train.scale for report in reports(of)][:2] == [1.0, 2.0]
+    assert all(scale >= 4.0 for scale in of.scales.values())
+    assert reports(of)[3].train.rows_fetched < reports(of)[0].train.rows_fetched
+    # One that fetches nothing has no reason to favour what it owns.
+    alone = strategy(mode="adaptive")
+    run(alone, grid(graph(parts=1)), 3)
+    assert alone.scales == {0: 1.0}
+
+
+# Inner strategies.
+
+
+def test_a_server_optimiser_takes_the_mean_of_the_clients() -> None:
+    adam = FedAdam(eta=0.05, fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1)
+    of = strategy(adam)
+    found = run(of, grid(graph()), 2)
+    assert bits(found) != bits(run(strategy(), grid(graph()), 2))
+    assert total(of, "clients") == 2 * PARTS
+
+
+@pytest.mark.parametrize(
+    ("inner", "downlink"),
+    [(averaging, TopK(density=0.5)), (lambda: FedMedian(fraction_evaluate=0.0, min_available_nodes=1), None)],
+)
+def test_the_drop_in_pair_compresses_a_graph_run(inner: Any, downlink: Any) -> None:
+    of = strategy(Compressed(inner(), TopK(density=0.25), downlink, seed=SEED), n_per_layer=ENOUGH)
+    over = grid(graph())
+    found = run(of, over, 3)
+    assert [r.compressed for r in of.reports.values()] == [PARTS] * 3
+    assert all(not r.rejected and not r.rolled_back for r in of.reports.values())
+    assert [len(r.fresh) for r in of.reports.values()] == [PARTS, 0, 0]
+    dense = grid(graph())
+    run(strategy(n_per_layer=ENOUGH), dense, 3)
+    up, plain = (g.ledger.total("payload", message_type=TRAIN_TYPE, direction="up") for g in (over, dense))
+    assert up < plain / 2
+    assert of.graph[3].train.feature_bytes_link > 0
+    assert np.isfinite(found["layers.0.weight"]).all()
+    assert bits(found) != bits(initial())
+
+
+def test_rows_too_large_for_a_config_record_pass_the_mods() -> None:
+    """A large frame is an ArrayRecord, and the drop-in pair looks for the model among these."""
+    parts = graph(nodes=4000, degree=8.0)
+    of = strategy(Compressed(averaging(), TopK(density=0.5), TopK(density=0.5)), n_per_layer=4000, batch_size=0)
+    run(of, over := grid(parts), 2)
+    assert total(of, "clients") == 2 * PARTS
+    assert not of.graph[2].lost
+    assert total(of, "feature_bytes_logical") > 2 * PARTS * 64 * 1024
+    assert over.ledger.total("payload", message_type=ROWS_TYPE, direction="up") == total(of, "feature_bytes_logical")
+
+
+def test_who_is_not_in_the_cohort_answers_with_rows_all_the_same() -> None:
+    class First(type(averaging())):  # type: ignore[misc]
+        """Asks the first node only."""
+
+        def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
+            return list(super().configure_train(server_round, arrays, config, grid))[:1]
+
+    of = strategy(First(fraction_evaluate=0.0, min_available_nodes=1), n_per_layer=ENOUGH)
+    over = grid(graph())
+    run(of, over, 1)
+    report = of.graph[1].train
+    assert report.clients == 1
+    assert list(report.rows_received) == [next(iter(report.rows_received))]
+    assert len(report.rows_sent) == PARTS - 1
+    assert not of.graph[1].absent
+
+
+# Resuming, and what is refused.
+
+
+@pytest.mark.parametrize("mode", ["measured", "adaptive"])
+def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
+    def made() -> SkewedGCN:
+        pair = Compressed(averaging(), TopK(density=0.25), TopK(density=0.5), seed=SEED)
+        return strategy(pair, mode=mode, cache="lru", cache_bytes=600, local_steps=2)
+
+    whole, over = made(), grid(graph())
+    model = run(whole, over, 3)
+    path, before = tmp_path / "run.ckpt", made()
+    interrupted = grid(graph())
+
+    def keep(number: int, arrays: ArrayRecord, outcome: Any) -> None:
+        checkpoint.save(path, server_round=number, arrays=arrays, strategy=before, grid=interrupted)
+
+    run(before, interrupted, 1, on_round=keep)
+    after, again = made(), grid(graph())
+    held = checkpoint.load(path)
+    held.apply(after, again)
+    assert bits(run(after, again, 3, first=2, start=held.arrays)) == bits(model)
+    assert {r: v.to_json() for r, v in after.graph.items()} == {r: v.to_json() for r, v in whole.graph.items()}
+    assert after.scales == whole.scales
+    assert again.ledger.total("payload") == over.ledger.total("payload")
+    with pytest.raises(StateError, match="resume with the settings the run was started with"):
+        held.apply(strategy(before.inner, mode=mode))
+
+
+def test_a_report_survives_json() -> None:
+    of = strategy(averaging(evaluate=True))
+    run(of, grid(graph()), 1)
+    of.graph[1].miss(2, "away")
+    of.graph[1].note("refused", "x" * 1000)
+    assert GraphReport.from_json(json.loads(json.dumps(of.graph[1].to_json()))) == of.graph[1]
+    assert len(of.graph[1].events["refused"][0]) < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cache": "alll"}, "cache='alll' is not known; did you mean 'all'"),
+        ({"structure": "some"}, "structure='some' is not known"),
+        ({"evaluate": "fully"}, "evaluate='fully' is not known; did you mean 'full'"),
+        ({"row_codec": "dense-f31"}, "row codec 'dense-f31' is not known; did you mean 'dense-f32'"),
+        ({"local_steps": 0}, "local_steps=0 is not valid: a whole number, at least 1"),
+        ({"batch_size": -1}, "batch_size=-1 is not valid"),
+        ({"cache_bytes": 0, "cache": "lru"}, "cache_bytes=0 is not valid"),
+        ({"noise": float("nan")}, "noise=nan is not valid"),
+        ({"deadline": 0}, "deadline=0 is not valid: give seconds > 0, or None"),
+        ({"dedupe": 1}, "dedupe=1 is not valid"),
+        ({"budget": 0.5}, "budget"),
+        ({"mode": "matchd"}, "did you mean 'matched'"),
+        ({"sampler": SamplerSettings(), "budget": 2.0}, "budget of SkewedGCN: the settings given as sampler say it"),
+        ({"inner": "fedavg"}, "inner must be a Flower Strategy instance"),
+        ({"inner": strategy()}, "runs its own loop"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SkewedGCN(**{"inner": averaging(), **options})
+
+
+def test_a_promise_of_privacy_does_not_hold_where_rows_travel_in_the_clear() -> None:
+    private = DpFedAvg(averaging(), clip=1.0, noise_multiplier=1.0, population=4)
+    for inner in (private, Compressed(private, TopK(density=0.1))):
+        with pytest.raises(ConfigError, match="feature rows leave their owners in the clear"):
+            SkewedGCN(inner)
+
+
+def test_settings_of_the_sampler_can_be_given_whole() -> None:
+    settings = SamplerSettings(sampler="node", fanout=3, mode="fixed", scale=2.0)
+    of = SkewedGCN(averaging(), sampler=settings)
+    assert of.sampler is settings
+    assert SkewedGCN(averaging(), (7, 9), scale=2.0, mode="fixed", sampler="ladies").sampler.n == (7, 9)
