@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in one row.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1
@@ -15,20 +18,21 @@ quickstart: $(STAMP)  ## set up and run the main job
 
 test: $(STAMP)  ## set up and run every check: lint, types, all tests
 	$(MAKE) lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(STAMP)  ## without Ray, deployments and long fuzzing
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## wire, kernels, engine, codes: ratios taken in one run
+bench: $(STAMP)  ## wire, kernels, engine, graphs, codes: ratios taken in one run
 	$(BIN)/python -m experiments.bench wire
 	$(BIN)/python -m experiments.bench kernels
 	$(BIN)/python -m experiments.bench engine
+	$(BIN)/python -m experiments.bench graphs
 	$(BIN)/python -m coding.bench
 
 # torch first and by its exact version: a range would pull the newest build and with it gigabytes of CUDA libraries.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -20,6 +23,41 @@ go_offline()
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("deep", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@functools.cache
+def _place(file: Path) -> int:
+    """Return when a file is handed to a worker: 0 for what starts Ray or deployments, 1 for other long ones, or 2."""
+    text = file.read_text(encoding="utf-8")
+    if "mark.slow" not in text:
+        return 2
+    return 0 if re.search(r"\bengines\b|flwr\.simulation", text) else 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under pytest-xdist the long files come first, so that no worker is left with one when the others are done."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _place(item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile`` keep all that starts engines on one worker, too.
+
+    Each has more processes than a small machine has processors: two at once would only wait for each other.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class EnginesTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engines" if _place(config.rootpath / file) == 0 else file
+
+    # The order of the workers stands.
+    config.option.loadscopereorder = False
+    return EnginesTogether(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")

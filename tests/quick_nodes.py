@@ -24,7 +24,11 @@ time.sleep = sleep
 """
 
 
-def quicken(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let every process that is started from now on know the project, as where it was installed, and not oversleep."""
+def quicken(patch: pytest.MonkeyPatch, folder: Path, *, project: bool = True) -> None:
+    """Let no process that is started from now on oversleep.
+
+    With ``project`` all of them know the project, as where it was installed; without, apps have but their bundle.
+    """
     (folder / "sitecustomize.py").write_text(_CUSTOM, encoding="utf-8")
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(project_root())]))
+    known = [str(folder), str(project_root())] if project else [str(folder)]
+    patch.setenv("PYTHONPATH", os.pathsep.join(known))
