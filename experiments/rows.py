@@ -26,12 +26,14 @@ class Row(NamedTuple):
     strategy : str
         The server's half: "compressed" (the drop-in pair, the default of rows with a codec), "shared_support",
         "coded_linear" (gradient descent on coded data), "gossip" (decentralised learning; the row's name is the
-        algorithm's), "private" (a promise of privacy; made by :mod:`experiments.private_systems`), or "coded" (a
-        construction around the drop-in pair, or around the inner strategy itself where there is no codec).
+        algorithm's), "private" (a promise of privacy; made by :mod:`experiments.private_systems`), "graph" (learning on
+        the parts of a graph; made by :mod:`experiments.graph_systems`), or "coded" (a construction around the drop-in
+        pair, or around the inner strategy itself where there is no codec).
     construction : str
         Of a coded row: which of :data:`strategies.coded.CONSTRUCTIONS`.
     task : str
-        Of a private row: the kind of task it needs ("generator"); empty for any that learns from records.
+        Of a private or graph row: the kind of task it needs ("generator", "graph"); empty for any that learns from
+        records.
     defaults : mapping
         Settings beyond the common ones, with their defaults. Of a coded row, those that are not the drop-in pair's are
         arguments of :class:`strategies.coded.CodedFedAvg`, or options of the construction; see
@@ -567,5 +569,15 @@ ROWS: Final[tuple[Row, ...]] = (
             "rank": 4,
         },
         strategy="private",
+    ),
+    Row(
+        "skewed-gcn",
+        "Skewed GCN sampling",
+        "Jiang, Rumi 2021, Communication-efficient sampling for distributed training of graph convolutional networks "
+        "(abstract only; the rule by which a variance budget sets the skew is derived here)",
+        "model updates; and of its nodes' features, in clear, the rows that the sampled batches of other clients ask "
+        "for: nodes that a client has itself are drawn more often, those of others less",
+        strategy="graph",
+        task="graph",
     ),
 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from experiments.graph_systems import GRAPH, make_graph
 from experiments.parts import (
     CODEC_PREFIX,
     CODEC_PREFIXES,
@@ -119,8 +120,8 @@ class System:
     prefixes : tuple of str
         Families of settings that are passed on to the system's parts.
     needs : mapping
-        What it asks of the task ("task": "linear") and the topology ("topology": "graph", a setting of that name);
-        empty means any task, star topology.
+        What it asks of the task ("task": "linear", "generator" or "graph") and the topology ("topology": "graph", a
+        setting of that name); empty means any task that learns from records, star topology.
     private : bool
         Whether it promises privacy; its settings then include :data:`experiments.private_systems.PRIVATE`.
     """
@@ -155,8 +156,17 @@ class System:
             key: _typed(key, settings[key], default) if key in settings else default for key, default in known.items()
         }
         out |= {key: value for key, value in settings.items() if key not in known}
-        _check_ranges(out, all_examples="topology" in self.needs)
+        _check_ranges(out, all_examples="topology" in self.needs or self.needs.get("task") == "graph")
         return out
+
+
+_FITS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "generator": "for a task such as 'digits-generator' use the system 'datalens'",
+        "graph": "for a task such as 'digits-graph' use the system 'skewed-gcn'",
+    }
+)
+"""Kinds of tasks that only some systems learn, and what to do with them."""
 
 
 def get_system(name: str) -> System:
@@ -183,14 +193,21 @@ def check(spec: RunSpec) -> None:
     task.assignment(spec.clients)
     if system.needs.get("task") == "linear":
         _ = task.linear_loss
-    if task.generative != (system.needs.get("task") == "generator"):
+    asked = system.needs.get("task", "")
+    if task.needs != (asked if asked in _FITS else ""):
         raise ConfigError(
             f"system {system.name!r} does not fit task {task.name!r}: a generator learns from votes of discriminators, "
-            "and everything else from records; use the system 'datalens' with a task such as 'digits-generator'"
+            "a graph from rows that its owners exchange, and everything else from records; "
+            + _FITS.get(task.needs, f"task {task.name!r} is for systems that train on records, such as 'fedavg'")
         )
     strategy = system.make_strategy(settings, spec.seed)
     if "topology" in system.needs:
         strategy.graph(spec.clients)  # type: ignore[attr-defined]
+    if task.needs == "graph" and strategy.sampler.layers != task.options["layers"]:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"the model of task {task.name!r} has {task.options['layers']} layers, and the sampler is to make "
+            f"{strategy.sampler.layers}; set layers={task.options['layers']}"  # type: ignore[attr-defined]
+        )
     private = find_private(strategy)
     if private is not None:
         # A delta that is too large for so few clients, a cap, a budget: all of it is about the population.
@@ -377,6 +394,9 @@ def _system(row: Row) -> System:
         parts = CODEC_PREFIXES if "codec" in row.defaults else downwards
         needs = {"task": row.task} if row.task else {}
         return System(row.name, row.title, row.paper, row.summary, promised, defaults, parts, needs, private=True)
+    if row.strategy == "graph":
+        settings, needs = {**GRAPH, **row.defaults}, {"task": row.task}
+        return System(row.name, row.title, row.paper, row.summary, make_graph, settings, CODEC_PREFIXES, needs)
     if row.strategy == "shared_support":
         own = (TASK_PREFIX, CODEC_PREFIX)
         return System(row.name, row.title, row.paper, row.summary, _shared_support, row.defaults, own)

@@ -13,5 +13,6 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "kernels": ("experiments.bench.kernels", "selection, fused steps and threshold estimates against a read pass"),
     "engine": ("experiments.bench.engine", "client rounds per second in process against Ray, memory of the server"),
     "gossip": ("experiments.bench.gossip", "decentralised runs: time per edge as graphs grow, letters, the protocol"),
+    "graphs": ("experiments.bench.graphs", "a sampled step and a round as graphs grow, the sampler, row codecs"),
     "noise": ("experiments.bench.noise", "exact integer noise against float noise and against rational arithmetic"),
 }

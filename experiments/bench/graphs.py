@@ -1,0 +1,289 @@
+"""Graph learning as graphs grow: time and memory of a step and of a round, the sampler beside plain scipy, row codecs.
+
+A step looks at the rows it samples and at nothing else: neither its time nor its memory may grow with the graph. That
+is measured on planted graphs of mean degree 20 up to 200 000 nodes and 2 000 000 undirected edges (4 200 000 entries of
+P): with eight parts, whose size grows along, and with as many as keep their size. Ratios gate; times are reported only,
+they say more about the machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.claims import Claim
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from fedcomp.graphs.base import Ids, StepPlan
+    from fedcomp.tasks.graph import GraphTask
+
+PARTS: Final = 8
+DEGREE: Final = 20
+BATCH: Final = 128
+KEPT: Final = 512
+SIZES: Final = (25_000, 50_000, 100_000, 200_000)
+QUICK: Final = (400, 800)
+
+_LIMIT: Final = 1.5
+"""How many times more time a step may take on the largest graph than on the smallest: room for caches."""
+
+_MEMORY: Final = 1.2
+_GIVEN: Final = "goal: a step does not know how large the graph is"
+
+Say = Callable[[str], None]
+
+
+def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Measure.
+
+    Returns
+    -------
+    dict
+        ``rows``: by number of nodes a client's step (milliseconds of processor time to plan, to gather, to train,
+        medians; peak of numpy's memory) and a round of eight clients with all their messages; two layers of this
+        sampler and of a LADIES-style one in plain scipy; row codecs (bytes and microseconds per row).
+        ``claims``: time and memory on the largest graph over those on the smallest.
+    """
+    say = progress or (lambda _line: None)
+    sizes, steps, rounds = (QUICK, 2, 2) if quick else (SIZES, 40, 6)
+    owned = sizes[0] // PARTS
+    rows: list[dict[str, Any]] = []
+    for nodes in sizes:
+        rows += _graph(nodes, steps, rounds, say)
+    for nodes in sizes[1:]:
+        rows.append(_alike(nodes, nodes // owned, steps, say))
+    eight = [row for row in rows if row.get("parts") == PARTS]
+    alike = [row for row in rows if row.get("owned") == owned]
+    whole = [row for row in rows if "round_ms" in row]
+    claims = [
+        _growth(f"a step, {PARTS} parts", eight, "step_ms", quick),
+        _growth(f"a step, parts of {owned} nodes", alike, "step_ms", quick),
+        _growth(f"a step, parts of {owned} nodes", alike, "step_kb", quick),
+        # In a larger part fewer of the sampled rows share neighbours, until none do: a goal beside it.
+        _growth(f"a step, {PARTS} parts", eight, "step_kb", True),
+        _growth(f"a round of {PARTS} clients", whole, "round_ms", quick),
+        _growth(f"a round of {PARTS} clients", whole, "round_kb", quick),
+    ]
+    return {"rows": [*rows, *_codecs(quick, say)], "claims": claims}
+
+
+def _growth(what: str, rows: Sequence[Mapping[str, Any]], key: str, reported: bool) -> Claim:
+    unit, limit = ("memory", _MEMORY) if key.endswith("kb") else ("time", _LIMIT)
+    name = f"{unit} of {what}: {rows[-1]['nodes']} nodes / {rows[0]['nodes']}"
+    return Claim(name, rows[-1][key] / rows[0][key], "<=", limit, _GIVEN, gate=not reported)
+
+
+def _graph(nodes: int, steps: int, rounds: int, say: Say) -> list[dict[str, Any]]:
+    task, part, about = _made(nodes, PARTS, say)
+    say(f"{nodes} nodes: {steps} steps of one client")
+    step = _step(task, part, steps)
+    say(f"{nodes} nodes: the sampler and a LADIES-style one in plain scipy")
+    samplers = _samplers(task, part, steps)
+    say(f"{nodes} nodes: {rounds} rounds of {PARTS} clients, with messages")
+    whole = _round(task, rounds)
+    return [{**about, **step}, {"nodes": nodes, **samplers}, {"nodes": nodes, **whole}]
+
+
+def _alike(nodes: int, parts: int, steps: int, say: Say) -> dict[str, Any]:
+    """Return a step of an owner of as many nodes as on the smallest graph."""
+    task, part, about = _made(nodes, parts, say)
+    return {**about, **_step(task, part, steps)}
+
+
+def _made(nodes: int, parts: int, say: Say) -> tuple[Any, Any, dict[str, Any]]:
+    from fedcomp.tasks import get_task
+
+    say(f"a graph of {nodes} nodes, {nodes * DEGREE // 2} edges drawn, {parts} parts")
+    begin = time.perf_counter()
+    task: Any = get_task("synthetic-graph", nodes=nodes, degree=DEGREE, parts=parts, columns=64)
+    part = task.part(0, parts)
+    about = {
+        "nodes": nodes,
+        "edges": task.neighbours.edges,
+        "entries": len(task.adjacency.values),
+        "parts": parts,
+        "owned": len(part.ids),
+        "build_s": time.perf_counter() - begin,
+    }
+    return task, part, about
+
+
+def _step(task: GraphTask, part: Any, steps: int) -> dict[str, float]:
+    """Return processor time of planning, gathering and training, and the peak of what numpy allocates meanwhile.
+
+    Rows of other owners are at hand, as they are when a training message is handled.
+    """
+    import torch
+
+    from fedcomp.graphs.layers import gather, operators_of
+    from fedcomp.tasks.base import single_thread
+    from fedcomp.tasks.sgd import Sgd
+
+    model = task.model(0)
+    descent = Sgd(model.parameters(), lr=0.1)
+    seconds: dict[str, list[float]] = {"plan": [], "gather": [], "train": []}
+    peaks = []
+
+    def one(number: int, *, traced: bool = False) -> None:
+        plan = _plan(part, number)
+        rows = (plan.remote, task.graph.features[plan.remote])
+        if traced:
+            tracemalloc.start()
+        marks = [time.process_time()]
+        plan = _plan(part, number)
+        marks.append(time.process_time())
+        x = gather(part, plan, [rows])
+        operators = operators_of(plan, x.dtype)
+        labels = torch.from_numpy(part.labels[part.positions(plan.batch)])
+        marks.append(time.process_time())
+        descent.step(task.objective(model, model(x, operators), labels))
+        marks.append(time.process_time())
+        if traced:
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        else:
+            for name, before, after in zip(seconds, marks, marks[1:], strict=False):
+                seconds[name].append(after - before)
+
+    with single_thread():
+        one(0)
+        for name in seconds:
+            seconds[name].clear()
+        for number in range(1, steps + 1):
+            one(number)
+        for number in range(1, min(steps, 5) + 1):
+            one(number, traced=True)
+    times = {f"{name}_ms": 1e3 * median(found) for name, found in seconds.items()}
+    candidates = sum(layer.candidates for layer in _plan(part, 1).layers)
+    return {"candidates": candidates, "step_ms": sum(times.values()), **times, "step_kb": max(peaks) / 1e3}
+
+
+def _plan(part: Any, number: int) -> StepPlan:
+    from fedcomp.graphs.plan import plan_round
+    from fedcomp.graphs.settings import SamplerSettings
+
+    settings = SamplerSettings(n=KEPT)
+    (plan,) = plan_round(part, settings, seed=0, round=number, steps=1, batch_size=BATCH)
+    return plan
+
+
+def _samplers(task: GraphTask, part: Any, steps: int) -> dict[str, float]:
+    """Return milliseconds of processor time of two sampled layers, ours and the reference's, for the same batches."""
+    from scipy.sparse import csr_matrix
+
+    adjacency = task.adjacency
+    matrix = csr_matrix((adjacency.values, adjacency.columns, adjacency.indptr), (task.nodes, task.nodes))
+    batches = [_plan(part, number).batch for number in range(1, steps + 1)]
+    ours = _time([partial(_plan, part, number) for number in range(1, steps + 1)])
+    key = Key(0, "bench-graphs/ladies")
+    theirs = _time(
+        [partial(ladies, matrix, batch, KEPT, 2, key.at(round=i).generator()) for i, batch in enumerate(batches)]
+    )
+    return {"sampler_ms": 1e3 * ours, "scipy_ladies_ms": 1e3 * theirs, "times_faster": theirs / ours}
+
+
+def ladies(matrix: Any, batch: Ids, n: int, layers: int, rng: np.random.Generator) -> list[Any]:
+    """Return the operators of a LADIES-style sampler, written here in plain scipy: the usual way to slice and draw.
+
+    Column norms are taken over all nodes, and nodes are drawn from an array as long as the graph: a step costs time and
+    memory in proportion to N.
+    """
+    rows, operators = batch, []
+    for _ in range(layers):
+        chosen = matrix[rows, :]
+        p = np.asarray(chosen.multiply(chosen).sum(axis=0)).ravel()
+        p /= p.sum()
+        kept = rng.choice(len(p), min(n, int(np.count_nonzero(p))), replace=False, p=p)
+        operators.append(chosen[:, kept].multiply(1.0 / (n * p[kept])).tocsr())
+        rows = kept
+    return operators[::-1]
+
+
+def _time(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the median processor time of the calls in seconds, after one that warms up."""
+    calls[0]()
+    seconds = []
+    for call in calls:
+        begin = time.process_time()
+        call()
+        seconds.append(time.process_time() - begin)
+    return median(seconds)
+
+
+def _round(task: GraphTask, rounds: int) -> dict[str, float]:
+    """Return processor time of a round of all clients, their messages serialised, and the peak of what it allocates."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord
+    from flwr.serverapp.strategy import FedAvg
+
+    from clients.app import app
+    from experiments.private_central import quiet
+    from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.flower.rounds import fit
+    from fedcomp.tasks.arrays import to_arrays
+    from strategies.gcn import SkewedGCN
+
+    options = {key: task.options[key] for key in ("nodes", "degree", "parts", "columns")}
+    config: dict[str, Any] = {"task": task.name, "clients": PARTS, "seed": 0, "lr": 0.1}
+    config |= {f"task.{key}": value for key, value in options.items()}
+    marks: list[float] = []
+    peaks: list[float] = []
+    start = ArrayRecord({name: Array(array) for name, array in to_arrays(task.model(0)).items()})
+
+    def mark(number: int, *_: object) -> None:
+        marks.append(time.process_time())
+        if number == rounds:
+            # The last round alone is traced, which slows it down: its time is left out.
+            gc.collect()
+            tracemalloc.start()
+        elif number == rounds + 1:
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+
+    with quiet(), InProcessGrid(app, PARTS, seed=0) as grid:
+        inner = FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
+        strategy = SkewedGCN(inner, KEPT, batch_size=BATCH)
+        fit(strategy, grid, start, rounds + 1, train_config=ConfigRecord(config), on_round=mark)
+    # The first round sets up.
+    spent = np.diff(marks[:rounds]).tolist()
+    report = strategy.graph[rounds]
+    return {
+        "round_ms": 1e3 * median(spent),
+        "round_kb": peaks[0] / 1e3,
+        "remote_inputs": report.train.remote_inputs,
+        "link_bytes": report.train.feature_bytes_link,
+    }
+
+
+def _codecs(quick: bool, say: Say) -> list[dict[str, Any]]:
+    """Return bytes and microseconds per row of every codec, for dense rows and for rows of words."""
+    from experiments.bench.graph_rows import row_table
+
+    count = 64 if quick else 512
+    shapes = {
+        "64 numbers": Key(0, "bench-graphs/rows").uniform(count * 64).reshape(count, 64).astype(np.float32),
+        "1433 words, 18 of them": _words(count, 1433, 18),
+    }
+    ids = 7 * np.arange(count, dtype=np.int64)
+    kept = ("per_row", "encode_us", "decode_us", "error")
+    out: list[dict[str, Any]] = []
+    for what, rows in shapes.items():
+        say(f"row codecs, {what}")
+        for line in row_table(ids, rows, repeats=1 if quick else 20):
+            out.append({"row codec": line["what"], "rows": what, **{key: line[key] for key in kept}})
+    return out
+
+
+def _words(count: int, features: int, each: int) -> NDArray[np.float32]:
+    rows = np.zeros((count, features), np.float32)
+    order = np.argsort(Key(0, "bench-graphs/words").uniform(count * features).reshape(count, features), axis=1)
+    np.put_along_axis(rows, order[:, :each], 1.0, axis=1)
+    return rows
