@@ -178,9 +178,10 @@ class FeatureCache:
         ids = np.fromiter(self._held, np.int64, len(self._held))
         lengths = np.fromiter(map(len, self._held.values()), np.uint32, len(self._held))
         rows = np.frombuffer(b"".join(self._held.values()), np.uint8)
+        form = np.array([self._features, self._dtype.itemsize], np.int64)
         return {
             "key": np.frombuffer(_digest(self.key), np.uint8),
-            "form": np.array([self._features, self._dtype.itemsize, _checksum(ids, lengths, rows)], np.int64),
+            "form": np.array([*form, _checksum(form, ids, lengths, rows)], np.int64),
             "ids": ids,
             "lengths": lengths,
             "rows": rows,
@@ -206,7 +207,8 @@ class FeatureCache:
             raise StateError(f"array {error} of a stored cache is missing; delete the state") from None
         if said.tobytes() != _digest(key) or policy == "none" or not ids.size:
             return cache
-        if form.shape != (3,) or form[2] != _checksum(ids, lengths, blob) or int(lengths.sum()) != blob.size:
+        sound = form.shape == (3,) and form[2] == _checksum(form[:2], ids, lengths, blob)
+        if not sound or int(lengths.sum()) != blob.size:
             raise StateError("a stored cache is damaged; delete the state")
         cache._features = int(form[0])
         cache._dtype = np.dtype(f"f{form[1]}")

@@ -114,14 +114,15 @@ class Block:
         first[filled] = values[(np.cumsum(counts) - counts)[filled]]
         bits = BITS[values.itemsize]
         same = np.array_equal(np.repeat(first.view(bits), counts), values.view(bits))
-        return first.astype(np.float64) if same else None
+        return widened(first) if same else None
 
     def astype(self, dtype: DTypeLike) -> Block:
         """Return the same rows in another dtype; values too large for it become infinite."""
         dtype = np.dtype(dtype)
         if dtype == self.dtype:
             return self
-        with np.errstate(over="ignore", under="ignore"):
+        # As in widened().
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             if self._dense is not None:
                 return Block(self.features, dense=self._dense.astype(dtype))
             counts, columns, values = self.sparse
@@ -134,6 +135,12 @@ class Block:
         counts, columns, values = self.sparse
         entries = entries_of(counts, keep)
         return Block(self.features, sparse=(counts[keep], columns[entries], values[entries]))
+
+
+def widened(values: Floats) -> NDArray[np.float64]:
+    """Return values in float64. Those of a frame may be anything: numpy warns of a NaN that signals, and is not to."""
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
 
 
 def column_width(d: int) -> np.dtype[Any]:
@@ -498,7 +505,7 @@ class Int8(_Strided):
 
     def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
         table = self._table(body, count, d)
-        params = np.ascontiguousarray(table[:, :8]).view("<f4").astype(np.float64)
+        params = widened(np.ascontiguousarray(table[:, :8]).view("<f4"))
         scale, offset = params[:, :1], params[:, 1:]
         if not np.isfinite(params).all():
             raise NonFinite("the scale or offset of a row is NaN or infinite")

@@ -22,6 +22,7 @@ from fedcomp.graphs.rowforms import (
     entries_of,
     join_places,
     split_places,
+    widened,
 )
 from fedcomp.wire.bits import Buffer, put_varint, take_varint
 from fedcomp.wire.errors import Corrupt, Truncated
@@ -162,7 +163,7 @@ class _Binary(_Sparse):
         for mode in (0, 1, 2):
             if np.array_equal(_implied(mode, counts)[some], values[some]):
                 return bytes((mode,))
-        with np.errstate(over="ignore", under="ignore"):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             narrow = values.astype("<f4")
         if np.array_equal(narrow.astype(np.float64), values):
             return b"\x03" + narrow.tobytes()
@@ -173,15 +174,19 @@ class _Binary(_Sparse):
         """Return the value of each row, float32 or float64, and the position after them."""
         if mode > 4:
             raise Corrupt(f"mode {mode} of binary rows is unknown; expected 0 to 4")
+        values: Floats
         if mode < 3:
             values = _implied(mode, counts)
             values[counts == 0] = 0.0
-            return values if mode == 2 else values.astype(np.float32), pos
-        kind = np.dtype("<f4" if mode == 3 else "<f8")
-        section, pos = take_section(body, pos, counts.size * kind.itemsize, "values")
-        values = np.frombuffer(section, kind).copy()
-        if not np.array_equal(values.view(BITS[kind.itemsize]) != 0, counts > 0):
-            raise Corrupt("the value of a row is 0 although it has non-zeros, or is not although it has none")
+            values = values if mode == 2 else values.astype(np.float32)
+        else:
+            kind = np.dtype("<f4" if mode == 3 else "<f8")
+            section, pos = take_section(body, pos, counts.size * kind.itemsize, "values")
+            values = np.frombuffer(section, kind).copy()
+            if not np.array_equal(values.view(BITS[kind.itemsize]) != 0, counts > 0):
+                raise Corrupt("the value of a row is 0 although it has non-zeros, or is not although it has none")
+        if (least := _Binary._put_values(widened(values), counts)[0]) < mode:
+            raise Corrupt(f"binary rows are written in mode {mode}, and mode {least} holds for all of them")
         return values, pos
 
     @staticmethod
@@ -223,7 +228,7 @@ class BinaryCsr(_Binary):
 
     def slice(self, body: memoryview, count: int, d: int, keep: Ids) -> list[Buffer]:
         counts, values, section = self._sections(body, count, d)
-        coded = self._put_values(values[keep].astype(np.float64), counts[keep])
+        coded = self._put_values(widened(values[keep]), counts[keep])
         columns = np.frombuffer(section, column_width(d))[entries_of(counts, keep)]
         return [coded[:1], self._put_counts(counts[keep]), coded[1:], as_bytes(columns)]
 
@@ -261,4 +266,4 @@ class BinaryRice(_Binary):
 
     def slice(self, body: memoryview, count: int, d: int, keep: Ids) -> list[Buffer]:
         counts, values, columns = self._sections(body, count, d)
-        return self._parts(values[keep].astype(np.float64), counts[keep], columns[entries_of(counts, keep)], d)
+        return self._parts(widened(values[keep]), counts[keep], columns[entries_of(counts, keep)], d)

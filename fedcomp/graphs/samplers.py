@@ -35,6 +35,9 @@ Reals = NDArray[np.float64]
 Uniforms = Callable[[int], Reals]
 """Returns that many numbers in [0, 1); called at most once per layer."""
 
+MOST_DRAWS: Final = 1 << 24
+"""Draws with replacement of one layer: whoever sets n would else set how much memory a plan takes."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -133,7 +136,7 @@ def _skewed(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms,
         factors[chosen] = 1.0 / pi[chosen]
     else:
         p = weights / max(float(weights.sum()), np.finfo(float).tiny)
-        factors = _hansen_hurwitz(p, multinomial(p, n, uniforms(n)), n)
+        factors = _hansen_hurwitz(p, multinomial(p, n, _many(uniforms, n)), n)
         pi = _ever(p, n)
     factors[kept] = 1.0
     return Draw(factors[layer.positions], lam, s, float(pi[~layer.owned].sum()))
@@ -157,7 +160,8 @@ def _node(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, g
         factors[at[chosen]] = 1.0 / pi[chosen]
     else:
         p = np.where(near, s[row], 1.0) / total[row]
-        drawn = _row_draws(row, near, degree, local, s * local / total, uniforms(rows * fanout).reshape(rows, fanout))
+        mine = _many(uniforms, rows * fanout).reshape(rows, fanout)
+        drawn = _row_draws(row, near, degree, local, s * local / total, mine)
         factors[at] = _hansen_hurwitz(p, drawn, fanout)
         pi = _ever(p, fanout)
     # A remote column is fetched unless no row keeps it, and rows draw independently.
@@ -269,7 +273,7 @@ def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms
     Draws that are no column of U, or cannot be had, are lost: that is what makes rows without any input common.
     """
     ends = column_ends(layer.part)
-    drawn, counts = np.unique(np.searchsorted(ends, uniforms(n), side="right"), return_counts=True)
+    drawn, counts = np.unique(np.searchsorted(ends, _many(uniforms, n), side="right"), return_counts=True)
     kept = layer.kept_columns
     m = len(layer.candidates)
     p = ends[layer.candidates] - np.where(layer.candidates > 0, ends[layer.candidates - 1], 0.0)
@@ -339,6 +343,13 @@ _SAMPLERS: Final[Mapping[str, Callable[[Layer, SamplerSettings, int, Uniforms, f
     "local": _local,
     "full": _full,
 }
+
+
+def _many(uniforms: Uniforms, count: int) -> Reals:
+    """Return the numbers of ``count`` draws with replacement, which nothing else bounds."""
+    if count > MOST_DRAWS:
+        raise ConfigError(f"{count} draws with replacement in one layer; at most {MOST_DRAWS}. Lower n or fanout")
+    return uniforms(count)
 
 
 def _scale(settings: SamplerSettings, lam: float, given: float, near: float = np.nan, far: float = np.nan) -> float:

@@ -20,6 +20,12 @@ FAVOURED: Final = ("owned", "halo")
 _LARGEST: Final = 1e9
 """Of a budget or a scale: what is favoured less keeps a probability that 53 random bits can tell from 0."""
 
+MOST_LAYERS: Final = 64
+"""Layers of a network."""
+
+_MOST: Final = 1 << 31
+"""Of n and fanout: more than any layer has candidates."""
+
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "sampler": SAMPLERS,
     "estimator": ESTIMATORS,
@@ -102,9 +108,10 @@ class SamplerSettings:
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
-                raise ConfigError(f"unknown {name} {value!r} of a sampler{nearest(str(value)[:64], known)}")
-        for name in ("fanout", "layers"):
-            _set(self, name, _count(name, getattr(self, name)))
+                said = f"{value!r}"[:80]
+                raise ConfigError(f"unknown {name} {said} of a sampler{nearest(str(value)[:64], known)}")
+        for name, most in (("fanout", _MOST), ("layers", MOST_LAYERS)):
+            _set(self, name, _count(name, getattr(self, name), most))
         for name in ("budget", "scale", "s_max"):
             _set(self, name, _number(name, getattr(self, name), f"a number from 1 to {_LARGEST:g}", 1.0))
         q = _number("q", self.q, "a probability in (0, 1]", 0.0)
@@ -120,9 +127,10 @@ class SamplerSettings:
         if not isinstance(n, list | tuple):
             return _count("n", n)
         if len(n) != self.layers:
+            said = f"{tuple(n[:9])!r}"
             raise ConfigError(
-                f"n={tuple(n)!r} has {len(n)} numbers for {self.layers} layers; give one per layer, input layer first, "
-                "or one number for all"
+                f"n={said} has {len(n)} numbers for {self.layers} layers; give one per layer, input layer "
+                "first, or one number for all"
             )
         return tuple(_count("n", one) for one in n)
 
@@ -163,7 +171,7 @@ class SamplerSettings:
         known = [one.name for one in fields(cls)]
         for name in config:
             if name not in known:
-                raise ConfigError(f"a sampler has no setting {name!r}{nearest(str(name)[:64], known)}")
+                raise ConfigError(f"a sampler has no setting {str(name)[:64]!r}{nearest(str(name)[:64], known)}")
         return cls(**config)
 
 
@@ -171,13 +179,15 @@ def _set(settings: SamplerSettings, name: str, value: Any) -> None:
     object.__setattr__(settings, name, value)
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not valid: {name} must be a whole number of at least 1")
+def _count(name: str, value: Any, most: int = _MOST) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= most:
+        said = f"{value!r}"[:80]
+        raise ConfigError(f"{name}={said} is not valid: {name} must be a whole number of at least 1 and at most {most}")
     return int(value)
 
 
 def _number(name: str, value: Any, rule: str, least: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not least <= value <= _LARGEST:
-        raise ConfigError(f"{name}={value!r} is not valid: {name} must be {rule}")
+        said = f"{value!r}"[:80]
+        raise ConfigError(f"{name}={said} is not valid: {name} must be {rule}")
     return float(value)

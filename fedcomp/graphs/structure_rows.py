@@ -29,7 +29,7 @@ from fedcomp.graphs.ids import (
     unseal,
 )
 from fedcomp.graphs.rowcodecs import put_norms, take_norms
-from fedcomp.graphs.rowforms import entries_of, join_places, positions, split_places
+from fedcomp.graphs.rowforms import entries_of, join_places, positions, split_places, widened
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, take_varint, unpack
 from fedcomp.wire.errors import Corrupt, LimitExceeded, NonFinite
 
@@ -73,8 +73,8 @@ def encode_structure(rows: Rows, owners: ArrayLike, norms: ArrayLike | None = No
             f"{ids.size} rows with {rows.indptr.size} offsets, and {lengths} columns, values and owners, are no "
             "compressed sparse rows"
         )
-    if not np.isfinite(values).all():
-        raise GraphError("an adjacency row holds NaN or infinity")
+    if not np.isfinite(values).all() or not values.all():
+        raise GraphError("an adjacency row holds NaN, infinity or a zero, which is no entry of it")
     columns, first, at = np.unique(rows.columns, return_index=True, return_inverse=True)
     columns = ascending(columns)
     places = join_places(counts, at.reshape(-1), columns.size)
@@ -134,8 +134,11 @@ def decode_structure(
         raise Corrupt(f"owners of {width} bits are not possible; at most 31")
     section, pos = take_section(body, pos, packed_size(columns.size, width), "owners")
     whose = unpack(section, columns.size, width, np.int64)
-    if whose.size and int(whose.max()) >= parts:
-        raise Corrupt(f"owner {int(whose.max())} is not one of {parts} parts")
+    largest = int(whose.max()) if whose.size else 0
+    if largest >= parts:
+        raise Corrupt(f"owner {largest} is not one of {parts} parts")
+    if largest.bit_length() != width:
+        raise Corrupt(f"owners up to {largest} stand in {width} bits each; expected {largest.bit_length()}")
     places, pos = take_pattern(body, pos, ids.size * columns.size, max_entries)
     counts, at = split_places(places, ids.size, max(1, columns.size))
     if not np.bincount(at, minlength=columns.size).all():
@@ -195,7 +198,7 @@ def _take_values(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.flo
     if head[0] != _TABLE:
         kind: np.dtype[Any] = np.dtype("<f8" if head[0] == _WIDE else "<f4")
         section, pos = take_section(body, pos, count * kind.itemsize, "values")
-        values = np.frombuffer(section, kind).astype(np.float64)
+        values = widened(np.frombuffer(section, kind))
     else:
         size, pos = take_varint(body, pos, len(body))
         if size > count:
@@ -203,11 +206,18 @@ def _take_values(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.flo
         section, pos = take_section(body, pos, 8 * size, "values")
         table = np.frombuffer(section, "<f8").astype(np.float64)
         width = max(0, size - 1).bit_length()
+        bits = table.view(np.uint64)
+        if not (bits[1:] > bits[:-1]).all():
+            raise Corrupt("the table of values of adjacency rows does not ascend")
         section, pos = take_section(body, pos, packed_size(count, width), "values")
         which = unpack(section, count, width, np.int64)
         if count and int(which.max()) >= size:
             raise Corrupt(f"an entry refers to value {int(which.max())} of {size}")
+        if not np.bincount(which, minlength=size).all():
+            raise Corrupt("the table of values of adjacency rows has one that no entry has")
         values = table[which]
     if not np.isfinite(values).all():
         raise NonFinite("a value of an adjacency row is NaN or infinite")
+    if not values.all():
+        raise Corrupt("a zero is among the entries of adjacency rows")
     return values, pos

@@ -4,8 +4,8 @@
 
 1. ``<root>/<folder>/`` where ``root`` is the argument or the environment variable ``FEDCOMP_DATA``: every
    file's SHA-256 is compared with the one recorded here, and a mismatch is an error. So is anything under
-   that name that is not a folder of readable files; only where nothing is there the search goes on. The
-   network is not touched.
+   that name that is not a folder of readable files; only where nothing is there the search goes on. In a folder
+   that several sets share that is: no file of this one. The network is not touched.
 2. the set's usual library, when it is installed *and* ``download=True``;
 3. an offline default that needs no file: data embedded in scikit-learn or drawn from a documented formula. A
    stand-in for another set is announced by a :class:`DataWarning` and by the :class:`DataSource` that result
@@ -147,7 +147,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None, download: bool =
 
 def local_stamp(name: str, root: str | None) -> Stamp | None:
     """Return size, times of change in nanoseconds and inode of each local file of the set ``name``; None when
-    there is no folder for it under ``root``.
+    there is no folder for it under ``root``, or one that it shares and that holds only files of other sets.
 
     A file written anew has another stamp, so what was loaded and verified before is not taken for it.
 
@@ -162,21 +162,32 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
     folder = Path(root) / entry.folder
     if not (_is_folder(Path(root)) and _is_folder(folder)):
         return None
-    stamps = []
+    stamps, missing = [], []
     for file in entry.files:
         try:
             found = os.stat(folder / file)
         except FileNotFoundError:
-            raise DataError(
-                f"{folder / file} is missing; the folder must hold {', '.join(entry.files)}, or not exist at all"
-            ) from None
+            missing.append(file)
+            continue
         except OSError as error:
             raise DataError(f"{folder / file} cannot be read ({error.strerror}); make it readable") from error
         # Not even opened: reading a pipe would wait for ever.
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{folder / file} is not a regular file; put the data file there or remove the folder")
         stamps.append((found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino))
+    if not stamps and not any((folder / file).is_symlink() for file in missing) and _shares(entry):
+        return None
+    if missing:
+        raise DataError(
+            f"{folder / missing[0]} is missing; the folder must hold {', '.join(entry.files)}, or "
+            + ("none of them" if _shares(entry) else "not exist at all")
+        )
     return tuple(stamps)
+
+
+def _shares(entry: _Set) -> bool:
+    """Return whether another set has other files in the same folder."""
+    return any(other.folder == entry.folder and other.files != entry.files for other in SETS.values())
 
 
 def _is_folder(path: Path) -> bool:
@@ -221,7 +232,8 @@ def _load(name: str, root: str | None, download: bool, stamp: Stamp | None) -> t
         content = entry.read(_verified(Path(root) / entry.folder, entry.files))
         note = f"{name}: read from local files, SHA-256 verified"
         return _frozen(content), DataSource(name, "local", name, True, False, note)
-    missing = f"no folder {entry.folder!r} under " + (f"{root!r}" if root else f"${ROOT_VARIABLE} (not set)")
+    what = "files of it in" if _shares(entry) else "folder"
+    missing = f"no {what} {entry.folder!r} under " + (f"{root!r}" if root else f"${ROOT_VARIABLE} (not set)")
     if download and entry.fetch is not None:
         if importlib.util.find_spec(entry.library) is not None:
             content = entry.fetch(root)

@@ -187,7 +187,10 @@ def test_a_lower_limit_keeps_the_most_recent() -> None:
 def test_damaged_state_is_refused(name: str) -> None:
     cache = FeatureCache("all")
     cache.put(FULL, X[FULL])
-    for damaged in (lambda a: a[:-1], lambda a: np.concatenate([a[:-1], a[-1:] ^ 1])):
+    for damaged in (
+        lambda a: a[:-1],
+        *(lambda a, i=i: np.where(np.arange(a.size) == i % a.size, a ^ 1, a) for i in (0, 1, -1)),
+    ):
         arrays = cache.to_arrays()
         with pytest.raises(StateError, match="damaged"):
             FeatureCache.from_arrays({**arrays, name: damaged(arrays[name])}, "all")

@@ -141,9 +141,10 @@ def test_fuzzed_lists_give_ascending_ids_or_wire_errors() -> None:
         ids = decode_ids(frame, nodes=60_000)
         assert (np.diff(ids) > 0).all()
         assert ids.size == 0 or 0 <= ids[0] <= ids[-1] < 60_000
+        assert encode_ids(ids) == frame
 
     frames = [encode_ids(LIST), encode_ids(drawn(50_000, 90)), encode_ids([]), encode_ids([7])]
-    damage.survives_mutants(decode, frames, 2000, seed=1, most=60_000)
+    damage.survives_mutants(decode, frames, 1200, seed=1, most=60_000)
 
 
 def test_claimed_numbers_allocate_nothing() -> None:

@@ -154,10 +154,12 @@ def test_7_14_multinomial_without_anything_to_draw() -> None:
 def test_base_weights_are_column_sums() -> None:
     src, dst = np.divmod(Key(1, "test/edges").bits(90).astype(np.int64) & 1023, 32)
     adjacency = normalised(src, dst, 32)
-    rows = adjacency.rows(np.array([3, 30, 11, 4]))
+    ids = np.array([3, 30, 11, 4, *range(12, 28)])
+    rows = adjacency.rows(ids)
     candidates, positions = columns_of(rows)
-    u = np.zeros((4, len(candidates)))
-    u[np.repeat(np.arange(4), np.diff(rows.indptr)), positions] = rows.values
+    u = np.zeros((len(ids), len(candidates)))
+    u[np.repeat(np.arange(len(ids)), np.diff(rows.indptr)), positions] = rows.values
+    assert (u != 0).sum(0).max() > 5
     m = len(candidates)
     np.testing.assert_allclose(base_weight(rows, positions, m), np.abs(u).sum(0), rtol=1e-15)
     np.testing.assert_allclose(base_weight(rows, positions, m, "count"), (u != 0).sum(0), rtol=0)

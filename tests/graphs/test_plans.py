@@ -61,6 +61,12 @@ def test_a_plan_can_be_made_again_and_steps_rounds_parts_and_purposes_differ() -
     assert len({plan.batch.tobytes() for plan in plans}) == 3
     assert not same(plans[0], plan_round(parts[0], settings, **options | {"round": 3})[0])
     assert not same(plans[0], plan_round(parts[0], settings, **options | {"seed": 2})[0])
+    other = plan_round(replace(parts[0], index=1), settings, **options)  # nothing differs but whose draws they are
+    assert all(not np.array_equal(one.batch, two.batch) for one, two in zip(plans, other, strict=True))
+    whole = options | {"batch_size": 0}
+    one, two = (plan_round(replace(parts[0], index=index), settings, **whole)[0] for index in (0, 1))
+    assert np.array_equal(one.batch, two.batch)
+    assert not same(one, two)
     key = Key(1, "gcn/train/1", 2, 0)
     batch = draw_batch(parts[0].train, 5, Key(1, "gcn/train/1/batch", 2, 0))
     assert same(plans[1], plan_step(parts[0], batch, settings, key))
@@ -147,6 +153,21 @@ def test_7_14_rows_of_an_absent_owner_are_not_asked_for_unless_they_are_held(sam
     assert same(plan_step(part, part.train, settings, Key(0), unavailable=every), whole)
 
 
+@pytest.mark.parametrize("weight", ["l1", "count", "l2sq"])
+@pytest.mark.parametrize("sampler", ["skewed", "node", "ladies", "fastgcn", "boundary", "full"])
+def test_7_14_lost_mass_is_the_share_of_the_base_weight_of_what_cannot_be_had(sampler: str, weight: str) -> None:
+    part, owner = toy_parts(80, 4, 8.0)[1], toy_owner(80, 4)
+    rows = part.structure.rows(part.train)
+    power = {"l1": 1, "count": 0, "l2sq": 2}["l2sq" if sampler == "ladies" else weight]
+    weights = np.bincount(rows.columns, rows.values**power, 80)
+    held = np.flatnonzero((owner == 2) & (weights > 0.0))[:2]
+    gone = (owner == 2) & ~np.isin(np.arange(80), held)
+    settings = SamplerSettings(sampler=sampler, weight=weight, n=20, layers=1)
+    [found] = plan_step(part, part.train, settings, Key(0), unavailable=Unavailable(frozenset({2}), held)).layers
+    assert found.lost_mass == pytest.approx(weights[gone].sum() / weights.sum(), rel=1e-12)
+    assert found.lost_mass > 0.0
+
+
 def test_7_14_other_candidates_keep_their_uniform_numbers_when_an_owner_vanishes() -> None:
     part = toy_parts(80, 4, 8.0)[1]
     settings = SamplerSettings(n=20, mode="fixed", scale=2.0, layers=1)
@@ -224,6 +245,27 @@ def test_favouring_a_halo_asks_a_halo_structure_for_its_ring_and_does_without_ab
     assert "reach/2" not in part.memo
     with pytest.raises(UnknownStructure):
         plan_step(part, part.train, settings, Key(0))
+
+
+def test_a_plan_does_not_depend_on_what_the_process_remembers_of_rows_it_was_sent() -> None:
+    """A node that plans in one process and trains in another has to come to the same rows in both."""
+    settings = SamplerSettings(n=30, favour="halo", layers=5, mode="fixed", scale=4.0)
+    adjacency, owner = toy_adjacency(90, 6, 2.0, 4), toy_owner(90, 6)
+    bare, absent = toy_parts(90, 6, 2.0, seed=4, structure="halo")[1], Unavailable(frozenset({0}))
+    wise = taught(bare, adjacency, owner, np.flatnonzero(owner != 1))
+    plan_step(wise, wise.train, settings, Key(0))
+    older, fresh = replace(wise, structure=bare.structure), replace(bare, memo={})
+    asked = [lacking(part, settings, Unavailable()) for part in (older, fresh)]
+    assert asked[0] is not None
+    assert np.array_equal(asked[0], asked[1])
+    # Now without an owner whose rows were once here.
+    theirs = np.flatnonzero(owner > 1)
+    plans = [
+        plan_step(taught(part, adjacency, owner, theirs), part.train, settings, Key(3), unavailable=absent)
+        for part in (older, fresh)
+    ]
+    assert same(*plans)
+    assert [one.local_mass for one in plans[0].layers] == [one.local_mass for one in plans[1].layers]
 
 
 def lacking(part: Part, settings: SamplerSettings, unavailable: Unavailable) -> Ids | None:

@@ -120,6 +120,21 @@ def test_inclusion_of_rows_is_water_filling_row_by_row(seed: int) -> None:
             assert (pi > 0.0).all()
 
 
+@pytest.mark.parametrize("mode", ["matched", "worst", "fixed"])
+def test_every_row_has_the_scale_of_its_own_local_mass(mode: str) -> None:
+    part = toy_parts(80, 4, 8.0)[1]
+    settings = SamplerSettings(sampler="node", fanout=2, mode=mode, budget=1.2, scale=3.0)
+    # A uniform number of 0 keeps every entry, with the weight it always has.
+    found = plan_layer(part, part.train, settings, 0, np.zeros)
+    masses = set()
+    for at, row in enumerate(part.train):
+        u, _, owned = columns(part, [row])
+        masses.add(lam := float(owned.mean()))
+        pi = waterfill(np.where(owned, scale(mode, lam, 1.2, s=3.0), 1.0), 2)
+        assert np.allclose(found.values[found.indptr[at] : found.indptr[at + 1]], u[0] / pi, rtol=1e-12, atol=0.0)
+    assert len(masses) > 5
+
+
 def test_inclusion_of_rows_leaves_no_entry_out_where_rounding_would() -> None:
     # fanout * s and the total are the same number here, although one entry is not favoured.
     near, far = _filled(np.array([3]), np.array([2]), np.array([1e300]), np.array([2e300]), 2)
@@ -188,8 +203,10 @@ def test_boundary_keeps_all_that_is_owned_and_local_and_full_what_they_say() -> 
         ("local", candidates[owned], candidates[owned]),
         ("full", candidates, candidates),
     ):
-        kept = plan_layer(part, part.train, SamplerSettings(sampler=sampler, q=0.3), 0, Key(1).uniform).columns
-        assert set(least) <= set(kept) <= set(most)
+        operator = plan_layer(part, part.train, SamplerSettings(sampler=sampler, q=0.3), 0, Key(1).uniform)
+        assert set(least) <= set(operator.columns) <= set(most)
+        chance = {"boundary": 0.3, "local": 0.0, "full": 1.0}[sampler]
+        assert operator.expected_remote == pytest.approx(chance * (~owned).sum(), rel=1e-12)
 
 
 def test_ladies_keeps_n_and_renormalised_rows_sum_as_rows_of_p() -> None:

@@ -99,7 +99,7 @@ def test_values_take_the_shortest_of_three_forms() -> None:
     for name, values in {
         "wide": draws,
         "narrow": draws.astype(np.float32).astype(np.float64),
-        "few": np.floor(draws * 5) / 10,
+        "few": np.floor(draws * 5 + 1) / 10,
         "one": np.full(400, 1 / 3),
     }.items():
         rows = Rows(ids, indptr, columns, values)
@@ -139,6 +139,7 @@ def test_selected_rows_are_the_bytes_of_encoding_them_alone(norms: bool) -> None
         ({"indptr": np.array([0, 3, 2, 5])}, GOLDEN_OWNERS, "compressed"),
         ({"values": np.ones(4)}, GOLDEN_OWNERS, "compressed"),
         ({"values": np.array([1, 1, 1, np.nan, 1])}, GOLDEN_OWNERS, "NaN"),
+        ({"values": np.array([1, 1, 0, 1, 1])}, GOLDEN_OWNERS, "a zero"),
         ({}, GOLDEN_OWNERS[:4], "compressed"),
         ({}, np.array([1, 3, 0, 1, 2]), "different owners"),
         ({}, -GOLDEN_OWNERS, "indices of parts"),
@@ -163,6 +164,10 @@ def test_rows_beyond_what_was_agreed_are_refused() -> None:
             decode_structure(frame, **limits)
 
 
+ONE = np.ones(1)
+ONE_TWO = np.float32([1, 2]).tobytes()
+
+
 def framed(*, columns: tuple = (3, 4), owners: bytes = b"\x00", places: tuple = (0, 1), rest: bytes) -> bytes:
     """Return the frame of one row, node 7, put together from its sections."""
     body = put_ids(np.array([7])) + put_ids(np.array(columns)) + owners + put_pattern(np.array(places), len(columns))
@@ -174,19 +179,34 @@ def framed(*, columns: tuple = (3, 4), owners: bytes = b"\x00", places: tuple = 
     [
         ({"rest": b"\x03\x00"}, wire.Corrupt, "form 3"),
         ({"rest": b"\x01" + np.float32([1, np.nan]).tobytes() + b"\x00"}, wire.NonFinite, "NaN"),
-        ({"rest": b"\x01" + np.float32([1, 2]).tobytes() + b"\x02"}, wire.Corrupt, "found 2"),
+        ({"rest": b"\x01" + np.float32([1, 0]).tobytes() + b"\x00"}, wire.Corrupt, "a zero"),
+        ({"rest": b"\x01" + ONE_TWO + b"\x02"}, wire.Corrupt, "found 2"),
         ({"rest": b"\x01" + np.float32([1]).tobytes()}, wire.Truncated, "values"),
         ({"rest": b"\x02\x03" + bytes(24) + b"\x0c\x00"}, wire.LimitExceeded, "table of 3"),
         ({"rest": b"\x02\x00\x00"}, wire.Corrupt, "refers to value"),
-        ({"rest": b"\x01" + bytes(8) + b"\x00", "owners": b"\x20" + bytes(8)}, wire.Corrupt, "32 bits"),
-        ({"rest": b"\x01" + bytes(4) + b"\x00", "places": (0,)}, wire.Corrupt, "in none of them"),
-        ({"rest": b"\x01" + bytes(8) + b"\x00\x00"}, wire.Corrupt, "after its last"),
+        ({"rest": b"\x02\x02" + np.float64([2, 1]).tobytes() + b"\x01\x00"}, wire.Corrupt, "does not ascend"),
+        ({"rest": b"\x02\x02" + np.float64([1, 1]).tobytes() + b"\x02\x00"}, wire.Corrupt, "does not ascend"),
+        ({"rest": b"\x02\x02" + np.float64([1, 2]).tobytes() + b"\x00\x00"}, wire.Corrupt, "no entry has"),
+        ({"rest": b"\x01" + ONE_TWO + b"\x00", "owners": b"\x20" + bytes(8)}, wire.Corrupt, "32 bits"),
+        ({"rest": b"\x01" + ONE_TWO + b"\x00", "owners": b"\x02\x05"}, wire.Corrupt, "2 bits each; expected 1"),
+        ({"rest": b"\x01" + ONE_TWO[:4] + b"\x00", "places": (0,)}, wire.Corrupt, "in none of them"),
+        ({"rest": b"\x01" + ONE_TWO + b"\x00\x00"}, wire.Corrupt, "after its last"),
     ],
 )
 def test_contradictions_are_found(parts: dict, error: type[Exception], why: str) -> None:
-    assert decode_structure(framed(rest=b"\x01" + bytes(8) + b"\x00"))[0].columns.tolist() == [3, 4]
+    assert decode_structure(framed(rest=b"\x01" + ONE_TWO + b"\x00"))[0].columns.tolist() == [3, 4]
+    assert decode_structure(framed(rest=b"\x02\x01" + ONE.tobytes() + b"\x00"))[0].values.tolist() == [1, 1]
     with pytest.raises(error, match=why):
         decode_structure(framed(**parts))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_nan_that_signals_is_refused_without_a_warning() -> None:
+    signalling = b"\x01\x00\xa0\x7f"
+    with pytest.raises(wire.NonFinite):
+        decode_structure(framed(rest=b"\x01" + ONE_TWO[:4] + signalling + b"\x00"))
+    with pytest.raises(wire.NonFinite):
+        decode_structure(framed(rest=b"\x01" + ONE_TWO + b"\x01" + signalling))
 
 
 def test_damaged_frames_are_refused() -> None:
@@ -204,8 +224,9 @@ def test_fuzzed_frames_give_rows_or_wire_errors() -> None:
         assert owners.size == found.columns.size == found.values.size == found.indptr[-1]
         assert np.isfinite(found.values).all()
         assert norms is None or (norms >= 0).all()
-        # A structure takes whatever comes out.
+        # A structure takes whatever comes out, and nothing is written in two ways.
         check_rows(found, 400)
+        assert encode_structure(found, owners, norms) == frame
 
     frames = [encode_structure(rows, owner[rows.columns]), golden(True), golden(False)]
     damage.survives_mutants(decode, frames, 600, seed=5, most=200_000)

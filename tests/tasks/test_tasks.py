@@ -19,6 +19,7 @@ from fedcomp.tasks.arrays import load_arrays, to_arrays
 from fedcomp.tasks.base import EmptyPartition, Split, Task, single_thread
 from fedcomp.tasks.partition import dirichlet
 from fedcomp.tasks.registry import task_class
+from fedcomp.tasks.sgd import Sgd
 from fedcomp.tasks.shakespeare import TinyShakespeare, unigram_entropy
 from fedcomp.tasks.sources import DataWarning
 
@@ -121,6 +122,16 @@ def test_training_is_torch_sgd_bit_for_bit(momentum: float, weight_decay: float)
             torch.nn.functional.cross_entropy(theirs(x), y).backward()
             optimizer.step()
     assert _digest(to_arrays(ours)) == _digest(to_arrays(theirs))
+
+
+def test_descent_owns_its_momentum_and_leaves_frozen_parameters() -> None:
+    # The gradient of a sum is one number in memory, which nothing can be added to in place.
+    free, frozen = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    descent = Sgd([free, frozen], lr=1.0, momentum=0.5)
+    for _ in range(3):
+        descent.step((free + frozen).sum())
+    assert free.tolist() == [-(1 + 1.5 + 1.75)] * 3
+    assert frozen.tolist() == [1.0] * 3
 
 
 def test_batches_cover_each_epoch_and_stop_at_max_steps() -> None:
