@@ -30,6 +30,7 @@ from clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import models, put_node
 from fedcomp.flower.record_dp import RECORD_DP, Plan
+from fedcomp.flower.records import to_arrays
 from fedcomp.privacy.errors import PrivacyError
 from fedcomp.rng import Key
 
@@ -273,7 +274,7 @@ class Job:
             )
         name, record = next(iter(records.items()))
         model = task.model(self.seed)
-        load_arrays(model, {key: array.numpy() for key, array in record.items()}, cast=True)
+        load_arrays(model, to_arrays(record), cast=True)
         return name, model
 
     def training(self) -> dict[str, Any]:

@@ -149,10 +149,14 @@ def _plan(msg: Message, context: Context, part: Part) -> Message:
         norms = norms.updated(Table(ids, values.astype(np.float64)))
     changed = bool(sent[gcn.NORMS] or sent[gcn.STRUCTURE]) or not kept.stored
     kept = kept.told(ask, norms, structure)
-    seen, more = _taught(part, kept.structure_at(ask))
-    kept = replace(kept, norms=kept.norms.updated(more))
     content = RecordDict()
     put_node(content, part.index)
+    if kept.lacks_norms(ask):
+        # Before anything is kept: norms that come with rows of the adjacency would be taken for those that are lost.
+        Needs(gcn.NORMS, ask.hop).put(content)
+        return Message(content, reply_to=msg)
+    seen, more = _taught(part, kept.structure_at(ask))
+    kept = replace(kept, norms=kept.norms.updated(more))
     try:
         plans = _plans(seen, ask, kept)
     except UnknownStructure as unknown:
@@ -244,6 +248,10 @@ class _Turn:
         part = part_of(msg, context)
         read = _reader(part, ask)
         kept = Kept.load(context, ask, part, read)
+        if kept.lacks_norms(ask) and _measures(_settings(ask)):
+            raise MissingRows(
+                "this node no longer has the feature norms it planned with; let it plan again", np.zeros(0, np.int64)
+            )
         fetched = take_frames(msg, part.parts, gcn.FEATURES)[gcn.FEATURES]
         seen, _ = _taught(part, kept.structure_at(ask))
         try:
@@ -388,7 +396,8 @@ def _plans(part: Part, ask: Ask, kept: Kept) -> list[StepPlan]:
 def _settings(ask: Ask) -> SamplerSettings:
     try:
         config = json.loads(ask.sampler)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # Beside what is no JSON: numbers of too many digits, and nesting without end.
         raise PayloadError(f"the sampler is described by {ask.sampler[:60]!r}, which is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise PayloadError(f"the sampler is described by {ask.sampler[:60]!r}, expected an object")

@@ -33,8 +33,9 @@ NOT_WITHOUT_NOISE = (
 
 
 def find_announcement(content: RecordDict) -> Announcement | None:
-    for config in content.config_records.values():
-        found = Announcement.read(config)
+    # Not config_records: Flower makes a checked copy of it at every access, and every mod looks at every message.
+    for record in content.values():
+        found = Announcement.read(record) if isinstance(record, ConfigRecord) else None
         if found is not None:
             return found
     return None

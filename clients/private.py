@@ -58,7 +58,7 @@ def keep_reason(msg: Message, reply: Message) -> Message:
 
 def wants_private(content: RecordDict) -> bool:
     """Whether a message asks for the update alone."""
-    return any(is_private(config) for config in content.config_records.values())
+    return any(is_private(record) for record in content.values() if isinstance(record, ConfigRecord))
 
 
 def only_update(content: RecordDict, before: Mapping[str, NDArray[Any]], layout: Layout) -> RecordDict:

@@ -10,14 +10,19 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from experiments.parts import TASK_PREFIX, Settings, make_inner
 from experiments.private_systems import around
 from fedcomp.errors import ConfigError
+from fedcomp.graphs.base import GraphError
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
     from fedcomp.graphs.settings import SamplerSettings
+    from fedcomp.tasks.graph import GraphTask
+    from strategies.gcn import SkewedGCN
 
 GRAPH: Final[Settings] = MappingProxyType(
     {
@@ -60,6 +65,7 @@ batches of ``batch_size`` nodes, 0 for all it has to learn from.
 """
 
 _UNUSED: Final[Settings] = MappingProxyType({"epochs": 1, "max_steps": 0})
+_PICKY: Final = "binary-csr"
 _SAMPLER: Final = ("sampler", "fanout", "estimator", "weight", "mode", "scale", "s_max", "keep_self", "favour", "q")
 
 
@@ -107,6 +113,28 @@ def make_graph(settings: Settings, seed: int) -> Strategy:
         seed=seed,
         **own,
     )
+
+
+def check_graph(strategy: SkewedGCN, task: GraphTask) -> None:
+    """Raise :class:`ConfigError` when the strategy does not fit the graph: its layers, or what its rows are.
+
+    An owner whose codec cannot hold its rows would answer nobody, and the run go on without them, as if it were away.
+    """
+    layers = task.options["layers"]
+    if strategy.sampler.layers != layers:
+        raise ConfigError(
+            f"the model of task {task.name!r} has {layers} layers, and the sampler is to make "
+            f"{strategy.sampler.layers}; set layers={layers}"
+        )
+    if strategy.codec.name != _PICKY:
+        return
+    if strategy.noise:
+        raise ConfigError(f"row_codec={_PICKY} cannot hold rows with noise on them; use a dense row codec or noise=0")
+    features = task.graph.features
+    try:
+        strategy.codec.encode(np.arange(len(features)), features)
+    except GraphError as error:
+        raise ConfigError(f"row_codec={_PICKY} does not fit task {task.name!r}: {error}") from error
 
 
 def sampler_settings(settings: Settings) -> SamplerSettings:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.graph_systems import GRAPH, make_graph
+from experiments.graph_systems import GRAPH, check_graph, make_graph
 from experiments.parts import (
     CODEC_PREFIX,
     CODEC_PREFIXES,
@@ -203,11 +203,8 @@ def check(spec: RunSpec) -> None:
     strategy = system.make_strategy(settings, spec.seed)
     if "topology" in system.needs:
         strategy.graph(spec.clients)  # type: ignore[attr-defined]
-    if task.needs == "graph" and strategy.sampler.layers != task.options["layers"]:  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"the model of task {task.name!r} has {task.options['layers']} layers, and the sampler is to make "
-            f"{strategy.sampler.layers}; set layers={task.options['layers']}"  # type: ignore[attr-defined]
-        )
+    if task.needs == "graph":
+        check_graph(strategy, task)  # type: ignore[arg-type]
     private = find_private(strategy)
     if private is not None:
         # A delta that is too large for so few clients, a cap, a budget: all of it is about the population.

@@ -33,13 +33,14 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
-from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, Ask, put_frames
+from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, MOST_STEPS, TRAIN_TYPE, Ask, put_frames
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.scale import AdaptiveScale
 from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.privacy.local import asks_for_noise
 from strategies.gcn_owners import Owners, Talk, sent
 from strategies.gcn_report import GraphReport, Traffic, feature_bytes
 from strategies.gcn_rows import Requester, Turn
@@ -156,6 +157,8 @@ class SkewedGCN(ExchangeStrategy):
             if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
                 least = "" if low is None else f", at least {low}"
                 raise ConfigError(f"{name}={value!r} is not valid: a whole number{least}")
+        if local_steps > MOST_STEPS:
+            raise ConfigError(f"local_steps={local_steps} is not valid: clients take at most {MOST_STEPS} in a round")
         for name, word, known in (
             ("cache", cache, CACHES),
             ("structure", structure, STRUCTURES),
@@ -171,6 +174,11 @@ class SkewedGCN(ExchangeStrategy):
             raise ConfigError(f"dedupe={dedupe!r} is not valid: True or False")
         self.inner = inner
         self.sampler = sampler if isinstance(sampler, SamplerSettings) else SamplerSettings(sampler=sampler, **own)  # type: ignore[arg-type]
+        if self.sampler.sampler == "fastgcn" and structure != "full":
+            raise ConfigError(
+                f"sampler 'fastgcn' draws by column norms of all of P, which structure={structure!r} does not show; "
+                "use structure='full', or another sampler"
+            )
         self.codec = get_row_codec(row_codec)
         self.cache, self.cache_bytes = cache, cache_bytes if cache == "lru" else 0
         self.structure, self.local_steps, self.batch_size = structure, local_steps, batch_size
@@ -183,6 +191,7 @@ class SkewedGCN(ExchangeStrategy):
         self._adaptive = self.sampler.skews and self.sampler.mode == "adaptive"
         self._owners = Owners(structure, norms=self._norms, layers=self.sampler.layers)
         self._scales: dict[int, AdaptiveScale] = {}
+        self._epochs: dict[int, tuple[int, int, int]] = {}
 
     @property
     def reports(self) -> dict[int, RoundReport]:
@@ -294,6 +303,7 @@ class SkewedGCN(ExchangeStrategy):
             cache_bytes=self.cache_bytes,
             noise=self.noise,
             scale=self._search(part).s if self._adaptive else 0.0,
+            norms=self._owners.norms_of(part),
         )
 
     @staticmethod
@@ -327,14 +337,24 @@ class SkewedGCN(ExchangeStrategy):
     def _observe(
         self, ready: Mapping[int, Requester], pushed: Mapping[int, Message], replies: Mapping[int, Message]
     ) -> None:
-        """Tell each search what share of its client's bytes fetching took. Bytes, and never seconds of this machine:
-        the same run searches the same way wherever it is made."""
+        """Tell each search what share of its client's bytes fetching took, once an epoch. Bytes, and never seconds of
+        this machine: the same run searches the same way wherever it is made.
+
+        An epoch of a part are the rounds in which it has learnt from as many nodes as it has to learn from; one in
+        which its reply was lost is not among them.
+        """
         for part, reply in replies.items():
             rows = feature_bytes(pushed[part].content)
             moved = ready[part].moved + rows
             trained = payload_bytes(pushed[part]) - rows + payload_bytes(reply)
-            if moved + trained:
-                self._search(part).observe(moved, moved + trained)
+            nodes = self._owners.hello(part).train
+            learnt = self.local_steps * min(self.batch_size or nodes, nodes)
+            before = self._epochs.pop(part, (0, 0, 0))
+            epoch = (before[0] + learnt, before[1] + moved, before[2] + moved + trained)
+            if epoch[0] < nodes:
+                self._epochs[part] = epoch
+            elif epoch[2]:
+                self._search(part).observe(epoch[1], epoch[2])
 
     # Resuming.
 
@@ -351,6 +371,7 @@ class SkewedGCN(ExchangeStrategy):
             "session": self._session,
             "owners": self._owners.state_dict(),
             "scales": {str(part): search.state_dict() for part, search in self._scales.items()},
+            "epochs": {str(part): list(epoch) for part, epoch in self._epochs.items()},
             "graph": {str(r): report.to_json() for r, report in self.graph.items()},
             "inner": capture_strategy(self.inner),
         }
@@ -373,6 +394,7 @@ class SkewedGCN(ExchangeStrategy):
         self._scales = {}
         for part, search in state["scales"].items():
             self._search(int(part)).load_state_dict(search)
+        self._epochs = {int(p): (int(a), int(b), int(c)) for p, (a, b, c) in state["epochs"].items()}
         self.graph = {int(r): GraphReport.from_json(report) for r, report in state["graph"].items()}
         restore_strategy(self.inner, state["inner"])
 
@@ -389,4 +411,9 @@ def _check_inner(inner: Strategy) -> None:
         raise ConfigError(
             f"{type(inner).__name__} promises privacy, and feature rows leave their owners in the clear: the promise "
             "would not hold. Use an inner strategy without one"
+        )
+    if (codec := getattr(inner, "codec", None)) is not None and asks_for_noise(codec.to_config()):
+        raise ConfigError(
+            f"{codec!r} makes updates private on the clients, and their feature rows leave them in the clear: the "
+            "promise would not hold. Use a codec that does not privatise"
         )

@@ -192,6 +192,8 @@ class Owners:
     dropped: set[int] = field(default_factory=set)
     _wanted: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _norms: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    _told: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    _counts: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def hello(self, part: int) -> Hello:
         """Return what the node in a seat has said of itself."""
@@ -274,7 +276,8 @@ class Owners:
             self.met[node] = hello
             if self.norms:
                 self._wanted[hello.index] = {owner: ids for owner, ids in wants.items() if owner != hello.index}
-                self._norms.pop(hello.index, None)
+                for book in (self._norms, self._told, self._counts):
+                    book.pop(hello.index, None)
         self.seats = {part: node for part, node in self.seats.items() if self.met.get(node) is not None}
 
     def _agree(self, hellos: list[Hello]) -> None:
@@ -321,9 +324,18 @@ class Owners:
         """Return the norms a client has not been told yet, frames by owner."""
         return self._norms.get(part, {})
 
+    def norms_of(self, part: int) -> int:
+        """Return how many norms a client has when it has read :meth:`norms_for`."""
+        return sum(self._counts.get(part, {}).values())
+
     def told(self, part: int) -> None:
         """Take note that a client has them."""
-        self._norms.pop(part, None)
+        if part in self._norms:
+            self._told.setdefault(part, {}).update(self._norms.pop(part))
+
+    def forgotten(self, part: int) -> None:
+        """Take note that a client has lost all it was told."""
+        self._norms[part] = {**self._told.pop(part, {}), **self._norms.get(part, {})}
 
     def _fetch_norms(self, talk: Talk) -> Exchanges[None]:
         """Ask owners for the norms that somebody still lacks."""
@@ -352,13 +364,16 @@ class Owners:
         refused = Refused.among(reply)
         without = () if refused is None else refused.requesters
         expect(frames, asked.keys() - set(without), NORMS)
+        counts = {}
         for part, data in frames.items():
             wanted = decode_ids(asked[part], nodes=self.common.nodes)
+            counts[part] = len(wanted)
             ids, _ = decode_norms(data, nodes=self.common.nodes, limit=len(wanted))
             if not np.array_equal(ids, wanted):
                 raise GraphError(f"the norms for part {part} are not of the nodes that were asked for")
         for part, data in frames.items():
             self._norms.setdefault(part, {})[owner] = data
+            self._counts.setdefault(part, {})[owner] = counts[part]
         for part in asked:
             # Who is refused goes without, as for nodes nobody knows the norms of; the list will be no better next time.
             del self._wanted[part][owner]
@@ -376,6 +391,8 @@ class Owners:
             "silent": sorted(self.silent),
             "wanted": {part: dict(frames) for part, frames in self._wanted.items()},
             "norms": {part: dict(frames) for part, frames in self._norms.items()},
+            "told": {part: dict(frames) for part, frames in self._told.items()},
+            "counts": {part: dict(counts) for part, counts in self._counts.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -384,5 +401,8 @@ class Owners:
         self.met = {int(node): None if hello is None else Hello(**hello) for node, hello in state["met"]}
         self.seats = {int(part): int(node) for part, node in state["seats"].items()}
         self.silent = {int(node) for node in state["silent"]}
-        self._wanted = {int(p): {int(o): bytes(f) for o, f in fs.items()} for p, fs in state["wanted"].items()}
-        self._norms = {int(p): {int(o): bytes(f) for o, f in fs.items()} for p, fs in state["norms"].items()}
+        self._wanted, self._norms, self._told = (
+            {int(p): {int(o): bytes(f) for o, f in fs.items()} for p, fs in state[name].items()}
+            for name in ("wanted", "norms", "told")
+        )
+        self._counts = {int(p): {int(o): int(c) for o, c in cs.items()} for p, cs in state["counts"].items()}

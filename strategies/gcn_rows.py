@@ -65,6 +65,8 @@ class Requester:
         Ids by owner.
     refused : set of int
         Owners that refuse this client.
+    retold : bool
+        Whether it had lost the norms it was told, and is told them again.
     figures : Figures or None
     rows : dict of int to bytes
         Frames of feature rows by owner, ready for the training message.
@@ -82,6 +84,7 @@ class Requester:
     needs: str = ""
     wants: dict[int, Ids] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
+    retold: bool = False
     figures: Figures | None = None
     rows: dict[int, bytes] = field(default_factory=dict)
     structure: dict[int, bytes] = field(default_factory=dict)
@@ -212,7 +215,8 @@ class Turn:
         return self.talk.message(requester.node, PLAN_TYPE, requester.ask, frames)
 
     def _take_plan(self, requester: Requester, reply: Message, needs: str) -> None:
-        """Check what a client wants, and of whom.
+        """Check what a client wants, and of whom; one that lost its norms has no plan yet, and is sent them with the
+        next question.
 
         Raises
         ------
@@ -221,6 +225,12 @@ class Turn:
         """
         common = self.owners.common
         assert common is not None
+        if needs == NORMS:
+            if requester.retold or not requester.ask.norms:
+                raise GraphError("it needs norms that nobody told it, or that it was sent just now")
+            requester.retold = True
+            self.owners.forgotten(requester.part)
+            return
         if needs == FEATURES:
             requester.figures = Figures.of(reply)
         wants: dict[int, Ids] = {}
@@ -248,7 +258,7 @@ class Turn:
             if not requester.planned:
                 requester.ask = replace(requester.ask, absent=tuple(sorted(without)))
                 # A hop less than layers, for each set of owners that it had to do without.
-                if requester.plans >= self.layers * (2 + len(without)):
+                if requester.plans >= self.layers * (2 + len(without)) + requester.retold:
                     self._lose(part, f"it was asked for a plan {requester.plans} times and has none")
         return any(not r.planned for r in self.requesters.values())
 

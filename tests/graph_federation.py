@@ -23,6 +23,8 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import models, round_of
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.graphs.base import Part
+from fedcomp.graphs.plan import plan_round
+from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
 from strategies.gcn import SkewedGCN
 from strategies.gcn_report import GraphReport
@@ -103,6 +105,26 @@ def averaging(evaluate: bool = False, **options: Any) -> FedAvg:
 def strategy(inner: Strategy | None = None, **options: Any) -> SkewedGCN:
     usual = {"n_per_layer": 12, "batch_size": 6, "row_codec": "dense-f64", "deadline": 5.0, "seed": SEED}
     return SkewedGCN(averaging() if inner is None else inner, **{**usual, **options})
+
+
+def gradients_on_one_machine(model: Mapping[str, NDArray[Any]], number: int, batch_size: int) -> Named:
+    """Return the gradient on the union of the clients' batches of a round, with all neighbours, on one machine."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from fedcomp.graphs.layers import whole
+
+    parts, everything = graph(), SamplerSettings(sampler="full")
+    labels = np.zeros(NODES, np.int64)
+    for part in parts:
+        labels[part.ids] = part.labels
+    plans = [plan_round(part, everything, seed=SEED, round=number, steps=1, batch_size=batch_size) for part in parts]
+    batch = torch.from_numpy(np.concatenate([plan.batch for (plan,) in plans]))
+    made, features = network(model), torch.from_numpy(toy_features(NODES, FEATURES, SEED))
+    outputs = made(features, whole(toy_adjacency(NODES, PARTS, DEGREE, SEED), 2, torch.float64))
+    loss = cross_entropy(outputs[batch], torch.from_numpy(labels)[batch])
+    found = torch.autograd.grad(loss, list(made.parameters()))
+    return {name: slope.numpy() for (name, _), slope in zip(made.named_parameters(), found, strict=True)}
 
 
 def grid(parts: Sequence[Part], app: Callable | None = None, nodes: int = 0, **options: Any) -> MeteredGrid:

@@ -18,6 +18,7 @@ from experiments.graph_systems import layer_sizes
 from experiments.graph_tables import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED, Groups, skewed
 from experiments.grid import run_cells
 from experiments.spec import RunResult, RunSpec
+from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -199,6 +200,11 @@ def spec(config: Config, label: str, where: str, own: Own, *, seed: int, rounds:
 
 def rows(config: Config) -> list[RunSpec]:
     """The comparison that the claims are about, with the first seed; these also run on other engines."""
+    if config.clients < 2:
+        # Else the cross-partition graph would say so, after everything else was trained.
+        raise ConfigError(
+            f"clients={config.clients} is not valid here: rows are fetched from other owners; give 2 or more"
+        )
     return [
         spec(config, tables.name(CUT, label), CUT, own, seed=config.seed, rounds=config.rounds)
         for label, own in compared(config).items()

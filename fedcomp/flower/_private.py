@@ -100,11 +100,12 @@ class Packer:
         """Return ``message`` with every nested object deflated; the message itself is not changed."""
         contents: dict[str, bytes] = {}
         children: list[ObjectTree] = []
-        if message.has_content():
-            tree, nested = self._pack(message.content)
-            contents.update(nested)
-            children.append(tree)
+        # One for the whole message: a record is asked for its id by all that hold it, and deflated for each answer.
         with no_object_id_recompute():
+            if message.has_content():
+                tree, nested = self._pack(message.content)
+                contents.update(nested)
+                children.append(tree)
             body = message.deflate()
         root = hashlib.sha256(body).hexdigest()
         contents[root] = body
@@ -125,9 +126,8 @@ class Packer:
                 tree, below = _deflate_array(child) if isinstance(child, Array) else self._pack(child)
                 trees[tree.object_id] = tree
                 contents.update(below)
-            with no_object_id_recompute():
-                object_id = item.object_id
-                contents[object_id] = item.deflate()
+            object_id = item.object_id
+            contents[object_id] = item.deflate()
             # Equal children are one object.
             tree = ObjectTree(object_id=object_id, children=list(trees.values()))
             known = self._done[id(item)] = (item, tree, contents)

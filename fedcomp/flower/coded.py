@@ -147,8 +147,8 @@ def put_fields(content: RecordDict, fields: Mapping[str, Any]) -> None:
 
 def fields_of(content: RecordDict) -> Fields | None:
     """Return the plan or header in ``content``; None without one of this protocol."""
-    record = content.config_records.get(CODED)
-    return Fields(record) if record is not None and record.get("protocol") == PROTOCOL else None
+    record = content.get(CODED)
+    return Fields(record) if isinstance(record, ConfigRecord) and record.get("protocol") == PROTOCOL else None
 
 
 def put_bundle(content: RecordDict, items: Iterable[bytes], key: str = PARCELS) -> int:

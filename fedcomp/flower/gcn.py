@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.graphs.base import StepPlan
+from fedcomp.graphs.settings import MOST_LAYERS
 
 SETUP: Final = "gcn_setup"
 PLAN: Final = "gcn_plan"
@@ -54,6 +55,16 @@ KINDS: Final = (IDS, FEATURES, NORMS, STRUCTURE)
 MOST_PARTS: Final = 65_536
 """Parts a graph may have."""
 
+MOST_STEPS: Final = 65_536
+"""Steps a message may ask for: plans of all of them are in memory at once."""
+
+MOST_ROUNDS: Final = 1 << 61
+"""Rounds are below it: twice as many are an integer that records can hold."""
+
+_LONGEST_NAME: Final = 256
+_LONGEST_SAMPLER: Final = 4096
+"""Characters of a session's or a codec's name, and of a sampler's description."""
+
 _LISTS: Final = {"tuple[int, ...]": int}
 _SCALARS: Final = {"str": str, "int": int, "float": float, "bool": bool}
 
@@ -61,12 +72,15 @@ _SCALARS: Final = {"str": str, "int": int, "float": float, "bool": bool}
 class _Said:
     """A dataclass that is one record: every field an entry of its own name and type, nothing else beside them."""
 
+    _optional: ClassVar[tuple[str, ...]] = ()
+    """Numbers that are 0 in most messages, and cost nothing there."""
+
     def to_record(self) -> ConfigRecord:
         """Return it as a record."""
         entries: dict[str, Any] = {}
         for name, value in asdict(self).items():  # type: ignore[call-overload]
             # Flower cannot measure a record with an empty list or text in it.
-            if value not in ((), ""):
+            if value not in ((), "") and not (name in self._optional and not value):
                 entries[name] = list(value) if isinstance(value, tuple) else value
         return ConfigRecord(entries)
 
@@ -95,7 +109,7 @@ class _Said:
                 fits = isinstance(value, list) and all(type(item) is _LISTS[kind] for item in value)
                 values[entry.name] = tuple(value) if fits else ()
             else:
-                value = found.get(entry.name, "" if kind == "str" else None)
+                value = found.get(entry.name, "" if kind == "str" else 0 if entry.name in cls._optional else None)
                 # type() and not isinstance(): True is an int.
                 fits = type(value) is _SCALARS[kind]
                 values[entry.name] = value
@@ -141,11 +155,11 @@ class Setup(_Said):
     layers: int = 1
 
     def refuses(self) -> str:
-        if not self.session:
-            return "the session has no name"
+        if reason := _no_name("session", self.session):
+            return reason
         if self.action not in ("hello", "norms"):
             return f"action {self.action!r} is neither 'hello' nor 'norms'"
-        return "" if self.layers >= 1 else f"a model of {self.layers} layers"
+        return "" if 1 <= self.layers <= MOST_LAYERS else f"a model of {self.layers} layers"
 
 
 @dataclass(frozen=True)
@@ -215,9 +229,14 @@ class Ask(_Said):
         Owners to do without.
     scale : float
         s where the server decides it; 0: the sampler does.
+    norms : int
+        How many feature norms of other owners' nodes the client was told in this run, for a sampler that uses them.
+        Who has fewer has lost its state, and says so.
     hop : int
         How many exchanges of adjacency rows have gone before, in this turn.
     """
+
+    _optional: ClassVar[tuple[str, ...]] = ("norms",)
 
     session: str
     seed: int
@@ -232,6 +251,7 @@ class Ask(_Said):
     noise: float = 0.0
     absent: tuple[int, ...] = ()
     scale: float = 0.0
+    norms: int = 0
     hop: int = 0
 
     @property
@@ -240,22 +260,25 @@ class Ask(_Said):
         return 2 * self.round + (self.purpose == "evaluate")
 
     def refuses(self) -> str:
-        if not self.session:
-            return "the session has no name"
+        if reason := _no_name("session", self.session) or _no_name("row codec", self.row_codec):
+            return reason
         if self.purpose not in ("train", "evaluate"):
             return f"purpose {self.purpose!r} is neither 'train' nor 'evaluate'"
-        if self.round < 0 or self.steps < 1 or self.batch_size < 0 or self.cache_bytes < 0 or self.hop < 0:
+        low = min(self.batch_size, self.cache_bytes, self.norms, self.hop) < 0
+        if low or not 0 <= self.round < MOST_ROUNDS or not 1 <= self.steps <= MOST_STEPS:
             return (
-                f"round {self.round}, {self.steps} steps, batches of {self.batch_size}, a cache of {self.cache_bytes} "
-                f"bytes, hop {self.hop}"
+                f"round {self.round}, {self.steps} steps (at most {MOST_STEPS}), batches of {self.batch_size}, a cache "
+                f"of {self.cache_bytes} bytes, {self.norms} norms, hop {self.hop}"
             )
+        if len(self.sampler) > _LONGEST_SAMPLER:
+            return f"a description of a sampler of {len(self.sampler)} characters, at most {_LONGEST_SAMPLER}"
         if self.cache not in ("none", "lru", "all"):
             return f"cache {self.cache!r} is none of 'none', 'lru', 'all'"
         if not 0.0 <= self.noise < math.inf or not (self.scale == 0.0 or 1.0 <= self.scale < math.inf):
             return f"noise {self.noise}, scale {self.scale}"
         if any(a >= b for a, b in zip((-1, *self.absent), self.absent, strict=False)):
-            return f"absent owners {self.absent} are not ascending part numbers"
-        return "" if self.row_codec else "no row codec"
+            return f"absent owners {self.absent[:8]} are not ascending part numbers"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -264,8 +287,9 @@ class Needs(_Said):
 
     Attributes
     ----------
-    needs : {"rows", "structure"}
-        Feature rows, and the plan is complete; or rows of the adjacency, and it has to be asked for again.
+    needs : {"rows", "structure", "norms"}
+        Feature rows, and the plan is complete; or rows of the adjacency, or the feature norms it was told before and no
+        longer has, and it has to be asked for again. Norms it does not name: who told it knows which.
     hop : int
         That of the question.
     """
@@ -274,8 +298,8 @@ class Needs(_Said):
     hop: int
 
     def refuses(self) -> str:
-        if self.needs not in (FEATURES, STRUCTURE):
-            return f"it needs {self.needs!r}, which is neither {FEATURES!r} nor {STRUCTURE!r}"
+        if self.needs not in (FEATURES, STRUCTURE, NORMS):
+            return f"it needs {self.needs[:64]!r}, which is none of {FEATURES!r}, {STRUCTURE!r} and {NORMS!r}"
         return "" if self.hop >= 0 else f"hop {self.hop}"
 
 
@@ -303,13 +327,13 @@ class Fetch(_Said):
     norms: bool = False
 
     def refuses(self) -> str:
-        if not self.session:
-            return "the session has no name"
+        if reason := _no_name("session", self.session):
+            return reason
         if self.kind not in (FEATURES, STRUCTURE):
             return f"kind {self.kind!r} is neither {FEATURES!r} nor {STRUCTURE!r}"
         if not 0.0 <= self.noise < math.inf:
             return f"noise {self.noise}"
-        return "no row codec" if self.kind == FEATURES and not self.row_codec else ""
+        return _no_name("row codec", self.row_codec) if self.kind == FEATURES else ""
 
 
 @dataclass(frozen=True)
@@ -492,6 +516,13 @@ class Figures:
         if odd:
             raise PayloadError(f"figures {odd} of a plan are negative or not finite: {values}")
         return cls(**values)
+
+
+def _no_name(what: str, name: str) -> str:
+    """Return why ``name`` is none, empty when it is one."""
+    if not name:
+        return f"the {what} has no name"
+    return "" if len(name) <= _LONGEST_NAME else f"the name of the {what} has {len(name)} characters"
 
 
 def _mean(values: list[float], otherwise: float) -> float:

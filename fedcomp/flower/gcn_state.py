@@ -173,6 +173,10 @@ class Kept:
         more = tuple(frame for frame in structure if frame not in before)
         return replace(self, norms=self.norms.updated(norms), structure=before + more, structure_of=place)
 
+    def lacks_norms(self, ask: Ask) -> bool:
+        """Whether this node was told more feature norms than it has: then it has lost them."""
+        return len(self.norms.ids) < ask.norms
+
     def structure_at(self, ask: Ask) -> tuple[tuple[int, bytes], ...]:
         """Return the adjacency rows that were sent for the turn of ``ask``."""
         return self.structure if self.structure_of == (ask.session, ask.turn) else ()

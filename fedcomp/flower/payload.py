@@ -160,8 +160,8 @@ def round_of(message: Message) -> int | None:
     """Return the server round that ``message`` declares (``server-round`` in a ConfigRecord), or None."""
     if not message.has_content():
         return None
-    for holder in message.content.config_records.values():
-        declared = holder.get("server-round")
+    for holder in message.content.values():
+        declared = holder.get("server-round") if isinstance(holder, ConfigRecord) else None
         if isinstance(declared, int) and not isinstance(declared, bool):
             return declared
     return None

@@ -31,6 +31,10 @@ from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
 
 PURPOSES = ("train", "evaluate")
+MOST_ENTRIES = 1 << 26
+"""Non-zeros of all operators of several steps together: 1.5 GiB. Whoever sets the number of steps does not own the
+memory they take."""
+
 _NOBODY = Unavailable()
 
 
@@ -195,7 +199,7 @@ def plan_round(
     UnknownStructure
         Names the rows that any step is missing, so that one exchange gets them for all.
     GraphError, ConfigError
-        As :func:`plan_step`; for an unknown purpose or less than one step.
+        As :func:`plan_step`; for an unknown purpose, less than one step, or more than memory should be asked for.
     """
     if purpose not in PURPOSES:
         raise ConfigError(f"unknown purpose {purpose!r} of a plan; expected one of {', '.join(PURPOSES)}")
@@ -203,6 +207,7 @@ def plan_round(
         raise ConfigError(f"a round of {steps} steps; expected at least one")
     plans: list[StepPlan] = []
     missing: list[Ids] = []
+    held = 0
     for step in range(steps if purpose == "train" else 1):
         key = Key(seed, f"gcn/{purpose}/{step}", round, part.index)
         if purpose == "train":
@@ -210,7 +215,14 @@ def plan_round(
         else:
             batch = part.test
         try:
-            plans.append(plan_step(part, batch, settings, key, unavailable=unavailable, norms=norms, scale=scale))
+            plan = plan_step(part, batch, settings, key, unavailable=unavailable, norms=norms, scale=scale)
+            held += sum(len(layer.values) for layer in plan.layers)
+            if plans and held > MOST_ENTRIES:
+                raise ConfigError(
+                    f"the first {step + 1} of {steps} steps of a round take more than {MOST_ENTRIES} entries of P; "
+                    "take fewer steps per round, smaller batches, or fewer columns per layer"
+                )
+            plans.append(plan)
         except UnknownStructure as error:
             missing.append(error.ids)
     if missing:

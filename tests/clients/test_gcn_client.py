@@ -524,6 +524,17 @@ def test_dropout_comes_from_the_runs_seed() -> None:
         ({"purpose": "evaluate"}, PayloadError, "a message to train is one to evaluate"),
         ({"sampler": "no json"}, PayloadError, "which is no JSON"),
         ({"sampler": "[1]"}, PayloadError, "expected an object"),
+        ({"sampler": "[" * 4000}, PayloadError, "which is no JSON"),
+        ({"sampler": '{"layers": 1000000}'}, ConfigError, "at most 64"),
+        ({"sampler": '{"fanout": %s}' % ("9" * 400)}, ConfigError, "at most 2147483648"),
+        ({"sampler": '{"estimator": "multinomial", "n": 100000000}'}, ConfigError, "100000000 draws with replacement"),
+        ({"sampler": '{"sampler": "fastgcn", "n": 100000000}'}, ConfigError, "100000000 draws with replacement"),
+        (
+            {"sampler": '{"sampler": "node", "estimator": "multinomial", "fanout": 100000000}'},
+            ConfigError,
+            "draws with",
+        ),
+        ({"sampler": '{"sampler": [%s]}' % ("1," * 1900 + "1")}, ConfigError, "unknown sampler"),
         ({"sampler": '{"samper": "node"}'}, ConfigError, "did you mean 'sampler'"),
         ({"row_codec": "cs"}, ConfigError, "row codec 'cs' is not known"),
         ({"scale": 2.0}, ConfigError, "only 'adaptive' takes one"),
@@ -533,9 +544,39 @@ def test_dropout_comes_from_the_runs_seed() -> None:
 def test_a_question_that_cannot_be_answered_is_refused(change: dict[str, Any], error: Any, said: str) -> None:
     nodes = Nodes(toy_parts())
     ask = replace(asking(FULL), **change)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as refused:
         nodes.tell(0, message(gcn.TRAIN_TYPE, ask, arrays=initial(nodes.parts)))
+    # It travels back, and is logged.
+    assert len(str(refused.value)) < 300
     assert not nodes.contexts[0].state
+
+
+def test_who_asks_for_steps_does_not_decide_how_much_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(toy_parts())
+    monkeypatch.setattr("fedcomp.graphs.plan.MOST_ENTRIES", 1000)
+    with pytest.raises(ConfigError, match="of 60000 steps of a round take more than 1000 entries"):
+        nodes.plan(0, asking(FULL, steps=60_000))
+    # One step is as large as the graph makes it.
+    monkeypatch.setattr("fedcomp.graphs.plan.MOST_ENTRIES", 1)
+    assert nodes.plan(0, asking(FULL))[1]
+
+
+@pytest.mark.parametrize("structure", ["full", "halo"])
+def test_a_client_that_lost_its_norms_says_so_and_plans_as_before_when_it_has_them_again(structure: str) -> None:
+    nodes = Nodes(toy_parts(structure=structure))
+    norms = nodes.norms(1)
+    told = sum(len(decode_norms(frame)[0]) for frame in norms.values())
+    ask, wants, reply = nodes.plan(1, asking(SamplerSettings(n=8, mode="measured"), batch_size=4, norms=told), norms)
+    rows = nodes.rows(1, ask, wants)
+    nodes.contexts[1] = node(1)
+    with pytest.raises(MissingRows, match="norms it planned with"):
+        nodes.carry_out(1, ask, rows)
+    lost = nodes.tell(1, message(gcn.PLAN_TYPE, replace(ask, hop=0)))
+    assert gcn.Needs.of(lost) == gcn.Needs("norms", 0)
+    assert not nodes.contexts[1].state
+    ask, again, after = nodes.plan(1, replace(ask, hop=0), norms)
+    assert (again, Figures.of(after)) == (wants, Figures.of(reply))
+    assert nodes.carry_out(1, ask, rows).content["metrics"]["num-examples"] == 4
 
 
 def test_a_state_that_cannot_be_read_is_not_gone_on_with() -> None:

@@ -21,6 +21,7 @@ from experiments.graph_runs import GraphCell, GraphRun, outcome
 from experiments.graph_tables import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
 from experiments.graph_variance import bias_of, measured
 from experiments.spec import RunResult
+from fedcomp.errors import ConfigError
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.tasks import get_task
 from fedcomp.tasks.graph import GraphTask
@@ -143,6 +144,36 @@ def test_claims_are_the_goals_and_fail_when_nothing_was_measured(ran: Ran) -> No
     assert not any(claim.ok for claim in gcn.claims(config, results, nothing))
 
 
+def test_every_claim_can_fail_by_itself(ran: Ran) -> None:
+    config, results, findings, _, _ = ran
+    wanted = {"kept": 0.5, "noise": 1.0, "ladies": 4.0, "cross, local: best": 0.3, "cross, rows": 4.0}
+    ends = {": rows": 5.0, ": points": 0.5, ": worst": 0.95, ": M": 1.2, "of the saving": 0.5}
+    good = {
+        key: wanted.get(key, next((value for end, value in ends.items() if key.endswith(end)), 0.0))
+        for key in findings.values
+    }
+
+    def failed(values: dict[str, float]) -> list[str]:
+        made = gcn.claims(config, results, dataclasses.replace(findings, values=values))
+        return [claim.name for claim in made if not claim.ok]
+
+    assert failed(good) == []
+    wrong = {"kept": 1.0, "noise": 1.6, "ladies": 1.9, "cross, local: best": 0.51, "cross, rows": 2.9}
+    ends = {": rows": 3.9, ": points": 1.1, ": worst": 0.92, ": M": 2.0, "of the saving": 1.1}
+    caught = []
+    told = {f"cross, {label}: worst" for label in (UNSKEWED, LOCAL)}
+    for key in set(good) - told:
+        bad = wrong.get(key, next((value for end, value in ends.items() if key.endswith(end)), 1.0))
+        caught += (one := failed({**good, key: bad}))
+        assert len(one) == 1, key
+    assert len(set(caught)) == len(gcn.claims(config, results, findings))
+
+
+def test_a_single_owner_is_refused_before_anything_is_trained() -> None:
+    with pytest.raises(ConfigError, match=r"clients=1 is not valid.*2 or more"):
+        gcn.EXPERIMENT.specs(gcn.EXPERIMENT.configure(clients=1))
+
+
 def test_every_setting_is_read(ran: Ran) -> None:
     config, _, _, _, settings = ran
     # Those that rows take by name are read without being asked for one by one.
@@ -209,6 +240,6 @@ def test_the_report_of_an_axis_names_how_it_was_trained(ran: Ran) -> None:
     assert f"Parts with {CUT}, 2 seeds, 2 rounds" in titles
     assert "Partitions and budgets, one seed, 2 rounds" in titles
     rules = next(table for table in findings.tables if table.title.startswith("Partitions"))
-    assert {row[0].partition(":")[0] for row in rules.rows} == {CUT, RANDOM}
+    assert {str(row[0]).partition(":")[0] for row in rules.rows} == {CUT, RANDOM}
     lines = [len(getattr(figure, "series", ())) for figure in findings.figures]
     assert lines == [len(gcn.compared(ran[0])), len(gcn.rules(ran[0])), 6, 6]

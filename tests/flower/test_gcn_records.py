@@ -98,6 +98,16 @@ def test_an_entry_of_another_type_one_too_many_and_one_too_few_are_refused(said:
         replace(ASK, scale=0.5),
         replace(ASK, scale=math.inf),
         replace(ASK, hop=-1),
+        replace(ASK, norms=-1),
+        # What one message could make a client compute or keep.
+        replace(ASK, steps=gcn.MOST_STEPS + 1),
+        replace(ASK, round=gcn.MOST_ROUNDS),
+        replace(ASK, sampler="9" * 5000),
+        replace(ASK, session="s" * 257),
+        replace(ASK, row_codec="c" * 257),
+        Setup("s" * 257, "hello"),
+        Setup("s", "hello", layers=65),
+        Fetch("s", "rows", "c" * 257),
         Setup("", "hello"),
         Setup("s", "goodbye"),
         Setup("s", "hello", layers=0),
@@ -109,7 +119,7 @@ def test_an_entry_of_another_type_one_too_many_and_one_too_few_are_refused(said:
         replace(HELLO, test=-1),
         replace(HELLO, features=0),
         replace(HELLO, structure="none"),
-        Needs("norms", 0),
+        Needs("ids", 0),
         Needs("rows", -1),
         Fetch("", "rows", "csr"),
         Fetch("s", "norms", "csr"),
@@ -118,7 +128,7 @@ def test_an_entry_of_another_type_one_too_many_and_one_too_few_are_refused(said:
         Refused((), "nobody"),
         Refused((2, 1), "two"),
     ],
-    ids=repr,
+    ids=lambda said: repr(said)[:80],
 )
 def test_a_value_out_of_range_is_refused_by_who_reads_it(said: Any) -> None:
     with pytest.raises(PayloadError, match=gcn.HEADER):
