@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from fedcomp.flower.offline import go_offline
 
@@ -23,6 +24,12 @@ go_offline()
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("deep", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+# Hypothesis also tries constants that it finds in the sources of all modules loaded so far, which are others on every
+# worker and in every order of files: the same examples come only without them.
+assert callable(providers._get_local_constants)
+assert not providers._local_constants.integers
+providers._get_local_constants = lambda: providers._local_constants  # empty, as nobody adds to them any more
 
 
 @functools.cache
