@@ -88,7 +88,8 @@ class PrivateStrategy(Strategy):
     sampling : Sampling, optional
         Who takes part in a round; default everyone, without amplification.
     count : int
-        At most so many clients in a round (0: all who may), drawn uniformly; not with Poisson sampling.
+        At most so many clients in a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
+        "add_remove", where another client would take the place of a removed one.
     budget : float, optional
         An epsilon at ``delta``; a round that would cross it is not begun.
     noise : {"discrete_gaussian", "skellam", "gaussian"}
@@ -162,8 +163,7 @@ class PrivateStrategy(Strategy):
         self.delta = delta
         self.sampling = Sampling() if sampling is None else sampling
         params.integer("count", count, low=0)
-        if count and self.sampling.kind == "poisson":
-            raise ConfigError(f"count={count} does not fit Poisson sampling, whose rounds vary in size; use its rate")
+        self.sampling.check(adjacency, count=count)
         self.count = count
         self.budget = budget
         self.insecure_deterministic = insecure_deterministic

@@ -75,6 +75,14 @@ def test_a_private_row_refuses_what_would_break_its_promise(name):
         assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if "count" in SYSTEMS[name].defaults])
+def test_a1_a_row_with_a_fixed_number_of_clients_refuses_add_remove(name):
+    check(small(name, count=2))
+    # Rows whose mechanism knows one adjacency only refuse the setting for that reason.
+    with pytest.raises(ConfigError, match=r"takes its place|adjacency of local privacy is|brings no noise"):
+        check(small(name, count=2, adjacency="add_remove"))
+
+
 @pytest.mark.parametrize(("name", "clients"), [("dp-fedavg", 10), ("topagg", 10)])
 def test_delta_is_below_one_over_the_number_of_clients(name, clients):
     check(small(name, clients=clients, delta=0.09))

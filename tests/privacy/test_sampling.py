@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.accounting import compose
 from fedcomp.privacy.entropy import Entropy, make_entropy
-from fedcomp.privacy.events import Event
+from fedcomp.privacy.events import Adjacency, Event
+from fedcomp.privacy.gaussian import gaussian_epsilon
 from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
 
@@ -159,6 +163,55 @@ def test_amplification_is_refused_where_it_does_not_hold() -> None:
     Sampling("capped", cap=1).check("replace")
     with pytest.raises(ConfigError, match="under replace"):
         Sampling("poisson", rate=0.1).check("replace")
+
+
+@pytest.mark.parametrize("sampling", [Sampling("everyone"), Sampling("capped", cap=3)])
+def test_a1_add_remove_with_fixed_count_is_refused(sampling: Sampling) -> None:
+    def ledger(adjacency: Adjacency) -> Ledger:
+        return Ledger(delta=1e-5, population=10, adjacency=adjacency, sampling=sampling)
+
+    with pytest.raises(ConfigError, match=r"takes its place.*sampling='poisson' with rate = count / population.*repl"):
+        sampling.check("add_remove", count=9)
+    # By hand as well: whoever draws asks a ledger, and the ledger knows the adjacency.
+    with pytest.raises(ConfigError, match="takes its place"):
+        sampling.draw(NODES[:10], ledger("add_remove"), 1, seeded(7), count=9)
+    assert sampling.draw(NODES[:10], ledger("add_remove"), 1, seeded(7)) == NODES[:10]
+    for adjacency in ("zero_out", "replace"):
+        assert len(sampling.draw(NODES[:10], ledger(adjacency), 1, seeded(7), count=9)) == 9  # type: ignore[arg-type]
+    Sampling("poisson", rate=0.9).check("add_remove")
+
+
+def swapped_epsilon(adjacency: Adjacency, *, units: int, count: int, z: float, delta: float) -> float:
+    """Return the exact epsilon of removing one of ``units`` where ``count`` are drawn, from the sums of all draws.
+
+    The unit's contribution is the opposite of everybody else's. With it the sum is a mixture over the draws; without it
+    every draw gives the same sum.
+    """
+    mechanism = GridGaussian(clip=1.0, size=1, noise_multiplier=z, adjacency=adjacency)
+    sums = [
+        sum(int(mechanism.admit(np.array([-1.0 if unit == 0 else 1.0]))[0]) for unit in drawn)
+        for drawn in itertools.combinations(range(units), count)
+    ]
+    without = count * int(mechanism.admit(np.array([1.0]))[0])
+    moved = sum(total != without for total in sums) / len(sums)
+    mu = max(abs(total - without) for total in sums) / mechanism.grid_sigma
+    # (1 - p) Q + p N against Q: the divergence at epsilon log(1 + p (e^a - 1)) is p times that of N against Q at a.
+    return math.log1p(moved * math.expm1(gaussian_epsilon(mu, delta / moved)))
+
+
+def test_a1_the_statement_for_replace_covers_a_removal_that_lets_another_take_the_place() -> None:
+    sampling, z = Sampling("everyone"), 1.0
+    stated = {}
+    for adjacency in ("add_remove", "replace"):
+        mechanism = GridGaussian(clip=1.0, size=1, noise_multiplier=z, adjacency=adjacency)  # type: ignore[arg-type]
+        ledger = Ledger(delta=1e-5, population=10, adjacency=adjacency, sampling=sampling)  # type: ignore[arg-type]
+        ledger.record(mechanism.event(size=1), round=1)
+        stated[adjacency] = ledger.epsilon()
+    exact = {a: swapped_epsilon(a, units=10, count=9, z=z, delta=1e-5) for a in ("add_remove", "replace")}  # type: ignore[arg-type]
+    assert stated["add_remove"] == pytest.approx(4.377, abs=2e-3), "what was claimed"
+    assert exact["add_remove"] == pytest.approx(9.84, abs=0.01), "what it costs: why the pair is refused"
+    assert exact["replace"] <= stated["replace"]
+    assert exact["replace"] > 0.9 * stated["replace"], "no factor is given away"
 
 
 def test_draws_that_cannot_be_made_are_refused() -> None:

@@ -282,6 +282,7 @@ def test_clients_are_told_and_evaluation_asks_nobody() -> None:
         ({"population": -1}, "population"),
         ({"count": -2}, "count=-2"),
         ({"count": 3, "sampling": Sampling("poisson", rate=0.5)}, "does not fit Poisson"),
+        ({"count": 9, "adjacency": "add_remove"}, "another one takes its place.*rate = count / population"),
         ({"adjacency": "add"}, "adjacency"),
         ({"budget": -1.0}, "budget"),
         ({"budget": "3"}, "budget"),
