@@ -14,7 +14,6 @@ node that does not leave that to it has a ``privacy-budget`` of its own.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from flwr.app import ConfigRecord, Context
 
 from clients.edge import LEDGER_FILE, OWN_BUDGET
 from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower.logs import log
 from fedcomp.flower.record_dp import Account, Plan, compact, steps_in
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fedcomp.privacy.ledger import Ledger
     from fedcomp.tasks.base import Split, Task
 
-log = logging.getLogger("fedcomp")
 
 _STATE: Final = "fedcomp.record-dp"
 

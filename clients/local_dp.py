@@ -11,7 +11,6 @@ Without a policy the mod enforces what the server announces; :class:`fedcomp.pri
 from __future__ import annotations
 
 import hashlib
-import logging
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,11 +18,10 @@ from flwr.app import ConfigRecord, Context, Error, Message
 
 from clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, CallNext, Mod, choose, find_announcement
 from fedcomp.errors import StateError
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
-
-log = logging.getLogger("fedcomp")
 
 _RECORD: Final = "fedcomp.local-privacy"
 

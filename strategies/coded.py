@@ -33,7 +33,6 @@ and checked.
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import secrets
 import tempfile
@@ -50,6 +49,7 @@ from coding.transport import SpoolRoot
 from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.coded import HELLO, NO_HANDLER, Fields, fields_of, put_fields
+from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.privacy import find_private
@@ -57,8 +57,6 @@ from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from strategies.coded_report import CodedReport
 from strategies.private import PrivateStrategy
 from strategies.replies import Rejected, RoundReport, shorten
-
-log = logging.getLogger("fedcomp")
 
 CONSTRUCTIONS: Final[Mapping[str, str]] = {
     "relay": "strategies.coded_relay:Relay",

@@ -21,7 +21,6 @@ set: then it goes on with the partitions that are determined, and the report say
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,12 +38,11 @@ from coding.linearloss import LOSSES
 from coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
 from fedcomp.flower import linear
+from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
 from strategies.linear_setup import LinearReport, LinearSetup, Shape, exchange
 from strategies.replies import shorten
-
-log = logging.getLogger("fedcomp")
 
 Real = NDArray[np.float64]
 

@@ -15,7 +15,6 @@ update; see docs/systems/coded-relay.md.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -25,6 +24,7 @@ from coding.code import CodeName
 from coding.errors import NotDecodable
 from coding.relay import RelayPlan, check, choose
 from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
 from fedcomp.flower.rounds import Exchanges
 from strategies.coded import CodedRound, Outcome, Settings
 from strategies.coded_groups import GroupSharing, groups_of, require_summable
@@ -34,7 +34,6 @@ from strategies.coded_sharing import Sharing
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-log = logging.getLogger("fedcomp")
 
 PAYLOAD_FACTOR: Final = 4
 PAYLOAD_SLACK: Final = 1 << 20

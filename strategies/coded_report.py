@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from fedcomp.flower.logs import log
 from strategies.replies import shorten
-
-log = logging.getLogger("fedcomp")
 
 _MAX_REFUSED: Final = 100
 """How many reasons for thrown-away bytes a report keeps."""

@@ -24,7 +24,6 @@ of which the server owns all but one, and what the sum itself says. See docs/sys
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -59,7 +58,6 @@ from strategies.replies import Rejected, RoundReport, agreeing, strip
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-log = logging.getLogger("fedcomp")
 
 OPTIONS: Final = ("mode", "weighted", "max_weight", "metrics", "least")
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from typing import Final
 
 from flwr.serverapp import Grid
 
+from fedcomp.flower.logs import log
 from fedcomp.rng import Key
-
-log = logging.getLogger("fedcomp")
 
 _POLL_SECONDS: Final = 1.0
 

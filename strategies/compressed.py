@@ -7,7 +7,6 @@ that aggregation memory is one model whatever the number of clients; any other s
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from fedcomp.codecs import Codec, get_codec
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
 from fedcomp.flower.protocol import RESYNC, STEP, Announcement, announce
 from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_arrays, to_record
@@ -46,8 +46,6 @@ from strategies.replies import (
     consistent,
     match_replies,
 )
-
-log = logging.getLogger("fedcomp")
 
 Named = dict[str, NDArray[Any]]
 

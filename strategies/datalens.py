@@ -18,7 +18,6 @@ noise, the generator and all it makes, is post-processing.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -33,6 +32,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import SENDS, Lesson
+from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.records import to_arrays, to_record
@@ -46,8 +46,6 @@ from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
-
-log = logging.getLogger("fedcomp")
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -20,7 +20,6 @@ Rows it has in its cache are used all the same. No exchange lasts longer than th
 from __future__ import annotations
 
 import json
-import logging
 import math
 import secrets
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from flwr.serverapp.strategy import Strategy
 from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, MOST_STEPS, TRAIN_TYPE, Ask, put_frames
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
@@ -48,7 +48,6 @@ from strategies.replies import RoundReport
 
 __all__ = ["GraphReport", "SkewedGCN", "Traffic"]
 
-log = logging.getLogger("fedcomp")
 
 CACHES: Final = ("none", "lru", "all")
 EVALUATIONS: Final = ("full", "sampled")

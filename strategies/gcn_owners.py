@@ -7,7 +7,6 @@ been silent in a round is waited for again in it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -18,14 +17,13 @@ from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.gcn import IDS, NORMS, SETUP_TYPE, Hello, Refused, Setup, expect, put_frames, take_frames
+from fedcomp.flower.logs import log
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.graphs.base import GraphError
 from fedcomp.graphs.ids import decode_ids
 from fedcomp.graphs.rowcodecs import decode_norms
 from strategies.gcn_report import GraphReport, Traffic
-
-log = logging.getLogger("fedcomp")
 
 _OWN_ERRORS: Final = (2, 6)
 """Codes of errors an app makes: its node is there, whatever it refuses. All others are a SuperLink's, or of a process

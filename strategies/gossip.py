@@ -12,7 +12,6 @@ that costs is counted apart from training, in messages of a type of their own.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +23,7 @@ from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import gossip
+from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, partition_lookup
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.records import to_arrays
@@ -39,7 +39,6 @@ from strategies.gossip_report import GossipReport, Observed, answer_of, differen
 
 __all__ = ["GossipRelay", "GossipReport", "Observed", "figures_of", "mean_of"]
 
-log = logging.getLogger("fedcomp")
 
 _POLL_SECONDS: Final = 0.2
 _EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost")

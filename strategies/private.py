@@ -16,7 +16,6 @@ Subclasses say what a contribution is and what noise it takes: :class:`strategie
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import Codec, params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
@@ -46,8 +46,6 @@ from fedcomp.rng import Key
 from strategies.means import MEANS, aggregate_once, is_mean
 from strategies.private_nodes import Shown, online
 from strategies.replies import Rejected, RoundReport, Sent, match_replies, read_plain
-
-log = logging.getLogger("fedcomp")
 
 Contribution = NDArray[Any]
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]

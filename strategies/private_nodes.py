@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +11,8 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from fedcomp.flower.logs import log
 from fedcomp.flower.metered import partition_lookup
-
-log = logging.getLogger("fedcomp")
 
 _POLL_SECONDS: Final = 1.0
 _MINIMA: Final = ("min_train_nodes", "min_available_nodes")

@@ -12,7 +12,6 @@ A training may have cost something though its reply was lost: clients say what t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
@@ -34,8 +34,6 @@ from fedcomp.privacy.statement import Statement, make_statement
 from strategies.means import MEANS, is_mean, weight_key_of
 from strategies.private_nodes import Shown, online
 from strategies.replies import Rejected, RoundReport, read_plain
-
-log = logging.getLogger("fedcomp")
 
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",

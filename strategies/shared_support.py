@@ -12,7 +12,6 @@ that one exchange is enough. That is a variant of ours (derived), not ScaleCom.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import get_codec
 from fedcomp.codecs.scalecom import ScaleCom, open_support
 from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
 from fedcomp.flower.protocol import (
     LEADS,
@@ -61,8 +61,6 @@ from strategies.replies import (
     weight_of,
 )
 from strategies.shared_replies import Client, Round
-
-log = logging.getLogger("fedcomp")
 
 Named = dict[str, NDArray[Any]]
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]

@@ -11,17 +11,17 @@ of them. Flower's own strategies, with their four hooks, are adapted to the same
 from __future__ import annotations
 
 import inspect
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.privacy import find_private
 
@@ -66,9 +66,6 @@ class Push:
 
     def __iter__(self) -> Iterator[Message]:
         return iter(self.messages)
-
-
-_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +294,7 @@ class ExchangeStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the strategy's name; subclasses add their parameters."""
-        _LOG.info("%s", type(self).__name__)
+        log.info("%s", type(self).__name__)
 
     def start(
         self,
@@ -418,7 +415,7 @@ def fit(
         private.adopt(arrays)
     for server_round in range(start_round, num_rounds + 1):
         if refused := over(strategy, server_round):
-            _LOG.info("ended before round %d of %d: %s", server_round, num_rounds, refused)
+            log.info("ended before round %d of %d: %s", server_round, num_rounds, refused)
             break
         if hasattr(grid, "round"):
             grid.round = server_round

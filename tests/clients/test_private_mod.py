@@ -279,7 +279,7 @@ def test_the_words_of_an_exception_stay_on_the_node(caplog) -> None:
     def fail(content: RecordDict) -> RecordDict:
         raise ValueError("patient 4711 has a broken record")
 
-    with caplog.at_level(logging.ERROR, "fedcomp"):
+    with caplog.at_level(logging.ERROR, "flwr.fedcomp"):
         reply = ask(local_app(answer=fail), codec=LOCAL)
     assert reply.has_error()
     assert "4711" not in reply.error.reason

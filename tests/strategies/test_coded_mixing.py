@@ -91,7 +91,7 @@ def test_a_reply_that_does_not_fit_a_symbol_is_left_out_with_what_to_do() -> Non
 
 
 def test_it_warns_and_refuses_what_makes_no_sense(caplog) -> None:
-    with caplog.at_level(logging.WARNING, "fedcomp"):
+    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         mixed()
     assert "all or nothing" in caplog.text
     for options, reason in (

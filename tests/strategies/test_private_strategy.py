@@ -146,7 +146,7 @@ def test_over_budget_nobody_is_asked_and_it_is_said_once(caplog, codec) -> None:
     strategy = DpFedAvg(inner(), **{**SEEDED, "budget": budget})
     outer = strategy if codec is None else Compressed(strategy, codec)
     grid = federation([compression(), private()], 4)
-    with caplog.at_level(logging.WARNING, "fedcomp"):
+    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         result = outer.start(grid, model(), num_rounds=5, timeout=9)
     assert 2 == len(strategy.privacy.events) == len(strategy.reports)
     assert strategy.privacy.epsilon() <= budget
@@ -312,7 +312,7 @@ def test_the_population_is_declared_before_the_first_round() -> None:
 
 def test_more_clients_than_the_population_are_not_asked_and_the_run_can_go_on(caplog) -> None:
     strategy = DpFedAvg(inner(), **SEEDED)
-    with caplog.at_level(logging.WARNING, "fedcomp"):
+    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         assert play(strategy, vectors(11)) is None
         assert play(strategy, vectors(11), server_round=2) is None
     assert [
@@ -336,7 +336,7 @@ def test_a_model_without_floats_is_refused_in_words(pair) -> None:
 
 def test_a_mean_that_does_not_fit_the_model_is_said_and_paid_for(caplog) -> None:
     strategy = DpFedAvg(inner(), **{**BASIC, "clip": 1e38, "noise_multiplier": 1e6})
-    with caplog.at_level(logging.WARNING, "fedcomp"):
+    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         assert play(strategy, vectors(2)) is None
     assert any("not finite" in r.message for r in caplog.records)
     assert strategy.privacy.releases == 1

@@ -1,0 +1,13 @@
+"""The log of both halves: a child of Flower's own, so that its lines appear beside Flower's without configuration.
+
+Python shows a library's INFO lines only when the application configures logging, which Flower's apps do not: Flower
+gives its logger "flwr" a handler at INFO instead. What is logged under that name goes where Flower's lines go (console,
+log file, ``flwr log``), follows ``FLWR_LOG_LEVEL``, and can be set apart as ``logging.getLogger("flwr.fedcomp")``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+log: Final = logging.getLogger("flwr.fedcomp")
