@@ -39,7 +39,8 @@ def wait_for_nodes(grid: Grid, count: int, limit: float) -> list[int]:
         if time.monotonic() > deadline:
             raise NodesMissing(
                 f"{len(nodes)} of {count} nodes are online after {limit:g} s; start the others, "
-                f"set clients={len(nodes)}, or raise the setting start_timeout"
+                f"set clients={len(nodes)}, or raise the setting start_timeout (flwr run simulates "
+                f'as many as --federation-config "num-supernodes={count}" says)'
             )
         time.sleep(POLL_SECONDS)
     return nodes

@@ -1,0 +1,41 @@
+"""A command of the pages as a user's shell starts it: ``flwr run``, its own SuperLink, Flower's simulation."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_reading import ROOT, commands
+
+from experiments.engines.processes import free_ports, processes_with
+
+
+@pytest.mark.slow
+def test_e1_a_documented_run_gets_its_eight_nodes_from_flower(
+    monkeypatch: pytest.MonkeyPatch, flower_home: Path
+) -> None:
+    (command,) = (c for c in commands(ROOT / "docs" / "gossip.md") if c.words[:2] == ("flwr", "run"))
+    words = [re.sub(r"\brounds=\d+", "rounds=1", word) for word in command.words]
+    assert words != list(command.words)
+    # A user who has a local SuperLink of the usual ports keeps it.
+    for name, port in zip(("SUPERLINK_HTTP_API", "CONTROL_API"), free_ports(2), strict=True):
+        monkeypatch.setenv(f"FLWR_LOCAL_{name}_PORT", str(port))
+    try:
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name(words[0])), *words[1:]],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+    finally:
+        for pid in processes_with("FLWR_HOME", str(flower_home)):
+            os.kill(pid, signal.SIGTERM)
+    assert "(8 simulated SuperNodes)" in done.stdout
+    assert re.search(r"choco: accuracy 0\.\d+, uplink [1-9]\d* payload bytes", done.stdout), done.stdout + done.stderr
