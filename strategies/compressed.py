@@ -30,6 +30,7 @@ from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
+from strategies.flower_dp import require_clip_holds, require_clip_is_seen
 from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
 from strategies.private import PrivateStrategy
 from strategies.private_updates import decoded_updates
@@ -82,8 +83,9 @@ class Compressed(Strategy):
     Raises
     ------
     ConfigError
-        When the codec needs several exchanges, when it votes and the inner strategy is no weighted mean, or when the
-        inner strategy runs its own loop.
+        When the codec needs several exchanges, when it votes and the inner strategy is no weighted mean, when the
+        inner strategy runs its own loop, or when it is one of Flower's client-side privacy wrappers and the codec may
+        enlarge an update.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Compressed(Strategy):
         wanted = not needless if feedback is None else feedback
         if wanted and not chosen.remembers and not chosen.lossless:
             chosen = ErrorFeedback(chosen)
+        require_clip_holds(inner, chosen)
         self.inner = inner
         self._private = private
         self.codec = chosen
@@ -155,7 +158,14 @@ class Compressed(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Let the inner strategy configure the round, then announce the codec and compress the model."""
+        """Let the inner strategy configure the round, then announce the codec and compress the model.
+
+        Raises
+        ------
+        ConfigError
+            When one of Flower's privacy wrappers stands around this strategy and its clip would not hold.
+        """
+        require_clip_is_seen(self, self.codec)
         if self._private is None:
             messages = list(self.inner.configure_train(server_round, arrays, config, grid))
             self._adopt(arrays)

@@ -39,6 +39,9 @@ class Codec(ABC):
         ``E[decode(encode(x))] == x``.
     remembers : bool
         The codec holds memory of what was not sent; it needs no error feedback around it.
+    never_enlarges : bool
+        ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw and every state, up to the rounding of float32: an update
+        that was clipped before it was encoded is still within the clip norm when it was decoded.
     phases : int
         Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
     votes : bool
@@ -51,6 +54,7 @@ class Codec(ABC):
     linear: bool = False
     unbiased: bool = False
     remembers: bool = False
+    never_enlarges: bool = False
     phases: int = 1
     votes: bool = False
 

@@ -27,6 +27,8 @@ class Transform(ABC):
     """
 
     transform_id: ClassVar[str]
+    never_enlarges: bool = False
+    """Whether no update leaves longer than it came, whatever the state."""
 
     def init(self, layout: Layout) -> State:
         """Return the state of a client that has sent nothing yet."""
@@ -111,6 +113,7 @@ class Chain(Wrapper):
             self.linear = self.codec.linear
             self.unbiased = self.codec.unbiased
         self.remembers = self.codec.remembers
+        self.never_enlarges = self.codec.never_enlarges and all(t.never_enlarges for t in self.transforms)
 
     def get_config(self) -> dict[str, Any]:
         """Return the nested configurations."""

@@ -31,6 +31,7 @@ class Clip(Transform):
     """
 
     transform_id: ClassVar[str] = "clip"
+    never_enlarges = True
 
     max_norm: float
 

@@ -20,6 +20,7 @@ class Identity(PositionalCodec):
     lossless = True
     linear = True
     unbiased = True
+    never_enlarges = True
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return one stretch over everything: nothing is left for the dense rest, whatever the policy asks."""

@@ -36,6 +36,11 @@ class ListedCodec(PositionalCodec):
     values: str
     index: str
 
+    @property
+    def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the format
+        """Whether the chosen values travel as they are: fp16 and bf16 round some of them up."""
+        return self.values == "float32"
+
     @abstractmethod
     def most(self, stretch: Stretch) -> int:
         """Return the largest number of values a frame may hold of ``stretch``."""

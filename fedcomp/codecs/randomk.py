@@ -57,6 +57,7 @@ class RandomK(PositionalCodec):
             scope=params.choice("scope", self.scope, SCOPES),
             shared=params.boolean("shared", self.shared),
         )
+        params.assign(self, never_enlarges=not self.unbiased)
 
     def count(self, stretch: Stretch) -> int:
         """Return k of ``stretch``."""

@@ -46,6 +46,7 @@ class ScaledSign(PositionalCodec):
     """
 
     codec_id: ClassVar[str] = "scaledsign"
+    never_enlarges = True
 
     scope: str = "layer"
     block: int = 0

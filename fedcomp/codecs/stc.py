@@ -39,6 +39,7 @@ class STC(PositionalCodec):
     """
 
     codec_id: ClassVar[str] = "stc"
+    never_enlarges = True
     finds_non_finite = True
 
     density: float

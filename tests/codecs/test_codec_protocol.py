@@ -393,6 +393,29 @@ def test_declared_unbiasedness_holds(codec: Codec) -> None:
     assert (np.abs(mean - given.vector) <= 5.0 * deviation + 1e-6 * np.abs(given.vector)).all()
 
 
+def _growth(codec: Codec, layout: Layout) -> float:
+    """Return the largest ‖decode(encode(x))‖ / ‖x‖ found, with vectors that lengthen whatever can be lengthened."""
+    alone = np.zeros(layout.size, np.float32)
+    alone[layout.size // 3] = 4.0 + 3.0 * 2.0**-7 + 3.0 * 2.0**-10  # bf16 and fp16 both round it up
+    found = 0.0
+    for given in (*_inputs(layout), Update(alone, layout), update(layout, scale=1e-3)):
+        length = np.linalg.norm(given.vector.astype(np.float64))
+        state = codec.init(layout)
+        for r in range(5 if state else 2):
+            frame, state = codec.encode(given, state, KEY.at(round=r))
+            out = Update(codec.decode(frame, layout), layout)
+            codec.conclude(out)
+            found = max(found, float(np.linalg.norm(out.vector.astype(np.float64)) / length))
+    return found
+
+
+def test_a2_a_codec_never_enlarges_an_update_exactly_where_it_says_so(codec: Codec) -> None:
+    """A clip before the codec holds after it, in any round; with memory, rounding or scaling some update grows."""
+    layouts = LAYOUTS.values() if codec.never_enlarges else (LAYOUTS["model"], LAYOUTS["flat"])
+    growth = max(_growth(codec, layout) for layout in layouts)
+    assert codec.never_enlarges == (growth <= 1.0 + 2.0**-22), growth
+
+
 def test_schema_is_the_receivers_own(codec: Codec, layout: Layout) -> None:
     """Shapes come from the layout, never from the frame; their sizes add up to the vector."""
     assert sum(e.size for e in codec.schema(layout)) == layout.size

@@ -10,8 +10,6 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideFixedClipping,
     FedAdagrad,
     FedAdam,
     FedAvg,
@@ -198,26 +196,6 @@ def test_a_codec_the_client_does_not_accept_is_answered_densely_and_reported() -
     assert len(report.unsupported) == 4
     assert all("topk" in reason for reason in report.unsupported.values())
     assert ledger.total(direction="up", value="payload") > 4 * 4 * 1230
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda s: DifferentialPrivacyServerSideFixedClipping(s, 0.0, 1e9, 4),
-        lambda s: DifferentialPrivacyClientSideFixedClipping(s, 0.0, 1e9, 4),
-    ],
-)
-def test_dp_wrappers_work_inside(wrap) -> None:
-    """With no noise and no clipping the wrapper changes nothing; it must see dense replies with the model's keys."""
-    from flwr.clientapp.mod import fixedclipping_mod
-
-    client_side = "ClientSide" in type(wrap(fedavg())).__name__
-    app = client_app([compression(), *([fixedclipping_mod] if client_side else [])])
-    strategy = Compressed(wrap(fedavg()), TopK(density=1.0))
-    result, _ = run(strategy, app, rounds=2)
-    bare, _ = run(Compressed(fedavg(), TopK(density=1.0)), rounds=2)
-    assert [r.compressed for r in strategy.reports.values()] == [4, 4]
-    np.testing.assert_allclose(stack(result.arrays), stack(bare.arrays), rtol=1e-5, atol=1e-2)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
