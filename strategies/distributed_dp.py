@@ -150,8 +150,8 @@ class NoisyMean(PrivateStrategy):
         """Release nothing: updates of single clients never get here, and a round without a sum is void."""
         return None, None
 
-    def pay(self, number: int, nodes: list[int]) -> None:
-        """Record the event of a sum over ``nodes``; called before any relay is asked for it.
+    def pay(self, number: int) -> None:
+        """Record the event of a sum, and all who were asked; called before any relay is asked for it.
 
         Raises
         ------
@@ -160,7 +160,8 @@ class NoisyMean(PrivateStrategy):
         """
         assert self._layout is not None
         size = self._layout.size
-        self.privacy.record(self.event(self.mechanism(self._layout, number), size), round=number, participants=nodes)
+        cost = self.event(self.mechanism(self._layout, number), size)
+        self.privacy.record(cost, round=number, participants=self._chosen)
 
     def describe(self) -> str:
         """Return what a client does with its update."""
@@ -250,7 +251,7 @@ class NoisySum(SumCode):
 
     def frozen(self, number: int, nodes: list[int]) -> None:
         """Pay for the sum."""
-        self.noisy.pay(number, nodes)
+        self.noisy.pay(number)
 
     def divisor(self, summed: Summed) -> float:
         """Return the public number of clients."""

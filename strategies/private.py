@@ -174,6 +174,7 @@ class PrivateStrategy(Strategy):
         self._record_name = "arrays"
         self._layout: Layout | None = None
         self._open: int | None = None
+        self._chosen: list[int] = []
         self._again = 0
         self._exhausted = ""
         self._said: set[str] = set()
@@ -370,7 +371,7 @@ class PrivateStrategy(Strategy):
     def ask(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
         """Do :meth:`configure_train`'s work for the model and layout that were adopted."""
         self._require_population()
-        self._open, self._sent, self._exhausted = None, [], ""
+        self._open, self._chosen, self._sent, self._exhausted = None, [], [], ""
         # A round that was paid for and is made again has other contributions: the noise it had would give them away.
         self._again = sum(entry.round == server_round for entry in self.privacy.entries)
         reason = self._unaffordable(server_round)
@@ -391,7 +392,7 @@ class PrivateStrategy(Strategy):
         with Shown(grid, chosen).minima(self.inner) as shown:
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         self.opened(server_round, chosen)
-        self._open = server_round
+        self._open, self._chosen = server_round, chosen
         self._sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
         for record in {id(m.content): m.content for m in messages}.values():
             self._record_name = next(iter(record.array_records), self._record_name)
@@ -469,8 +470,11 @@ class PrivateStrategy(Strategy):
         mechanism = self.mechanism(kept, server_round)
         total = PrivateSum(mechanism, (kept.size,))
         self.begun(server_round)
+        asked = frozenset(self._chosen)
         for node, update in updates:
             try:
+                if node not in asked:
+                    raise Unbounded(f"node {node} was not asked in this round")
                 if update.shape != (given_as.size,):
                     raise Unbounded(f"an update has shape {update.shape}, expected ({given_as.size},)")
                 given = self.contribution(update if support is None else update[support], kept, server_round)
@@ -480,7 +484,15 @@ class PrivateStrategy(Strategy):
                 continue
             self.added(given)
         entropy = self._entropy("noise", server_round)
-        noisy = total.release(self.privacy, round=server_round, entropy=entropy, event=self.event(mechanism, kept.size))
+        # A turn is taken by being asked: whoever answers with nothing of use would otherwise be asked again and again,
+        # in the place of others.
+        noisy = total.release(
+            self.privacy,
+            round=server_round,
+            entropy=entropy,
+            event=self.event(mechanism, kept.size),
+            participants=self._chosen,
+        )
         self.concluded(server_round, entropy)
         step = self.released(noisy, kept, server_round)
         moved = layout.flatten(self._model)

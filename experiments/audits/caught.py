@@ -82,10 +82,10 @@ def tracked(kind: type[DpFedAvg], *, start: float = 0.5, rounds: int = 60) -> li
     model = {"w": np.zeros(4, np.float32)}
     layout, record = Layout.of(model), to_record(model)
     rows = [np.array([norm, 0, 0, 0], np.float32) for norm in norms]
-    with quiet(), InProcessGrid(nobody, 1) as grid:
+    with quiet(), InProcessGrid(nobody, len(rows)) as grid:
         for place in range(rounds):
             strategy.configure_train(place + 1, record, ConfigRecord(), grid)
-            strategy.aggregate_updates(place + 1, enumerate(rows), layout)
+            strategy.aggregate_updates(place + 1, zip(grid.get_node_ids(), rows, strict=True), layout)
     return [*strategy.clips.values(), strategy.clip]
 
 

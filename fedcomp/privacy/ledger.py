@@ -281,7 +281,7 @@ class Ledger:
             Names the units: the events of one round are on the same ones, drawn once. Who draws anew (the steps of a
             local DP-SGD) counts them as rounds.
         participants : sequence of int
-            Who takes part.
+            Who takes part: all who were asked, whatever they answered.
         times : int
             The rounds ``round`` to ``round + times - 1`` at once, each drawing anew.
 

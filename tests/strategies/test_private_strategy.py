@@ -192,12 +192,21 @@ def test_a_client_beyond_its_cap_is_never_asked() -> None:
     assert asked(strategy, range(3, 13), r + 2) == [11, 12]
 
 
-def test_a_lost_reply_is_no_participation_but_is_paid_for() -> None:
+def test_a3_who_was_asked_took_part_whether_the_reply_came_or_not() -> None:
     strategy = DpFedAvg(inner(), **{**SEEDED, "sampling": Sampling("capped", cap=1)})
     play(strategy, {1: np.ones(4, np.float32)}, nodes=[1, 2])
-    assert strategy.privacy.participations == {1: 1}
-    assert asked(strategy, [1, 2], 2) == [2]
+    assert strategy.privacy.participations == {1: 1, 2: 1}
+    assert asked(strategy, [1, 2, 3], 2) == [3]
     assert strategy.privacy.rounds == 1
+
+
+def test_an_update_of_a_client_that_was_not_asked_is_refused() -> None:
+    strategy = DpFedAvg(inner(), **BASIC)
+    one = np.float32([1, 0, 0, 0])
+    out = play(strategy, {1: one, 7: one}, nodes=[1, 2])
+    np.testing.assert_allclose(out, one * 0.1)
+    assert "not asked" in strategy.reports[1].rejected[7]
+    assert set(strategy.privacy.participations) == {1, 2}
 
 
 def test_a_round_is_released_once_and_only_if_it_was_begun() -> None:
