@@ -77,7 +77,8 @@ class PrivateStrategy(Strategy):
     noise_multiplier : float
         Standard deviation of the noise on the sum over the sensitivity of the sum; 0 promises nothing.
     adjacency : {"zero_out", "add_remove", "replace"}
-        What one client may change; "replace" doubles the sensitivity.
+        What one client may change. Under "zero_out" its contribution is left out of every sum and count, as one that
+        was refused is; "replace" doubles the sensitivity.
     delta : float
         Must be below 1 / ``population``.
     population : int

@@ -8,7 +8,10 @@ Four places where it goes wrong, each of them tested for:
 
 - the sign: a bit is 1 when the norm is *within* the clip norm, and too many such bits lower it. With the bit "was
   clipped" in the same rule the norm runs away from the quantile;
-- the centre: the bit enters the count as b - 1/2, so that one client moves the count by 1/2 and not by 1;
+- the centre: the bit enters the count as b - 1/2, so that one client moves the count by 1/2 and not by 1. That is for a
+  contribution that is left out, with its bit: ``zero_out`` and ``add_remove``. An update that is refused is left out in
+  just this way. One of zeros is not: its bit says "within", and as a substitute for a long one it moves the count by 1,
+  which is what ``replace`` pays for;
 - the divisor is the public number of contributions, not of those that came;
 - the price: bits and sum are two releases about the same clients. Noise on the sum is raised so that both together cost
   one event at the noise multiplier that was asked for, ``1/z^2 = 1/z_sum^2 + 1/z_bits^2``.
@@ -48,8 +51,8 @@ class AdaptiveClip:
     rate : float
         ``C = C * exp(-rate * (share within - quantile))`` after each round.
     count_noise : float
-        Standard deviation of the noise on the centred count of bits, in clients, where one client may be zeroed out
-        (the double under "replace"). 0: a twentieth of the expected number of contributions.
+        Standard deviation of the noise on the centred count of bits, in clients, where one client may be left out (the
+        double under "replace"). 0: a twentieth of the expected number of contributions.
     """
 
     initial: float = 0.1
@@ -119,7 +122,7 @@ class NormBits:
         self._votes = 0
 
     def add(self, within: bool) -> None:
-        """Count the bit of one contribution that is in the sum."""
+        """Count the bit of one contribution that is in the sum; one that is not brings none."""
         self._votes += 1 if within else -1
 
     def share(self, expected: float, entropy: Entropy) -> float:

@@ -13,8 +13,9 @@ from fedcomp.privacy.errors import LedgerError
 Adjacency = Literal["zero_out", "add_remove", "replace"]
 
 ADJACENCIES: Final = ("zero_out", "add_remove", "replace")
-"""How two neighbouring data sets differ: one unit's contribution is replaced by zero, a unit is there or is not, a unit
-is exchanged for another one. The last one doubles the sensitivity of a bounded sum."""
+"""How two neighbouring data sets differ: one unit's contribution is left out of every sum and count and its place stays
+empty, a unit is there or is not, a unit is exchanged for another one. The last one doubles the sensitivity of a bounded
+sum. Left out is not zero: in a count an update of zeros is a short one, and instead of a long one it is an exchange."""
 
 NOISES: Final = ("discrete_gaussian", "skellam", "gaussian")
 """Integer noise on a public grid, twice; and the continuous Gaussian in floating point, which leaks (insecure)."""

@@ -37,7 +37,7 @@ _INFINITE: Final = ("epsilon", "epsilon_unamplified", "budget")
 _WORD: Final = "infinite"
 
 _CHANGES: Final = {
-    "zero_out": "replacing one {unit}'s contribution by zero",
+    "zero_out": "leaving one {unit}'s contribution out of every sum and count, and nothing else",
     "add_remove": "adding or removing one {unit}",
     "replace": "exchanging one {unit} for another",
 }

@@ -270,7 +270,7 @@ def test_two_promises_share_what_is_the_same_of_both():
     for part in console.promise_parts(summary):
         console.make_console(printed).print(part)
     text = printed.getvalue()
-    assert text.count("zero_out: replacing") == 1
+    assert text.count("zero_out: leaving") == 1
     assert text.count("releases in") == 2
 
 

@@ -157,6 +157,45 @@ def test_a_refused_contribution_brings_no_bit() -> None:
     assert made.clip == pytest.approx(math.exp(-0.2 * 0.25))
 
 
+class Counted(DpFedAvg):
+    """Keeps the votes of its last round."""
+
+    def concluded(self, server_round, entropy) -> None:
+        self.votes = self._bits._votes
+        super().concluded(server_round, entropy)
+
+
+def votes_with(first: list[float] | None, adjacency: str = "zero_out") -> int:
+    """Return the votes of seven clients within the clip norm, and of one that contributes ``first`` or nothing."""
+    made = Counted(inner(), clip=AdaptiveClip(initial=1.0), noise_multiplier=0.0, population=10, adjacency=adjacency)
+    given = {n: np.float32([0.1, 0.0]) for n in range(1, 8)} | ({} if first is None else {8: np.float32(first)})
+    play(made, given, nodes=range(1, 9))
+    return made.votes
+
+
+@pytest.mark.parametrize("adjacency", ["zero_out", "add_remove", "replace"])
+def test_a4_the_count_moves_by_what_its_noise_is_made_for_and_the_statement_says_by_what(adjacency) -> None:
+    updates = {"zero": [0.0, 0.0], "short": [0.5, 0.0], "long": [9.0, 0.0]}
+    present = {name: votes_with(update, adjacency) for name, update in updates.items()}
+    absent = votes_with(None, adjacency)
+    assert (present["zero"], absent) == (8, 7)
+    # A refused update is absent from the count as it is from the sum.
+    assert votes_with([math.nan, 0.0], adjacency) == votes_with([math.inf, 0.0], adjacency) == absent
+    left_out = max(abs(votes - absent) for votes in present.values())
+    exchanged = max(abs(one - other) for one in present.values() for other in present.values())
+    assert (left_out, exchanged) == (1, 2)
+    made = DpFedAvg(
+        inner(), clip=AdaptiveClip(), noise_multiplier=1.0, population=CLIENTS, delta=1e-3, adjacency=adjacency
+    )
+    bits = made._new_bits(made.adaptive).mechanism
+    assert bits.sensitivity * bits.step == (exchanged if adjacency == "replace" else left_out)
+    # By zero is an exchange: promised under zero_out it would cost twice what is paid.
+    told = made.statement().prose()
+    assert "by zero" not in told
+    said = {"zero_out": "out of every sum and count", "add_remove": "adding or removing", "replace": "exchanging one"}
+    assert said[adjacency] in told
+
+
 def test_bits_that_cost_more_than_both_may_are_refused() -> None:
     for z, noise in ((1.0, 0.5), (1.0, 0.25)):
         with pytest.raises(ConfigError, match=r"count_noise above 0\.5"):

@@ -62,7 +62,7 @@ def test_prose_says_all_of_it() -> None:
         "Gaussian, closed form",
         "had every client been in every release",
         "below 1/50",
-        "replacing one client's contribution by zero",
+        "leaving one client's contribution out of every sum and count",
         "L2 norm at most 0.5",
         "clipped to 0.5",
         "4 times the sensitivity",
