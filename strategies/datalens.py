@@ -366,6 +366,10 @@ class DataLens(ExchangeStrategy):
                 f"given as {self.clients}. The threshold and delta rest on the number of all that may ever take part"
             )
             return None, None
+        for node in self.privacy.surplus(online):
+            self._warn(
+                f"node {node} is not asked: all {self.privacy.population} clients have taken part under other ids"
+            )
         chosen = self.sampling.draw(online, self.privacy, server_round, self._entropy("sampling", server_round))
         if self.sampling.kind == "capped" and not chosen:
             self._warn(f"round {server_round}: every client that is online has taken part as often as it may")

@@ -381,6 +381,7 @@ class PrivateStrategy(Strategy):
             reason = self._crowded(len(nodes))
         if not reason:
             entropy = self._entropy("sampling", server_round)
+            self._warn_of(self.privacy.surplus(nodes))
             chosen = self.sampling.draw(nodes, self.privacy, server_round, entropy, count=self.count)
             if self.sampling.kind == "capped" and nodes and not chosen:
                 self._exhausted = reason = "every client that is online has taken part as often as it may"
@@ -591,6 +592,17 @@ class PrivateStrategy(Strategy):
             f"{online} clients are online, and the population was given as {self.population}. Delta and the mean's "
             "denominator rest on the number of all that may ever take part: end this run, and begin one that says it"
         )
+
+    def _warn_of(self, surplus: Sequence[int]) -> None:
+        """Log once of each node that cannot be another client, since all of them are known."""
+        for node in surplus:
+            text = (
+                f"node {node} is not asked: the {self.population} clients of the population have all taken part, and "
+                "under another id one of them would have its turns again"
+            )
+            if text not in self._said:
+                log.warning("%s: %s", type(self).__name__, text)
+                self._said.add(text)
 
     def _require_population(self) -> None:
         if not self.population:

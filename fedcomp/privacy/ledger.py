@@ -252,6 +252,39 @@ class Ledger:
         cap = self.sampling.cap
         return not cap or self._participations(participant) < cap
 
+    def surplus(self, nodes: Sequence[int]) -> list[int]:
+        """Return those of ``nodes`` that would be more participants than the population; none where nobody is counted.
+
+        A client that connects under another id is another participant. Without a cap that changes nothing of what a
+        unit spent; under one it would have as many turns again.
+        """
+        if not self._by_unit:
+            return []
+        return [node for node in nodes if node not in self._taken][max(0, self.population - len(self._taken)) :]
+
+    @property
+    def _by_unit(self) -> bool:
+        """Whether what was spent depends on which unit was in which round."""
+        return self.sampling.cap > 0
+
+    def _check_people(self, entries: Sequence[Entry]) -> None:
+        """Refuse participants that cannot all be different units."""
+        for entry in entries:
+            if len(entry.participants) > self.population:
+                raise LedgerError(
+                    f"round {entry.round} has {len(entry.participants)} participants, the population was declared as "
+                    f"{self.population}. Declare the number of all that may ever take part"
+                )
+        if not self._by_unit:
+            return
+        people = {node for entry in entries for node in entry.participants}.union(self._taken)
+        if len(people) > self.population:
+            raise LedgerError(
+                f"{len(people)} different participants, the population was declared as {self.population}: a "
+                f"{self.unit} under several ids would be counted as several, and have spent more than is said. Declare "
+                "the number of all that may ever take part, and let them keep their ids"
+            )
+
     def affords(self, event: Event | Sequence[Event], times: int = 1, *, round: int | None = None) -> bool:
         """Whether ``times`` more rounds with ``event`` stay within the budget. To be asked before anyone is contacted.
 
@@ -292,7 +325,8 @@ class Ledger:
         ConfigError
             When the event claims a sampling that the ledger's sampler does not do, or arguments are out of range.
         LedgerError
-            When the event could not be written. Nothing may be released.
+            When there are more participants than the population, or the event could not be written. Nothing may be
+            released.
         """
         if not self.population:
             raise ConfigError("the population is not declared; an epsilon needs the public number of units first")
@@ -304,6 +338,7 @@ class Ledger:
             raise ConfigError(f"a participant of round {round} is listed twice")
         entry = Entry(len(self._entries), self._attempt, int(round), int(times), people, event)
         self._check_room(entry)
+        self._check_people([entry])
         over = [node for node in people if self._would_exceed(node, entry)]
         if over:
             raise BudgetExceeded(
@@ -453,6 +488,7 @@ class Ledger:
         entries = [Entry.from_json(document) for document in documents]
         if [entry.serial for entry in entries] != list(range(len(entries))):
             raise LedgerError(f"{where} lacks an event, or has one twice: serial numbers are not 0, 1, 2 ...")
+        self._check_people(entries)
         return entries
 
     @staticmethod

@@ -56,6 +56,10 @@ class ParallelLedger(Ledger):
         super().record(event, round=round, participants=participants, times=times)
 
     @property
+    def _by_unit(self) -> bool:
+        return True
+
+    @property
     def releases(self) -> int:
         """How many noisy sums were paid for, at the party with most of them."""
         found: Counter[int] = Counter()

@@ -35,6 +35,10 @@ class Participations(Protocol):
         """Say whether one more round stays within the cap."""
         ...
 
+    def surplus(self, nodes: Sequence[int]) -> list[int]:
+        """Return those of ``nodes`` who would be more units than there are."""
+        ...
+
     def drawn(self, round: int) -> None:
         """Take note that the units of ``round`` are drawn now."""
 
@@ -155,7 +159,8 @@ class Sampling:
             below = np.uint64(int(self.rate * 2**53))
             taken = (entropy.words(len(nodes)) >> np.uint64(11)) < below
             return [node for node, taking in zip(nodes, taken, strict=True) if taking]
-        able = [node for node in nodes if ledger.may_take_part(node)]
+        surplus = frozenset(ledger.surplus(nodes))
+        able = [node for node in nodes if ledger.may_take_part(node) and node not in surplus]
         if count and count < len(able):
             chosen = np.sort(np.argsort(entropy.words(len(able)), kind="stable")[:count])
             return [able[i] for i in chosen]

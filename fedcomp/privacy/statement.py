@@ -31,6 +31,12 @@ NOT_COVERED: Final = (
 )
 """What a run does not cover unless it says otherwise."""
 
+_MANY_IDS: Final = (
+    "more ids than the population took part: some came back under another id, or the population was declared too "
+    "small, and delta is then too large"
+)
+"""Beside the unit, where that is so. With a cap the ledger refuses it."""
+
 _INFINITE: Final = ("epsilon", "epsilon_unamplified", "budget")
 """Fields that may be infinite; JSON has no word for it and gets this one."""
 
@@ -332,6 +338,8 @@ def make_statement(
     if "name" in said:
         said["mechanism"] = said.pop("name")
     values |= said
+    if len(ledger.participations) > ledger.population:
+        values["unit_note"] = "; ".join(filter(None, (values["unit_note"], _MANY_IDS)))
     if entries and "noise_multiplier" not in said:
         values["noise_multiplier"] = min(entry.event.noise_multiplier for entry in entries)
     values["not_covered"] = tuple(values["not_covered"])

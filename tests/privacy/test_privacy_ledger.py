@@ -19,6 +19,7 @@ from fedcomp.privacy.errors import BudgetExceeded, LedgerError
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.statement import make_statement
 
 EVENT = Event("discrete_gaussian", 10.0, grid_sigma=1e4)
 
@@ -509,6 +510,51 @@ def test_a_checkpoint_that_says_something_else_is_refused(tmp_path: Path) -> Non
             ledger.load_state_dict(state)
     assert len(ledger.events) == 3
     ledger.close()
+
+
+def test_a5_more_participants_than_the_population_are_refused(tmp_path: Path) -> None:
+    """Fifty ids of four units: with a cap of one each epsilon stayed at that of one round."""
+    sampling = Sampling("capped", cap=1)
+    ledger = make(population=4, sampling=sampling, path=tmp_path / "a")
+    for number in range(4):
+        ledger.record(EVENT, round=number, participants=[number])
+    with pytest.raises(LedgerError, match="5 different participants, the population was declared as 4"):
+        ledger.record(EVENT, round=4, participants=[4])
+    assert ledger.rounds == 4
+    assert ledger.surplus([0, 4, 5]) == [4, 5]
+    ledger.close()
+    # What a former release wrote is refused as well: what a unit spent under several ids is unknown.
+    wrong = make(population=50, delta=1e-3, sampling=sampling)
+    for number in range(50):
+        wrong.record(EVENT, round=number, participants=[number])
+    state = wrong.state_dict()
+    state["header"]["population"] = 4
+    with pytest.raises(LedgerError, match="50 different participants"):
+        make(population=4, delta=1e-3, sampling=sampling).load_state_dict(state)
+
+
+@pytest.mark.parametrize("sampling", [Sampling("everyone"), Sampling("capped", cap=3)])
+def test_a5_one_round_has_no_more_participants_than_the_population(sampling: Sampling) -> None:
+    ledger = make(population=4, sampling=sampling)
+    with pytest.raises(LedgerError, match="5 participants"):
+        ledger.record(EVENT, round=1, participants=range(5))
+    ledger.record(EVENT, round=1, participants=range(4))
+    assert ledger.rounds == 1
+
+
+def test_a5_without_a_cap_other_ids_cost_nothing_and_are_named() -> None:
+    ledger = make(population=4, sampling=Sampling("everyone"))
+    ledger.record(EVENT, round=1, participants=[1, 2, 3, 4])
+    assert "more ids than the population" not in said_of(ledger)
+    ledger.record(EVENT, round=2, participants=[5, 6])
+    assert ledger.epsilon() == compose([EVENT] * 2, ledger.delta).epsilon
+    assert "more ids than the population" in said_of(ledger)
+    assert ledger.surplus([7, 8]) == []
+
+
+def said_of(ledger: Ledger) -> str:
+    figures = {"name": "sum", "bound": 1.0, "sensitivity": 1.0, "noise": "gaussian", "sigma": 1.0}
+    return make_statement(ledger, trust="the server", protects="models", **figures).prose()
 
 
 def test_a_round_made_again_after_a_crash_is_another_participation(tmp_path: Path) -> None:

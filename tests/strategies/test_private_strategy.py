@@ -188,8 +188,20 @@ def test_a_client_beyond_its_cap_is_never_asked() -> None:
     # The price is that of two rounds, however many were made.
     assert strategy.privacy.rounds == 5
     assert strategy.privacy.epsilon() == pytest.approx(gaussian_epsilon(math.sqrt(2.0), 1e-3), abs=1e-6)
-    # Somebody new may still come: only those that were there have had their turns.
-    assert asked(strategy, range(3, 13), r + 2) == [11, 12]
+    # All ten of the population have had their turns: whoever comes under another id is one of them.
+    assert asked(strategy, range(3, 13), r + 2) == []
+
+
+def test_a5_under_a_cap_no_more_node_ids_are_asked_than_there_are_clients(caplog) -> None:
+    strategy = DpFedAvg(inner(), **{**SEEDED, "population": 4, "sampling": Sampling("capped", cap=2)})
+    play(strategy, vectors(0), nodes=[1, 2, 3], size=4)
+    # A client came back as 7, then as 8: one more id is possible, a fifth is not.
+    assert asked(strategy, [1, 2, 7], 2) == [1, 2, 7]
+    play(strategy, vectors(0), server_round=2, nodes=[1, 2, 7], size=4)
+    with caplog.at_level(logging.WARNING, "fedcomp"):
+        assert asked(strategy, [1, 2, 3, 8], 3) == [3]
+    assert [r.message for r in caplog.records if "node 8 is not asked" in r.message]
+    assert set(strategy.privacy.participations) == {1, 2, 3, 7}
 
 
 def test_a3_who_was_asked_took_part_whether_the_reply_came_or_not() -> None:
