@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from clients.edge import PEER_ADDRESS
 from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, find_announcement, partition_of
 from clients.peers import peer_link
+from clients.private import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import ACTIONS, CODED, HELLO, PARCELS, Fields, fields_of, put_fields
 from fedcomp.flower.payload import NODE_RECORD, put_node
@@ -92,9 +93,12 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> Mod:
                 return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)
             return call_next(msg, context)
         raised: list[Exception] = []
+        secret = wants_private(msg.content)
 
         def guarded(message: Message, ctx: Context) -> Message:
             try:
+                if secret:
+                    return discreet(msg, lambda: call_next(message, ctx))
                 return call_next(message, ctx)
             except Exception as error:
                 raised.append(error)

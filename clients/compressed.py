@@ -27,7 +27,7 @@ from clients.messages import (
     plain_content,
     receive,
 )
-from clients.private import keep_reason, only_update, wants_private
+from clients.private import discreet, only_update, wants_private
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame
@@ -97,36 +97,40 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
             return Message(uplink.redelivery, reply_to=msg)
 
     msg.content = plain_content(msg.content, announcement, record)
-    reply = call_next(msg, context)
-    if reply.has_error():
-        return keep_reason(msg, reply) if private else reply
-    if private and layout is not None:
-        reply.content = only_update(reply.content, before, layout)
 
-    header = header_of(reply.content, context, replica, unsupported)
-    content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
-    content[NODE_RECORD] = header
+    def answer() -> Message:
+        reply = call_next(msg, context)
+        if reply.has_error():
+            return reply
+        if private and layout is not None:
+            reply.content = only_update(reply.content, before, layout)
 
-    if codec is not None and layout is not None:
-        name, update, exact_arrays = learnt(content, before, layout, lossless=codec.lossless)
-        key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
-        frame, state = codec.encode(update, uplink.state if uplink else codec.init(layout), key)
-        header["record"] = name
-        header["sequence"] = announcement.sequence
-        if uplink is not None:
-            header["generation"] = uplink.generation
-            header["rolled-back"] = uplink.rolled_back
-            ratio = None if private else memory_ratio(codec, state, update)
-            if ratio is not None:
-                header["memory"] = ratio
-        del content[name]
-        put_frame(content, UPDATE, frame)
-        exact = None if private else encode_exact(exact_arrays, layout)
-        if exact is not None:
-            put_frame(content, EXACT, exact)
-        if uplink is not None:
-            uplink.commit(context, state, announcement, codec, layout, content)
-    if replica is not None:
-        replica.save(context)
-    reply.content = content
-    return reply
+        header = header_of(reply.content, context, replica, unsupported)
+        content = RecordDict({k: v for k, v in reply.content.items() if k != NODE_RECORD})
+        content[NODE_RECORD] = header
+
+        if codec is not None and layout is not None:
+            name, update, exact_arrays = learnt(content, before, layout, lossless=codec.lossless)
+            key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
+            frame, state = codec.encode(update, uplink.state if uplink else codec.init(layout), key)
+            header["record"] = name
+            header["sequence"] = announcement.sequence
+            if uplink is not None:
+                header["generation"] = uplink.generation
+                header["rolled-back"] = uplink.rolled_back
+                ratio = None if private else memory_ratio(codec, state, update)
+                if ratio is not None:
+                    header["memory"] = ratio
+            del content[name]
+            put_frame(content, UPDATE, frame)
+            exact = None if private else encode_exact(exact_arrays, layout)
+            if exact is not None:
+                put_frame(content, EXACT, exact)
+            if uplink is not None:
+                uplink.commit(context, state, announcement, codec, layout, content)
+        if replica is not None:
+            replica.save(context)
+        reply.content = content
+        return reply
+
+    return discreet(msg, answer) if private else answer()

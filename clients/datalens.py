@@ -15,6 +15,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
+from clients.private import ABOUT_SETTINGS, discreet
 from fedcomp.errors import ConfigError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import Kept, Lesson
@@ -78,6 +79,9 @@ EnsembleOf = Callable[[Message, Context, Lesson], Ensemble]
 def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
     """Give ``app`` the handler of a DataLens run; return ``app``.
 
+    What goes wrong while teachers are read, learn and vote stays on the node, unless it is about settings
+    (:data:`clients.private.ABOUT_SETTINGS`).
+
     Parameters
     ----------
     ensemble : callable
@@ -96,13 +100,16 @@ def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
                 return _reply(msg, kept.answer, partition)
         else:
             kept = None
-        state, votes = study(
-            lesson, msg, ensemble(msg, context, lesson), None if kept is None else kept.state, partition
-        )
-        answer = encode_rows(votes)
-        reply = _reply(msg, answer, partition)
-        Kept(lesson.session, lesson.sequence, state, answer).save(context)
-        return reply
+
+        def vote() -> Message:
+            own = ensemble(msg, context, lesson)
+            state, votes = study(lesson, msg, own, None if kept is None else kept.state, partition)
+            answer = encode_rows(votes)
+            reply = _reply(msg, answer, partition)
+            Kept(lesson.session, lesson.sequence, state, answer).save(context)
+            return reply
+
+        return discreet(msg, vote, passing=ABOUT_SETTINGS)
 
     return app
 

@@ -148,9 +148,9 @@ def _reasons_stay() -> Iterator[None]:
         yield
     except FedcompError:
         raise
-    except Exception as error:
+    except Exception:
         log.exception("the private training of this node broke")
-        raise PrivacyError(f"the training broke ({type(error).__name__}); the reason is in this node's log") from None
+        raise PrivacyError("the training broke; the reason is in this node's log") from None
 
 
 def _untrained(model: nn.Module) -> list[tuple[Tensor, Tensor]]:

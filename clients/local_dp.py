@@ -17,15 +17,13 @@ from typing import Final
 from flwr.app import ConfigRecord, Context, Error, Message
 
 from clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, CallNext, Mod, choose, find_announcement
+from clients.private import discreet
 from fedcomp.errors import StateError
-from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
 
 _RECORD: Final = "fedcomp.local-privacy"
-
-_APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
 
 
 def local_privacy(policy: LocalPolicy | None = None) -> Mod:
@@ -67,12 +65,7 @@ def local_privacy(policy: LocalPolicy | None = None) -> Mod:
         # At the limit only a message that is delivered again is answered, with the frame that left before.
         if spent and this != held.message:
             return _refused(msg, over)
-        try:
-            reply = call_next(msg, context)
-        except Exception:
-            # Which exception, and with which words, could depend on the data.
-            log.exception("the app raised in a locally private round; the server is told only that it did")
-            return Message(Error(_APP_RAISED, "the app raised; its reason stays on the node"), reply_to=msg)
+        reply = discreet(msg, lambda: call_next(msg, context))
         if reply.has_error():
             return reply
         frame = take_frame(reply.content, UPDATE)

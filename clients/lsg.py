@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 
 from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, reply_arrays
-from clients.private import wants_private
+from clients.private import discreet, wants_private
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, Ask, pack, take_carriers, take_kept
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, models, put_frame
@@ -25,8 +25,8 @@ _OWN = (HEADER, CARRIERS, KEPT)
 def lsg() -> Mod:
     """Return the mod that shortens the replies to training messages that ask for it; others pass through untouched.
 
-    Put it before ``private()``. An update that is not finite is answered with an error, which costs a round that vote
-    and nothing else; what was wrong stays on the node.
+    Put it before ``private()``. An update that is not finite is answered with an error, which costs a round that update
+    and nothing else; what was wrong, there and in the app, stays on the node.
 
     Examples
     --------
@@ -55,25 +55,25 @@ def lsg() -> Mod:
         except FedcompError as error:
             return _refuse(msg, str(error))
         msg.content = RecordDict({name: record for name, record in msg.content.items() if name not in _OWN})
-        reply = call_next(msg, context)
-        if reply.has_error():
-            return reply
-        try:
+
+        def update() -> Message:
+            reply = call_next(msg, context)
+            if reply.has_error():
+                return reply
             _, after = reply_arrays(reply.content)
             with np.errstate(over="ignore", invalid="ignore"):
-                update = layout.flatten(after) - layout.flatten(before)
-                short = np.concatenate(plan.project(update, pairs))[chosen]
+                moved = layout.flatten(after) - layout.flatten(before)
+                short = np.concatenate(plan.project(moved, pairs))[chosen]
             (short,), _ = clip_arrays([short], ask.clip)
-        except FedcompError:
-            # Which of its values is not finite tells of the data.
-            return _refuse(msg, "the update cannot be bounded; its reason stays on the node")
-        content = RecordDict()
-        node = reply.content.config_records.get(NODE_RECORD)
-        if node is not None and PARTITION_KEY in node:
-            content[NODE_RECORD] = ConfigRecord({PARTITION_KEY: node[PARTITION_KEY]})
-        put_frame(content, UPDATE, pack(short))
-        reply.content = content
-        return reply
+            content = RecordDict()
+            node = reply.content.config_records.get(NODE_RECORD)
+            if node is not None and PARTITION_KEY in node:
+                content[NODE_RECORD] = ConfigRecord({PARTITION_KEY: node[PARTITION_KEY]})
+            put_frame(content, UPDATE, pack(short))
+            reply.content = content
+            return reply
+
+        return discreet(msg, update)
 
     return lsg_mod
 

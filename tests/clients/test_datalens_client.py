@@ -123,8 +123,7 @@ def test_a_teacher_that_breaks_leaves_everything_as_it_was() -> None:
     context = node()
     client()(message(), context)
     state = snapshot(context)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        answer_datalens(ClientApp(), Watched(broken))(message(replace(LESSON, sequence=2)), context)
+    assert answer_datalens(ClientApp(), Watched(broken))(message(replace(LESSON, sequence=2)), context).has_error()
     assert snapshot(context) == state
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import ClassVar
 
 import numpy as np
 import pytest
 from coded_sum_runs import LAYOUT, SIZE, Recorder, Tap, included, json_of, train_replies
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, stack
 
 from clients import coded_sum as coded_sum_client
 from clients.coded import answer_coded, coded
 from clients.compressed import compression
+from clients.private import STAYS
 from coding.sumcode import SumPlan
 from fedcomp.codecs import FixedPoint, RandomK, TopK, fixed_point_of
 from fedcomp.errors import ConfigError
@@ -360,3 +362,18 @@ def test_the_private_half_alone_asks_nobody_for_an_update_the_server_could_read(
         Compressed(noisy, FixedPoint(RandomK(1.0), clip=1.0))
     with pytest.raises(ConfigError, match="not linear"):
         Compressed(noisy, TopK(0.5))
+
+
+def test_a9_clients_of_a_noisy_sum_tell_nothing_of_why_they_failed(caplog: pytest.LogCaptureFixture) -> None:
+    def change(msg: Message, context: Context, call_next) -> Message:
+        if context.node_config["partition-id"] == 3:
+            raise ValueError("patient 4711 has a broken record")
+        return call_next(msg, context)
+
+    strategy = distributed()
+    with caplog.at_level(logging.INFO, "flwr.fedcomp"):
+        run(strategy, grid_of(client=answer_coded(client_app([coded(), compression(), change]))))
+    told = repr(strategy.state_dict()) + repr(strategy.coded) + repr(strategy.reports)
+    assert STAYS in told
+    assert "4711" not in told
+    assert "4711" in caplog.text

@@ -1,0 +1,191 @@
+"""A client that fails in a private round tells the server one fixed text, on every path; its log has the reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from datalens_toy import IMAGES, PIXELS
+from datalens_toy import ensemble as toy_teachers
+from datalens_toy import model as generator
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from private_runs import server
+
+from clients.coded import coded
+from clients.compressed import compression
+from clients.datalens import answer_datalens
+from clients.local_dp import local_privacy
+from clients.lsg import lsg
+from clients.private import STAYS, private
+from clients.topagg import topagg
+from fedcomp.codecs import Codec, TopK, chain
+from fedcomp.errors import NonFiniteUpdate
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower import datalens
+from fedcomp.flower.datalens import Lesson
+from fedcomp.flower.lsg import Ask
+from fedcomp.flower.payload import take_frame
+from fedcomp.flower.privacy import PRIVATE
+from fedcomp.flower.protocol import RESYNC, Announcement, announce
+from fedcomp.flower.record_dp import RECORD_DP, Plan
+from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.local import LocalPolicy, Privatise
+from fedcomp.privacy.votes import TopkSign
+
+WORDS = "patient 4711 has a broken record"
+SIZE = 40
+
+
+class OfTheApp(Exception):
+    """An exception of an app's own."""
+
+
+def raise_value(msg: Message) -> Message:
+    raise ValueError(WORDS)
+
+
+def raise_own(msg: Message) -> Message:
+    raise OfTheApp(WORDS)
+
+
+def raise_ours(msg: Message) -> Message:
+    raise NonFiniteUpdate(WORDS)
+
+
+def return_error(msg: Message) -> Message:
+    return Message(Error(6, WORDS), reply_to=msg)
+
+
+def return_nan(msg: Message) -> Message:
+    vector = np.zeros(SIZE, np.float32)
+    vector[17] = np.nan
+    return answer(msg, {"w": vector})
+
+
+def return_another(msg: Message) -> Message:
+    return answer(msg, {"w": np.zeros(SIZE, np.float32), WORDS: np.ones(3, np.float32)})
+
+
+def answer(msg: Message, arrays: dict[str, np.ndarray]) -> Message:
+    record = ArrayRecord({name: Array(a) for name, a in arrays.items()})
+    return Message(RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg)
+
+
+FAILURES = (raise_value, raise_own, raise_ours, return_error, return_another)
+
+LOCAL = chain(Privatise(1.0, 2.0), TopK(density=0.5))
+POLICY = LocalPolicy(noise_multiplier=2.0, releases=3)
+
+PATHS: dict[str, tuple[list[Any], Codec | None, bool]] = {
+    "private": ([private()], None, True),
+    "the pair": ([compression(), private()], TopK(density=0.5), True),
+    "the pair with memory": ([compression(), private()], ErrorFeedback(TopK(density=0.5)), True),
+    "compression alone": ([compression()], TopK(density=0.5), True),
+    "the other way round": ([private(), compression()], TopK(density=0.5), True),
+    "topagg": (topagg(), TopkSign(k=5), True),
+    "lsg": ([lsg(), private()], None, True),
+    "lsg alone": ([lsg()], None, True),
+    "local": ([local_privacy(POLICY), compression(), private()], LOCAL, False),
+    "local, the pair alone": ([compression()], LOCAL, False),
+}
+
+
+def app_of(mods: list[Any], act: Callable[[Message], Message]) -> ClientApp:
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        return act(msg)
+
+    return app
+
+
+def node() -> Context:
+    return Context(1, 1, {"partition-id": 2, "num-partitions": 4}, RecordDict(), {})
+
+
+def ask(path: str, act: Callable[[Message], Message]) -> Message:
+    mods, codec, asks = PATHS[path]
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(SIZE, np.float32))})})
+    content["config"] = ConfigRecord({PRIVATE: asks})
+    if codec is not None:
+        announce(content, Announcement("arrays", 1, 0, codec=codec.to_config(), session=b"s", sequence=1))
+    if path.startswith("lsg"):
+        Ask(0, "", 0.5, 5, 1.0, chosen=False).put(content)
+    with server():
+        return app_of(mods, act)(Message(content, 1, "train"), node())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a9_a_failure_of_any_kind_is_one_and_the_same_answer(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither words nor type nor code of what went wrong reach the server; the node's log has them."""
+    # Without a codec it is the server that looks at values; with local noise, zero is noised and sent instead.
+    sent = path.startswith(("private", "local"))
+    for act in FAILURES if sent else (*FAILURES, return_nan):
+        caplog.clear()
+        with caplog.at_level(logging.ERROR, "flwr.fedcomp"):
+            reply = ask(path, act)
+        assert reply.has_error()
+        assert (reply.error.code, reply.error.reason) == (2, STAYS), act.__name__
+        assert act is return_nan or "4711" in caplog.text
+
+
+def test_a9_what_the_pair_refuses_before_the_app_keeps_its_words() -> None:
+    """The server acts on them: it sends the model whole to a client whose replica is out of date."""
+    content = RecordDict({"config": ConfigRecord({PRIVATE: True})})
+    downlink = TopK(density=0.5).to_config()
+    announce(content, Announcement("arrays", 2, 0, codec=downlink, downlink=downlink, version=2, base=1, sequence=2))
+    for mods in ([compression(), private()], [coded(), compression()]):
+        with server():
+            reply = app_of(mods, raise_value)(Message(content, 1, "train"), node())
+        assert reply.error.reason.startswith(RESYNC)
+
+
+def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    lesson = Lesson("s", 1, 77, IMAGES, PIXELS, 2, 4, 0.0, True, 2, 3, 30, 0.001, 0.5, 5)
+
+    def reading(msg: Message, context: Context, lesson: Lesson) -> Any:
+        raise ValueError(WORDS)
+
+    def learning(msg: Message, context: Context, lesson: Lesson) -> Any:
+        own = toy_teachers(msg, context, lesson)
+        own.teachers.learn = lambda *given: raise_own(msg)  # type: ignore[method-assign]
+        return own
+
+    for own in (reading, learning):
+        content = RecordDict({datalens.MODEL: generator()})
+        lesson.put(content)
+        context = node()
+        with server(), caplog.at_level(logging.ERROR, "flwr.fedcomp"):
+            reply = answer_datalens(ClientApp(), own)(Message(content, 2, datalens.TYPE), context)
+        assert (reply.error.code, reply.error.reason) == (2, STAYS)
+        assert not context.state, "the node is as it was"
+        assert "4711" in caplog.text
+        caplog.clear()
+    with server():
+        honest = answer_datalens(ClientApp(), toy_teachers)(Message(content, 2, datalens.TYPE), node())
+    assert take_frame(honest.content, datalens.VOTES) is not None
+
+
+def test_a9_a_training_with_record_level_privacy_tells_of_settings_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the app does around the training, such as reading its records; a budget that is spent is said."""
+    plan = Plan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
+
+    def send(act: Callable[[Message], Message]) -> Message:
+        with server(), caplog.at_level(logging.ERROR, "flwr.fedcomp"):
+            message = Message(RecordDict({"config": ConfigRecord({RECORD_DP: plan})}), 1, "train")
+            return app_of([compression(), private()], act)(message, node())
+
+    def spent(msg: Message) -> Message:
+        raise BudgetExceeded("epsilon 8 is spent")
+
+    for act in FAILURES[:-1]:
+        reply = send(act)
+        assert (reply.error.code, reply.error.reason) == (2, STAYS)
+        assert "4711" in caplog.text
+    with pytest.raises(BudgetExceeded, match="is spent"):
+        send(spent)
