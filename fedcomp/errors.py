@@ -26,6 +26,10 @@ class NonFiniteUpdate(FedcompError, ValueError):
     """An update holds NaN or infinity; it is refused before any state is touched."""
 
 
+class NoUsableReply(FedcompError, RuntimeError):
+    """Clients were asked, none of their replies can be used, and nothing was learnt before."""
+
+
 class StateError(FedcompError, RuntimeError):
     """Client or server state is missing, belongs to another model, or disagrees with its peer."""
 

@@ -23,8 +23,8 @@ from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
-from fedcomp.flower.protocol import RESYNC, STEP, Announcement, announce
+from fedcomp.flower.payload import NODE_RECORD, payload_bytes, put_frame, take_frame, take_node
+from fedcomp.flower.protocol import EXACT, RESYNC, STEP, Announcement, announce
 from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_arrays, to_record
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
@@ -47,6 +47,7 @@ from strategies.replies import (
     consistent,
     match_replies,
 )
+from strategies.round_log import RoundLog, require_usable
 
 Named = dict[str, NDArray[Any]]
 
@@ -131,6 +132,7 @@ class Compressed(Strategy):
         self.seed = seed
         self.reports: dict[int, RoundReport] = {}
         self.evaluations: dict[int, RoundReport] = {}
+        self._log = RoundLog(f"Compressed({type(inner).__name__})")
         self._session = secrets.token_bytes(8)
         self._broadcast = None if self.downlink is None else Broadcast(self.downlink)
         self._peers: dict[int, Peer] = {}
@@ -293,9 +295,25 @@ class Compressed(Strategy):
 
         A reply that cannot be used is reported and left out; its sender is not acknowledged, so that a client with
         memory puts the mass back. Returns ``(None, None)`` when nothing usable came.
+
+        Raises
+        ------
+        NoUsableReply
+            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either. Not
+            in private rounds.
         """
         report = RoundReport(server_round, sent=len(self._sent))
         self.reports[server_round] = report
+        outcome = self._aggregate(server_round, replies, report)
+        # A private round without a reply has released its noise, and was paid for, like any other.
+        if self._private is None and not any(earlier.used for earlier in self.reports.values()):
+            require_usable(report)
+        self._log.conclude(report, withheld=self._private is not None and self._private.withholds)
+        return outcome
+
+    def _aggregate(
+        self, server_round: int, replies: Iterable[Message], report: RoundReport
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         weight_key = weight_key_of(self.inner)
         key = Key(self.seed, "uplink", server_round)
         arrivals: list[Arrival] = []
@@ -322,14 +340,15 @@ class Compressed(Strategy):
         arrivals = consistent(arrivals, report)
         if not arrivals:
             return None, None
-        frames = [a.frame for a in arrivals if a.frame is not None and a.plain is None]
-        report.account(self.codec, self._layout, frames)
+        self._account(arrivals, report)
         # Models of their own for some nodes cannot be summed as changes of one model.
         mean = is_mean(self.inner) and all(a.sent.base is None for a in arrivals)
         aggregate = self._aggregate_mean if mean else self._aggregate_dense
         with np.errstate(over="ignore", invalid="ignore"):
             arrays, metrics = aggregate(server_round, arrivals, errors, report)
         if arrays is None:
+            if len(report.rejected) + report.lost < report.sent:
+                report.notes.append(f"{type(self.inner).__name__} made no model of the replies; the model is kept")
             return None, metrics
         consumed = [(a.sent.node, a.sequence, a.generation) for a in arrivals]
         if not self._accept(arrays, consumed, report):
@@ -399,6 +418,7 @@ class Compressed(Strategy):
             report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
             return False
         for node, sequence, generation in consumed:
+            report.used += 1
             # A reply without memory acknowledges nothing: the last frame of the memory stays the one consumed.
             if generation:
                 peer = self._peers[node]
@@ -427,6 +447,7 @@ class Compressed(Strategy):
                 del reply.content[NODE_RECORD]
             usable.append(((sent, reply), "", reply.content))
         kept = agreeing(usable, report, lambda pair: pair[0].node)
+        self._log.warn(report)
         return self.inner.aggregate_evaluate(server_round, [*(reply for _, reply in kept), *errors])
 
     def _note_error(self, sent: Sent, reply: Message, report: RoundReport) -> None:
@@ -434,6 +455,14 @@ class Compressed(Strategy):
         if reply.error.reason and RESYNC in reply.error.reason:
             self._peers[sent.node].version = 0
         report.reject(sent.node, reason)
+
+    def _account(self, arrivals: list[Arrival], report: RoundReport) -> None:
+        """Add up what the usable replies took, and what as many full models take."""
+        framed = [a for a in arrivals if a.frame is not None and a.plain is None]
+        exact = sum(len(take_frame(a.message.content, EXACT) or b"") for a in framed)
+        report.account(self.codec, self._layout, [a.frame for a in framed if a.frame is not None], exact_bytes=exact)
+        report.payload_bytes = sum(payload_bytes(a.message) for a in arrivals)
+        report.model_bytes = len(arrivals) * sum(array.nbytes for array in self._model.values())
 
     def _note_version(self, sent: Sent, reply: Message) -> None:
         header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
@@ -447,7 +476,8 @@ class Compressed(Strategy):
         """Sum all frames into one buffer with Flower's own weights, and hand the mean to the inner strategy."""
         total = sum(a.weight for a in arrivals)
         if total <= 0:
-            report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
+            for arrival in arrivals:
+                report.reject(arrival.sent.node, "weight 0, as all others of the round: nothing to average")
             return None, None
         layout = self._layout
         # -0.0 is the exact identity of addition: the first contribution is stored, not added to +0.0.
@@ -488,7 +518,7 @@ class Compressed(Strategy):
             first.sent.message,
             [a.content for a in arrivals],
             metrics_name=first.metrics_name,
-            errors=errors,
+            received=(len(arrivals), len(report.rejected)),
         )
 
     def _aggregate_private(

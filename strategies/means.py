@@ -6,7 +6,10 @@ the inner strategy runs once, on one synthetic reply: FedAvg stores the mean, Fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Final
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -17,6 +20,10 @@ _WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg,
 
 MEANS: Final = tuple(method.__qualname__.split(".")[0] for method in _WEIGHTED_MEANS)
 """Their names, for messages."""
+
+
+_RECEIVED: Final = "%s: Received %s results and %s failures"
+"""What Flower's FedAvg logs of the replies it was given."""
 
 
 def is_mean(strategy: Strategy) -> bool:
@@ -41,7 +48,7 @@ def aggregate_once(
     contents: Sequence[RecordDict],
     *,
     metrics_name: str = "metrics",
-    errors: Sequence[Message] = (),
+    received: tuple[int, int] | None = None,
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
     """Let ``inner``, a weighted mean, aggregate one reply that is the mean already.
 
@@ -54,8 +61,9 @@ def aggregate_once(
     contents : sequence of RecordDict
         What the clients really replied: their metrics go through the inner strategy's own aggregation, each of them
         once. None of them gives no metrics.
-    errors : sequence of Message
-        Error replies, for the inner strategy's log.
+    received : tuple of int and int, optional
+        How many replies the mean stands for, and how many could not be used: Flower's log tells of one result
+        otherwise. None where that is not to be known.
     """
     key = str(weight_key_of(inner))
     metrics_of = inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
@@ -65,6 +73,27 @@ def aggregate_once(
     mean = RecordDict({name: arrays, metrics_name: MetricRecord({key: 1.0})})
     inner.train_metrics_aggr_fn = lambda records, key: metrics  # type: ignore[attr-defined]
     try:
-        return inner.aggregate_train(server_round, [Message(mean, reply_to=reply_to), *errors])
+        with _counts(received):
+            return inner.aggregate_train(server_round, [Message(mean, reply_to=reply_to)])
     finally:
         inner.train_metrics_aggr_fn = metrics_of  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _counts(received: tuple[int, int] | None) -> Iterator[None]:
+    """Let Flower's line about the replies say how many there were; the inner strategy sees one, their mean."""
+    flower, thread = logging.getLogger("flwr"), get_ident()
+
+    def correct(record: logging.LogRecord) -> bool:
+        if record.thread == thread and record.msg == _RECEIVED and isinstance(record.args, tuple):
+            if received is None:
+                record.msg, record.args = "%s: Received the sum of the round's updates", record.args[:1]
+            else:
+                record.args = (record.args[0], *received)
+        return True
+
+    flower.addFilter(correct)
+    try:
+        yield
+    finally:
+        flower.removeFilter(correct)

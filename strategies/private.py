@@ -270,6 +270,11 @@ class PrivateStrategy(Strategy):
         return self.privacy.population
 
     @property
+    def withholds(self) -> bool:
+        """Whether what a round costs rests on nobody knowing who took part: then the log does not say."""
+        return self.sampling.event_rate < 1.0
+
+    @property
     def expected(self) -> float:
         """Public number of contributions that sums are divided by."""
         return float(self.sampling.expected(self.population, count=self.count))

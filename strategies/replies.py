@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
+from fedcomp.codecs.positional import DENSE_REST
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, take_frame, take_node
@@ -102,8 +103,13 @@ class RoundReport:
     ----------
     sent : int
         Messages sent.
+    used : int
+        Updates that are in the new model; 0 when the model was kept.
     compressed, plain : int
         Updates that arrived as frames, and as ordinary arrays from clients without the mod.
+    without_mod : list
+        Clients that sent ordinary arrays and said nothing: their app lacks the mod. Those that said why are in
+        ``unsupported``.
     lost : int
         Messages without any reply in time.
     rejected : dict
@@ -123,12 +129,19 @@ class RoundReport:
         a codec that works by layer, else the compressed part and the dense rest.
     memory : dict
         ‖memory‖ / ‖update‖ of the clients that report it: it stays bounded while what is not sent is sent later.
+    payload_bytes, model_bytes : int
+        Payload of the replies that passed all checks, and what as many full models take.
+    frame_bytes, dense_bytes : int
+        Bytes of their frames, and how many of these travelled dense: the dense rest of an update and the tensors that
+        travel as values; all of them with a lossless codec.
     """
 
     round: int
     sent: int = 0
+    used: int = 0
     compressed: int = 0
     plain: int = 0
+    without_mod: list[int] = field(default_factory=list)
     lost: int = 0
     duplicates: int = 0
     unmatched: int = 0
@@ -140,17 +153,34 @@ class RoundReport:
     changed: int = 0
     tensor_bytes: dict[str, int] = field(default_factory=dict)
     memory: dict[int, float] = field(default_factory=dict)
+    payload_bytes: int = 0
+    model_bytes: int = 0
+    frame_bytes: int = 0
+    dense_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times less than full models the replies took; 0 when there were none."""
+        return self.model_bytes / self.payload_bytes if self.payload_bytes else 0.0
 
     def reject(self, node: int, reason: str) -> None:
         """Record that the reply of ``node`` was not used."""
         self.rejected[node] = shorten(reason)
 
-    def account(self, codec: Codec, layout: Layout, frames: Iterable[Frame]) -> None:
-        """Add up how many bytes of ``frames``, which ``codec`` has opened, each tensor took."""
+    def account(self, codec: Codec, layout: Layout, frames: Iterable[Frame], *, exact_bytes: int = 0) -> None:
+        """Add up how many bytes of ``frames``, which ``codec`` has opened, each tensor took, and how many were dense.
+
+        ``exact_bytes`` are those of the frames beside them, of tensors that travel as values.
+        """
         names = codec.tensor_names(layout)
+        self.frame_bytes += exact_bytes
+        self.dense_bytes += exact_bytes
         for frame in frames:
+            self.frame_bytes += len(frame)
+            self.dense_bytes += len(frame) if codec.lossless else 0
             for name, size in zip(names, tensor_bytes(frame), strict=True):
                 self.tensor_bytes[name] = self.tensor_bytes.get(name, 0) + size
+                self.dense_bytes += size if name == DENSE_REST else 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-able dictionary; node ids become strings, as JSON keys are."""
@@ -283,6 +313,8 @@ def consistent(arrivals: list[Arrival], report: RoundReport) -> list[Arrival]:
             report.fresh.append(node)
         if arrival.unsupported:
             report.unsupported[node] = shorten(arrival.unsupported)
+        elif arrival.plain is not None:
+            report.without_mod.append(node)
         if arrival.memory is not None:
             report.memory[node] = arrival.memory
         if arrival.remark:

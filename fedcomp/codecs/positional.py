@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +100,10 @@ def add_scaled(out: Vector, values: Vector, weight: np.float32) -> None:
         out[start : start + _BLOCK] += weight * values[start : start + _BLOCK]
 
 
+DENSE_REST: Final = "the dense rest"
+"""What reports call the tensor of a frame that holds everything the layout sends dense."""
+
+
 class PositionalCodec(Codec):
     """Base of codecs whose frame is one tensor per stretch plus the dense rest. Subclasses are frozen dataclasses.
 
@@ -169,9 +173,9 @@ class PositionalCodec(Codec):
         return (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
-        """Return the stretches' names, and "the dense rest" when there is any."""
+        """Return the stretches' names, and :data:`DENSE_REST` when there is any."""
         parts = self.stretches(layout)
-        return (*(s.name for s in parts), *(("the dense rest",) if _covered(parts) < layout.size else ()))
+        return (*(s.name for s in parts), *((DENSE_REST,) if _covered(parts) < layout.size else ()))
 
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check every tensor with :meth:`check`. A bundle is checked, too, and returned."""

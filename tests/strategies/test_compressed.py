@@ -25,7 +25,7 @@ from toy import client_app, fedavg, model, stack, update
 
 from clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
@@ -234,11 +234,12 @@ def test_zero_updates_are_fine() -> None:
     assert all(r.compressed == 4 for r in strategy.reports.values())
 
 
-def test_all_weights_zero_leaves_the_model_unchanged() -> None:
+def test_replies_that_all_have_weight_zero_are_no_use() -> None:
+    """Flower's own mean divides by zero."""
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    result, _ = run(strategy, client_app([compression()], examples=0))
-    assert len(result.arrays) == 0, "Flower keeps its empty Result when no round produced arrays"
-    assert all("weight 0" in r.notes[0] for r in strategy.reports.values())
+    with pytest.raises(NoUsableReply, match="weight 0"):
+        run(strategy, client_app([compression()], examples=0))
+    assert len(strategy.reports[1].rejected) == 4
 
 
 def test_one_client_and_zero_rounds() -> None:
@@ -260,7 +261,8 @@ def test_a_model_of_another_shape_is_rejected_by_name() -> None:
         return Message(RecordDict({"arrays": arrays, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, app, rounds=1)
+    with pytest.raises(NoUsableReply, match="weight"):
+        run(strategy, app, rounds=1)
     assert all("(2, 2)" in reason and "weight" in reason for reason in strategy.reports[1].rejected.values())
 
 
@@ -286,19 +288,19 @@ def test_shuffled_replies_change_nothing() -> None:
 
 
 def test_the_round_of_a_dead_fleet_changes_nothing() -> None:
-    """All nodes fail: the run ends normally and the strategy goes on when they return."""
+    """All nodes fail in a later round: the run goes on, and the strategy with it when they return."""
 
-    def dead_in_round_one(msg: Message, context: Context) -> Message:
+    def dead_in_round_two(msg: Message, context: Context) -> Message:
         config: ConfigRecord = next(iter(msg.content.config_records.values()))
-        if config["server-round"] == 1:
+        if config["server-round"] == 2:
             raise RuntimeError("no power")
         return app(msg, context)
 
     app = client_app([compression()])
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
-    run(strategy, dead_in_round_one, rounds=2)
-    assert len(strategy.reports[1].rejected) == 4
-    assert strategy.reports[2].compressed == 4
+    run(strategy, dead_in_round_two, rounds=3)
+    assert len(strategy.reports[2].rejected) == 4
+    assert [r.used for r in strategy.reports.values()] == [4, 0, 4]
 
 
 def peak_of_aggregation(strategy: Compressed, nodes: int, size: int = 200_000) -> int:

@@ -13,8 +13,9 @@ from toy import client_app, fingerprint, model, stack
 
 from clients.compressed import compression
 from fedcomp.codecs import TopK
+from fedcomp.errors import NoUsableReply
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.flower.faults import Delivery, RandomFaults
+from fedcomp.flower.faults import Delivery, RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
@@ -235,7 +236,8 @@ def test_handler_that_raises_leaves_the_state_untouched() -> None:
         strategy.start(metered, model(), num_rounds=1, timeout=9)
         node = next(iter(grid.get_node_ids()))
         before = dict(grid.context(node).state.items())
-        strategy.start(metered, model(), num_rounds=1, timeout=9)
+        with pytest.raises(NoUsableReply, match="crash before the app ran"):
+            strategy.start(metered, model(), num_rounds=1, timeout=9)
         assert dict(grid.context(node).state.items()) == before
 
 
@@ -244,7 +246,7 @@ def test_each_fault_alone_conserves(kind: str) -> None:
     """Every fault in every second round on one node; the update mass is conserved exactly."""
 
     def plan(delivery: Delivery):
-        return kind if delivery.round % 2 else None
+        return None if delivery.round % 2 else kind
 
     grid = InProcessGrid(client_app([compression()]), 1, seed=2, fault=plan)
     inner = Sum()
@@ -258,17 +260,18 @@ def test_each_fault_alone_conserves(kind: str) -> None:
 
 
 def test_statistics_that_were_lost_are_not_applied_twice() -> None:
-    """A running variance moves from 1 to 0.25 locally; after three lost replies it must arrive as 0.25.
+    """A running variance moves from 1 to 0.25 on one of two nodes; after three lost replies it must arrive as 0.25.
 
-    Treated as a change with memory it would arrive as 1 - 4 * 0.75 = -2, and the next square root is NaN.
+    Treated as a change with memory it would arrive as 1 - 4 * 0.75 = -2: a mean of -0.5, whose square root is NaN.
     """
     app = ClientApp(mods=[compression()])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
         arrays = {k: v.numpy() for k, v in msg.content["arrays"].items()}
-        arrays["weight"] = arrays["weight"] + 1
-        arrays["bn.running_var"] = np.full(2048, 0.25, np.float32)
+        if context.node_config["partition-id"] == 0:
+            arrays["weight"] = arrays["weight"] + 1
+            arrays["bn.running_var"] = np.full(2048, 0.25, np.float32)
         content = RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()})})
         content["m"] = MetricRecord({"num-examples": 1})
         return Message(content, reply_to=msg)
@@ -276,8 +279,9 @@ def test_statistics_that_were_lost_are_not_applied_twice() -> None:
     initial = ArrayRecord(
         {"weight": Array(np.zeros(4096, np.float32)), "bn.running_var": Array(np.ones(2048, np.float32))}
     )
-    grid = InProcessGrid(app, 1, seed=1, fault=lambda d: "lost_reply" if d.round < 4 else None)
+    faults = {(server_round, 0): "lost_reply" for server_round in (1, 2, 3)}
+    grid = InProcessGrid(app, 2, seed=1, fault=ScriptedFaults(faults))
     strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=1.0))
     result = strategy.start(MeteredGrid(grid, Ledger()), initial, num_rounds=4, timeout=9)
-    np.testing.assert_array_equal(result.arrays["bn.running_var"].numpy(), np.full(2048, 0.25, np.float32))
-    np.testing.assert_array_equal(result.arrays["weight"].numpy(), np.full(4096, 4.0, np.float32))
+    np.testing.assert_array_equal(result.arrays["bn.running_var"].numpy(), np.full(2048, 0.625, np.float32))
+    np.testing.assert_array_equal(result.arrays["weight"].numpy(), np.full(4096, 2.0, np.float32))

@@ -222,14 +222,14 @@ def test_a_second_run_on_the_same_nodes_does_not_replay_the_first() -> None:
 )
 def test_parameters_may_change_even_after_a_lost_reply(then) -> None:
     """The lost frame is rolled back with the codec that made it; no node is locked out."""
-    grid = InProcessGrid(client_app([compression()]), 3, seed=3, fault=lambda d: "lost_reply" if d.round == 1 else None)
+    grid = InProcessGrid(client_app([compression()]), 3, seed=3, fault=lambda d: "lost_reply" if d.round == 2 else None)
     strategy = Compressed(fedavg(fraction_evaluate=0.0), ErrorFeedback(TopK(density=0.1)))
     metered = MeteredGrid(grid, Ledger())
-    fit(strategy, metered, model(), 1, timeout=9)
+    fit(strategy, metered, model(), 2, timeout=9)
     strategy.codec = then
-    fit(strategy, metered, model(), 4, start_round=2, timeout=9)
-    assert [r.compressed for r in strategy.reports.values()] == [0, 3, 3, 3]
-    assert len(strategy.reports[2].rolled_back) == 3
+    fit(strategy, metered, model(), 5, start_round=3, timeout=9)
+    assert [r.compressed for r in strategy.reports.values()] == [3, 0, 3, 3, 3]
+    assert len(strategy.reports[3].rolled_back) == 3
 
 
 def test_a_round_without_memory_in_between_does_not_count_an_update_twice() -> None:

@@ -1,0 +1,144 @@
+"""What the server's log says of training rounds: one line for each, and every reason once.
+
+A run of 1,000 rounds in which one client fails each time has 1,000 lines and four warnings: the reason when it is new,
+and again the 10th, 100th and 1000th time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Final
+
+from fedcomp.errors import NoUsableReply
+from fedcomp.flower.logs import log
+from strategies.replies import RoundReport
+
+_REASONS: Final = 8
+"""Different reasons of one node that are told apart: error texts are the clients' own, and they may all differ."""
+
+_NAMED: Final = 5
+"""Nodes that one warning names."""
+
+_NOBODY: Final = 0
+"""In place of a node, for what is about the round: Flower's node ids are never 0."""
+
+_CUT: Final = 100
+"""Characters of a reason in a round's line; its warning has all that the report keeps."""
+
+_WITHOUT_MOD: Final = "the client's app has no compression mod; write ClientApp(mods=[compression()])"
+
+WITHHELD: Final = "private, who took part is withheld: the stated epsilon assumes that nobody knows"
+"""The line of a round whose participants are secret."""
+
+
+class RoundLog:
+    """Logs the rounds of one strategy.
+
+    Parameters
+    ----------
+    name : str
+        The strategy's, for its lines.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._count: defaultdict[int, Counter[str]] = defaultdict(Counter)
+
+    def conclude(self, report: RoundReport, *, withheld: bool = False) -> None:
+        """Log a training round: its warnings, then its line.
+
+        Parameters
+        ----------
+        withheld : bool
+            Say nothing that depends on who took part.
+        """
+        if withheld:
+            log.info("%s, round %d: %s", self._name, report.round, WITHHELD)
+            return
+        self.warn(report)
+        self._warn(report.round, "full model instead of a frame", dict.fromkeys(report.without_mod, _WITHOUT_MOD))
+        self._warn(report.round, "full model instead of a frame", report.unsupported)
+        for note in report.notes:
+            self._warn(report.round, "note", {_NOBODY: note})
+        if report.sent and not report.used:
+            log.warning("%s, round %d: no update was used, the model is unchanged", self._name, report.round)
+        log.info("%s, round %d: %s", self._name, report.round, line(report))
+
+    def warn(self, report: RoundReport) -> None:
+        """Log what was refused in a round, training or evaluation, and why."""
+        self._warn(report.round, "reply not used", report.rejected)
+
+    def _warn(self, server_round: int, what: str, reasons: Mapping[int, str]) -> None:
+        """Log reasons by node: each the first time, and every power of ten times; one line for all that share it."""
+        due: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for node, reason in reasons.items():
+            text = _one_line(reason)
+            # Rounds, sequence numbers and losses in it would make every reason a new one.
+            kind = f"{what}: {re.sub('[0-9]+', '#', text)}"
+            counts = self._count[node]
+            if kind not in counts and len(counts) >= _REASONS:
+                kind = "any other reason"
+            counts[kind] += 1
+            if _power_of_ten(counts[kind]):
+                due[text, counts[kind]].append(node)
+        for (text, times), nodes in due.items():
+            again = f", for the {times}th time" if times > 1 else ""
+            log.warning("%s, round %d: %s: %s%s%s", self._name, server_round, what, text, _whose(nodes), again)
+
+
+def line(report: RoundReport) -> str:
+    """Return a round in one line: asked, used, refused and why, bytes, ratio, and what part travelled dense."""
+    if not report.sent:
+        return "nobody was asked"
+    full = report.plain
+    parts = [f"{report.sent} asked, {report.used} used" + (f" ({full} sent full models)" if full else "")]
+    if report.rejected:
+        reasons = Counter(_one_line(reason)[:_CUT] for reason in report.rejected.values()).most_common(3)
+        why = "; ".join(f"{count} x {reason}" if count > 1 else reason for reason, count in reasons)
+        parts.append(f"{len(report.rejected)} refused ({why})")
+    if report.lost:
+        parts.append(f"{report.lost} without a reply")
+    if report.payload_bytes:
+        parts.append(f"{report.payload_bytes:,} bytes, ratio {report.ratio:.3g}x")
+    if report.frame_bytes:
+        parts.append(f"{100 * report.dense_bytes / report.frame_bytes:.0f} % of the frames dense")
+    return ", ".join(parts)
+
+
+def require_usable(report: RoundReport) -> None:
+    """Raise when clients were asked and no reply of theirs could be used.
+
+    Raises
+    ------
+    NoUsableReply
+    """
+    if report.lost + len(report.rejected) < report.sent or not report.sent:
+        return
+    reasons = Counter(_one_line(reason) for reason in report.rejected.values())
+    why = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common(10)]
+    why += [f"{report.lost} of {report.sent} without a reply in time"] if report.lost else []
+    why += [_one_line(note) for note in report.notes]
+    raise NoUsableReply(
+        f"round {report.round}: {report.sent} clients were asked and no update can be used: {'; '.join(why)}. "
+        "Nothing was learnt yet, so the run ends here; a later round like this one is a warning. Correct the clients, "
+        "whose own logs say more, and start again"
+    )
+
+
+def _whose(nodes: list[int]) -> str:
+    named = ", ".join(str(node) for node in nodes[:_NAMED])
+    if len(nodes) == 1:
+        return "" if nodes == [_NOBODY] else f" (node {named})"
+    return f" ({len(nodes)} nodes: {named}{', ...' if len(nodes) > _NAMED else ''})"
+
+
+def _power_of_ten(count: int) -> bool:
+    while count % 10 == 0:
+        count //= 10
+    return count == 1
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())

@@ -1,0 +1,235 @@
+"""What a user reads of a run without configuring anything: one line a round, every reason, an error when all failed."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+from flwr.app import ConfigRecord, Context, Message
+from flwr.serverapp.strategy import FedMedian
+from toy import client_app, fedavg, model
+
+from clients.compressed import compression
+from clients.private import private
+from fedcomp.codecs import Identity, TopK
+from fedcomp.errors import NoUsableReply
+from fedcomp.flower.faults import ScriptedFaults
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.privacy.sampling import Sampling
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+from strategies.replies import RoundReport
+from strategies.round_log import RoundLog
+
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+class Shown:
+    """What Flower's console handler wrote, without colours."""
+
+    def __init__(self, stream: io.StringIO) -> None:
+        self._stream = stream
+
+    def lines(self, part: str) -> list[str]:
+        text = re.sub("\x1b\\[[0-9]+m", "", self._stream.getvalue())
+        return [line for line in text.splitlines() if part in line]
+
+    def warnings(self, part: str) -> list[str]:
+        return [line for line in self.lines(part) if line.startswith("WARNING")]
+
+
+@pytest.fixture
+def shown() -> Iterator[Shown]:
+    (handler,) = logging.getLogger("flwr").handlers
+    assert isinstance(handler, logging.StreamHandler)
+    stream = io.StringIO()
+    before = handler.setStream(stream)
+    yield Shown(stream)
+    handler.setStream(before)
+
+
+def run(strategy, app=None, *, nodes=4, rounds=2, ledger=None, **options):
+    app = client_app([compression()]) if app is None else app
+    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4, **options), Ledger() if ledger is None else ledger)
+    return strategy.start(grid, model(), num_rounds=rounds, timeout=9)
+
+
+def failing(rounds, partitions, reason="disk full"):
+    """An app with the mod whose ``partitions`` raise in ``rounds``."""
+    honest = client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        config: ConfigRecord = next(iter(msg.content.config_records.values()))
+        if config["server-round"] in rounds and context.node_config["partition-id"] in partitions:
+            raise RuntimeError(reason)
+        return honest(msg, context)
+
+    return app
+
+
+def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> None:
+    ledger = Ledger()
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    run(strategy, nodes=10, rounds=3, ledger=ledger)
+    lines = shown.lines("Compressed(FedAvg), round")
+    assert len(lines) == 3
+    for number, line in enumerate(lines, 1):
+        report = strategy.reports[number]
+        sent = ledger.total("payload", direction="up", round=number)
+        assert line.startswith("INFO")
+        assert f"round {number}: 10 asked, 10 used, {sent:,} bytes, ratio {10 * 4 * 1230 / sent:.3g}x" in line
+        assert (report.used, report.payload_bytes, report.frame_bytes) == (10, sent, sent)
+        dense = report.tensor_bytes["the dense rest"]
+        assert report.dense_bytes == dense > 10 * 4 * 30
+        assert f"{100 * dense / sent:.0f} % of the frames dense" in line
+
+
+def test_b1_values_that_travel_as_they_are_count_as_dense() -> None:
+    counter = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    grid = InProcessGrid(client_app([compression()]), 2, seed=4)
+    counter.start(grid, model(counter=True), num_rounds=1, timeout=9)
+    report = counter.reports[1]
+    assert report.dense_bytes > report.tensor_bytes["the dense rest"]
+    assert report.frame_bytes == report.payload_bytes
+    lossless = Compressed(fedavg(fraction_evaluate=0.0), Identity())
+    run(lossless, rounds=1)
+    assert lossless.reports[1].dense_bytes == lossless.reports[1].frame_bytes > 0
+
+
+@pytest.mark.parametrize("inner", [fedavg, lambda **o: FedMedian(**ONE, **o)], ids=["mean", "dense"])
+def test_b1_flowers_own_line_counts_clients_not_their_mean(shown: Shown, inner) -> None:
+    """Ten clients read "Received 1 results and 0 failures" before: nine losses to whoever knows Flower."""
+    strategy = Compressed(inner(fraction_evaluate=0.0), TopK(0.05))
+    run(strategy, failing({2}, {3, 5}), nodes=10, rounds=2, fault=ScriptedFaults({(2, 7): "silent"}))
+    first, second = shown.lines("aggregate_train: Received")
+    assert "Received 10 results and 0 failures" in first
+    assert "Received 7 results and 2 failures" in second
+    assert "10 asked, 7 used, 2 refused (2 x error 2: " in shown.lines("round 2:")[-1]
+    assert "disk full" in shown.lines("round 2:")[-1]
+    assert ", 1 without a reply, " in shown.lines("round 2:")[-1]
+    assert not logging.getLogger("flwr").filters
+
+
+def test_b1_clients_without_the_mod_are_named_once_and_counted(shown: Shown) -> None:
+    plain, modded = client_app(), client_app([compression()])
+
+    def either(msg: Message, context: Context) -> Message:
+        return (plain if context.node_config["partition-id"] == 2 else modded)(msg, context)
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    run(strategy, either, rounds=12)
+    (node,) = strategy.reports[1].without_mod
+    first, tenth = shown.warnings("mods=[compression()]")
+    assert f"(node {node})" in first
+    assert "round 1:" in first
+    assert "round 10:" in tenth
+    assert "for the 10th time" in tenth
+    lines = shown.lines("4 asked, 4 used (1 sent full models)")
+    assert len(lines) == 12
+
+
+def test_b1_a_client_that_may_not_use_the_codec_says_so_in_the_log(shown: Shown) -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    run(strategy, client_app([compression(accept=["qsgd"])]))
+    (warning,) = shown.warnings("full model instead of a frame")
+    assert "this client accepts the codecs ['qsgd']" in warning
+    assert "(4 nodes: " in warning
+    assert strategy.reports[1].without_mod == []
+
+
+@pytest.mark.parametrize("inner", [fedavg, lambda **o: FedMedian(**ONE, **o)], ids=["mean", "dense"])
+def test_b1_a_first_round_without_a_usable_reply_is_an_error_with_the_reasons(inner) -> None:
+    """Before, the run "succeeded" with an empty model and an empty log."""
+    strategy = Compressed(inner(fraction_evaluate=0.0), TopK(0.05))
+    with pytest.raises(NoUsableReply, match=r"4 clients were asked.*3 x error 2:.*disk full.*1 of 4 without a reply"):
+        run(strategy, failing({1}, {0, 1, 2}), fault=ScriptedFaults({(1, 3): "silent"}))
+    assert len(strategy.reports[1].rejected) == 3
+
+
+def test_b1_a_later_round_without_a_usable_reply_is_a_warning(shown: Shown) -> None:
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    result = run(strategy, failing({2}, {0, 1, 2, 3}), rounds=3)
+    assert [report.used for report in strategy.reports.values()] == [4, 0, 4]
+    assert len(result.arrays) == 2
+    assert "error 2" in shown.warnings("reply not used")[0]
+    assert "(4 nodes: " in shown.warnings("reply not used")[0]
+    assert len(shown.warnings("round 2: no update was used, the model is unchanged")) == 1
+
+
+def test_b1_a_resumed_run_is_not_in_its_first_round() -> None:
+    first = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    run(first, rounds=1)
+    resumed = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
+    resumed.load_state_dict(first.state_dict())
+    grid = InProcessGrid(failing({2}, {0, 1}), 2, seed=4)
+    replies = grid.send_and_receive(resumed.configure_train(2, model(), ConfigRecord(), grid), timeout=9)
+    assert resumed.aggregate_train(2, replies) == (None, None)
+
+
+def test_b1_nobody_asked_is_no_failure(shown: Shown) -> None:
+    run(Compressed(fedavg(fraction_evaluate=0.0, fraction_train=0.0), TopK(0.05)), rounds=1)
+    assert shown.lines("round 1: nobody was asked")
+
+
+def test_b1_failed_evaluations_are_in_the_log(shown: Shown) -> None:
+    honest = client_app([compression()])
+
+    def app(msg: Message, context: Context) -> Message:
+        if msg.metadata.message_type == "evaluate" and context.node_config["partition-id"] == 1:
+            raise RuntimeError("no test set")
+        return honest(msg, context)
+
+    run(Compressed(fedavg(), TopK(0.05)), app, rounds=1)
+    (warning,) = shown.warnings("no test set")
+    assert "reply not used" in warning
+
+
+def test_b1_a_log_of_a_thousand_rounds_stays_readable(shown: Shown) -> None:
+    """One failing client: four warnings. One that never says the same twice: not one for each round either."""
+    log = RoundLog("S")
+    for number in range(1, 1001):
+        report = RoundReport(number, sent=3, used=1, compressed=1)
+        report.reject(11, f"update answers message {number}, expected {number + 1}: a stale reply")
+        report.reject(12, "".join(chr(97 + int(digit)) for digit in str(number)))
+        log.conclude(report)
+    assert len(shown.lines("3 asked, 1 used, 2 refused")) == 1000
+    assert [line.split(",")[1].split(":")[0] for line in shown.warnings("(node 11)")] == [
+        " round 1",
+        " round 10",
+        " round 100",
+        " round 1000",
+    ]
+    assert len(shown.warnings("(node 12)")) == 7 + 4
+
+
+def test_b1_what_a_client_writes_stays_on_one_line(shown: Shown) -> None:
+    log = RoundLog("S")
+    report = RoundReport(1, sent=2, used=1, compressed=1)
+    report.reject(7, "no\nWARNING :   the server was told to stop\x1b[2J")
+    log.conclude(report)
+    assert not [line for line in shown.lines("told to stop") if "round 1" not in line]
+    assert "\x1b[2J" not in shown._stream.getvalue()
+
+
+def test_b1_a_round_whose_participants_are_secret_says_nothing_of_them(shown: Shown) -> None:
+    """Poisson sampling is accounted for as if nobody knew who took part."""
+    options = {"noise_multiplier": 1.0, "population": 100, "delta": 1e-5}
+    strategy = DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, sampling=Sampling("poisson", rate=0.5), **options)
+    pair = Compressed(strategy, TopK(0.05))
+    run(pair, client_app([compression(), private()]), nodes=6, rounds=6)
+    ours = [line for line in shown.lines("round ") if "Compressed" in line]
+    assert len(ours) == 6
+    assert len({re.sub("round [0-9]", "", line) for line in ours}) == 1
+    assert len({report.compressed for report in pair.reports.values()}) > 1, "the rounds were of one size anyway"
+    assert not shown.lines("Received 1 results")
+
+
+def test_b1_a_private_round_that_everyone_takes_part_in_counts(shown: Shown) -> None:
+    strategy = DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0, population=100)
+    run(Compressed(strategy, TopK(0.05)), client_app([compression(), private()]), rounds=1)
+    assert shown.lines("round 1: 4 asked, 4 used")
