@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from clients.edge import PEER_ADDRESS
-from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, find_announcement, partition_of
+from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, find_announcement, mod_factory, partition_of
 from clients.peers import peer_link
 from clients.private import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
@@ -68,6 +68,7 @@ class Handler(Protocol):
         ...
 
 
+@mod_factory
 def coded(max_store_bytes: int = MAX_STORE_BYTES) -> Mod:
     """Return the mod; put it first.
 

@@ -23,6 +23,7 @@ from clients.messages import (
     header_of,
     learnt,
     memory_ratio,
+    mod_factory,
     partition_of,
     plain_content,
     receive,
@@ -39,6 +40,7 @@ from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
 
 
+@mod_factory
 def compression(accept: Collection[str] | None = None) -> Mod:
     """Return the compression mod.
 

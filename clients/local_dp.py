@@ -16,7 +16,15 @@ from typing import Final
 
 from flwr.app import ConfigRecord, Context, Error, Message
 
-from clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, CallNext, Mod, choose, find_announcement
+from clients.messages import (
+    MOD_FAILED_PRECONDITION,
+    NOT_WITHOUT_NOISE,
+    CallNext,
+    Mod,
+    choose,
+    find_announcement,
+    mod_factory,
+)
 from clients.private import discreet
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import NODE_RECORD, take_frame
@@ -26,6 +34,7 @@ from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
 _RECORD: Final = "fedcomp.local-privacy"
 
 
+@mod_factory
 def local_privacy(policy: LocalPolicy | None = None) -> Mod:
     """Return the mod that counts private messages and refuses what a policy does not allow.
 

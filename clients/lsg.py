@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 
-from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, reply_arrays
+from clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, mod_factory, reply_arrays
 from clients.private import discreet, wants_private
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, Ask, pack, take_carriers, take_kept
@@ -22,6 +22,7 @@ from fedcomp.privacy.bounds import clip_arrays
 _OWN = (HEADER, CARRIERS, KEPT)
 
 
+@mod_factory
 def lsg() -> Mod:
     """Return the mod that shortens the replies to training messages that ask for it; others pass through untouched.
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from numpy.typing import NDArray
 
-from clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, CallNext, Mod, reply_arrays
+from clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, CallNext, Mod, mod_factory, reply_arrays
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, PayloadError, models
@@ -36,6 +36,7 @@ _BEFORE_THE_APP: Final = (RESYNC, STALE, NOT_WITHOUT_NOISE)
 _APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
 
 
+@mod_factory
 def private() -> Mod:
     """Return the mod that strips the replies to private training messages.
 

@@ -23,6 +23,7 @@ from clients.messages import (
     header_of,
     learnt,
     memory_ratio,
+    mod_factory,
     partition_of,
     plain_content,
     receive,
@@ -54,6 +55,7 @@ from fedcomp.wire import Frame
 _EXACT = "exact"
 
 
+@mod_factory
 def shared_support(accept: Collection[str] | None = None) -> Mod:
     """Return the mod. Messages of servers that do not share supports pass through untouched.
 
