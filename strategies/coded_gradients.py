@@ -275,6 +275,7 @@ class GradientCode:
             now.members[0].message,
             [RecordDict({form.metrics: metrics})],
             metrics_name=form.metrics,
+            received=(len(now.report.included), len(now.members) - len(now.report.included)),
         )
         if arrays is None:
             return None, aggregated

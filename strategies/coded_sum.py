@@ -178,7 +178,7 @@ class SumCode:
             now.report.included = []
             for member in now.members:
                 now.report.excluded.setdefault(member.node, f"round skipped: {reason}"[:300])
-            return self.inner.aggregate_train(now.number, [])
+            return self.inner.skip_round(now.number)
 
     def plan(self, clients: int, number: int) -> SumPlan:
         """Return the plan of a round with so many clients.

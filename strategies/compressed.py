@@ -299,17 +299,17 @@ class Compressed(Strategy):
         Raises
         ------
         NoUsableReply
-            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either. Not
-            in private rounds.
+            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
         report = RoundReport(server_round, sent=len(self._sent))
         self.reports[server_round] = report
-        outcome = self._aggregate(server_round, replies, report)
-        # A private round without a reply has released its noise, and was paid for, like any other.
-        if self._private is None and not any(earlier.used for earlier in self.reports.values()):
+        arrays, metrics = self._aggregate(server_round, replies, report)
+        withheld = self._private is not None and self._private.withholds
+        # A private round may have released, and paid for, its noise without a reply.
+        if arrays is None and not withheld and not any(earlier.used for earlier in self.reports.values()):
             require_usable(report)
-        self._log.conclude(report, withheld=self._private is not None and self._private.withholds)
-        return outcome
+        self._log.conclude(report, withheld=withheld)
+        return arrays, metrics
 
     def _aggregate(
         self, server_round: int, replies: Iterable[Message], report: RoundReport
@@ -399,18 +399,29 @@ class Compressed(Strategy):
         report.lost = len(self._sent) - len(consumed)
         report.compressed = len(consumed)
         report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
+        withheld = self._private is not None and self._private.withholds
         if not consumed or weight <= 0:
             report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
+            self._log.conclude(report, withheld=withheld)
             return None, None
         report.changed = int(np.count_nonzero(mean[: layout.compressed_size]))
         with np.errstate(over="ignore", invalid="ignore"):
             moved = layout.flatten(self._model) + mean
             model = to_record(layout.unflatten(moved, {t.name: self._model[t.name] for t in layout.exact}))
             named = (self._record_name, model)
-            arrays, metrics = aggregate_once(mean_of, server_round, named, self._sent[0].message, contents)
-        if arrays is None or not self._accept(arrays, consumed, report):
-            return None, None
-        return restore_dtypes(arrays, self._model, []), metrics
+            received = None if self._private is not None else (len(consumed), report.lost)
+            arrays, metrics = aggregate_once(
+                mean_of, server_round, named, self._sent[0].message, contents, received=received
+            )
+        accepted = arrays is not None and self._accept(arrays, consumed, report)
+        self._log.conclude(report, withheld=withheld)
+        return (restore_dtypes(arrays, self._model, []), metrics) if arrays is not None and accepted else (None, None)
+
+    def skip_round(self, server_round: int) -> tuple[None, None]:
+        """Report a round that was given up before any reply was there to aggregate; whoever gave it up says why."""
+        lost = len(self._sent)
+        self.reports[server_round] = RoundReport(server_round, sent=lost, lost=lost)
+        return None, None
 
     def _accept(self, arrays: ArrayRecord, consumed: list[tuple[int, int, int]], report: RoundReport) -> bool:
         """Return whether the aggregate can be the new model; if so, acknowledge (node, sequence, generation)."""

@@ -19,7 +19,7 @@ from clients.compressed import compression
 from clients.private import STAYS
 from coding.sumcode import SumPlan
 from fedcomp.codecs import FixedPoint, RandomK, TopK, fixed_point_of
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.coded import SUM, fields_of
 from fedcomp.flower.faults import Delivery
@@ -257,8 +257,8 @@ def test_a_bare_request_for_such_an_update_is_refused() -> None:
     codec = BoundedFixedPoint(RandomK(1.0), clip=CLIP, levels=1000, scale=128, sigma=50.0)
     grid = grid_of()
     strategy = Compressed(fedavg(fraction_evaluate=0.0), codec, feedback=False)
-    result = strategy.start(grid, model(), num_rounds=1, timeout=9)
-    assert not result.arrays
+    with pytest.raises(NoUsableReply, match="not sent without one"):
+        strategy.start(grid, model(), num_rounds=1, timeout=9)
     assert len(grid.received) == NODES
     assert all(m.has_error() and "not sent without one" in m.error.reason for m in grid.received)
 

@@ -21,7 +21,7 @@ from toy import stack
 
 from clients.compressed import compression
 from fedcomp.codecs import QSGD, Clip, Codec, Identity, RandomK, TopK, chain
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, Update
@@ -212,7 +212,8 @@ def test_a2_flowers_mods_outside_of_compression_let_nothing_pass(mod) -> None:
     """They need arrays, and outside of compression() there is a frame: no update arrives that they did not clip."""
     watched = Watched()
     strategy = Compressed(client_fixed(watched), TopK(0.1), feedback=False)
-    run(strategy, [mod, compression()])
+    with pytest.raises(NoUsableReply):
+        run(strategy, [mod, compression()])
     assert not watched.lengths
     assert len(strategy.reports[1].rejected) == NODES
 
