@@ -14,7 +14,7 @@ from clients.compressed import compression
 from clients.private import private
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK, chain, get_codec, get_transform
 from fedcomp.codecs.clip import Clip
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import fit
@@ -159,7 +159,7 @@ def test_the_server_averages_messages_and_adds_nothing(codec) -> None:
 
 def test_messages_are_paid_for_when_they_are_asked_for() -> None:
     strategy = local_dp(inner(), QSGD(levels=8), **BASIC)
-    run(strategy, fault=lambda d: "lost_reply")
+    run(strategy, fault=lambda d: "lost_reply" if d.partition or d.round == 2 else None)
     ledger = find_private(strategy).privacy
     assert set(ledger.participations.values()) == {2}
     assert len(ledger.participations) == 4
