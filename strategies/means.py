@@ -15,6 +15,8 @@ from typing import Final
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 
+from fedcomp.flower.logs import flowers
+
 _WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
 """Flower's aggregations that see the replies only through their weighted mean."""
 
@@ -82,7 +84,7 @@ def aggregate_once(
 @contextmanager
 def _counts(received: tuple[int, int] | None) -> Iterator[None]:
     """Let Flower's line about the replies say how many there were; the inner strategy sees one, their mean."""
-    flower, thread = logging.getLogger("flwr"), get_ident()
+    thread = get_ident()
 
     def correct(record: logging.LogRecord) -> bool:
         if record.thread == thread and record.msg == _RECEIVED and isinstance(record.args, tuple):
@@ -92,8 +94,8 @@ def _counts(received: tuple[int, int] | None) -> Iterator[None]:
                 record.args = (record.args[0], *received)
         return True
 
-    flower.addFilter(correct)
+    flowers.addFilter(correct)
     try:
         yield
     finally:
-        flower.removeFilter(correct)
+        flowers.removeFilter(correct)

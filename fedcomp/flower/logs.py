@@ -10,4 +10,5 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-log: Final = logging.getLogger("flwr.fedcomp")
+flowers: Final = logging.getLogger("flwr")
+log: Final = flowers.getChild("fedcomp")
