@@ -41,7 +41,7 @@ __all__ = ["GossipRelay", "GossipReport", "Observed", "figures_of", "mean_of"]
 
 
 _POLL_SECONDS: Final = 0.2
-_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost")
+_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost", "doubted")
 """What :class:`fedcomp.gossip.relay.Report` lists."""
 
 
@@ -314,9 +314,10 @@ class GossipRelay(ExchangeStrategy):
                     self._relay.join(vertex)
 
     def _away(self) -> list[int]:
-        """Return the vertices that were given up and of which a node is online: perhaps it can be reached again."""
+        """Return the vertices that were given up and of which a node is online: perhaps it can be reached again. Not
+        those whose iterations failed: they would fail again, and every return costs all others an epoch."""
         known = {vertex for vertex in self._node_of if vertex < self.relay.topology.n}
-        return sorted(known - set(self.relay.members) - self._dismissed)
+        return sorted(known - set(self.relay.members) - self._dismissed - set(self.relay.excluded))
 
     def _exchange(
         self, config: ConfigRecord, grid: Grid, report: GossipReport, away: Sequence[int] = ()

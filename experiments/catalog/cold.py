@@ -215,9 +215,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     courses: dict[str, Course] = {}
     for name, (make, iterations) in (item for group in plan.values() for item in group.items()):
         say(f"{name}: up to {iterations} iterations")
-        # With strong compression innovations rise for hundreds of iterations before they fall: that is no divergence.
-        watch = name not in plan["strong"]
-        run = partial(_course, problem, make, min(iterations, int(config.settings["most"])), config, watch=watch)
+        run = partial(_course, problem, make, min(iterations, int(config.settings["most"])), config)
         courses[name] = Course.from_json(say.cell(name, run))
     say("the same as Flower's rows, in one process")
     short = say.cell(FLOAT32, partial(_course, problem, steps("nids", 1.0), 2, config, dtype="float32"))
@@ -240,9 +238,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     )
 
 
-def _course(
-    problem: Convex, make: Step, iterations: int, config: Config, *, dtype: str = "float64", watch: bool = True
-) -> dict[str, Any]:
+def _course(problem: Convex, make: Step, iterations: int, config: Config, *, dtype: str = "float64") -> dict[str, Any]:
     """Run one algorithm from zero."""
     import numpy as np
 
@@ -256,7 +252,7 @@ def _course(
     algorithm = get_algorithm(make(1.0 / problem.smoothness, size))
     graph = topology_of(str(config.settings["topology"]), config.clients, config.seed)
     start = zero.astype(dtype)
-    curve = error_curve(problem, algorithm, graph, iterations, seed=config.seed, start=start, watch=watch)
+    curve = error_curve(problem, algorithm, graph, iterations, seed=config.seed, start=start)
     fit = curve.fit()
     return asdict(
         Course(

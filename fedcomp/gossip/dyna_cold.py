@@ -11,7 +11,8 @@ and errs by at most s/2 per coordinate as long as ‖z - ẑ‖∞ <= s. Two rul
 geometric
     ``s_k = s0 * rho**k``, the published one. The error falls at exactly ``rho``, if that is slower than the algorithm
     itself. If it is not, innovations leave the box for good and errors grow: an innovation of more than ``tolerance``
-    times the scale marks the state, and the next step raises :class:`Saturated`.
+    times the scale marks the state, which every node reports (``"saturated"``). When most nodes do, a
+    :class:`~fedcomp.gossip.tuning.Watch` ends the run with :class:`~fedcomp.gossip.errors.Saturated`.
 zoom
     One bit more, in the letter's header: the innovation left the box. Then both ends multiply s by ``factor`` before
     this letter; otherwise by ``rho`` after it. Derived here: neither s0 nor the smoothness need to be known.
@@ -32,7 +33,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, parameters
 from fedcomp.gossip.cold import COLD, ESTIMATE
 from fedcomp.gossip.compressors import Compressor, Delta, get_compressor
-from fedcomp.gossip.errors import Saturated
 from fedcomp.gossip.estimates import absorb, broadcast, copy_key, missed
 from fedcomp.gossip.exact import share
 from fedcomp.gossip.packet import Flag, Header
@@ -90,14 +90,14 @@ class DynaCOLD(COLD):
     scale : {"zoom", "geometric"}
     rho : float
         What the scale shrinks by per iteration, in (0, 1). Zoom: 0.95. Geometric: slower than the algorithm without
-        compression; what is too fast ends in :class:`Saturated`.
+        compression; what is too fast saturates.
     s0 : float
         The first scale. Geometric: at least η times the largest ‖∇f_i(x^0)‖∞, ten times as much costs few iterations.
         Zoom: any; every factor of 10 costs a few more.
     factor : float
         What zooming out multiplies the scale by, above 1.
     tolerance : float
-        Geometric: the largest ‖z - ẑ‖∞ / s that is not yet :class:`Saturated`, at least 1. Right schedules went up to
+        Geometric: the largest ‖z - ẑ‖∞ / s that does not yet count as saturated, at least 1. Right schedules went up to
         1.8 for a while and came back, wrong ones passed 2 and never came back (measured).
     s_min : float
         The scale stops here, at most ``s0``. With stochastic gradients innovations do not vanish: use the noise of
@@ -157,14 +157,7 @@ class DynaCOLD(COLD):
         return {**super().init(model, layout, common=common), **own}
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
-        """Send the bits of the scaled innovation of the decision vector.
-
-        Raises
-        ------
-        Saturated
-            When the last innovation left the box of a geometric scale by too much. Nothing is sent.
-        """
-        self._check_box(state, view)
+        """Send the bits of the scaled innovation of the decision vector."""
         z = self._decision(state, gradient, view)
         if view.resync or any(missed(state, ESTIMATE, j) for j in view.column):
             # Who gets a whole estimate has no scale of this node: all neighbours begin anew, at s0.
@@ -227,18 +220,6 @@ class DynaCOLD(COLD):
             return scale
         least = _RELATIVE * _largest(estimate) if estimate.dtype == np.float32 else 0.0
         return max(self.rho * scale, min(scale, max(self.s_min, least, _SMALLEST)))
-
-    def _check_box(self, state: State, view: View) -> None:
-        if self.facts(state)["saturated"]:
-            age = int(state["age"]) - 1
-            hint = f"s0={self.s0:g} is too small"
-            if age > 0:
-                hint = f"rho={self.rho:g} shrinks the scale faster than errors fall, or {hint}"
-            raise Saturated(
-                f"node {view.node}: the innovation of letter {age} was {float(state['overshoot']):.3g} times its scale "
-                f"{float(state[_SCALE]):.3g}, where a quantiser of the unit box fails: {hint}. Raise rho or s0, lower "
-                "gamma, or use scale='zoom', which needs neither"
-            )
 
     def facts(self, state: State) -> dict[str, float]:
         """Return COLD's, the scale of the last letter (zoom: of the next), what the innovation was relative to it, and

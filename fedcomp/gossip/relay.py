@@ -16,6 +16,7 @@ stay, everything that is shared between neighbours begins anew.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
@@ -30,6 +31,8 @@ from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import Phase, Traffic
 from fedcomp.gossip.tuning import Watch
 
+log = logging.getLogger("fedcomp")
+
 _REASON: Final = 300
 """Characters of a node's own words that are kept."""
 
@@ -41,8 +44,9 @@ ENDLESS: Final = 2**32 - 1
 class Observer(Protocol):
     """What is told the nodes' figures after every iteration; :class:`fedcomp.gossip.tuning.Watch` is one."""
 
-    def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> None:
-        """Take note; raises :class:`~fedcomp.gossip.errors.Diverged` when the run has to end."""
+    def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> Mapping[int, str] | None:
+        """Take note; return nodes that are not believed, with the reason, for the report. Raises
+        :class:`~fedcomp.gossip.errors.Diverged` when the run has to end."""
         ...
 
 
@@ -76,8 +80,9 @@ class Relay:
     largest : int
         Bytes of the largest letter that is accepted: :func:`~fedcomp.gossip.protocol.largest_letter`.
     patience : int
-        A node that does not answer this many times in a row is gone; a node whose iterations fail this many times in a
-        row ends an asynchronous run.
+        A node that does not answer this many times in a row is gone, and so is one whose iterations fail this many
+        times in a row (of a synchronous run: once, since nobody can finish the iteration without it). When more than
+        half of the nodes have failed, the run has diverged.
     skew_rounds : int or "auto"
         Closing iterations without gradients, in which models travel whole (push-sum only). ``"auto"``: as many as the
         graph needs to average.
@@ -138,12 +143,14 @@ class Relay:
         self._mailbox = Mailbox(topology.n, returns=algorithm.asynchronous)
         self._serials = [0] * topology.n
         self._failures = [0] * topology.n
+        self._failed: dict[int, str] = {}
         self._starts: dict[int, Start] = dict.fromkeys(self._members, "common")
         self._open: dict[int, Open] = {}
         self._joining: set[int] = set()
         self._leaving: set[int] = set()
         self._departing: set[int] = set()
         self._finished: set[int] = set()
+        self._excluded: dict[int, str] = {}
         self._figures: dict[int, dict[int, Mapping[str, float]]] = {}
         # Of synchronous runs: an iteration that was begun cannot be finished; why, when it is because of letters that
         # cannot be read, how many epochs in a row that was so, and whether the last instructions began an epoch.
@@ -151,12 +158,16 @@ class Relay:
         self._unread = ""
         self._in_vain = 0
         self._begun_anew = False
-        self._failure: Diverged | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
         """Who takes part, ascending."""
         return tuple(sorted(self._members))
+
+    @property
+    def excluded(self) -> tuple[int, ...]:
+        """Who was given up because its iterations failed, ascending; :meth:`join` lets it in again."""
+        return tuple(sorted(self._excluded))
 
     @property
     def settled(self) -> bool:
@@ -323,7 +334,7 @@ class Relay:
         Raises
         ------
         Diverged
-            When a node's iterates are not finite, or the watcher says so.
+            When more than half of the nodes have failed, or the watcher says so.
         StateError
             When no node is left.
         """
@@ -340,8 +351,7 @@ class Relay:
         self._judge()
 
     def _judge(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._exclude()
         # Who joins push-sum brings no mass, and nobody joins a run that is over.
         coming = self._joining and not (self.finishing or self.algorithm.asynchronous)
         if not (self._members or self._departing or coming):
@@ -353,7 +363,31 @@ class Relay:
             figures, self._figures = self._figures, {}
             if self.watch is not None:
                 for iteration in sorted(figures):
-                    self.watch(iteration, figures[iteration])
+                    doubted = self.watch(iteration, figures[iteration]) or {}
+                    for node, reason in sorted(doubted.items()):
+                        self._note(self.report.doubted, node, f"left out of the judgement: {reason}")
+
+    def _exclude(self) -> None:
+        """Give up the nodes whose iterations failed too often.
+
+        Raises
+        ------
+        Diverged
+            When they are more than half of all: then it is not they that fail, but the run.
+        """
+        most = self.patience if self.algorithm.asynchronous else 1
+        failing = [node for node in sorted(self._members) if self._failures[node] >= most]
+        self._excluded |= {node: self._failed[node] for node in failing}
+        if failing and 2 * len(self._excluded) > len(self._members | self._excluded.keys()):
+            raise Diverged(
+                f"{len(self._excluded)} of {len(self._members | self._excluded.keys())} nodes failed; "
+                f"{self._excluded[failing[0]]}"
+            )
+        for node in failing:
+            self._note(self.report.gone, node, f"excluded: {self._excluded[node]}")
+            # Without its letters the others cannot finish an iteration of a synchronous run.
+            self._torn = self._torn or not self.algorithm.asynchronous
+            self._end(node, ())
 
     def _settle(self, node: int, answer: Answer) -> None:
         for posting in answer.postings:
@@ -397,9 +431,8 @@ class Relay:
         elif answer.failed:
             self._failures[node] += 1
             self._note(self.report.failed, node, answer.failed)
-            if not self.algorithm.asynchronous or self._failures[node] >= self.patience:
-                times = f" (iteration {self._failures[node]} in a row)" if self.algorithm.asynchronous else ""
-                self._failure = Diverged(f"node {node}, iteration {instruction.iteration}{times}: {answer.failed}")
+            times = f" (iteration {self._failures[node]} in a row)" if self.algorithm.asynchronous else ""
+            self._failed[node] = f"node {node}, iteration {instruction.iteration}{times}: {answer.failed}"
         else:
             self._failures[node] = 0
             self._figures.setdefault(instruction.iteration, {})[node] = answer.facts
@@ -450,6 +483,9 @@ class Relay:
 
     def _note(self, events: list[tuple[int, int, str]], node: int, reason: str) -> None:
         events.append((self.report.rounds, node, reason[:_REASON]))
+        usual = events is self.report.joined or events is self.report.left
+        level = logging.INFO if usual else logging.WARNING
+        log.log(level, "gossip round %d, node %d: %s", self.report.rounds, node, reason[:_REASON])
 
     def observe(self) -> dict[int, Instruction]:
         """Return instructions that ask for models as they will be after the mail that waits; they change nothing.
@@ -518,6 +554,8 @@ class Relay:
         if node in self._members or not 0 <= node < self.topology.n:
             raise ConfigError(f"node {node} cannot join; members are {self.members} of a graph of {self.topology.n}")
         self._joining.add(node)
+        self._excluded.pop(node, None)
+        self._failures[node] = 0
 
     def get_state(self) -> tuple[dict[str, Any], list[bytes]]:
         """Return all there is between :meth:`take` and :meth:`ask`: JSON-able, and the letters it refers to by number.
@@ -533,6 +571,8 @@ class Relay:
             "epoch": self.epoch,
             "serials": list(self._serials),
             "failures": list(self._failures),
+            "failed": sorted(self._failed.items()),
+            "excluded": sorted(self._excluded.items()),
             "starts": [[node, start] for node, start in sorted(self._starts.items())],
             "groups": [sorted(group) for group in self._groups],
             "torn": [self._torn, self._unread, self._in_vain, self._begun_anew],
@@ -570,6 +610,7 @@ class Relay:
         try:
             self.iteration, self.epoch = int(state["iteration"]), int(state["epoch"])
             self._serials, self._failures = list(state["serials"]), list(state["failures"])
+            self._failed, self._excluded = dict(state.get("failed", ())), dict(state.get("excluded", ()))
             self._starts = dict(state["starts"])
             groups = map(set, state["groups"])
             self._members, self._joining, self._leaving, self._departing, self._finished = groups

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import numpy as np
@@ -28,42 +29,50 @@ if TYPE_CHECKING:
 ADVICE: Final = "Halve gamma first, the learning rate second (fedcomp.gossip.tuning.tune_gamma does the first)"
 
 _BLOCKS: Final = 5
-"""Parts of a window whose means must all grow: single iterations of stochastic gradients go up and down."""
+"""Parts of a window whose medians must all grow: single iterations of stochastic gradients go up and down."""
 _STEADY: Final = 1.02
 """By how much each must: noise around a plateau does not grow five times in a row."""
+_APART: Final = 1e3
+"""A node whose innovation is this many times that of most nodes is left out of the judgement. Honest nodes with unlike
+data stay within a factor of 3 of the median (measured on three digits per node)."""
 
 
 class Watch:
     """Ends a run whose iterates grow instead of settling. Called once per iteration with every node's figures.
 
-    What is watched is ``"innovation"``, the norm of what a letter did not carry: in a run that works it rises in the
-    first iterations and stays or falls, and when gossip is unstable it grows by a factor per iteration.
+    What is watched is ``"innovation"``, the norm of what a message did not carry: in a run that works it rises in the
+    first iterations and stays or falls; when gossip is unstable it grows without end. Judged is the median over the
+    nodes, against the level of the run's own first ``window`` iterations: with unlike data single nodes' innovations
+    double and fall again in healthy runs, and so does the median once it is far below where it was.
+
+    A node whose figures are not finite, negative, or ``1e3`` times those of most nodes is left out and named; so is a
+    minority whose innovations left a given scale. No single node ends a run of several: more than half of them do.
 
     Parameters
     ----------
     window : int
-        Iterations over which growth is judged; the first ``window`` ones of a node are not.
+        Iterations over which growth is judged; judged are those after the first ``2 * window``.
     growth : float
-        A window at whose end the innovation is this many times the one at its beginning, and grew all along, ends the
-        run.
+        A window that grew all along, in each of its five parts, and ends at this many times the largest level of the
+        first ``window`` iterations, ends the run.
     ceiling : float
-        So does an innovation this many times the largest one of a node's first ``2 * window`` iterations: growth too
-        slow to show in one window.
+        So does a level this many times that one, however slowly it came about.
     floor : float
-        Innovations up to this are taken for rounding, which grows with the model: without compression, or where a
-        method has converged, there is nothing else.
+        Iterations with a level up to this do not count. It is rounding, which grows with the model: without
+        compression, or where a method has converged, there is nothing else.
 
     Examples
     --------
     >>> watch = Watch(window=10)
     >>> for k in range(100):
-    ...     watch(k, {0: {"innovation": 1.0}, 1: {"innovation": 1.2 ** max(0, k - 50)}})
+    ...     grown = 1.2 ** max(0, k - 50)
+    ...     watch(k, {0: {"innovation": 1.0}, 1: {"innovation": grown}, 2: {"innovation": 0.9 * grown}})
     Traceback (most recent call last):
     ...
-    fedcomp.gossip.errors.Diverged: node 1: the innovation grew from 1 to 3.28 within 10 iterations, up to iteration ...
+    fedcomp.gossip.errors.Diverged: the innovation of most of 3 nodes grew from 1 to 3... within 10 iterations, up ...
     """
 
-    def __init__(self, window: int = 50, growth: float = 2.0, ceiling: float = 100.0, floor: float = 1e-6) -> None:
+    def __init__(self, window: int = 50, growth: float = 3.0, ceiling: float = 100.0, floor: float = 1e-6) -> None:
         if window < _BLOCKS:
             raise ConfigError(f"window={window!r} is not valid: at least {_BLOCKS} iterations")
         if not growth > 1.0 or not ceiling > 1.0:
@@ -71,55 +80,106 @@ class Watch:
         if not 0.0 <= floor < math.inf:
             raise ConfigError(f"floor={floor!r} is not valid: a norm, at least 0")
         self.window, self.growth, self.ceiling, self.floor = window, growth, ceiling, floor
-        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=window))
-        self._seen: dict[int, int] = defaultdict(int)
-        self._early: dict[int, float] = defaultdict(lambda: floor)
+        self._latest: dict[int, tuple[int, Mapping[str, float]]] = {}
+        self._recent: deque[float] = deque(maxlen=window)
+        self._seen = 0
+        self._early = 0.0
+        self._named: set[tuple[int, str]] = set()
 
-    def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> None:
-        """Take note of what the nodes said of ``iteration``.
+    def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
+        """Take note of the nodes' figures of ``iteration``.
+
+        Returns
+        -------
+        dict of int to str
+            Nodes that are left out of the judgement, and why; every node once for each reason.
 
         Raises
         ------
         Diverged
-            When a figure is not finite or the innovation grows.
+            When the innovation of most nodes grows, or figures of most nodes are not finite.
         Saturated
-            When an innovation left the range of a quantiser whose scale is given in advance.
+            When most nodes' innovations left the range of a quantiser whose scale is given in advance.
         """
-        for node in sorted(facts):
-            figures = facts[node]
-            for name, value in figures.items():
-                if not math.isfinite(value):
-                    raise Diverged(f"node {node}: {name} is {value} in iteration {iteration}. {ADVICE}")
-            if figures.get("saturated", 0.0) > 0.0:
-                raise Saturated(
-                    f"node {node}: in iteration {iteration} the innovation left the scale that was given in advance: "
-                    "from here on the error grows. Let the scale fall more slowly (a larger rho), begin with a "
-                    "larger one, or let it adapt (scale='zoom')"
+        now = {node: (iteration, figures) for node, figures in facts.items()}
+        kept = {node: known for node, known in self._latest.items() if known[0] > iteration - self.window}
+        self._latest = {**kept, **now}
+        if 2 * len(facts) < len(self._latest):
+            return {}  # Figures of asynchronous runs arrive late: what comes alone is not judged alone.
+        left_out = self._saturated(iteration) | self._broken(iteration)
+        innovations = {
+            node: figures["innovation"]
+            for node, (_, figures) in sorted(self._latest.items())
+            if "innovation" in figures and node not in left_out
+        }
+        if innovations:
+            level = median_low(innovations.values())
+            far = _APART * max(level, self.floor)
+            left_out |= {
+                node: (
+                    "apart",
+                    f"its innovation is {value:.3g} in iteration {iteration}, that of most nodes {level:.3g}",
                 )
-            if "innovation" in figures:
-                self._judge(node, iteration, figures["innovation"])
+                for node, value in innovations.items()
+                if value > far
+            }
+            self._judge(iteration, level, len(innovations))
+        new = {node: text for node, (kind, text) in left_out.items() if (node, kind) not in self._named}
+        self._named |= {(node, left_out[node][0]) for node in new}
+        return new
 
-    def _judge(self, node: int, iteration: int, innovation: float) -> None:
-        recent = self._recent[node]
-        recent.append(innovation)
-        self._seen[node] += 1
-        seen = self._seen[node]
-        if seen <= 2 * self.window:
-            self._early[node] = max(self._early[node], innovation)
-        elif innovation > self.ceiling * self._early[node] > 0.0:
-            raise Diverged(
-                f"node {node}: the innovation is {innovation:.3g} in iteration {iteration}, and was at most "
-                f"{self._early[node]:.3g} in the first {2 * self.window}. {ADVICE}"
+    def _broken(self, iteration: int) -> dict[int, tuple[str, str]]:
+        """Return the nodes with figures that cannot be, and which."""
+        found = {}
+        for node, (_, figures) in sorted(self._latest.items()):
+            wrong = [f"{name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
+            if not wrong and figures.get("innovation", 0.0) < 0.0:
+                wrong = [f"innovation is {figures['innovation']}, which is a norm"]
+            if wrong:
+                found[node] = "figures", f"its {wrong[0]} in iteration {iteration}"
+        if 2 * len(found) > len(self._latest):
+            node, (_, what) = next(iter(found.items()))
+            raise Diverged(f"{len(found)} of {len(self._latest)} nodes: of node {node} {what}. {ADVICE}")
+        return found
+
+    def _saturated(self, iteration: int) -> dict[int, tuple[str, str]]:
+        """Return the nodes that say their innovation left a scale that was given in advance, while they are few."""
+        found = [node for node, (_, figures) in sorted(self._latest.items()) if figures.get("saturated", 0.0) > 0.0]
+        if 2 * len(found) > len(self._latest):
+            cause = "the first scale is too small (raise s0)" if not iteration else "the scale falls faster than errors"
+            raise Saturated(
+                f"nodes {found[:8]}, {len(found)} of {len(self._latest)}: in iteration {iteration} the innovation had "
+                f"left the scale that was given in advance, and from there on errors grow: {cause}. Let the scale fall "
+                "more slowly (a larger rho), begin with a larger one, or let it adapt (scale='zoom')"
             )
-        if seen < 2 * self.window:
+        text = f"its innovation left the given scale in iteration {iteration}, those of most nodes did not"
+        return dict.fromkeys(found, ("saturated", text))
+
+    def _judge(self, iteration: int, level: float, nodes: int) -> None:
+        if level <= self.floor:
             return
-        blocks = [float(np.mean(block)) for block in np.array_split(np.array(recent), _BLOCKS)]
-        grew = all(after > _STEADY * before for before, after in itertools.pairwise(blocks))
-        if grew and blocks[-1] > max(self.floor, self.growth * blocks[0]):
+        self._recent.append(level)
+        self._seen += 1
+        if self._seen == self.window:
+            self._early = max(self._blocks())
+        if self._seen < 2 * self.window:
+            return
+        blocks = self._blocks()
+        if blocks[-1] > self.ceiling * self._early:
             raise Diverged(
-                f"node {node}: the innovation grew from {blocks[0]:.3g} to {blocks[-1]:.3g} within {self.window} "
-                f"iterations, up to iteration {iteration}. {ADVICE}"
+                f"the innovation of most of {nodes} nodes is {blocks[-1]:.3g} in iteration {iteration}; it was at most "
+                f"{self._early:.3g} in the first {self.window}. {ADVICE}"
             )
+        grew = all(after > _STEADY * before for before, after in itertools.pairwise(blocks))
+        if grew and blocks[-1] > self.growth * self._early:
+            raise Diverged(
+                f"the innovation of most of {nodes} nodes grew from {blocks[0]:.3g} to {blocks[-1]:.3g} within "
+                f"{self.window} iterations, up to iteration {iteration}; in the first {self.window} it was at most "
+                f"{self._early:.3g}. {ADVICE}"
+            )
+
+    def _blocks(self) -> list[float]:
+        return [float(np.median(block)) for block in np.array_split(np.array(self._recent), _BLOCKS)]
 
 
 Outcome = TypeVar("Outcome")

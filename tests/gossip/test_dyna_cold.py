@@ -64,21 +64,26 @@ def test_7_11_a_schedule_that_is_too_fast_is_reported_and_ends_the_run() -> None
     largest = max(float(np.abs(g).max()) for g in task.gradients(np.zeros((task.n, task.d))))
     lr = 1.0 / task.smoothness
     fast = replace(GEOMETRIC, lr=lr, rho=0.9, s0=lr * largest * 1.001)
-    facts: list[float] = []
-    with pytest.raises(Saturated, match=r"rho=0\.9 shrinks.*Raise rho or s0.*scale='zoom'"):
-        run(fast, task, 300, watch=lambda k, states: facts.append(max(fast.facts(s)["saturated"] for s in states)))
-    # It is reported with the letter that did it, and the next one is refused: no error had time to grow.
-    assert facts[-1] == 1.0
-    assert not any(facts[:-1])
-    assert 20 < len(facts) < 80
+    saturated: list[float] = []
     watch = Watch()
-    with pytest.raises(Saturated, match="larger rho"):
-        run(fast, task, 80, watch=lambda k, states: watch(k, dict(enumerate(map(fast.facts, states)))))
+
+    def look(k: int, states: Any) -> None:
+        facts = dict(enumerate(map(fast.facts, states)))
+        saturated.append(sum(f["saturated"] for f in facts.values()))
+        watch(k, facts)
+
+    with pytest.raises(Saturated, match=r"falls faster.*larger rho.*scale='zoom'"):
+        run(fast, task, 300, watch=look)
+    # One node notices first; the run is ended as soon as most do, before an error has had time to grow.
+    assert 20 < len(saturated) < 80
+    assert saturated[-1] > task.n / 2 >= max(saturated[:-1]) > 0
+    assert len(saturated) - np.flatnonzero(saturated)[0] < 20
 
 
 def test_a_first_scale_that_is_too_small_is_told_from_a_fast_schedule() -> None:
-    with pytest.raises(Saturated, match=r"letter 0 .*: s0=0\.0"):
-        run(replace(GEOMETRIC, s0=NORM / L / 100), TASK, 3)
+    small, watch = replace(GEOMETRIC, s0=NORM / L / 100), Watch()
+    with pytest.raises(Saturated, match=r"in iteration 0 .*raise s0"):
+        run(small, TASK, 3, watch=lambda k, states: watch(k, dict(enumerate(map(small.facts, states)))))
 
 
 def too_fast(rho: float, **more: Any) -> tuple[Any, DynaCOLD]:
@@ -91,8 +96,9 @@ def too_fast(rho: float, **more: Any) -> tuple[Any, DynaCOLD]:
 
 def test_a_box_left_by_a_little_is_tolerated_unless_told_otherwise() -> None:
     task, strict = too_fast(0.95, tolerance=1.0)
-    with pytest.raises(Saturated, match=r"was 1\.[0-9]+ times"):
-        run(strict, task, 20)
+    saturated: list[float] = []
+    run(strict, task, 20, watch=lambda k, states: saturated.extend(strict.facts(s)["saturated"] for s in states))
+    assert 1.0 in saturated
     watched, over = replace(strict, tolerance=2.0), []
     ran = run(watched, task, 100, watch=lambda k, states: over.extend(watched.facts(s)["overshoot"] for s in states))
     assert 1.0 < max(over) < 2.0

@@ -29,7 +29,6 @@ from gossip_faults import (
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Letter, Real
 from fedcomp.gossip.central import FaultPlan, Nodes, simulate
-from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
@@ -210,7 +209,7 @@ def test_no_letter_counts_twice_or_is_both_delivered_and_returned() -> None:
     assert min(events.values()) > 10
 
 
-def test_nan_leaves_a_node_at_rest_and_ends_the_run_when_it_stays() -> None:
+def test_nan_leaves_a_node_at_rest() -> None:
     class Poison(Quadratic):
         times: tuple[int, ...] = ()
 
@@ -223,9 +222,23 @@ def test_nan_leaves_a_node_at_rest_and_ends_the_run_when_it_stays() -> None:
     outcome = learn({"name": "sgp"}, "exponential", 20, "float64", locals=locals, patience=3)
     assert [event[:2] for event in outcome.report.failed] == [(5, 3), (6, 3), (10, 3)]
     assert get_algorithm({"name": "sgp"}).invariants(outcome.states.values())["sum_w"] == pytest.approx(N, abs=1e-12)
-    poisoned.times = (4, 5, 6)
-    with pytest.raises(Diverged, match=r"node 3, iteration 6 \(iteration 3 in a row\): "):
-        learn({"name": "sgp"}, "exponential", 20, "float64", locals=locals, patience=3)
+
+
+def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_mail_goes_back() -> None:
+    """It ended the run. What it holds is lost, what waits for it is its senders': the sum of the weights says it."""
+
+    class Poison(Quadratic):
+        def gradient(self, z: Real, key: Key) -> Real:
+            return super().gradient(z, key) * (np.nan if key.round >= 4 else 1.0)
+
+    locals = [Poison(c) if i == 3 else Quadratic(c) for i, c in enumerate(vectors(N, D))]
+    outcome = learn({"name": "sgp"}, "exponential", 20, "float64", locals=locals, patience=3)
+    assert [event[:2] for event in outcome.report.failed] == [(5, 3), (6, 3), (7, 3)]
+    assert [event[:2] for event in outcome.report.gone] == [(7, 3)]
+    assert "excluded: node 3, iteration 6 (iteration 3 in a row): " in outcome.report.gone[0][2]
+    assert sorted(outcome.models) == [0, 1, 2, 4, 5]
+    lost = float(outcome.memories[3].state["w"])
+    assert get_algorithm({"name": "sgp"}).invariants(outcome.states.values())["sum_w"] == pytest.approx(N - lost)
 
 
 @pytest.mark.parametrize("config", [EDGES, SPREAD, {"name": "sgp"}], ids=name_of)

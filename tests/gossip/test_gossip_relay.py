@@ -32,7 +32,7 @@ from gossip_faults import (
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, Letter, Posting, Real
-from fedcomp.gossip.central import FaultPlan, Nodes
+from fedcomp.gossip.central import FaultPlan, Faults, Nodes
 from fedcomp.gossip.errors import Diverged, LetterError, TopologyError
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.mailbox import Mailbox, Parcel
@@ -200,14 +200,47 @@ def test_leaving_a_synchronous_run_finishes_the_iteration_for_all() -> None:
     assert left.tobytes() == alone.models[1].tobytes()
 
 
-def test_nan_ends_a_synchronous_run_and_names_the_node() -> None:
-    class Poison(Quadratic):
-        def gradient(self, z: Real, key: Key) -> Real:
-            return super().gradient(z, key) * (np.nan if key.round == 4 else 1.0)
+class Poison(Quadratic):
+    """Gradients that are not finite from iteration 4 on."""
 
-    locals = [Poison(c) if i == 3 else Quadratic(c) for i, c in enumerate(vectors(N, D))]
-    with pytest.raises(Diverged, match="node 3, iteration 4: "):
-        learn(SYNCHRONOUS[7], "ring", 10, "float64", locals=locals, faults=FaultPlan(1, FAULTS), patience=30)
+    def gradient(self, z: Real, key: Key) -> Real:
+        return super().gradient(z, key) * (np.nan if key.round >= 4 else 1.0)
+
+
+@pytest.mark.parametrize("faults", [None, FaultPlan(1, FAULTS)])
+def test_c1_a_node_that_fails_is_excluded_from_a_synchronous_run_and_named(faults: Faults | None) -> None:
+    """It ended the run of everybody."""
+    centres = vectors(N, D)
+    locals = [Poison(c) if i == 3 else Quadratic(c, noise=0.0) for i, c in enumerate(centres)]
+    config = {"name": "cold", "lr": 0.5, "gamma": 0.5, "digest_every": 1}
+    outcome = learn(config, "complete", 120, "float64", locals=locals, faults=faults, patience=30)
+    assert [event[1] for event in outcome.report.failed] == [3]
+    assert [event[1:] for event in outcome.report.gone if "excluded: node 3, iteration 4: " in event[2]]
+    assert sorted(outcome.models) == [0, 1, 2, 4, 5]
+    assert error(outcome, np.mean([c for i, c in enumerate(centres) if i != 3], axis=0)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["dpsgd", "sgp"])
+def test_c1_a_run_in_which_most_nodes_fail_has_diverged(name: str) -> None:
+    locals = [Poison(c) if i < 4 else Quadratic(c) for i, c in enumerate(vectors(N, D))]
+    with pytest.raises(Diverged, match=r"4 of 6 nodes failed; node 0, iteration 4"):
+        learn({"name": name}, "exponential" if name == "sgp" else "ring", 10, "float64", locals=locals, patience=1)
+
+
+def test_c1_a_node_whose_figures_cannot_be_is_named_in_report_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Liar(Nodes):
+        def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+            answer = super()._deliver(node, instruction, kind)
+            lies = node == 3 and instruction.iteration >= 4 and isinstance(answer, Answer)
+            return replace(answer, facts={"weight": np.nan, "saturated": 1.0}) if lies else answer
+
+    relay = relay_of("choco", iterations=12)
+    nodes = Liar(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
+    with caplog.at_level("WARNING", "fedcomp"):
+        run(relay, nodes)
+    assert [event[1] for event in relay.report.doubted] == [3]
+    assert "weight is nan" in relay.report.doubted[0][2]
+    assert sum("node 3: left out of the judgement" in line for line in caplog.messages) == 1
 
 
 def test_letters_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_does_not_help() -> None:

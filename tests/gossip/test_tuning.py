@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gossip_problems import problem, ring_weights, run
 
+from experiments.decentralised import GossipCell
 from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate
 from fedcomp.gossip import tuning
 from fedcomp.gossip.base import Algorithm, State
@@ -40,7 +41,7 @@ def choco(gamma: float) -> CHOCO:
 
 def test_the_watch_ends_runs_that_diverge_and_says_what_to_do() -> None:
     lr = 0.1 / problem(n=6, d=24).smoothness
-    with pytest.raises(Diverged, match=r"node \d: the innovation grew from .* Halve gamma first, the learning rate"):
+    with pytest.raises(Diverged, match=r"of most of 6 nodes grew from .* Halve gamma first, the learning rate"):
         watched(DeepSqueeze(lr=lr, momentum=0.9, gamma=1.0, compressor=SPARSE), 200, Watch(window=20))
 
 
@@ -65,15 +66,15 @@ def test_exponential_growth_is_seen_within_two_windows(rate: float) -> None:
 
 
 def test_growth_from_rounding_is_seen_when_it_is_more() -> None:
-    found = series(Watch(), 1e-17 * 1.08 ** np.arange(1000.0))
-    assert found is not None
-    assert 1e-6 < 1e-17 * 1.08**found < 3e-6
+    values = 1e-17 * 1.08 ** np.arange(1000.0)
+    assert series(Watch(), values) == np.searchsorted(values, 1e-6) + 99
 
 
-def test_growth_too_slow_for_a_window_is_seen_by_the_ceiling() -> None:
-    found = series(Watch(), 1.01 ** np.arange(2000.0))
+@pytest.mark.parametrize(("rate", "times"), [(1.01, 3.0), (1.0019, 100.0)])
+def test_slow_growth_is_seen_against_the_level_of_the_first_window(rate: float, times: float) -> None:
+    found = series(Watch(), rate ** np.arange(2600.0))
     assert found is not None
-    assert 1.01 ** (found - 99) == pytest.approx(100.0, rel=0.02)
+    assert rate ** (found - 49) == pytest.approx(times, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -94,18 +95,80 @@ def test_what_does_not_grow_without_end_is_no_divergence(values: np.ndarray) -> 
     assert series(Watch(), values) is None
 
 
-def test_one_node_is_enough_and_is_named() -> None:
+def test_c1_a_doubling_far_below_the_level_of_the_beginning_is_no_divergence() -> None:
+    """CHOCO with scaled signs: a node's innovation falls to a third and doubles within 50 iterations."""
+    fall = np.interp(np.arange(80.0), [0, 10, 80], [0.3, 0.9, 0.18])
+    rise = np.minimum(0.18 * 1.025 ** np.arange(60.0), 0.6)
+    values = np.concatenate([fall, rise, 0.6 * 0.99 ** np.arange(300.0)])
+    assert rise[45] > 3.0 * rise[0]
+    assert series(Watch(), values) is None
+
+
+def figures(k: int, **liar: float) -> dict[int, dict[str, float]]:
+    """Return what six nodes report in a run that works; node 4 reports otherwise."""
+    honest = {"innovation": 1.0 + 0.99**k, "weight": 1.0, "saturated": 0.0}
+    return {i: {**honest, **(liar if i == 4 else {})} for i in range(6)}
+
+
+@pytest.mark.parametrize(
+    "liar",
+    [
+        {"weight": np.nan},
+        {"innovation": np.inf},
+        {"innovation": -1.0},
+        {"innovation": 1e30},
+        {"saturated": 1.0},
+        {"saturated": np.nan},
+    ],
+)
+def test_c1_one_nodes_figure_ends_no_run_and_the_node_is_named_once(liar: dict[str, float]) -> None:
+    watch, named = Watch(window=10), []
+    for k in range(60):
+        named += watch(k, figures(k, **(liar if k >= 30 else {}))).items()
+    assert [node for node, _ in named] == [4]
+    assert f"{liar.popitem()[1]:.3g}" in named[0][1] or "given scale" in named[0][1]
+
+
+def test_c1_one_node_that_grows_alone_is_named_and_ends_nothing() -> None:
+    watch, named = Watch(window=10), {}
+    for k in range(200):
+        named |= watch(k, figures(k, innovation=1.2**k))
+    assert list(named) == [4]
+
+
+@pytest.mark.parametrize("late", [{"innovation": 1e30}, {"innovation": np.nan}, {"saturated": 1.0}])
+def test_c1_figures_that_arrive_alone_are_not_judged_alone(late: dict[str, float]) -> None:
+    """Of an asynchronous run: a node that answers late is the only one of its iteration."""
     watch = Watch(window=10)
-    for k in range(19):
-        watch(k, {2: {"innovation": 1.0}, 7: {"innovation": 1.2**k}})
-    with pytest.raises(Diverged, match="node 7"):
-        watch(19, {2: {"innovation": 1.0}, 7: {"innovation": 1.2**19}})
+    for k in range(100):
+        watch(k, {i: f for i, f in figures(k).items() if i != 4})
+        watch(k - 1, {4: late})
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_figure_that_is_not_finite_ends_the_run_at_once(value: float) -> None:
-    with pytest.raises(Diverged, match=r"node 1: weight is .* in iteration 5"):
-        Watch()(5, {0: {"weight": 1.0}, 1: {"weight": value}})
+def test_c1_figures_of_most_nodes_that_are_not_finite_end_the_run_at_once(value: float) -> None:
+    wrong = {i: {"weight": value if i < 4 else 1.0} for i in range(7)}
+    with pytest.raises(Diverged, match=r"4 of 7 nodes: of node 0 its weight is .* in iteration 5"):
+        Watch()(5, wrong)
+    wrong[3] = {"weight": 1.0}
+    assert sorted(Watch()(5, wrong)) == [0, 1, 2]
+
+
+def digits(gamma: float, compressor: dict[str, object], iterations: int) -> str:
+    """Return why CHOCO on eight nodes with three digits each was ended; empty when it was not."""
+    own = {"name": "choco", "gamma": gamma, "compressor": compressor, "lr": 0.05, "momentum": 0.9}
+    task = {"hidden": "32", "partition": "shards:3"}
+    return GossipCell("c1", own, "ring", 8, iterations, 0, "digits", task, {"batch_size": 32}).run().diverged
+
+
+def test_c1_choco_with_scaled_signs_and_gamma_1_is_left_alone() -> None:
+    """The watch ended it at iteration 127; it reaches 90 % at 260 and 96 % at 1500."""
+    assert digits(1.0, {"id": "scaled-sign"}, 160) == ""
+
+
+def test_c1_choco_with_two_percent_and_gamma_02_is_ended_before_it_is_lost() -> None:
+    """The watch ended it at iteration 939; its accuracy is best, 63 %, at 260, and 26 % at 800."""
+    assert "of most of 8 nodes grew" in digits(0.2, {"id": "topk", "fraction": 0.02}, 420)
 
 
 def test_7_11_a_scale_that_falls_too_fast_is_reported_as_saturated() -> None:
@@ -126,7 +189,7 @@ def test_tune_gamma_halves_from_one_until_a_pilot_works_and_on_while_it_gets_bet
     found = tune_gamma(choco, pilot)
     assert 0.1 <= found.gamma <= 0.5
     assert found.algorithm == choco(found.gamma)
-    assert found.trials[0].failure.startswith("Diverged: node")
+    assert found.trials[0].failure.startswith("Diverged: the innovation of most")
     assert [trial.gamma for trial in found.trials] == [0.5**i for i in range(len(found.trials))]
     worked = [trial for trial in found.trials if not trial.failure]
     assert found.outcome == min(trial.outcome for trial in worked if trial.outcome is not None) < 1.0
