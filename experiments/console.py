@@ -24,6 +24,7 @@ from experiments.report import (
     promises,
     ratio,
     short_bytes,
+    shortfalls,
 )
 from experiments.spec import RoundRecord, RunSpec
 
@@ -215,6 +216,16 @@ def claim_table(claims: Sequence[Mapping[str, Any]], width: int) -> Table:
         cells = [mark, claim["name"], number(claim["value"]), f"{claim['op']} {number(claim['bound'])}"]
         table.add_row(*cells, *([claim["source"]] if width >= WIDE else []))
     return table
+
+
+def headline(summary: Mapping[str, Any]) -> list[Text]:
+    """Return what stands above all tables: the answer, and every claim that failed and goal that was missed."""
+    if summary["idle"] or summary["config"]["quick"]:
+        return []
+    lines = [Text(summary["answer"], "bold")] if summary["answer"] else []
+    for mark, text in shortfalls(summary["claims"]):
+        lines.append(Text.assemble((f"{mark}: ", "bold red" if mark == "FAILED" else "yellow"), text))
+    return lines
 
 
 def row_groups(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

@@ -105,7 +105,8 @@ class Option:
 @dataclass(frozen=True)
 class Config:
     """Everything that decides a run: the experiment's name, the engine, the size, the seed, all settings, and the
-    epsilon that no private row may cross (None for what the rows say themselves)."""
+    epsilon that no private row may cross (None for what the rows say themselves). ``quick`` says that the size is the
+    experiment's smallest, for which no bound was set."""
 
     experiment: str
     engine: str
@@ -114,6 +115,7 @@ class Config:
     seed: int
     settings: Mapping[str, Value]
     budget: float | None = None
+    quick: bool = False
 
     def spec(self, system: str, label: str, task: str, *, take: Iterable[str] = (), **fixed: Value) -> RunSpec:
         """Return the :class:`RunSpec` of one row.
@@ -146,13 +148,14 @@ class Config:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Return the configuration that :meth:`to_json` wrote."""
-        # Runs that were stored before there were budgets lack theirs.
-        return cls(**{"budget": None, **{f.name: document[f.name] for f in fields(cls) if f.name in document}})
+        # Runs that were stored before there were budgets or quick runs lack them.
+        return cls(**{f.name: document[f.name] for f in fields(cls) if f.name in document})
 
 
 Rows = Callable[[Config], list[RunSpec]]
 Measure = Callable[[Config, Mapping[str, RunResult], Say], Findings]
 Claims = Callable[[Config, Mapping[str, RunResult], Findings], list[Claim]]
+Answer = Callable[[Config, Mapping[str, RunResult], Findings], str]
 
 
 def no_rows(config: Config) -> list[RunSpec]:
@@ -188,6 +191,14 @@ class Experiment:
         :class:`~experiments.findings.Findings`; called when all rows are finished. Findings are empty without it.
     measures_privately : bool
         Whether what ``measure`` trains keeps the configuration's budget, so that there can be one without private rows.
+    answer : callable, optional
+        From the configuration, the results by label and the findings to the answer to ``question``: one or two
+        sentences whose every figure is measured. Without it the first claim stands for the answer.
+    minutes : float
+        What a run at the defaults takes on two cores, measured; 0 where nobody has.
+    quick : tuple of str
+        What ``--quick`` sets, as ``key=value``; ``rounds`` and ``clients`` may be among them. The smallest sizes that
+        still exercise everything.
     """
 
     name: str
@@ -202,6 +213,9 @@ class Experiment:
     engines: tuple[str, ...] = tuple(ENGINES)
     measure: Measure | None = None
     measures_privately: bool = False
+    answer: Answer | None = None
+    minutes: float = 0.0
+    quick: tuple[str, ...] = ()
 
     def configure(
         self,
@@ -212,17 +226,21 @@ class Experiment:
         seed: int = 0,
         assignments: Sequence[str] = (),
         budget: float | None = None,
+        quick: bool = False,
     ) -> Config:
         """Return the configuration a command line asks for.
 
-        ``assignments`` are ``"key=value"`` texts. Raises :class:`ConfigError` with one line that names the
-        nearest right name for a wrong engine, key or value.
+        ``assignments`` are ``"key=value"`` texts; they and the other arguments go before what ``quick`` sets. Raises
+        :class:`ConfigError` with one line that names the nearest right name for a wrong engine, key or value.
         """
         engine = self.engines[0] if engine is None else engine
         if engine not in self.engines:
             raise ConfigError(f"no engine {engine!r}{nearest(engine, self.engines)}")
-        rounds = self.rounds if rounds is None else rounds
-        clients = self.clients if clients is None else clients
+        least = dict(text.split("=", 1) for text in self.quick) if quick else {}
+        sizes = {"rounds": self.rounds, "clients": self.clients}
+        sizes |= {size: int(least.pop(size)) for size in sizes if size in least}
+        rounds = sizes["rounds"] if rounds is None else rounds
+        clients = sizes["clients"] if clients is None else clients
         if rounds < 0:
             raise ConfigError(f"--rounds must be at least 0, not {rounds}")
         if clients < 1:
@@ -231,8 +249,9 @@ class Experiment:
             raise ConfigError(f"--seed must be at least 0 and below 2**63, not {seed}")
         check_budget(budget)
         settings = {key: option.default for key, option in self.options.items()}
+        settings.update(self._assigned([f"{key}={value}" for key, value in least.items()]))
         settings.update(self._assigned(assignments))
-        return Config(self.name, engine, rounds, clients, seed, settings, budget)
+        return Config(self.name, engine, rounds, clients, seed, settings, budget, quick)
 
     def specs(self, config: Config) -> list[RunSpec]:
         """Return the rows of ``config``; raises :class:`ConfigError` when two rows share a label, or when there is a

@@ -21,6 +21,7 @@ from experiments.report import (
     promises,
     ratio,
     short_bytes,
+    shortfalls,
     shown_epsilon,
     verdict,
 )
@@ -35,11 +36,13 @@ UNFOLDED = 2
 
 def render_html(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundRecord]]) -> str:
     """Return ``report.html``: one file, no script, nothing loaded from anywhere."""
-    held = bool(summary["claims"]) and all(claim["ok"] for claim in summary["claims"])
+    claims, quick = summary["claims"], summary["config"]["quick"]
+    held = not quick and bool(claims) and all(claim["ok"] for claim in claims)
     state = "bad" if failed_claims(summary) else "good" if held else "plain"
     findings = Findings.from_json(summary["findings"])
     sections = [
         f'<p class="verdict {state}">{escape(verdict(summary))}</p>',
+        _shortfalls([] if quick else shortfalls(claims)),
         _changed(summary),
         *(_findings_table(table) for table in findings.tables if len(table.rows) <= LONG),
         _figures(findings),
@@ -47,7 +50,7 @@ def render_html(summary: Mapping[str, Any], rounds: Mapping[str, Sequence[RoundR
         _table(summary, findings) if summary["rows"] else "",
         _plots(summary, rounds) if not findings.figures or len(summary["rows"]) <= FEW else "",
         _privacy(summary),
-        _claims(summary["claims"]),
+        _claims(claims),
         _paragraphs("What to keep in mind", str(summary["notes"]).split("\n\n")),
         _paragraphs("What is counted", COUNTED.values() if summary["rows"] else ()),
         _paragraphs("Data", [summary["data"]]),
@@ -69,6 +72,14 @@ def _changed(summary: Mapping[str, Any]) -> str:
         return ""
     items = ", ".join(f"<code>{escape(item)}</code>" for item in summary["changed"])
     return f'<p class="changed">Changed from the defaults the bounds were set for: {items}.</p>'
+
+
+def _shortfalls(short: Sequence[tuple[str, str]]) -> str:
+    items = "".join(
+        f"<li><span class='mark {'fails' if mark == 'FAILED' else 'missed'}'>{mark.lower()}</span> {escape(text)}</li>"
+        for mark, text in short
+    )
+    return f"<ul class='shortfalls'>{items}</ul>" if items else ""
 
 
 def _findings_table(table: Table) -> str:
@@ -352,6 +363,8 @@ tbody th { font-weight: 500; white-space: nowrap; }
 .figures td, .figures thead th:not(:first-child), .num { text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 .figures thead th { white-space: normal; }
+.shortfalls { list-style: none; margin: .8rem 0; padding: 0; max-width: 58rem; }
+.shortfalls li { margin: .25rem 0; }
 .mark { display: inline-block; padding: .05rem .5rem; border-radius: .3rem; font-size: .85rem; font-weight: 600; }
 .mark.holds { color: var(--good); background: var(--good-back); }
 .mark.fails { color: var(--bad); background: var(--bad-back); }

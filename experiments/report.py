@@ -76,7 +76,7 @@ def summarise(
     ``rounds`` and ``results`` go by label. Each row's ``uplink_ratio`` is the baseline's uplink payload
     over its own, ``None`` where either sent nothing.
     """
-    found = Findings() if findings is None else findings
+    found, checked = Findings() if findings is None else findings, list(claims)
     rows = [make_row(spec, rounds.get(spec.label, ()), results.get(spec.label)) for spec in specs]
     reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == experiment.baseline), None)
     for row in rows:
@@ -91,7 +91,8 @@ def summarise(
         "baseline": experiment.baseline,
         "rows": rows,
         "findings": found.to_json(),
-        "claims": [claim.to_json() for claim in claims],
+        "claims": [claim.to_json() for claim in checked],
+        "answer": answer(experiment, config, results, found, checked),
         "environment": environment(),
         "data": data_sentence([*(r.notes.get("task", {}) for r in results.values()), *found.tasks]),
         "notes": experiment.notes,
@@ -114,6 +115,25 @@ def environment() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "finished": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     }
+
+
+def answer(
+    experiment: Experiment,
+    config: Config,
+    results: Mapping[str, RunResult],
+    findings: Findings,
+    claims: Sequence[Claim],
+) -> str:
+    """Return the answer to the experiment's question in the figures of this run; empty when nothing was run.
+
+    An experiment without an ``answer`` of its own is answered by its first claim that gates.
+    """
+    if experiment.idle(config):
+        return ""
+    if experiment.answer is not None:
+        return experiment.answer(config, results, findings)
+    first = next((claim for claim in claims if claim.gate), None)
+    return "" if first is None else f"{first.name}: {number(first.value)}."
 
 
 class Promise(NamedTuple):
@@ -153,6 +173,18 @@ def failed_claims(summary: Mapping[str, Any]) -> list[str]:
     return [claim["name"] for claim in summary["claims"] if claim["gate"] and not claim["ok"]]
 
 
+def shortfalls(claims: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return what did not hold, gates before goals: ``"FAILED"`` or ``"missed"``, and the claim in one line."""
+    short = sorted((claim for claim in claims if not claim["ok"]), key=lambda claim: not claim["gate"])
+    return [
+        (
+            "FAILED" if claim["gate"] else "missed",
+            f"{claim['name']}: {number(claim['value'])}, not {claim['op']} {number(claim['bound'])}",
+        )
+        for claim in short
+    ]
+
+
 def percent(fraction: float | None) -> str:
     """Return an accuracy for a reader, a dash when there is none."""
     return "–" if fraction is None or math.isnan(fraction) else f"{100 * fraction:.1f} %"
@@ -184,6 +216,15 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"
+
+
+def takes(minutes: float) -> str:
+    """Return how long a run takes, for a reader who decides whether to wait; a dash where nobody has measured it."""
+    if minutes <= 0.0:
+        return "–"
+    if minutes < 1.5:
+        return f"about {60 * minutes:.0f} s"
+    return f"about {minutes:.0f} min" if minutes < 90 else f"about {minutes / 60:.0f} h"
 
 
 def number(value: float | None) -> str:
@@ -226,20 +267,22 @@ def link_name(settings: Mapping[str, Any]) -> str:
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """Return one sentence that says how the run ended."""
+    """Return how the run ended: the answer to its question, then how much of what was claimed held."""
     if summary["idle"]:
         return "No round was run: accuracy is that of the initial model, and no claim was checked."
-    return verdict_of(summary["claims"])
+    if summary["config"]["quick"]:
+        return "Ran to its end at its smallest size: no figure of this run answers the question."
+    return " ".join(part for part in (summary["answer"], verdict_of(summary["claims"])) if part)
 
 
 def verdict_of(claims: Sequence[Mapping[str, Any]]) -> str:
-    """Return one sentence that says how many of ``claims`` hold."""
-    if not claims:
-        return "No claim is made."
-    held = sum(claim["ok"] for claim in claims)
-    if held == len(claims):
-        return f"All {held} claims hold." if held > 1 else "The claim holds."
-    return f"{held} of {len(claims)} claims hold."
+    """Return how many of ``claims`` hold, and how many goals, which decide no exit code, were reached."""
+    parts = []
+    for gate, what in ((True, "claims hold"), (False, "goals were reached")):
+        checked = [claim["ok"] for claim in claims if claim["gate"] == gate]
+        if checked:
+            parts.append(f"{sum(checked)} of {len(checked)} {what}")
+    return f"{', '.join(parts)}." if parts else "No claim is made."
 
 
 def data_sentence(tasks: Iterable[Mapping[str, Any]]) -> str:

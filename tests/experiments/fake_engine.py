@@ -92,6 +92,10 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
     ]
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    return f"Sparse sends {results['sparse'].uplink_payload_bytes} bytes <in all>."
+
+
 TINY = Experiment(
     name="tiny",
     question="Does <counting> work?",
@@ -109,6 +113,9 @@ TINY = Experiment(
     rounds=5,
     clients=4,
     notes="First.\n\nSecond.",
+    answer=answer,
+    minutes=0.5,
+    quick=("rounds=1", "clients=2", "codec.density=0.5"),
 )
 
 

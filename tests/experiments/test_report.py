@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -25,7 +26,9 @@ from experiments.report import (
     percent,
     ratio,
     short_bytes,
+    shortfalls,
     summarise,
+    takes,
     verdict,
 )
 from experiments.spec import RoundRecord, RunResult
@@ -99,7 +102,7 @@ def test_the_page_holds_question_figures_claims_and_plots() -> None:
         "10x",
         "fewer bytes",
         "derived: 1 / density",
-        "1 of 2 claims hold.",
+        "Sparse sends 80000 bytes <in all>. 1 of 1 claims hold, 0 of 1 goals were reached.",
         "numbers made by formula",
         "First.",
         "codec.density",
@@ -198,7 +201,9 @@ def test_a_claim_without_a_value_and_one_without_a_bound_are_shown() -> None:
 
 def test_a_goal_that_does_not_gate_is_no_failed_claim() -> None:
     claims = [Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")]
-    assert failed_claims(make(claims=claims)[0]) == ["rule"]
+    summary = make(claims=claims)[0]
+    assert failed_claims(summary) == ["rule"]
+    assert shortfalls(summary["claims"]) == [("FAILED", "rule: 0, not >= 1"), ("missed", "goal: 0, not >= 1")]
     for made, state, marks in ((claims, "bad", {"missed", "fails"}), (claims[:1], "plain", {"missed"})):
         text = render_html(*make(claims=made))
         assert f'class="verdict {state}"' in text
@@ -222,7 +227,7 @@ def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() ->
         RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, failures=2),
         RoundRecord(2, math.nan, math.nan, 1, 2, 3, 4, failures=1),
     ]
-    summary = summarise(TINY, config, specs, {"dense": records, "sparse": []}, {}, [], "x")
+    summary = summarise(replace(TINY, answer=None), config, specs, {"dense": records, "sparse": []}, {}, [], "x")
     dense, sparse = summary["rows"]
     assert (dense["accuracy"], dense["loss"], dense["rounds"], dense["failures"]) == (0.4, 1.0, 2, 3)
     assert [dense[key] for key in ("uplink_payload_bytes", "uplink_wire_bytes")] == [11, 22]
@@ -266,6 +271,31 @@ def test_a_logarithmic_plot_leaves_out_what_has_no_logarithm() -> None:
 )
 def test_bytes_are_shown_with_three_digits(count: float, text: str) -> None:
     assert short_bytes(count) == text
+
+
+def test_e4_an_experiment_without_an_answer_is_answered_by_its_first_claim() -> None:
+    nameless = replace(TINY, answer=None)
+    config = nameless.configure()
+    goal, rule = Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("times fewer", 12.5, ">=", 1.0, "test")
+    for claims, said in (([goal, rule], "times fewer: 12.5."), ([goal], ""), ([], "")):
+        summary = summarise(nameless, config, [], {}, {}, claims, "x")
+        assert summary["answer"] == said
+        assert verdict(summary).startswith(said)
+
+
+def test_e4_what_was_missed_stands_above_every_table_of_the_page() -> None:
+    text = render_html(*make())
+    answer, missed = text.index("Sparse sends 80000 bytes"), text.index("very many fewer bytes: 10, not")
+    assert answer < missed < text.index("<h2>") < text.index("<table")
+    kept = render_html(*make(claims=[Claim("rule", 2.0, ">=", 1.0, "test")]))
+    assert 'class="verdict good"' in kept
+    assert "class='shortfalls'" not in kept
+
+
+def test_e2_how_long_a_run_takes() -> None:
+    assert [takes(minutes) for minutes in (0.0, 0.5, 1.4, 1.5, 8.2, 89.0, 240.0)] == [
+        "–", "about 30 s", "about 84 s", "about 2 min", "about 8 min", "about 89 min", "about 4 h",
+    ]  # fmt: skip
 
 
 def test_the_other_figures_for_a_reader() -> None:

@@ -212,6 +212,50 @@ def test_a_failing_claim_is_exit_code_1_and_a_missed_goal_is_not(call: Caller) -
     assert "missed" in call.stdout
 
 
+def test_e4_the_answer_and_what_was_missed_stand_above_the_tables(call: Caller) -> None:
+    assert call("tiny", "--set", "codec.density=0.5", "--json") == 1
+    assert json.loads(call.stdout)["answer"] == "Sparse sends 400000 bytes <in all>."
+    assert call("tiny", "--set", "codec.density=0.5") == 1
+    answer, failed, missed, table = (
+        call.stdout.index(text) for text in ("Sparse sends 400000", "FAILED: fewer bytes: 2,", "missed: very", "uplink")
+    )
+    assert answer < failed < missed < table
+    end = " ".join(call.stdout.split()).rpartition("Report:")[0]
+    assert end.endswith("Sparse sends 400000 bytes <in all>. 0 of 1 claims hold, 0 of 1 goals were reached. ")
+
+
+def test_e2_a_quick_run_is_small_and_decides_nothing(call: Caller) -> None:
+    assert call("tiny", "--quick", "--json") == 0  # at a density of 0.5 the claim does not hold
+    document = json.loads(call.stdout)
+    assert (document["config"]["rounds"], document["config"]["clients"], document["config"]["quick"]) == (1, 2, True)
+    assert document["config"]["settings"]["codec.density"] == 0.5
+    assert call("tiny", "--quick", "--rounds", "2", "--set", "codec.density=0.25") == 0
+    assert "2 systems, 2 rounds, 2 clients" in call.stdout
+    assert "no figure of this run answers the question" in call.stdout
+    assert "Sparse sends" not in call.stdout
+    page = (call.folders[-1] / "report.html").read_text()
+    assert 'class="verdict plain"' in page
+    assert "class='shortfalls'" not in page
+
+
+def test_e2_a_quick_run_is_resumed_as_one(call: Caller) -> None:
+    engine = FakeEngine({("sparse", 1): KeyboardInterrupt()})
+    assert call("tiny", "--quick", engine=engine) == 130
+    assert call("--resume", "last", "--json", engine=engine) == 0
+    assert json.loads(call.stdout)["config"]["quick"] is True
+
+
+def test_e2_a_user_is_told_how_long_it_takes(call: Caller) -> None:
+    assert call("tiny") == 0
+    assert "takes about 30 s on two cores" in call.stdout
+    assert call("tiny", "--rounds", "2") == 0
+    assert "takes about" not in call.stdout, "measured at the defaults only"
+    assert call("--list") == 0
+    assert re.search(r"tiny +about 30 s +Does", call.stdout)
+    assert call("--list", "--json") == 0
+    assert {"experiment": "tiny", "minutes": 0.5, "question": TINY.question} in json.loads(call.stdout)["list"]
+
+
 def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -> None:
     nan = Claim("nothing there", float("nan"), ">=", 0.0, "test")
     experiment = Experiment(**{**vars(TINY), "claims": lambda config, results, findings: [nan]})
