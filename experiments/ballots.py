@@ -61,7 +61,7 @@ def passing(
 
     out: dict[str, list[float]] = {f"{share:g}": [] for share in SHARES}
     for epsilon in epsilons:
-        sigma = math.sqrt(k) * noise_multiplier_for(epsilon, delta, releases=releases)
+        sigma = math.sqrt(k) * noise_multiplier_for(epsilon, delta, releases=releases, grid_sigma=math.inf)
         for share in SHARES:
             right, wrong = pass_probability(share * clients, sigma, beta * clients)
             out[f"{share:g}"].append(right if share else right + wrong)

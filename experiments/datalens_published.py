@@ -122,7 +122,9 @@ def published() -> dict[str, Any]:
     first = PUBLISHED[0]
     releases = first.steps() * first.images
     x = [float(e) for e in np.geomspace(0.3, 30.0, 25)]
-    sigmas = [noise_multiplier_for(e, DELTA, releases=releases) * 2 * math.sqrt(first.k) for e in x]
+    sigmas = [
+        noise_multiplier_for(e, DELTA, releases=releases, grid_sigma=math.inf) * 2 * math.sqrt(first.k) for e in x
+    ]
     limit = first.beta * first.teachers
     series = {
         "all votes, passes rightly": [pass_probability(float(first.teachers), s, limit)[0] for s in sigmas],
@@ -175,7 +177,7 @@ def agreement(size: int, say: Say) -> dict[str, Any]:
         draws = Key(8, "agreement/noise", teachers).generator().standard_normal((8, size))
         found = []
         for epsilon in x:
-            sigma = noise_multiplier_for(epsilon, DELTA, releases=images) * 2.0 * math.sqrt(k)
+            sigma = noise_multiplier_for(epsilon, DELTA, releases=images, grid_sigma=math.inf) * 2.0 * math.sqrt(k)
             signs = threshold(total + sigma * draws, 0.0)
             found.append(float((signs[:, top] == np.sign(truth[top])).mean()))
         series[f"{teachers} teachers"] = found

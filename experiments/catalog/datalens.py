@@ -226,8 +226,8 @@ def _learnt(config: Config, results: Mapping[str, RunResult], values: dict[str, 
     spent = [float(result.notes["privacy"]["epsilon"]) / float(result.spec.settings["budget"]) for result in private]
     values["spent"] = largest(spent)
     stopped = results[stopped_label(config)]
-    z, budget = (float(stopped.spec.settings[name]) for name in ("noise_multiplier", "budget"))
-    allowed = releases_for(budget, DELTA, z) // int(stopped.spec.settings["images"])
+    z, budget, k = (float(stopped.spec.settings[name]) for name in ("noise_multiplier", "budget", "k"))
+    allowed = releases_for(budget, DELTA, z, grid_sigma=2.0 * z * math.sqrt(k)) // int(stopped.spec.settings["images"])
     values |= {"stopped": float(stopped.final.round), "allowed": float(min(allowed, stopped.spec.rounds))}
     return Table(
         "What the generator is worth",

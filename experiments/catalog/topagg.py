@@ -445,7 +445,9 @@ def _agreement(config: Config) -> dict[str, dict[str, float]]:
     from fedcomp.privacy.accounting import noise_multiplier_for
 
     delta = float(config.settings["delta"])
-    multipliers = {f"{e:g}": noise_multiplier_for(e, delta, releases=1) for e in _AGREEMENT_EPSILONS}
+    multipliers = {
+        f"{e:g}": noise_multiplier_for(e, delta, releases=1, grid_sigma=math.inf) for e in _AGREEMENT_EPSILONS
+    }
     size = int(config.settings["agreement_size"])
     return agreement(config.clients, size, _AGREEMENT_DENSITIES, multipliers, Key(config.seed, "agreement"))
 

@@ -101,11 +101,11 @@ def planned(args: argparse.Namespace) -> Iterator[str]:
     cost = _cost(z, rate, releases, delta, args.cap)
     plain = _cost(z, 1.0, releases, delta, 0)
     sensitivity = args.bound * (2.0 if args.adjacency == "replace" else 1.0)
-    yield f"noise multiplier {z:.6g}: standard deviation {z * sensitivity:.6g} on a sum of contributions of norm"
+    yield f"noise multiplier {_up(z)}: standard deviation {_up(z * sensitivity)} on a sum of contributions of norm"
     yield f"  at most {args.bound:g}, of which one moves the sum by at most {sensitivity:g} ({args.adjacency})"
     yield f"releases {releases}; {sampling.describe('unit')}"
-    yield f"epsilon {cost.epsilon:.6g} at delta {delta:g} ({cost.accountant})"
-    yield f"had every unit been in every release: epsilon {plain.epsilon:.6g} ({plain.accountant})"
+    yield f"epsilon {_up(cost.epsilon)} at delta {delta:g} for integer noise of {FINE:g} grid steps ({cost.accountant})"
+    yield f"had every unit been in every release: epsilon {_up(plain.epsilon)} ({plain.accountant})"
 
 
 def tables() -> Iterator[str]:
@@ -146,7 +146,7 @@ def tables() -> Iterator[str]:
             (
                 f"{epsilon:g}",
                 f"{math.sqrt(2.0 * math.log(1.25 / DELTA)) / epsilon:.4f}",
-                f"{noise_multiplier_for(epsilon, DELTA, releases=1):.5f}",
+                f"{noise_multiplier_for(epsilon, DELTA, releases=1, grid_sigma=math.inf):.5f}",
             )
             for epsilon in (0.5, 1.0, 10.0)
         ],
@@ -191,7 +191,16 @@ def _integer(sigma: float) -> tuple[str, ...]:
 
 
 def _cost(z: float, rate: float, releases: int, delta: float, cap: int) -> Cost:
-    return compose_rounds({profile(Event("gaussian", z, rate=rate)): releases}, delta, cap=cap)
+    event = Event("discrete_gaussian", z, grid_sigma=FINE, rate=rate)
+    return compose_rounds({profile(event): releases}, delta, cap=cap)
+
+
+def _up(value: float) -> str:
+    """Return six digits, rounded up: less noise than was planned would cross the budget."""
+    if not 0.0 < value < math.inf:
+        return f"{value:.6g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 5)
+    return f"{math.ceil(value / unit) * unit:.6g}"
 
 
 def _exact(events: Sequence[Event], delta: float) -> float:

@@ -5,9 +5,10 @@ code prints), the improved one, the composition of privacy loss distributions (P
 mechanism, which needs no sampling. :func:`compose` picks the tightest that holds and says in its result which one it
 was. Opacus' ``gdp`` accountant is never used: it is an asymptotic formula that reports less than was spent.
 
-An epsilon is an upper bound everywhere here: errors of the numerics are added to it, and where an accountant cannot
-answer, the next looser one does, under its own name. Opacus is imported inside the functions that sample (it brings
-torch); a run without sampling never loads it.
+An epsilon is an upper bound everywhere here: errors of the numerics are added to it, what integer noise costs beyond
+the curve of the continuous one is taken off delta, and where an accountant cannot answer, the next looser one does,
+under its own name. Opacus is imported inside the functions that sample (it brings torch); a run without sampling never
+loads it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.errors import PrivacyError
 from fedcomp.privacy.events import FINE, Event
-from fedcomp.privacy.gaussian import check_delta, check_epsilon, gaussian_delta, gaussian_epsilon, gaussian_mu
+from fedcomp.privacy.gaussian import (
+    check_delta,
+    check_epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_mu,
+    lattice_delta,
+)
 
 __all__ = [
     "Cost",
@@ -121,6 +129,8 @@ class _Part:
         "smooth" (continuous, or integer on a fine grid), "coarse" (integer, zCDP only), "skellam", or "none".
     extra : float
         Beyond the Gaussian, for Skellam noise: what :func:`_skellam_extra` adds, per unit of order, and at most.
+    grid : float
+        Smallest standard deviation of integer noise among "smooth" releases, in grid steps; infinite for continuous.
     """
 
     inverse: float
@@ -129,6 +139,7 @@ class _Part:
     slope: float = 0.0
     extra: float = 0.0
     most: float = 0.0
+    grid: float = math.inf
 
 
 Profile = tuple[tuple[_Part, ...], float]
@@ -148,6 +159,7 @@ def profile(events: Event | Sequence[Event]) -> Profile:
         raise ConfigError("a round without events cannot be accounted; leave it out")
     drawn = max((event.rate for event in group if event.rate < 1.0), default=1.0)
     inverse: dict[tuple[float, str], float] = {}
+    grid: dict[tuple[float, str], float] = {}
     parts: list[_Part] = []
     for event in group:
         if event.noise_multiplier == 0.0:
@@ -170,7 +182,8 @@ def profile(events: Event | Sequence[Event]) -> Profile:
         fine = is_fine(event)
         key = (drawn if fine and event.rate < 1.0 else 1.0, "smooth" if fine else "coarse")
         inverse[key] = inverse.get(key, 0.0) + spent
-    parts += [_Part(total, rate, kind) for (rate, kind), total in inverse.items()]
+        grid[key] = min(grid.get(key, math.inf), event.grid_sigma if fine else math.inf)
+    parts += [_Part(total, *key, grid=grid[key]) for key, total in inverse.items()]
     return tuple(sorted(parts)), math.fsum(event.delta for event in group)
 
 
@@ -294,7 +307,8 @@ def prv_epsilon(events: Iterable[Event | Sequence[Event]], delta: float, *, erro
     Unaccountable
         When the distribution would not fit into memory or into double precision, or noise is not a smooth Gaussian.
     """
-    rounds, left = _prepare(events, delta)
+    rounds, _ = _prepare(events, delta)
+    left = _left(rounds, delta, 0)
     return _prv(rounds, left, error) if left > 0.0 else math.inf
 
 
@@ -388,7 +402,7 @@ def compose_rounds(rounds: Rounds, delta: float, *, cap: int = 0) -> Cost:
     check_delta(delta)
     if isinstance(cap, bool) or not isinstance(cap, int) or cap < 0:
         raise ConfigError(f"cap={cap!r} is not valid: a whole number >= 0, 0 for no cap")
-    left = delta - failures(rounds, cap)
+    left = _left(rounds, delta, cap)
     parts = [part for (group, _), n in rounds.items() if n for part in group]
     sampled = any(part.rate < 1.0 for part in parts)
     if sampled and cap:
@@ -467,15 +481,39 @@ def upper_bound(rounds: Rounds, delta: float, *, cap: int = 0) -> float:
     """Return a quick upper bound of :func:`compose_rounds`: equal to it without sampling, RDP's with it."""
     if not any(part.rate < 1.0 for parts, _ in rounds for part in parts):
         return compose_rounds(rounds, delta, cap=cap).epsilon
-    left = delta - failures(rounds, 0)
+    left = _left(rounds, delta, 0)
     return _convert(_rdp_total(rounds, 0), left)[0] if left > 0.0 else math.inf
+
+
+def _left(rounds: Rounds, delta: float, cap: int) -> float:
+    """Return what failures and the lattice of integer noise leave of ``delta``; not above 0 where it is nothing.
+
+    Rényi's curves hold for integers as they are (Canonne et al. 2020, recalled): where they alone answer, nothing is
+    taken off for the lattice.
+    """
+    left = delta - failures(rounds, cap)
+    grid = grid_of(rounds)
+    return lattice_delta(total_mu(rounds, cap), left, grid) if left > 0.0 else left
+
+
+def grid_of(rounds: Rounds) -> float:
+    """Return the smallest grid sigma that is accounted as continuous, infinite where none is."""
+    parts = [part for (group, _), n in rounds.items() if n for part in group]
+    return min((part.grid for part in parts), default=math.inf) if all(p.kind == "smooth" for p in parts) else math.inf
 
 
 # Planning.
 
 
 def noise_multiplier_for(
-    epsilon: float, delta: float, *, releases: int, rate: float = 1.0, cap: int = 0, tolerance: float = 1e-4
+    epsilon: float,
+    delta: float,
+    *,
+    releases: int,
+    rate: float = 1.0,
+    cap: int = 0,
+    tolerance: float = 1e-4,
+    grid_sigma: float = FINE,
 ) -> float:
     """Return the smallest noise multiplier that keeps ``releases`` within (epsilon, delta), on the safe side.
 
@@ -488,7 +526,10 @@ def noise_multiplier_for(
     cap : int
         Releases any one unit is in, at most (0: all).
     tolerance : float
-        With sampling, how much more noise than necessary is accepted, as a fraction; without, the last bit is right.
+        With sampling, how much more noise than necessary is accepted, as a fraction; without, the last bits are right.
+    grid_sigma : float
+        Standard deviation of the noise in grid steps, at least. Default: the least that is accounted as continuous, so
+        that the plan keeps a budget whichever mechanism it is used for; infinite for continuous noise.
 
     Raises
     ------
@@ -499,10 +540,13 @@ def noise_multiplier_for(
     check_delta(delta)
     count = _whole("releases", releases)
     charged = min(count, _whole("cap", cap)) if cap else count
-    plain = math.sqrt(charged) / gaussian_mu(epsilon, delta)
+    before, mu = math.inf, gaussian_mu(epsilon, delta)
+    while abs(before - mu) > 1e-14 * mu:  # what is taken off delta depends on mu, a little
+        before, mu = mu, gaussian_mu(epsilon, lattice_delta(mu, delta, grid_sigma))
+    plain = math.sqrt(charged) / mu
 
     def fits(z: float) -> bool:
-        rounds = {profile(Event("gaussian", z, rate=rate)): count}
+        rounds = {profile(_planned(z, rate, grid_sigma)): count}
         quick = upper_bound(rounds, delta, cap=cap) <= epsilon
         return quick or compose_rounds(rounds, delta, cap=cap).epsilon <= epsilon
 
@@ -519,16 +563,24 @@ def noise_multiplier_for(
     return high
 
 
-def releases_for(epsilon: float, delta: float, noise_multiplier: float, *, rate: float = 1.0) -> int:
+def _planned(noise_multiplier: float, rate: float, grid_sigma: float) -> Event:
+    noise = "gaussian" if grid_sigma == math.inf else "discrete_gaussian"
+    return Event(noise, noise_multiplier, grid_sigma=grid_sigma, rate=rate)
+
+
+def releases_for(
+    epsilon: float, delta: float, noise_multiplier: float, *, rate: float = 1.0, grid_sigma: float = FINE
+) -> int:
     """Return how many releases of one unit fit into (epsilon, delta); 0 when not even one does.
 
-    Under a participation cap this is the largest cap that can be afforded.
+    Under a participation cap this is the largest cap that can be afforded. ``grid_sigma`` as in
+    :func:`noise_multiplier_for`.
     """
     check_epsilon(epsilon)
     check_delta(delta)
     if noise_multiplier == 0.0:
         return 0
-    one = profile(Event("gaussian", noise_multiplier, rate=rate))
+    one = profile(_planned(noise_multiplier, rate, grid_sigma))
 
     def fits(count: int) -> bool:
         rounds = {one: count}

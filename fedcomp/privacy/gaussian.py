@@ -106,6 +106,26 @@ def lattice_excess(mu: float, delta: float, sigma: float) -> float:
     return reach * (reach + mu) / (16.0 * sigma * sigma)
 
 
+def lattice_delta(mu: float, delta: float, sigma: float) -> float:
+    """Return the delta at which the continuous curve is to be read, so that integer noise keeps ``delta``.
+
+    Parameters
+    ----------
+    mu, delta, sigma : float
+        As in :func:`lattice_excess`; sigma is infinite for continuous noise, which gives ``delta`` itself.
+
+    Notes
+    -----
+    The d with d (1 + excess at d) = ``delta``, on the safe side: the excess is larger for a smaller delta.
+    """
+    found = delta
+    while sigma < math.inf and found * (1.0 + lattice_excess(mu, found, sigma)) > delta:
+        found = max(delta / (1.0 + lattice_excess(mu, found, sigma)) * (1.0 - 1e-12), math.ulp(0.0))
+        if found == math.ulp(0.0):
+            break
+    return found
+
+
 def check_delta(delta: float) -> None:
     if not 0.0 < delta < 1.0:
         raise ConfigError(f"delta={delta!r} is not valid: a probability in (0, 1), well below one over the population")

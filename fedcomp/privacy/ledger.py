@@ -23,14 +23,14 @@ from fedcomp.privacy.accounting import (
     Profile,
     compose_rounds,
     failures,
-    is_fine,
+    grid_of,
     profile,
     total_mu,
     upper_bound,
 )
 from fedcomp.privacy.errors import BudgetExceeded, LedgerError
 from fedcomp.privacy.events import Adjacency, Event, check_adjacency
-from fedcomp.privacy.gaussian import lattice_excess
+from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.sampling import Sampling
 
@@ -211,9 +211,12 @@ class Ledger:
 
     @property
     def lattice(self) -> float:
-        """By what fraction of itself delta may be larger, at most, since integers are accounted as continuous."""
-        fine = [e.grid_sigma for e in self.events if e.noise != "gaussian" and e.noise_multiplier and is_fine(e)]
-        return lattice_excess(total_mu(self._counts, self.sampling.cap), self.delta, min(fine)) if fine else 0.0
+        """By what fraction of itself delta may be larger for integers than for the continuous noise they count as.
+
+        Delta is divided by 1 plus this before an epsilon is read off.
+        """
+        left, grid, mu = self.delta - self.failure, grid_of(self._counts), total_mu(self._counts, self.sampling.cap)
+        return left / lattice_delta(mu, left, grid) - 1.0 if grid < math.inf and left > 0.0 else 0.0
 
     def cost(self, *, amplified: bool = True) -> Cost:
         """Return what was spent.

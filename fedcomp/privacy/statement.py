@@ -367,8 +367,8 @@ def _precision(noise: str, ledger: Ledger) -> str:
     if noise == "discrete_gaussian" and sigmas:
         if all(is_fine(event) for event in gaussian):
             text += (
-                f"; integer Gaussian noise of {min(sigmas):.4g} grid steps or more is accounted as continuous, for "
-                f"which delta may be larger by {ledger.lattice:.2g} of itself, at most"
+                f"; integer Gaussian noise of {min(sigmas):.4g} grid steps or more is accounted as continuous, at a "
+                f"delta divided by 1 + {ledger.lattice:.2g}, which covers what integers cost beyond that"
             )
         else:
             text += (

@@ -13,6 +13,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.adaptive import AdaptiveClip, NormBits, joint_event
 from fedcomp.privacy.entropy import SystemEntropy
+from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
 from strategies.dp_fedavg import DpFedAvg
@@ -79,7 +80,8 @@ def test_sum_and_bits_cost_one_event_at_the_noise_multiplier() -> None:
     play(made, updates())
     play(made, updates(), server_round=2)
     assert [(e.noise_multiplier, e.releases) for e in made.privacy.events] == [(0.8, 1), (0.8, 1)]
-    assert made.privacy.epsilon() == pytest.approx(gaussian_epsilon(math.sqrt(2.0) / 0.8, 1e-3), rel=1e-9)
+    mu, grid = math.sqrt(2.0) / 0.8, made.privacy.events[0].grid_sigma
+    assert made.privacy.epsilon() == pytest.approx(gaussian_epsilon(mu, lattice_delta(mu, 1e-3, grid)), rel=1e-9)
     z_sum, z_bits = made.mechanism(_Layout(4), 3).noise_multiplier, made._new_bits(made.adaptive).mechanism
     assert z_bits.noise_multiplier == 2.0 * CLIENTS / 20
     assert 1 / z_sum**2 + 1 / z_bits.noise_multiplier**2 == pytest.approx(1 / 0.8**2, rel=1e-12)

@@ -11,7 +11,7 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.events import Event
-from fedcomp.privacy.gaussian import lattice_excess
+from fedcomp.privacy.gaussian import gaussian_epsilon, lattice_delta, lattice_excess
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.sampling import Sampling
@@ -121,13 +121,14 @@ def test_coarse_noise_is_accounted_for_what_it_is() -> None:
     assert statement.accountant == "zCDP"
 
 
-def test_what_the_accounting_of_integers_as_continuous_leaves_out_is_named() -> None:
+def test_a6_what_the_accounting_of_integers_as_continuous_takes_off_delta_is_named() -> None:
     ledger = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     for number in range(1, 5):
         ledger.record(Event("discrete_gaussian", 2.0, grid_sigma=10.0), round=number)
     statement = make_statement(ledger, mechanism=MECHANISM, **SAID)
-    assert ledger.lattice == lattice_excess(1.0, 1e-5, 10.0) > 0.02
-    assert "larger by 0.025 of itself" in statement.finite_precision
+    assert ledger.lattice == pytest.approx(lattice_excess(1.0, 1e-5 / 1.025, 10.0), rel=1e-3)
+    assert "delta divided by 1 + 0.025" in statement.finite_precision
+    assert ledger.epsilon() == gaussian_epsilon(1.0, lattice_delta(1.0, 1e-5, 10.0)) > gaussian_epsilon(1.0, 1e-5)
     continuous = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     continuous.record(Event("gaussian", 2.0), round=1)
     assert continuous.lattice == 0.0

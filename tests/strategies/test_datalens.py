@@ -24,6 +24,7 @@ from fedcomp.privacy.accounting import CLASSICAL_ORDERS, classical_epsilon, gaus
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Event
+from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.mechanism import GridGaussian, PrivateSum, Votes
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import encode_rows
@@ -56,7 +57,8 @@ def test_1_11_d_the_ledger_holds_one_release_for_each_image_of_each_round() -> N
     assert [entry.round for entry in made.privacy.entries] == [1, 2, 3, 4, 5]
     assert made.privacy.releases == IMAGES * ROUNDS
     assert paid_per_image(made)
-    exact = gaussian_epsilon(math.sqrt(IMAGES * ROUNDS) / 20.0, 1e-5)
+    mu = math.sqrt(IMAGES * ROUNDS) / 20.0
+    exact = gaussian_epsilon(mu, lattice_delta(mu, 1e-5, made.mechanism((IMAGES, PIXELS)).grid_sigma))
     assert made.privacy.epsilon() == pytest.approx(exact, rel=1e-9)
     # What one client or record of a teacher may change in all: B votes, each by sqrt(k) there and back.
     said = made.statement()
