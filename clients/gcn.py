@@ -8,6 +8,7 @@ nothing is ever filled in with zeros. State is written once, as the last act of 
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from fedcomp.errors import FedcompError
 from fedcomp.flower import gcn
 from fedcomp.flower.gcn import Ask, Fetch, Figures, Hello, Needs, Refused, Setup, put_frames, take_frames
 from fedcomp.flower.gcn_state import Kept, Table, Turn, keep_secret, own_secret
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, put_node
 from fedcomp.flower.records import to_record
 from fedcomp.graphs.adjacency import HaloStructure
@@ -50,7 +52,8 @@ class Learner:
     name : str
         Of the ArrayRecord with the model; the reply has it under the same.
     model : Module
-        Called as :class:`fedcomp.graphs.layers.GraphConvolutions` is.
+        Called as ``model(x, operators)``, see :class:`fedcomp.graphs.layers.GraphConvolutions`; ``generator`` and
+        ``visit`` are passed in training where its ``forward`` takes them.
     objective : callable
         ``objective(outputs, labels)`` is the mean loss of a batch, a scalar.
     correct : callable
@@ -308,7 +311,14 @@ def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
     learner = learner_of()
     model = learner.model
     descent = Sgd(model.parameters(), **learner.rates)
+    takes = _keywords(model)
     watch = _Watch() if _measures(_settings(ask)) else None
+    if watch is not None and "visit" not in takes and _settings(ask).layers > 1:
+        log.warning(
+            "%s.forward takes no 'visit': norms of hidden layers stay unknown, and columns count there as if they had "
+            "never been seen",
+            type(model).__name__,
+        )
     total, seen = 0.0, 0
     model.train()
     with single_thread():
@@ -317,7 +327,9 @@ def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
             key = Key(ask.seed, f"gcn/train/{step}/dropout", ask.round, part.index)
             generator = torch.Generator().manual_seed(key.u64() >> 1)
             visit = None if watch is None else partial(watch.visit, plan)
-            loss = learner.objective(model(x, operators, generator=generator, visit=visit), labels)
+            offered = {"generator": generator, "visit": visit}
+            outputs = model(x, operators, **{name: offered[name] for name in takes})
+            loss = learner.objective(outputs, labels)
             descent.step(loss)
             total += loss.item() * len(labels)
             seen += len(labels)
@@ -327,6 +339,14 @@ def _train(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:
     reply = Message(content, reply_to=turn.msg)
     turn.end(() if watch is None else watch.seen)
     return reply
+
+
+def _keywords(model: nn.Module) -> tuple[str, ...]:
+    """Which of the two optional arguments ``model.forward`` takes; a module of the user's own may take neither."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return tuple(name for name in ("generator", "visit") if anything or name in named)
 
 
 def _evaluate(turn: _Turn, learner_of: Callable[[], Learner]) -> Message:

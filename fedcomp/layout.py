@@ -12,10 +12,11 @@ import fnmatch
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from fedcomp.errors import ConfigError, LayoutError, nearest
 from fedcomp.wire import DTYPES
 
 Vector = NDArray[np.float32]
+_Named = dict[str, NDArray[Any]]
 
 DENSE: Final = 1.0
 """The density that means "send every element, uncompressed"."""
@@ -38,22 +40,150 @@ a number between asks a per-tensor codec for that density, ``"exact"`` sends the
 
 
 @dataclass(frozen=True, slots=True)
-class SmallDense:
-    """The default density policy: small tensors travel dense, normalisation statistics as values.
+class TensorShape:
+    """What a policy may know of a tensor: its shape and the name of its dtype."""
 
-    A tensor with fewer than ``min_size`` elements costs little and hurts much when sparsified (biases, scales). Tensors
-    whose name fits one of ``patterns`` are running statistics, not gradients: a change of them that was lost and comes
-    back a round later would be applied twice, and a variance can turn negative that way.
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@runtime_checkable
+class ModelPolicy(Protocol):
+    """A density policy that needs the whole model before it can decide about one tensor."""
+
+    def fit(self, model: Mapping[str, TensorShape]) -> DensityPolicy:
+        """Return the policy for this model. It must depend on names, shapes and dtypes alone, never on values."""
+        ...
+
+
+def fitted(policy: DensityPolicy | None, model: Mapping[str, TensorShape]) -> DensityPolicy:
+    """Return what decides about the tensors of ``model``, given in its own order: the default policy for None."""
+    policy = SmallDense() if policy is None else policy
+    return policy.fit(model) if isinstance(policy, ModelPolicy) else policy
+
+
+@dataclass(frozen=True, slots=True)
+class SmallDense:
+    """The default density policy: small tensors travel dense while they cost little, statistics travel as values.
+
+    A small tensor (bias, scale) is hurt more by sparsification than a large one, but its cost depends on the model: a
+    thousand values are nothing beside a million and everything in a model of adapters. So the smallest tensors travel
+    dense, sizes in ascending order and all tensors of one size or none, as long as all of them together hold at most
+    ``share`` of the model's values and each fewer than ``min_size``.
+
+    Tensors whose name fits one of ``patterns`` are running statistics, not gradients: a change of them that was lost
+    and comes back a round later would be applied twice, and a variance can turn negative that way. Where names are only
+    positions ("0", "1", ...), torch's batch normalisation is known by its shapes: two vectors of equal length followed
+    by an integer scalar. Other frameworks' statistics cannot be told apart there.
+
+    Parameters
+    ----------
+    min_size : int
+        Tensors of at least so many values never travel dense.
+    patterns : tuple of str
+        Shell patterns of the names of statistics.
+    share : float
+        The largest share of all values, statistics not counted, that may travel dense, in [0, 1]. 1.0 leaves the
+        decision to ``min_size`` alone.
+
+    Examples
+    --------
+    >>> model = {"weight": TensorShape((300, 300), "float32"), "bias": TensorShape((300,), "float32")}
+    >>> SmallDense().fit(model)("bias", (300,), "float32")
+    1.0
+    >>> adapters = {f"lora_{i}": TensorShape((4, 192), "float32") for i in range(48)}
+    >>> SmallDense().fit(adapters)("lora_0", (4, 192), "float32") is None
+    True
     """
 
     min_size: int = 1024
-    patterns: tuple[str, ...] = ("*running_mean", "*running_var", "*num_batches_tracked")
+    patterns: tuple[str, ...] = (
+        "*running_mean",  # torch
+        "*running_var",
+        "*num_batches_tracked",
+        "*moving_mean",  # Keras, MXNet
+        "*moving_var",
+        "*moving_variance",
+        "*batch_stats*",  # Flax
+        "*mean_ema*",  # Haiku
+        "*var_ema*",
+        "*._mean",  # Paddle
+        "*._variance",
+    )
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ConfigError(f"share must be in [0, 1], got {self.share!r}: the part of all values that may be dense")
+
+    def fit(self, model: Mapping[str, TensorShape]) -> SmallDense:
+        """Return the policy whose ``min_size`` and ``patterns`` are those of this model; its share is 1."""
+        known = replace(self, patterns=self.patterns + _positional_statistics(model), share=1.0)
+        sizes = Counter(
+            math.prod(t.shape)
+            for name, t in model.items()
+            if np.dtype(t.dtype).kind == "f" and known(name, t.shape, t.dtype) != EXACT
+        )
+        allowed = self.share * sum(size * count for size, count in sizes.items())
+        limit, dense = 0, 0
+        for size in sorted(sizes):
+            dense += size * sizes[size]
+            if size >= self.min_size or dense > allowed:
+                break
+            limit = size + 1
+        return replace(known, min_size=limit)
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
-        """Return "exact" for statistics, 1.0 for small tensors, else None."""
+        """Return "exact" for statistics, 1.0 for tensors below ``min_size``, else None; ``share`` needs :meth:`fit`."""
         if any(fnmatch.fnmatchcase(name, p) for p in self.patterns):
             return EXACT
         return DENSE if math.prod(shape) < self.min_size else None
+
+
+def named_by_position(names: Iterable[str]) -> bool:
+    """Whether tensors are called "0", "1", ..., as in an ArrayRecord made of a list: names that say nothing."""
+    names = list(names)
+    return bool(names) and all(name.isdecimal() for name in names)
+
+
+def may_be_variance(tensor: TensorSpec) -> bool:
+    """Whether a tensor may be a running variance: a vector with such a name, or with one that says nothing."""
+    last = tensor.name.replace("/", ".").rpartition(".")[2].lower()
+    return len(tensor.shape) == 1 and (tensor.name.isdecimal() or "var" in last)
+
+
+def hold_variances(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> list[str]:
+    """Give values of variances that are no longer positive the value they had; return the names of their tensors.
+
+    A variance that is compressed like a weight can turn negative: what error feedback kept back arrives after the
+    variance has moved on. A vector whose values were all positive is taken for one; if it is not, its values that
+    would cross zero stay for a round.
+
+    Parameters
+    ----------
+    before, after : mapping of name to array
+        What :func:`may_be_variance` selects, before and after an aggregation; arrays of ``after`` are written to.
+    """
+    held = []
+    for name, new in after.items():
+        old = before[name]
+        if (old > 0).all() and (crossed := new <= 0).any():
+            new[crossed] = old[crossed]
+            held.append(name)
+    return held
+
+
+def _positional_statistics(model: Mapping[str, TensorShape]) -> tuple[str, ...]:
+    """Names of torch's running means and variances in a model without names."""
+    if not named_by_position(model):
+        return ()
+    found: list[str] = []
+    items = list(model.items())
+    for (mean, first), (variance, second), (_, counter) in zip(items, items[1:], items[2:], strict=False):
+        vectors = len(first.shape) == 1 and first == second and np.dtype(first.dtype).kind == "f"
+        if vectors and counter.shape == () and np.dtype(counter.dtype).kind == "i":
+            found += [mean, variance]
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +203,12 @@ def policy_config(policy: DensityPolicy | None, layout: Layout) -> dict[str, Any
         return {}
     if type(policy) is SmallDense:  # a subclass may decide otherwise, and travels as its decisions
         default = policy == SmallDense()
-        return {} if default else {"min_size": policy.min_size, "patterns": list(policy.patterns)}
-    # Asked anew instead of read from the layout, which also knows reasons of its own to keep a tensor exact.
+        settings = {"min_size": policy.min_size, "patterns": list(policy.patterns), "share": policy.share}
+        return {} if default else settings
+    # Asked again instead of read from the layout, which also knows reasons of its own to keep a tensor exact.
+    decide = fitted(policy, layout.shapes)
     floats = [t for t in (*layout.tensors, *layout.exact) if np.dtype(t.dtype).kind == "f"]
-    decided = {t.name: policy(t.name, t.shape, t.dtype) for t in floats}
+    decided = {t.name: decide(t.name, t.shape, t.dtype) for t in floats}
     return {"table": {name: density for name, density in decided.items() if density is not None}}
 
 
@@ -93,10 +225,12 @@ def policy_from_config(config: Mapping[str, Any]) -> DensityPolicy:
             return SmallDense()
         if "table" in config:
             return TablePolicy({str(n): EXACT if d == EXACT else float(d) for n, d in config["table"].items()})
-        return SmallDense(int(config["min_size"]), tuple(str(p) for p in config["patterns"]))
+        patterns = tuple(str(p) for p in config["patterns"])
+        return SmallDense(int(config["min_size"]), patterns, float(config["share"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"cannot read a density policy from {dict(config)!r}; expected 'table' or 'min_size' and 'patterns'"
+            f"cannot read a density policy from {dict(config)!r}; expected 'table', or 'min_size', 'patterns' and "
+            "'share'"
         ) from error
 
 
@@ -166,7 +300,7 @@ class Layout:
         ConfigError
             When a dtype cannot travel, or the policy returns a density outside (0, 1].
         """
-        policy = SmallDense() if policy is None else policy
+        decide = fitted(policy, {n: TensorShape(tuple(a.shape), a.dtype.name) for n, a in arrays.items()})
         compressed: list[tuple[str, NDArray[Any], float | None]] = []
         dense: list[tuple[str, NDArray[Any], float | None]] = []
         exact: list[TensorSpec] = []
@@ -180,7 +314,7 @@ class Layout:
             # Infinities in a model are constants (attention masks), not something to take differences of.
             in_vector = dtype == "float32" or (cast_floats and array.dtype.kind == "f")
             in_vector = in_vector and bool(np.isfinite(array).all())
-            density = policy(name, tuple(array.shape), dtype) if in_vector else EXACT
+            density = decide(name, tuple(array.shape), dtype) if in_vector else EXACT
             if density == EXACT:
                 exact.append(TensorSpec(name, tuple(array.shape), dtype, 0, int(array.size), DENSE))
                 continue
@@ -226,6 +360,11 @@ class Layout:
     def by_name(self) -> dict[str, TensorSpec]:
         """All tensors and exact buffers by name."""
         return {t.name: t for t in (*self.tensors, *self.exact)}
+
+    @property
+    def shapes(self) -> dict[str, TensorShape]:
+        """Shape and dtype of every tensor and buffer, in the model's own order."""
+        return {name: TensorShape(self.by_name[name].shape, self.by_name[name].dtype) for name in self.order}
 
     @cached_property
     def digest(self) -> bytes:

@@ -48,6 +48,7 @@ from strategies.replies import (
     match_replies,
 )
 from strategies.round_log import RoundLog, require_usable
+from strategies.statistics import hold_in_record, warn_of_missing_names
 
 Named = dict[str, NDArray[Any]]
 
@@ -193,7 +194,10 @@ class Compressed(Strategy):
         self._model = to_arrays(arrays)
         # What is not in the vector is never released in a private round: floats are cast there, not sent beside it.
         cast = self._private is not None or not self.codec.lossless
-        self._layout = Layout.of(self._model, self.policy, cast_floats=cast)
+        layout = Layout.of(self._model, self.policy, cast_floats=cast)
+        if layout.order != self._layout.order:
+            warn_of_missing_names(layout)
+        self._layout = layout
 
     def _address(
         self, messages: list[Message], arrays: ArrayRecord, server_round: int, *, train: bool
@@ -353,7 +357,7 @@ class Compressed(Strategy):
         consumed = [(a.sent.node, a.sequence, a.generation) for a in arrivals]
         if not self._accept(arrays, consumed, report):
             return None, None
-        return restore_dtypes(arrays, self._model, [a.exact for a in arrivals]), metrics
+        return self._restored(arrays, [a.exact for a in arrivals], report), metrics
 
     def aggregate_sum(
         self,
@@ -407,21 +411,29 @@ class Compressed(Strategy):
         report.changed = int(np.count_nonzero(mean[: layout.compressed_size]))
         with np.errstate(over="ignore", invalid="ignore"):
             moved = layout.flatten(self._model) + mean
-            model = to_record(layout.unflatten(moved, {t.name: self._model[t.name] for t in layout.exact}))
-            named = (self._record_name, model)
+            moved_to = to_record(layout.unflatten(moved, {t.name: self._model[t.name] for t in layout.exact}))
+            named = (self._record_name, moved_to)
             received = None if self._private is not None else (len(consumed), report.lost)
             arrays, metrics = aggregate_once(
                 mean_of, server_round, named, self._sent[0].message, contents, received=received
             )
         accepted = arrays is not None and self._accept(arrays, consumed, report)
+        model = self._restored(arrays, [], report) if arrays is not None and accepted else None
         self._log.conclude(report, withheld=withheld)
-        return (restore_dtypes(arrays, self._model, []), metrics) if arrays is not None and accepted else (None, None)
+        return model, None if model is None else metrics
 
     def skip_round(self, server_round: int) -> tuple[None, None]:
         """Report a round that was given up before any reply was there to aggregate; whoever gave it up says why."""
         lost = len(self._sent)
         self.reports[server_round] = RoundReport(server_round, sent=lost, lost=lost)
         return None, None
+
+    def _restored(self, arrays: ArrayRecord, sent: Sequence[Arrays], report: RoundReport) -> ArrayRecord:
+        """Return an aggregate in the model's own dtypes, without variances that turned negative."""
+        restored = restore_dtypes(arrays, self._model, sent)
+        if note := hold_in_record(restored, self._layout, self._model):
+            report.notes.append(note)
+        return restored
 
     def _accept(self, arrays: ArrayRecord, consumed: list[tuple[int, int, int]], report: RoundReport) -> bool:
         """Return whether the aggregate can be the new model; if so, acknowledge (node, sequence, generation)."""

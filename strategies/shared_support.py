@@ -61,6 +61,7 @@ from strategies.replies import (
     weight_of,
 )
 from strategies.shared_replies import Client, Round
+from strategies.statistics import hold_in_step, warn_of_missing_names
 
 Named = dict[str, NDArray[Any]]
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
@@ -286,6 +287,8 @@ class SharedSupport(ExchangeStrategy):
             and exact.keys() == known.exact.keys()
             and all(np.array_equal(exact[n], known.exact[n], equal_nan=exact[n].dtype.kind == "f") for n in exact)
         )
+        if layout.order != self._layout.order:
+            warn_of_missing_names(layout)
         self._layout = layout
         if not same:
             known.adopt(vector, exact, layout)
@@ -530,6 +533,8 @@ class SharedSupport(ExchangeStrategy):
                     exact[name] = exact[name] + array * factor if name in exact else array * factor
             if self.server_lr != 1.0:
                 out.vector[...] *= np.float32(self.server_lr)
+            if note := hold_in_step(out.vector, layout, self._broadcast.reference):
+                report.notes.append(note)
             moved = self._broadcast.reference + out.vector
             layout.round_to_dtypes(moved)  # a finite float32 may be infinite as float16
             finite = bool(np.isfinite(moved).all())

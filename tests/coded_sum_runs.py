@@ -25,7 +25,7 @@ from fedcomp.layout import Layout
 from strategies.coded import CodedFedAvg
 from strategies.compressed import Compressed
 
-SIZE = 1230
+SIZE = 1212
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
 CODEC = FixedPoint(RandomK(0.3), clip=2.0**12, levels=2**11)  # steps of 2: integers stay integers
 NODES = 6

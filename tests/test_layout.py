@@ -103,7 +103,7 @@ def test_policy_decides_per_tensor() -> None:
 
 
 def test_small_dense_is_the_default() -> None:
-    policy = SmallDense()
+    policy = SmallDense(share=1.0)
     assert policy("w", (1024,), "float32") is None
     assert policy("w", (1023,), "float32") == DENSE
     assert policy("bn.running_var", (5000,), "float32") == EXACT
@@ -116,6 +116,7 @@ def test_small_dense_is_the_default() -> None:
         None,
         SmallDense(),
         SmallDense(min_size=10, patterns=("*bias",)),
+        SmallDense(share=0.5),
         lambda name, shape, dtype: {"a.weight": 0.5, "a.bias": DENSE, "n.running_mean": EXACT}.get(name),
     ],
 )
@@ -129,7 +130,9 @@ def test_policies_travel(policy: object) -> None:
     assert again.digest == layout.digest
 
 
-@pytest.mark.parametrize("config", [{"min_size": 3}, {"table": 5}, {"table": {"w": "all"}}])
+@pytest.mark.parametrize(
+    "config", [{"min_size": 3}, {"min_size": 3, "patterns": [], "share": 2}, {"table": 5}, {"table": {"w": "all"}}]
+)
 def test_unreadable_policies_are_refused(config: dict) -> None:
     with pytest.raises(ConfigError, match="cannot read a density policy"):
         policy_from_config(config)
@@ -162,3 +165,57 @@ def test_update_checks_dtype_and_shape() -> None:
     for wrong in (np.zeros(3), np.zeros(4, np.float32), np.zeros((3, 1), np.float32)):
         with pytest.raises(LayoutError, match="the layout needs"):
             Update(wrong, Layout.flat(3))  # type: ignore[arg-type]
+
+
+def zeros(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def test_b4_many_small_tensors_are_compressed_when_they_are_the_model() -> None:
+    """48 adapters of 768 values each travelled dense; beside a large model they still do."""
+    adapters = {f"lora.{i}": np.zeros((4, 192), np.float32) for i in range(48)}
+    assert Layout.of(adapters).dense_size == 0
+    beside = adapters | zeros(base=(4000, 1000))
+    assert Layout.of(beside).dense_size == 48 * 768
+
+
+def test_b4_the_smallest_tensors_up_to_a_share_travel_dense_all_of_one_size_or_none() -> None:
+    lenet = zeros(c1=(6, 3, 5, 5), b1=(6,), c2=(16, 6, 5, 5), b2=(16,), f1=(120, 400), b3=(120,), f2=(84, 120))
+    lenet |= zeros(b4=(84,), f3=(10, 84), b5=(10,))
+    layout = Layout.of(lenet)
+    assert sorted(layout.dense_names()) == ["b1", "b2", "b3", "b4", "b5"]
+    assert layout.dense_size <= 0.01 * layout.size < layout.dense_size + 450
+    # Two of 6 values fit into 1 % of 1112, the third of that size does not: none of them is dense.
+    three = Layout.of(zeros(w=(1094,), a=(6,), b=(6,), c=(6,)))
+    assert three.dense_size == 0
+    assert Layout.of(zeros(w=(2000,), a=(6,), b=(6,), c=(6,))).dense_size == 18
+    # Never a tensor of min_size, however large the rest, and no limit by share when none is wanted.
+    assert Layout.of(zeros(w=(10**6,), a=(1024,))).dense_size == 0
+    assert Layout.of(zeros(w=(1200,), a=(30,)), SmallDense(share=1.0)).dense_size == 30
+    with pytest.raises(ConfigError, match=r"share must be in \[0, 1\]"):
+        SmallDense(share=float("nan"))
+
+
+def test_b4_statistics_do_not_count_towards_the_share() -> None:
+    model = zeros(w=(990,), bias=(10,), **{"n.running_mean": (5000,), "n.running_var": (5000,)})
+    assert list(Layout.of(model).dense_names()) == ["bias"]
+    assert Layout.of(model | zeros(other=(1,))).dense_size == 1
+
+
+@pytest.mark.parametrize("name", ["bn/moving_mean:0", "bn/moving_variance:0", "batch_stats/bn/var", "bn1._variance"])
+def test_b3_statistics_of_other_frameworks_are_known_by_name(name: str) -> None:
+    name = name.removesuffix(":0")
+    assert [t.name for t in Layout.of(zeros(w=(64, 64), **{name: (2048,)})).exact] == [name]
+
+
+def test_b3_torch_statistics_are_known_by_shape_where_names_say_nothing() -> None:
+    conv, width = (64, 3, 3, 3), (2048,)
+    shapes = [conv, width, width, width, width, (), (10, 2048), (10,)]
+    values = [np.zeros(s, np.float32 if s else np.int64) for s in shapes]
+    unnamed = {str(i): value for i, value in enumerate(values)}
+    assert [t.name for t in Layout.of(unnamed).exact] == ["3", "4", "5"]
+    # With names of their own, equal vectors before a counter are no statistics.
+    named = {f"layer.{i}": value for i, value in enumerate(values)}
+    assert [t.name for t in Layout.of(named).exact] == ["layer.5"]
+    # Without the counter (Keras, or a list without buffers) nothing tells them apart.
+    assert not Layout.of({n: v for n, v in unnamed.items() if n != "5"}).exact

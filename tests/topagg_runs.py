@@ -19,7 +19,7 @@ from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
 from fedcomp.rng import Key
 from strategies.topagg import TopAgg, topagg
 
-SIZE = 1230
+SIZE = 1212
 NODES = 8
 BALLOT = TopkSign(k=50)
 # A power of two, as is the number of nodes: steps of whole votes are exact in float32.
@@ -81,7 +81,7 @@ def flat(arrays: Any) -> np.ndarray:
 def learnt(server_round: int, partition: int) -> np.ndarray:
     """Return what the toy client learns in a round, as one vector."""
     return np.concatenate(
-        [update(server_round, partition, (40, 30), 0).reshape(-1), update(server_round, partition, (30,), 1)]
+        [update(server_round, partition, (40, 30), 0).reshape(-1), update(server_round, partition, (12,), 1)]
     )
 
 

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.rng import Key
 
-SHAPES = {"weight": (40, 30), "bias": (30,)}
+SHAPES = {"weight": (40, 30), "bias": (12,)}
 
 
 def model(value: float = 0.0, *, counter: bool = False) -> ArrayRecord:

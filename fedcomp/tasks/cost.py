@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
-from fedcomp.layout import DENSE, Density, SmallDense, TablePolicy
+from fedcomp.layout import DENSE, Density, SmallDense, TablePolicy, TensorShape
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _WEIGHTED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, *_RECURRENT)
@@ -92,9 +93,15 @@ def scalecom_policy(multiplies: Mapping[str, float], *, uncompressed: Collection
     return _Guided(table)
 
 
+@dataclass(frozen=True, slots=True)
 class _Guided(TablePolicy):
     """The table where it says something, the default policy elsewhere."""
 
+    default: SmallDense = field(default_factory=SmallDense)
+
+    def fit(self, model: Mapping[str, TensorShape]) -> _Guided:
+        return replace(self, default=self.default.fit(model))
+
     def __call__(self, name: str, shape: tuple[int, ...], dtype: str) -> Density:
-        default = SmallDense()(name, shape, dtype)
+        default = self.default(name, shape, dtype)
         return default if default is not None else self.table.get(name)

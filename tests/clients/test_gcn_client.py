@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from typing import Any
 
+import graph_nodes
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ from fedcomp.flower.gcn import Fetch, Figures, Hello, Refused, take_frames
 from fedcomp.flower.payload import NODE_RECORD, PayloadError
 from fedcomp.graphs.base import GraphError, MissingRows, Part
 from fedcomp.graphs.ids import decode_ids, encode_ids
-from fedcomp.graphs.layers import whole
+from fedcomp.graphs.layers import GraphConvolutions, whole
 from fedcomp.graphs.plan import draw_batch
 from fedcomp.graphs.rowcodecs import decode_norms, get_row_codec
 from fedcomp.graphs.settings import SamplerSettings
@@ -506,6 +508,26 @@ def test_evaluation_is_that_of_the_whole_graph_on_the_owned_test_nodes() -> None
         assert found["loss"] == pytest.approx(cross_entropy(mine, labels).item(), abs=1e-12)
         assert found["accuracy"] == pytest.approx((mine.argmax(1) == labels).double().mean().item())
         assert found["num-examples"] == len(part.test)
+
+
+class Plain(GraphConvolutions):
+    """A module of the documented form, ``model(x, operators)``, and nothing more."""
+
+    def forward(self, x, operators):
+        return super().forward(x, operators)
+
+
+@pytest.mark.parametrize("mode", ["fixed", "measured"])
+def test_c5_a_module_without_generator_and_visit_trains(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It failed on every client. Without ``visit`` no norms of hidden layers are kept, which is logged."""
+    settings = SamplerSettings(n=40, mode=mode, scale=1.0)
+    usual = Nodes(toy_parts()).turn(2, asking(settings))
+    monkeypatch.setattr(graph_nodes, "GraphConvolutions", Plain)
+    with caplog.at_level(logging.WARNING, logger="flwr.fedcomp"):
+        assert same(Nodes(toy_parts()).turn(2, asking(settings)), usual)
+    assert ("takes no 'visit'" in caplog.text) == (mode == "measured")
 
 
 def test_dropout_comes_from_the_runs_seed() -> None:

@@ -28,6 +28,7 @@ CNN = {
     "conv2.weight": (32, 16, 5, 5),
     "hidden.weight": (64, 1568),
     "output.weight": (10, 64),
+    **{f"{name}.bias": (size,) for name, size in (("conv1", 16), ("conv2", 32), ("hidden", 64), ("output", 10))},
 }
 
 
@@ -54,17 +55,19 @@ def made(sizes: dict[str, int], replies: int, rounds: int = 20, **last: int) -> 
     return result
 
 
-def test_small_tensors_are_no_compressed_layers() -> None:
-    layers = adacomp.compressed_layers(made({}, 1))
-    assert [(layer.name, adacomp.kind(layer)) for layer in layers] == [
+def test_small_tensors_are_no_compressed_layers_and_claims_are_about_layers_of_many_bins() -> None:
+    result, config = made({}, 1), adacomp.EXPERIMENT.configure(rounds=0)
+    assert [(layer.name, adacomp.kind(layer)) for layer in adacomp.compressed_layers(result)] == [
         ("conv2.weight", adacomp.CONV),
         ("hidden.weight", adacomp.FULL),
+        ("output.weight", adacomp.FULL),
     ]
+    assert [layer.name for layer in adacomp.judged_layers(config, result)] == ["conv2.weight", "hidden.weight"]
 
 
 def test_a_ratio_is_four_bytes_per_element_and_reply_over_bytes() -> None:
     result = made({"conv2.weight": 4 * 1280}, 4, conv2=4 * 640)
-    conv, full = adacomp.compressed_layers(result)
+    conv, full, _ = adacomp.compressed_layers(result)
     whole, first, last = adacomp.ratios(result, conv)
     assert first == 4 * 12_800 / 1280 == 40.0
     assert last == 2 * first
@@ -77,7 +80,7 @@ def test_bytes_of_the_layers_are_bytes_of_the_frames(run: tuple[Config, dict[str
     for label in adacomp.SPARSE:
         for record in results[label].rounds[1:]:
             tensors = record.metrics["report.tensor_bytes"]
-            assert set(tensors) == {"conv2.weight", "hidden.weight", "the dense rest"}
+            assert set(tensors) == {"conv2.weight", "hidden.weight", "output.weight", "the dense rest"}
             # A header of 16 bytes, an end mark with padding and 4 bytes of checksum belong to no tensor.
             assert 20 <= (record.uplink_payload_bytes - sum(tensors.values())) / record.replies <= 32
 
@@ -95,9 +98,9 @@ def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings]) -> 
     assert [row[0] for row in losses.rows] == [adacomp.DENSE, *adacomp.SPARSE]
     assert losses.rows[0][2] == losses.rows[0][4] == 1.0
     assert [(row[0], row[1]) for row in layers.rows] == [
-        (layer, label) for layer in ("conv2.weight", "hidden.weight") for label in adacomp.SPARSE
+        (layer, label) for layer in ("conv2.weight", "hidden.weight", "output.weight") for label in adacomp.SPARSE
     ]
-    assert "1162 elements travel dense" in layers.caption
+    assert "522 elements travel dense" in layers.caption
     assert "conv1.weight" in layers.caption
     assert all(isinstance(f, Curves) and all(s.y for s in f.series) for f in findings.figures)
     claims = adacomp.claims(config, results, findings)

@@ -43,7 +43,7 @@ def test_a_cell_says_what_it_came_to() -> None:
     found = run_cells(CELLS, Say())
     assert list(found) == [c.name for c in CELLS]
     assert [p[0] for p in found["dense"].points] == [0.0, 2.0, 3.0]
-    assert found["dense"].kept == found["dense"].union == 64 * 32
+    assert found["dense"].kept == found["dense"].union == 64 * 32 + 32 + 10 * 32
     assert found["top-k"].uplink < found["dense"].uplink / 4
     assert found["top-k"].build_up > 1.2
     assert found["CLT-k"].build_up == found["oracle"].build_up == 1.0

@@ -81,7 +81,7 @@ def test_who_dies_after_sharing_is_in_the_sum_and_who_dies_before_is_not(scheme:
 
 def test_too_few_relays_that_live_leave_nobody() -> None:
     config = configured(1, 6, "symbols=4")
-    fleeting = dying(c0=2.0, c1=2.0, c2=2.0)
+    fleeting = dying(c0=1.5, c1=1.5, c2=1.5)
     assert lived(config, MDS, fleeting).included == {1: ()}
     assert lived(config, PLAIN, fleeting).included == {1: (3, 4, 5)}
 

@@ -138,8 +138,8 @@ def test_conservation_over_groups_under_faults(transport: str, error_state: str)
         return reply
 
     app = answer_coded(client_app([coded(), compression(), one]))
-    total = np.zeros(1230)
-    consumed = np.zeros(1230)
+    total = np.zeros(1212)
+    consumed = np.zeros(1212)
     nodes_ = 6
     with InProcessGrid(
         app,

@@ -415,8 +415,8 @@ def test_conservation_with_clients_that_vanish_before_and_after_sharing(transpor
     inner = Sum()
     pair_ = Compressed(inner, ErrorFeedback(TopK(density=0.01)))
     strategy = CodedFedAvg(pair_, code="mds", symbols=4, transport=transport, collect_timeout=5.0)
-    made: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
-    owed: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+    made: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
+    owed: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
     wipes = 0
     with InProcessGrid(coded_app(), nodes_, seed=5, fault=plan, error_state=error_state) as grid:  # type: ignore[arg-type]
 

@@ -33,7 +33,7 @@ class Sum(FedAvg):
 
     def __init__(self, **options) -> None:
         super().__init__(**{**ONE, "fraction_evaluate": 0.0, **options})
-        self.delivered: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+        self.delivered: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
         self.seen: list[tuple[float, float]] = []
         self.base = model()
 
@@ -69,7 +69,7 @@ def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
     """Return what a client still owes: its memory, plus a pending frame the server never consumed."""
     meta = context.state.config_records.get("fedcomp.uplink")
     if meta is None:
-        return np.zeros(1230)
+        return np.zeros(1212)
     layout = Layout.of({k: v.numpy() for k, v in model().items()})
     codec = strategy.codec
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
@@ -84,7 +84,7 @@ def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
 
 def memory_of(state: dict[str, np.ndarray]) -> np.ndarray:
     """Return the one model-sized float32 array in a feedback state without momentum."""
-    found = [v for v in state.values() if v.shape == (1230,)]
+    found = [v for v in state.values() if v.shape == (1212,)]
     assert len(found) == 1, {k: v.shape for k, v in state.items()}
     return found[0]
 
@@ -102,8 +102,8 @@ def test_conservation_under_faults(error_state: str) -> None:
     inner = Sum()
     strategy = Compressed(inner, ErrorFeedback(TopK(density=0.01)))
     arrays = model()
-    made: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
-    owed: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+    made: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
+    owed: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
     nodes = list(grid.get_node_ids())
     partition = {n: int(grid.context(n).node_config["partition-id"]) for n in nodes}
 

@@ -17,7 +17,7 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from strategies.compressed import Compressed
 
-DENSE = 4 * 1230
+DENSE = 4 * 1212
 
 
 def start(strategy, app=None, *, nodes=4, rounds=4, counter=False, **options):

@@ -65,7 +65,7 @@ def plain(array):
 
 
 def raw(data: bytes) -> Array:
-    return Array("float32", (30,), "numpy.ndarray", data)
+    return Array("float32", (12,), "numpy.ndarray", data)
 
 
 def npy(dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -113,25 +113,25 @@ BAD = {
     "array data is an npz": plain(raw(npz())),
     "array header claims 2**50 elements": plain(raw(npy("<f4", (2**50,)))),
     "array header claims another shape": plain(raw(npy("<f4", (30, 1)) + bytes(120))),
-    "array is truncated": plain(raw(npy("<f4", (30,)) + bytes(40))),
-    "array header never ends": plain(raw(npy("<f4", (30,)).replace(b"{", b"((((") + bytes(120))),
-    "array of objects": plain(raw(npy("|O", (30,)) + bytes(240))),
+    "array is truncated": plain(raw(npy("<f4", (12,)) + bytes(40))),
+    "array header never ends": plain(raw(npy("<f4", (12,)).replace(b"{", b"((((") + bytes(120))),
+    "array of objects": plain(raw(npy("|O", (12,)) + bytes(240))),
     "array of text": plain(Array(np.array(["abc"] * 30))),
-    "array of dates": plain(Array(np.zeros(30, "datetime64[s]"))),
-    "array complex": plain(Array(np.full(30, np.nan, np.complex64))),
-    "array overflows float32": plain(Array(np.full(30, 1e300))),
-    "array NaN": plain(Array(np.full(30, np.nan, np.float32))),
-    "array of another serialisation": plain(Array("float32", (30,), "pickle", b"x")),
+    "array of dates": plain(Array(np.zeros(12, "datetime64[s]"))),
+    "array complex": plain(Array(np.full(12, np.nan, np.complex64))),
+    "array overflows float32": plain(Array(np.full(12, 1e300))),
+    "array NaN": plain(Array(np.full(12, np.nan, np.float32))),
+    "array of another serialisation": plain(Array("float32", (12,), "pickle", b"x")),
     "tensors of other names": lambda c: RecordDict(
         {"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))}), "metrics": c["metrics"]}
     ),
     "coefficients posing as dense": frame(
         wire.sparse((1200,), np.array([0]), np.float32([1])),
-        wire.Tensor(wire.Raw(np.float32([1e6])), (30,), kind=wire.COEFFICIENTS),
+        wire.Tensor(wire.Raw(np.float32([1e6])), (12,), kind=wire.COEFFICIENTS),
     ),
     "two coefficients posing as dense": frame(
         wire.sparse((1200,), np.array([0]), np.float32([1])),
-        wire.Tensor(wire.Raw(np.float32([1e6, 1e6])), (30,), kind=wire.COEFFICIENTS),
+        wire.Tensor(wire.Raw(np.float32([1e6, 1e6])), (12,), kind=wire.COEFFICIENTS),
     ),
 }
 
@@ -147,8 +147,8 @@ def test_a_bad_client_costs_its_own_update_only(name: str, inner) -> None:
     assert np.isfinite(stack(result.arrays)).all()
     if inner is fedavg:
         weights = {0: 1, 2: 3, 3: 4}
-        expected = sum(update(1, p, (30,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
-        expected += sum(update(2, p, (30,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
+        expected = sum(update(1, p, (12,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
+        expected += sum(update(2, p, (12,), 1).astype(np.float64) * w for p, w in weights.items()) / 8
         np.testing.assert_allclose(result.arrays["bias"].numpy(), expected, rtol=1e-5, atol=1e-2)
 
 
@@ -193,12 +193,12 @@ def test_reasons_are_cut_before_they_are_kept() -> None:
 
 def test_exact_buffers_are_checked() -> None:
     """A client cannot slip NaN into a statistic, nor another shape or dtype into a counter."""
-    for bad in (np.full(30, np.nan, np.float32), np.zeros(31, np.float32), np.zeros(30)):
+    for bad in (np.full(12, np.nan, np.float32), np.zeros(13, np.float32), np.zeros(12)):
 
         def evil(content: RecordDict, bad=bad) -> None:
             put_frame(content, "fedcomp.exact", wire.encode([wire.dense(bad)]))
 
-        initial = ArrayRecord({**model(), "bn.running_var": Array(np.ones(30, np.float32))})
+        initial = ArrayRecord({**model(), "bn.running_var": Array(np.ones(12, np.float32))})
         strategy = Compressed(fedavg(fraction_evaluate=0.0), Identity())
         result = run(strategy, evil, initial=initial, rounds=1)
         assert strategy.reports[1].compressed == 3
@@ -207,7 +207,7 @@ def test_exact_buffers_are_checked() -> None:
 
 def test_finite_updates_whose_sum_is_not_leave_the_model_as_it_was() -> None:
     """Two clients at the edge of float32: each frame is in order, their sum is not."""
-    huge = np.full(30, 3.4e38, np.float32)
+    huge = np.full(12, 3.4e38, np.float32)
 
     def app(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
@@ -231,7 +231,7 @@ def test_a_sender_does_not_choose_its_own_random_coordinates() -> None:
 
     def evil(content: RecordDict) -> None:
         values = wire.Raw(np.full(12, 9, np.float32))
-        tensors = [wire.seeded((1200,), 4711, 12, values), wire.dense(np.zeros(30, np.float32))]
+        tensors = [wire.seeded((1200,), 4711, 12, values), wire.dense(np.zeros(12, np.float32))]
         put_frame(content, UPDATE, wire.encode(tensors))
 
     strategy = Compressed(fedavg(fraction_evaluate=0.0), RandomK(density=0.01), feedback=False)

@@ -31,8 +31,8 @@ from strategies.compressed import Compressed
 from strategies.dp_fedavg import DpFedAvg
 from strategies.lsg import Lsg
 
-NODES, SIZE, CULPRIT = 8, 1230, 3
-SHAPES = {"weight": (40, 30), "bias": (30,)}
+NODES, SIZE, CULPRIT = 8, 1212, 3
+SHAPES = {"weight": (40, 30), "bias": (12,)}
 PLAN = Plan.of(SHAPES, 5)
 CLIP = 2000.0
 """The toy's updates have norms of about 20000: all are clipped."""
@@ -99,7 +99,7 @@ def test_the_model_moves_by_the_reconstructed_mean_of_clipped_coordinates() -> N
     moved, result, _ = run(strategy())
     before = flat(start())
     step, kept, _ = by_hand(before, 1, 0.5)
-    assert kept.size == math.ceil(0.5 * (5 * 70 + 30))
+    assert kept.size == math.ceil(0.5 * (5 * 70 + 12))
     # A grid step is 2000 / 1024, and the reconstruction adds up several of them.
     assert np.linalg.norm(step) > 100
     np.testing.assert_allclose(moved - before, step, atol=3.0)
@@ -445,5 +445,5 @@ def test_what_cannot_be_promised_is_refused(build: Callable[[], Any], words: str
 
 def test_a_layout_of_the_server_and_of_the_client_is_one() -> None:
     """Small tensors stand behind large ones in the vector, whatever their order in the model: both sides agree."""
-    layout = Layout.of({"bias": np.zeros(30, np.float32), "weight": np.zeros((40, 30), np.float32)})
+    layout = Layout.of({"bias": np.zeros(12, np.float32), "weight": np.zeros((40, 30), np.float32)})
     assert [p.name for p in Ask(5, "", 1.0, 1, 1.0, chosen=False).plan(layout).pieces] == ["weight", "bias"]

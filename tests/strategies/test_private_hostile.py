@@ -40,7 +40,7 @@ def plain(weight, bias=None):
     def change(content: RecordDict) -> RecordDict:
         arrays = {
             "weight": Array(np.asarray(weight)),
-            "bias": Array(np.zeros(30, np.float32) if bias is None else bias),
+            "bias": Array(np.zeros(12, np.float32) if bias is None else bias),
         }
         return RecordDict({"arrays": ArrayRecord(arrays)})
 
@@ -66,7 +66,7 @@ def weights(value) -> np.ndarray:
     return np.full((40, 30), value, np.float32)
 
 
-REST = wire.dense(np.zeros(30, np.float32))
+REST = wire.dense(np.zeros(12, np.float32))
 
 REFUSED = {
     "NaN": plain(weights(np.nan)),
@@ -112,9 +112,9 @@ def test_forged_frames_are_left_out(name) -> None:
     [
         (None, plain(weights(1e30))),
         (None, plain(weights(-3e38))),
-        (Identity(), framed(wire.dense(np.full(1230, 3e38, np.float32)))),
+        (Identity(), framed(wire.dense(np.full(1212, 3e38, np.float32)))),
         (TopK(density=0.5), framed(wire.sparse((1200,), np.array([3]), np.float32([3e38])), REST)),
-        (TopK(density=0.5), plain(weights(3e38), np.full(30, -3e38, np.float32))),
+        (TopK(density=0.5), plain(weights(3e38), np.full(12, -3e38, np.float32))),
     ],
     ids=["dense", "negative", "identity", "topk", "dense among frames"],
 )
@@ -179,7 +179,7 @@ def test_when_all_replies_are_lost_noise_is_released_and_paid_for(kind, codec) -
     grid = federation([compression(), private()], NODES, fault=lambda d: kind)
     result = outer.start(grid, model(), num_rounds=1, timeout=9)
     noise = stack(result.arrays) * NODES
-    assert abs(np.sum(noise**2) - 1230) < 6 * np.sqrt(2 * 1230)
+    assert abs(np.sum(noise**2) - 1212) < 6 * np.sqrt(2 * 1212)
     assert len(strategy.privacy.events) == 1
     assert set(strategy.privacy.participations.values()) == {1}
 

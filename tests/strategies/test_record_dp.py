@@ -76,7 +76,7 @@ def play(strategy: RecordDp, rounds: int = 2, clients: int = 3, alter: Alter | N
 
 
 def epsilon(steps: int) -> float:
-    return compose([PLAN.event(1230)] * steps, PLAN.delta).epsilon
+    return compose([PLAN.event(1212)] * steps, PLAN.delta).epsilon
 
 
 def weight(result: Any) -> np.ndarray:

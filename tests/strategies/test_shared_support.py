@@ -31,7 +31,7 @@ from fedcomp.rng import Key
 from strategies.compressed import Compressed
 from strategies.shared_support import SharedSupport
 
-SIZE = 1230
+SIZE = 1212
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
 K = 24  # of the 1200 compressed coordinates at 2 %
 
@@ -366,7 +366,7 @@ def test_warm_up_is_dense_and_leaves_no_memory() -> None:
     assert [len(r.rejected) for r in strategy.reports.values()] == [0, 0, 0, 0]
     for round_ in (1, 2):
         for partition, values in strategy.values[round_].items():
-            made = np.concatenate([update(round_, partition, s, i).ravel() for i, s in enumerate([(40, 30), (30,)])])
+            made = np.concatenate([update(round_, partition, s, i).ravel() for i, s in enumerate([(40, 30), (12,)])])
             np.testing.assert_allclose(values, made, atol=1e-3)
     assert strategy.reports[3].changed == K
     assert all(ratio == 0.0 for ratio in strategy.reports[2].memory.values())
@@ -461,7 +461,7 @@ def _put(key: str, frame: bytes):
 
 
 SHAPE = (1200,)
-REST = wire.dense(np.ones(30, np.float32))
+REST = wire.dense(np.ones(12, np.float32))
 BAD_VALUES = {
     "another support": wire.encode([wire.shared(SHAPE, 77 << 20, np.ones(K, np.float32)), REST]),
     "too few": wire.encode([wire.shared(SHAPE, 2 << 20, np.ones(K - 1, np.float32)), REST]),

@@ -83,7 +83,7 @@ class Watched(Compressed):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
-        self.delivered: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1230))
+        self.delivered: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1212))
         self.largest = 0.0
 
     def _aggregate_dense(self, server_round, arrivals, errors, report):
@@ -109,7 +109,7 @@ def account(codec: Codec) -> tuple[np.ndarray, float, Watched]:
     plan = RandomFaults(Key(11, "faults"), FAULTS, pushes=1)
     grid = InProcessGrid(client_app([compression()]), NODES, seed=5, fault=plan)
     strategy = Watched(Steps(), codec)
-    missing = {p: np.zeros(1230) for p in range(NODES)}
+    missing = {p: np.zeros(1212) for p in range(NODES)}
     nodes = list(grid.get_node_ids())
     partition = {n: int(grid.context(n).node_config["partition-id"]) for n in nodes}
     peak = 0.0
@@ -229,7 +229,7 @@ def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
     def app(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
         if context.node_config["partition-id"] == 1:
-            many = [wire.sparse((1200,), np.arange(120), np.ones(120, np.float32)), wire.dense(np.ones(30, np.float32))]
+            many = [wire.sparse((1200,), np.arange(120), np.ones(120, np.float32)), wire.dense(np.ones(12, np.float32))]
             put_frame(reply.content, UPDATE, wire.encode(many))
         return reply
 

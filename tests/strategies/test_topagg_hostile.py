@@ -67,7 +67,7 @@ def dense(value: float, dtype: type = np.float32) -> Evil:
     """Reply as a client without the mods, with a model that is not finite."""
 
     def evil(content: RecordDict) -> RecordDict:
-        arrays = {"weight": np.zeros((40, 30), dtype), "bias": np.full(30, value, dtype)}
+        arrays = {"weight": np.zeros((40, 30), dtype), "bias": np.full(12, value, dtype)}
         return RecordDict({"arrays": ArrayRecord({k: Array(v) for k, v in arrays.items()})})
 
     return evil
@@ -97,7 +97,7 @@ BAD: dict[str, Evil] = {
     "no tensor": frame(),
     "coefficients": frame(wire.Tensor(signs(K), (SIZE,), kind=wire.COEFFICIENTS)),
     "a seeded support": frame(wire.seeded((SIZE,), 5, K, signs(K))),
-    "a dense rest beside the votes": frame(listed(signs(K)), wire.dense(np.ones(30, np.float32))),
+    "a dense rest beside the votes": frame(listed(signs(K)), wire.dense(np.ones(12, np.float32))),
     "the same index twice": twice_the_same_index,
     "a cut frame": lambda c: put_frame(c, UPDATE, take_frame(c, UPDATE)[:-1]),
     "no frame": lambda c: RecordDict({k: v for k, v in c.items() if k != UPDATE}),

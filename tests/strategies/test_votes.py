@@ -70,7 +70,7 @@ def test_the_model_moves_by_the_sign_of_the_weighted_majority(codec) -> None:
     expected = majority(3, 5)
     np.testing.assert_array_equal(arrays["weight"].numpy(), expected)
     # What travels dense is averaged as always.
-    mean = sum(sum((p + 1) * update(r, p, (30,), 1).astype(np.float64) for p in range(5)) / 15 for r in range(1, 4))
+    mean = sum(sum((p + 1) * update(r, p, (12,), 1).astype(np.float64) for p in range(5)) / 15 for r in range(1, 4))
     np.testing.assert_allclose(arrays["bias"].numpy(), mean, rtol=1e-5, atol=1e-3)
     assert [r.compressed for r in strategy.reports.values()] == [5, 5, 5]
     # 5 voters of weights 1..5 can tie; a mean of signs without the final sign would show thirds and fifths of a step.
@@ -144,7 +144,7 @@ def test_a_plain_reply_that_cannot_vote_costs_itself_only() -> None:
     def app(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
         if context.node_config["partition-id"] == 2:
-            arrays = {"weight": Array(np.full((40, 30), 3e38, np.float32)), "bias": Array(np.zeros(30, np.float32))}
+            arrays = {"weight": Array(np.full((40, 30), 3e38, np.float32)), "bias": Array(np.zeros(12, np.float32))}
             reply.content = RecordDict({"arrays": ArrayRecord(arrays), "metrics": reply.content["metrics"]})
         return reply
 
@@ -185,7 +185,7 @@ def test_nobody_has_more_than_one_vote() -> None:
         reply = honest(msg, context)
         if context.node_config["partition-id"] == 4:
             loud = wire.Tensor(wire.SignScale(np.zeros(1200, np.bool_), np.full(1, 99, np.float32)), (1200,))
-            put_frame(reply.content, UPDATE, wire.encode([loud, wire.dense(np.zeros(30, np.float32))]))
+            put_frame(reply.content, UPDATE, wire.encode([loud, wire.dense(np.zeros(12, np.float32))]))
         return reply
 
     strategy = voting()
