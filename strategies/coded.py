@@ -53,10 +53,11 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from strategies.coded_report import CodedReport
 from strategies.private import PrivateStrategy
 from strategies.replies import Rejected, RoundReport, shorten
+from strategies.wrapping import require_inner
 
 CONSTRUCTIONS: Final[Mapping[str, str]] = {
     "relay": "strategies.coded_relay:Relay",
@@ -363,9 +364,8 @@ class CodedFedAvg(ExchangeStrategy):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        if not isinstance(inner, Strategy):
-            raise ConfigError(f"inner must be a Flower Strategy instance, got {inner!r}")
-        if type(inner).start is not Strategy.start:
+        require_inner(inner, "CodedFedAvg")
+        if own_loop(inner):
             raise ConfigError(
                 f"{type(inner).__name__} runs its own loop (it overrides start); CodedFedAvg stands around strategies "
                 "that work through configure_train and aggregate_train"

@@ -10,12 +10,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
@@ -26,6 +26,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, payload_bytes, put_frame, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, RESYNC, STEP, Announcement, announce
 from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_arrays, to_record
+from fedcomp.flower.rounds import own_loop
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
@@ -49,6 +50,7 @@ from strategies.replies import (
 )
 from strategies.round_log import RoundLog, require_usable
 from strategies.statistics import hold_in_record, warn_of_missing_names
+from strategies.wrapping import held, loop_of, require_inner
 
 Named = dict[str, NDArray[Any]]
 
@@ -86,8 +88,13 @@ class Compressed(Strategy):
     ------
     ConfigError
         When the codec needs several exchanges, when it votes and the inner strategy is no weighted mean, when the
-        inner strategy runs its own loop, or when it is one of Flower's client-side privacy wrappers and the codec may
-        enlarge an update.
+        inner strategy's rounds are not made by Flower's hooks, or when it is one of Flower's client-side privacy
+        wrappers and the codec may enlarge an update.
+
+    Notes
+    -----
+    An inner strategy that overrides ``start`` runs its own loop, with the hooks of this one. Attributes that this
+    strategy does not have are the inner strategy's, for reading, calling and setting.
     """
 
     def __init__(
@@ -100,12 +107,11 @@ class Compressed(Strategy):
         policy: DensityPolicy | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(inner, Strategy):
-            raise ConfigError(f"inner must be a Flower Strategy instance, got {inner!r}")
-        if type(inner).start is not Strategy.start:
+        require_inner(inner, "Compressed")
+        if any(isinstance(found, Compressed) for found in held(inner)):
             raise ConfigError(
-                f"{type(inner).__name__} runs its own loop (it overrides start); Compressed wraps strategies that work "
-                "through configure_train and aggregate_train"
+                f"{type(inner).__name__} compresses already, and frames are not compressed again; put one Compressed "
+                "around the strategy, with chain(...) for several steps and downlink= for the other direction"
             )
         chosen = get_codec(codec)
         if chosen.phases != 1:
@@ -125,7 +131,6 @@ class Compressed(Strategy):
         if wanted and not chosen.remembers and not chosen.lossless:
             chosen = ErrorFeedback(chosen)
         require_clip_holds(inner, chosen)
-        self.inner = inner
         self._private = private
         self.codec = chosen
         self.downlink = None if downlink is None else get_codec(downlink)
@@ -142,6 +147,51 @@ class Compressed(Strategy):
         self._record_name = "arrays"
         self._layout = Layout(())
         self._model: Named = {}
+        # The last one: from here on what is not an attribute of this strategy is one of the inner's.
+        self.inner = inner
+
+    if not TYPE_CHECKING:  # or no attribute of this class would be checked
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the inner strategy."""
+            inner = self.__dict__.get("inner")
+            if inner is None or name.startswith("__"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(inner, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Set an attribute where it is: on the inner strategy when only that one has it."""
+            inner = self.__dict__.get("inner")
+            own = inner is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(inner, name)
+            object.__setattr__(self if own else inner, name, value)
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether the inner strategy overrides Flower's ``start``, and with it the rounds of this one."""
+        return own_loop(self.inner)
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """Run the inner strategy's ``start`` with these hooks in place of its own; its arguments, its result.
+
+        Examples
+        --------
+        >>> from flwr.serverapp.strategy import FedAvg
+        >>> from fedcomp.codecs import TopK
+        >>> class Saving(FedAvg):
+        ...     def start(self, *args, **kwargs):
+        ...         result = super().start(*args, **kwargs)
+        ...         self.saved = sorted(result.arrays)
+        ...         return result
+        >>> strategy = Compressed(Saving(), TopK(density=0.01))  # strategy.start(...) saves; strategy.saved says what
+        """
+        before = self._sequence
+        result = loop_of(self.inner, self).start(*args, **kwargs)
+        if self.own_loop and self._sequence == before:
+            log.warning(
+                "%s.start called none of this strategy's hooks: if it made rounds, nothing in them was compressed",
+                type(self.inner).__name__,
+            )
+        return result
 
     @property
     def layout(self) -> Layout:

@@ -23,6 +23,7 @@ from flwr.serverapp.strategy import (
 
 from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
+from strategies.wrapping import held
 
 _CLIPPED_BY_CLIENTS: Final = (
     DifferentialPrivacyClientSideFixedClipping,
@@ -51,7 +52,7 @@ def require_clip_holds(inner: Strategy, codec: Codec) -> None:
     ------
     ConfigError
     """
-    for strategy in _within(inner):
+    for strategy in held(inner):
         _require_kept(strategy, codec)
 
 
@@ -64,9 +65,10 @@ def require_clip_is_seen(strategy: Strategy, codec: Codec) -> None:
     ------
     ConfigError
     """
-    inside = {id(found) for found in _within(strategy)}
+    # By their attributes: a loop that runs on behalf of a strategy shares them with it.
+    inside = {id(vars(found)) for found in held(strategy)}
     for caller in _callers():
-        if id(caller) in inside:
+        if id(vars(caller)) in inside:
             continue
         _require_kept(caller, codec)
         if isinstance(caller, _CLIPPED_HERE):
@@ -85,19 +87,6 @@ def _require_kept(strategy: Strategy, codec: Codec) -> None:
             f"noise would be too small. {_REMEDY}; or a codec that never enlarges an update, without memory, such as "
             "TopK(...) with feedback=False"
         )
-
-
-def _within(strategy: Strategy) -> Iterator[Strategy]:
-    """Yield a strategy and those it holds in attributes of any name, each once."""
-    seen: set[int] = set()
-    waiting = [strategy]
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        waiting.extend(value for value in vars(found).values() if isinstance(value, Strategy))
 
 
 def _callers() -> Iterator[Strategy]:

@@ -36,7 +36,7 @@ from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, MOST_STEPS, TRAIN_TYPE, 
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
 from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.scale import AdaptiveScale
 from fedcomp.graphs.settings import SamplerSettings
@@ -45,6 +45,7 @@ from strategies.gcn_owners import Owners, Talk, sent
 from strategies.gcn_report import GraphReport, Traffic, feature_bytes
 from strategies.gcn_rows import Requester, Turn
 from strategies.replies import RoundReport
+from strategies.wrapping import require_inner
 
 __all__ = ["GraphReport", "SkewedGCN", "Traffic"]
 
@@ -399,9 +400,8 @@ class SkewedGCN(ExchangeStrategy):
 
 
 def _check_inner(inner: Strategy) -> None:
-    if not isinstance(inner, Strategy):
-        raise ConfigError(f"inner must be a Flower Strategy instance, got {inner!r}")
-    if type(inner).start is not Strategy.start:
+    require_inner(inner, "SkewedGCN")
+    if own_loop(inner):
         raise ConfigError(
             f"{type(inner).__name__} runs its own loop (it overrides start); SkewedGCN stands around strategies that "
             "work through configure_train and aggregate_train"

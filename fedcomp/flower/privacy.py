@@ -7,6 +7,7 @@ metrics, no number of examples, no statistics of their data (:mod:`clients.priva
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def find_private(strategy: Any) -> Private | None:
     """Return the private strategy in ``strategy`` or in what it wraps (its ``inner``), None where there is none."""
     seen: set[int] = set()
     while strategy is not None and id(strategy) not in seen:
-        if isinstance(strategy, Private):
+        # Of its own: a wrapper may hand through the attributes of what it wraps.
+        if isinstance(strategy, Private) and getattr_static(strategy, "over", None) is not None:
             return strategy
         seen.add(id(strategy))
         strategy = getattr(strategy, "inner", None)

@@ -14,6 +14,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -237,8 +238,11 @@ def exchanges_of(
     arrays, and its metrics join the round's. ``last`` says that no round will follow; of a private strategy it is also
     the round after which its promise allows no other.
     """
-    if not isinstance(strategy, HasRound):
-        return (yield from hooks_round(strategy, server_round, arrays, train_config, evaluate_config, grid))
+    # Of its own: a wrapper may hand through the attributes of what it wraps.
+    if not (isinstance(strategy, HasRound) and getattr_static(strategy, "round", None)):
+        return (
+            yield from hooks_round(cast(Strategy, strategy), server_round, arrays, train_config, evaluate_config, grid)
+        )
     aggregated, train = yield from strategy.round(server_round, arrays, train_config, grid)
     if not isinstance(strategy, ExchangeStrategy):
         return RoundOutcome(aggregated, train, None)
@@ -251,6 +255,16 @@ def exchanges_of(
         train = MetricRecord({**(train or {}), **more})
     evaluate = yield from strategy.evaluate_round(server_round, current, evaluate_config, grid)
     return RoundOutcome(aggregated, train, evaluate)
+
+
+def own_loop(strategy: Any) -> bool:
+    """Whether a strategy overrides Flower's ``start``: its rounds are then more than its hooks.
+
+    A wrapper that runs the loop of what it wraps says so by an attribute ``own_loop`` of its own.
+    """
+    if getattr_static(strategy, "own_loop", None) is None:
+        return type(strategy).start is not Strategy.start
+    return bool(strategy.own_loop)
 
 
 def over(strategy: Any, server_round: int) -> str:
@@ -398,10 +412,15 @@ def fit(
     Raises
     ------
     ConfigError
-        When ``start_round`` is less than 1.
+        When ``start_round`` is less than 1, or the strategy overrides Flower's ``start``.
     """
     if start_round < 1:
         raise ConfigError(f"start_round is {start_round}; rounds are numbered from 1")
+    if isinstance(strategy, Strategy) and not isinstance(strategy, ExchangeStrategy) and own_loop(strategy):
+        raise ConfigError(
+            f"{type(strategy).__name__} runs a loop of its own (start is overridden), which fit() would pass by; call "
+            "its start()"
+        )
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
     result = Result() if result is None else result

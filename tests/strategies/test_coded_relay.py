@@ -360,7 +360,7 @@ def test_what_was_chosen_wrongly_is_refused_at_once() -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             relay(**options)
-    with pytest.raises(ConfigError, match="runs its own loop"):
+    with pytest.raises(ConfigError, match="exchanges of its own"):
         CodedFedAvg(relay())
     with pytest.raises(ConfigError, match="Flower Strategy"):
         CodedFedAvg("fedavg")  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""Strategies as applications write them: a loop of their own, attributes, setters; unchanged inside of Compressed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.server.strategy import FedAvg as LegacyFedAvg
+from flwr.server.strategy import FedAvgAndroid
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdam,
+    FedAvg,
+    FedMedian,
+    FedXgbBagging,
+    FedXgbCyclic,
+    Result,
+)
+from toy import client_app, fedavg, model, stack
+
+from clients.compressed import compression
+from fedcomp.codecs import Identity, TopK
+from fedcomp.errors import ConfigError
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.privacy import find_private
+from fedcomp.flower.rounds import fit, own_loop
+from strategies.coded import CodedFedAvg
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+from strategies.shared_support import SharedSupport
+
+ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
+
+
+class Saving(FedAvg):
+    """What applications do: a folder, the best model, a file of metrics, a schedule of the step size."""
+
+    def set_path(self, path: Path) -> None:
+        self.save_path = path
+
+    def _update_best(self, current_round: int, norm: float, arrays: ArrayRecord) -> None:
+        if norm > self.best:
+            self.best = norm
+            np.save(self.save_path / f"best_{current_round}.npy", stack(arrays))
+
+    def configure_train(self, server_round, arrays, config, grid):
+        if server_round == 2:
+            config["lr"] = 0.5 * config["lr"]
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def start(
+        self,
+        grid,
+        initial_arrays,
+        num_rounds=3,
+        timeout=3600,
+        train_config=None,
+        evaluate_config=None,
+        evaluate_fn=None,
+    ) -> Result:
+        self.best = -1.0
+        self.summary()
+        result = Result()
+        arrays = initial_arrays
+        rows = []
+        for current_round in range(1, num_rounds + 1):
+            replies = grid.send_and_receive(
+                messages=self.configure_train(current_round, arrays, train_config, grid), timeout=timeout
+            )
+            aggregated, metrics = self.aggregate_train(current_round, replies)
+            if aggregated is not None:
+                result.arrays = arrays = aggregated
+            if metrics is not None:
+                result.train_metrics_clientapp[current_round] = metrics
+            replies = grid.send_and_receive(
+                messages=self.configure_evaluate(current_round, arrays, evaluate_config, grid), timeout=timeout
+            )
+            evaluated = self.aggregate_evaluate(current_round, replies)
+            if evaluated is not None:
+                result.evaluate_metrics_clientapp[current_round] = evaluated
+            self._update_best(current_round, evaluate_fn(current_round, arrays)["norm"], arrays)
+            rows.append({"round": current_round, "lr": train_config["lr"], "clients": dict(metrics or {})})
+        (self.save_path / "results.json").write_text(json.dumps(rows))
+        return result
+
+
+def norm(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    return MetricRecord({"norm": float(np.linalg.norm(stack(arrays)))})
+
+
+def play(strategy, path: Path, mods=(), **options):
+    """The part of a ServerApp that an application does not want to change."""
+    strategy.set_path(path)
+    grid = MeteredGrid(InProcessGrid(client_app(mods), 4, seed=4), Ledger())
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=model(),
+        train_config=ConfigRecord({"lr": 0.1}),
+        evaluate_config=ConfigRecord({"lr": 0.1}),
+        num_rounds=3,
+        evaluate_fn=norm,
+        **options,
+    )
+    return result, grid.ledger
+
+
+def test_b5_an_unchanged_strategy_with_a_loop_of_its_own_runs_compressed(tmp_path: Path) -> None:
+    """Before: "Saving runs its own loop (it overrides start)", and no attribute set_path."""
+    plain, wrapped, sparse = (tmp_path / name for name in ("plain", "identity", "sparse"))
+    for folder in (plain, wrapped, sparse):
+        folder.mkdir()
+    expected, dense = play(Saving(**ONE), plain)
+    result, _ = play(Compressed(Saving(**ONE), Identity()), wrapped, [compression()])
+    assert [f.name for f in sorted(plain.iterdir())] == [f.name for f in sorted(wrapped.iterdir())]
+    assert (plain / "results.json").read_text() == (wrapped / "results.json").read_text()
+    assert [row["lr"] for row in json.loads((plain / "results.json").read_text())] == [0.1, 0.05, 0.05]
+    np.testing.assert_array_equal(stack(result.arrays), stack(expected.arrays))
+    assert {r: dict(m) for r, m in result.train_metrics_clientapp.items()} == {
+        r: dict(m) for r, m in expected.train_metrics_clientapp.items()
+    }
+    strategy = Compressed(Saving(**ONE), TopK(0.05))
+    _, ledger = play(strategy, sparse, [compression()], timeout=9)
+    assert [report.compressed for report in strategy.reports.values()] == [4, 4, 4]
+    up = {"value": "payload", "direction": "up"}
+    assert ledger.total(**up) < dense.total(**up) / 8
+    assert strategy.best == strategy.inner.best > 0.0, "what the loop keeps is the inner strategy's"
+    assert own_loop(strategy)
+
+
+def test_b5_a_loop_that_only_adds_to_flowers_runs_compressed() -> None:
+    class Timed(FedAdam):
+        def start(self, *args, **kwargs):
+            self.finished = False
+            result = super().start(*args, **kwargs)
+            self.finished = True
+            return result
+
+    strategy = Compressed(Timed(**ONE), TopK(0.05))
+    strategy.start(InProcessGrid(client_app([compression()]), 3, seed=4), model(), num_rounds=2, timeout=9)
+    assert [report.compressed for report in strategy.reports.values()] == [3, 3]
+    assert strategy.finished is True
+    assert type(strategy.inner) is Timed
+
+
+def test_b5_a_hook_put_into_the_instance_is_still_called_and_still_compressed() -> None:
+    inner = fedavg(fraction_evaluate=0.0)
+    seen = []
+    usual = inner.configure_train
+
+    def configure_train(server_round, arrays, config, grid):
+        seen.append(server_round)
+        return usual(server_round, arrays, config, grid)
+
+    inner.configure_train = configure_train  # type: ignore[method-assign]
+    strategy = Compressed(inner, TopK(0.05))
+    strategy.start(InProcessGrid(client_app([compression()]), 2, seed=4), model(), num_rounds=2, timeout=9)
+    assert seen == [1, 2]
+    assert [report.compressed for report in strategy.reports.values()] == [2, 2]
+
+
+def test_b5_a_loop_that_goes_past_the_hooks_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Past(FedAvg):
+        def start(self, grid, initial_arrays, **kwargs):
+            FedAvg.configure_train(self, 1, initial_arrays, ConfigRecord(), grid)
+            return Result()
+
+    Compressed(Past(**ONE), TopK(0.05)).start(InProcessGrid(client_app(), 2, seed=4), model())
+    assert any("nothing in them was compressed" in record.getMessage() for record in caplog.records)
+
+
+def test_b5_attributes_are_read_called_and_set_where_they_are() -> None:
+    class Noted(FedAvg):
+        note = "a"
+
+        def twice(self) -> str:
+            return 2 * self.note
+
+    inner = Noted(**ONE, fraction_train=0.5)
+    strategy = Compressed(inner, TopK(0.05), seed=3)
+    assert (strategy.fraction_train, strategy.twice()) == (0.5, "aa")
+    strategy.note = "b"
+    strategy.fraction_train = 1.0
+    assert (inner.note, inner.twice(), inner.fraction_train) == ("b", "bb", 1.0)
+    strategy.seed, strategy.label = 4, "mine"
+    assert strategy.seed == 4
+    assert not hasattr(inner, "seed")
+    assert not hasattr(inner, "label")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = strategy.no_such_thing
+    assert copy.copy(strategy).twice() == "bb"
+
+
+def test_b5_attributes_that_are_handed_through_are_not_taken_for_the_wrappers_own() -> None:
+    """Whoever looks for a privacy promise must find the strategy that makes it, not the one around it."""
+    private = DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0, population=9)
+    pair = Compressed(private, TopK(0.05))
+    assert pair.privacy is private.privacy
+    assert find_private(pair) is private
+    with pytest.raises(ConfigError, match="trusts the server with updates"):
+        CodedFedAvg(pair)
+
+    class Counting(FedAvg):
+        round = 7
+
+    strategy = Compressed(Counting(**ONE, fraction_evaluate=0.0), TopK(0.05))
+    grid = InProcessGrid(client_app([compression()]), 2, seed=4)
+    fit(strategy, grid, model(), 1, timeout=9)
+    assert strategy.reports[1].compressed == 2
+
+
+@pytest.mark.parametrize("outer", [CodedFedAvg, lambda s: fit(s, SimpleNamespace(), model(), 1)], ids=["coded", "fit"])
+def test_b5_whoever_would_pass_by_the_loop_refuses_it(outer) -> None:
+    with pytest.raises(ConfigError, match="own"):
+        outer(Compressed(Saving(**ONE), TopK(0.05)))
+    assert not own_loop(Compressed(fedavg(), TopK(0.05)))
+    assert CodedFedAvg(Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))) is not None
+
+
+def around(strategy):
+    return DifferentialPrivacyServerSideFixedClipping(strategy, 1.0, 1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Compressed(fedavg(), TopK(0.05)), "compresses already"),
+        (lambda: around(Compressed(fedavg(), TopK(0.05))), "compresses already"),
+        (lambda: FedXgbBagging(**ONE), "FedXgbBagging exchanges the bytes of boosted trees"),
+        (lambda: FedXgbCyclic(), "FedXgbCyclic exchanges the bytes of boosted trees"),
+        (lambda: around(FedXgbBagging(**ONE)), "boosted trees"),
+        (lambda: SharedSupport(), "exchanges of its own"),
+        (lambda: FedMedian, r"write FedMedian\(\.\.\.\)"),
+        (lambda: LegacyFedAvg(), "write 'from flwr.serverapp.strategy import FedAvg'"),
+        (lambda: type("Mine", (LegacyFedAvg,), {})(), "Mine is a strategy of Flower's legacy API"),
+        (lambda: FedAvgAndroid(), "from flwr.serverapp.strategy import FedAvg'"),
+        (lambda: "fedavg", "Flower Strategy instance"),
+    ],
+)
+def test_b5_what_cannot_work_inside_is_refused_at_construction(make, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){says}"):
+        Compressed(make(), TopK(0.05))
+
+
+def test_b5_flowers_server_side_wrapper_inside_still_runs() -> None:
+    """The loop runs on behalf of the wrapper; it is not one that stands around the pair."""
+    strategy = Compressed(around(fedavg(fraction_evaluate=0.0)), TopK(0.05))
+    strategy.start(InProcessGrid(client_app([compression()]), 2, seed=4), model(), num_rounds=1, timeout=9)
+    assert strategy.reports[1].compressed == 2
