@@ -205,10 +205,10 @@ def test_codecs_that_make_updates_private_and_coded_rounds_are_refused_around_ro
     codec = chain(Privatise(clip=1.0, noise_multiplier=1.0), TopK(density=0.5))
     with pytest.raises(ConfigError, match="feature rows leave them in the clear"):
         SkewedGCN(Compressed(averaging(), codec, feedback=False))
-    with pytest.raises(ConfigError, match="CodedFedAvg runs its own loop"):
+    with pytest.raises(ConfigError, match="CodedFedAvg writes its rounds as exchanges"):
         SkewedGCN(CodedFedAvg(averaging(), construction="relay"))
     for outer in (CodedFedAvg, lambda inner: Compressed(inner, TopK(density=0.5))):
-        with pytest.raises(ConfigError, match="SkewedGCN runs its own loop"):
+        with pytest.raises(ConfigError, match="SkewedGCN writes its rounds as exchanges"):
             outer(strategy())
 
 

@@ -352,7 +352,7 @@ def test_a_report_survives_json() -> None:
         ({"mode": "matchd"}, "did you mean 'matched'"),
         ({"sampler": SamplerSettings(), "budget": 2.0}, "budget of SkewedGCN: the settings given as sampler say it"),
         ({"inner": "fedavg"}, "inner must be a Flower Strategy instance"),
-        ({"inner": strategy()}, "runs its own loop"),
+        ({"inner": strategy()}, "exchanges of its own"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:
