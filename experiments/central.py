@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from experiments.parts import TASK_PREFIX
+from experiments.parts import INNER_PREFIX, TASK_PREFIX, make_inner
 from experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
 from experiments.spec import RunSpec
 from experiments.systems import TRAINING, get_system
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
+from strategies.adaptive import has_moments
+from strategies.means import aggregate_once
 
 if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
@@ -58,6 +64,11 @@ class Plan:
         Arguments of :meth:`fedcomp.tasks.base.Task.train`: lr, batch_size, epochs, max_steps, momentum, weight_decay.
     every : int
         Rounds between evaluations and looks; 0 evaluates the last round only. The last round is always one.
+    server : mapping
+        The settings ``inner`` and ``inner.*`` of the server's strategy: empty for FedAvg, or one with moments.
+    everywhere : bool
+        Leave a strategy's moments to themselves on all coordinates, as Flower does and the drop-in pair does not; see
+        :mod:`strategies.adaptive`.
     """
 
     task: Task
@@ -66,6 +77,8 @@ class Plan:
     seed: int = 0
     training: Mapping[str, Any] = field(default_factory=dict)
     every: int = 0
+    server: Mapping[str, Any] = field(default_factory=dict)
+    everywhere: bool = False
 
     @classmethod
     def of(cls, spec: RunSpec) -> tuple[Plan, Scheme]:
@@ -74,24 +87,25 @@ class Plan:
         Raises
         ------
         ConfigError
-            When the spec asks for what only messages can do: cohorts, a compressed downlink, another inner strategy.
+            When the spec asks for what only messages can do: cohorts, a compressed downlink, an inner strategy that is
+            neither FedAvg nor one with moments.
         """
         from fedcomp.tasks import get_task
 
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
-        for key, only in (("fraction", 1.0), ("inner", "fedavg"), ("downlink", "")):
+        for key, only in (("fraction", 1.0), ("downlink", "")):
             if settings.get(key, only) != only:
                 raise ConfigError(f"without messages {key} is {only!r}, not {settings[key]!r}; run it on an engine")
-        inner = [key for key in settings if key.startswith("inner.")]
-        if inner:
-            raise ConfigError(f"without messages there are no settings {inner}; run it on an engine")
+        server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
+        if settings["inner"] != "fedavg" or server:
+            server = {"inner": settings["inner"], **server}
         options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
         # Zero is what training does anyway; the messages leave it out, too.
         training = {key: settings[key] for key in TRAINING if settings[key]}
         codec = getattr(system.make_strategy(settings, spec.seed), "codec", Identity())
         every = int(settings["evaluate_every"])
-        plan = cls(get_task(spec.task, **options), spec.clients, spec.rounds, spec.seed, training, every)
+        plan = cls(get_task(spec.task, **options), spec.clients, spec.rounds, spec.seed, training, every, server)
         return plan, scheme_of(codec)
 
 
@@ -132,12 +146,25 @@ class Outcome:
         One per round, without vectors and states.
     diverged : int or None
         The round whose updates were not finite: training ended there, and the last loss is infinite.
+    steps : list of float
+        Per round, the share of the server's step, squared, on coordinates of which nothing arrived.
     """
 
     arrays: dict[str, NDArray[Any]]
     points: list[Point]
     exchanges: list[Cost]
     diverged: int | None = None
+    steps: list[float] = field(default_factory=list)
+
+    @property
+    def settled(self) -> float:
+        """Mean accuracy of the last five evaluated rounds: one test image more or less moves a single one."""
+        return _mean([point.accuracy for point in self.points[-5:]])
+
+    @property
+    def stale(self) -> float:
+        """Mean over rounds of :attr:`steps`; NaN for FedAvg, whose step is what arrived."""
+        return _mean(self.steps)
 
     @property
     def final(self) -> Point:
@@ -211,6 +238,7 @@ def simulate(plan: Plan, scheme: Scheme, on_point: Callable[[Point], object] | N
     states = scheme.start(layout, plan.clients)
     vector = layout.flatten(views)
     run = _Run(plan, scheme, views, layout, vector)
+    server = _Server(plan, layout, sparse=scheme.codec.sparse(layout) and not plan.everywhere)
     run.look(model, 0, on_point)
     for number in range(1, plan.rounds + 1):
         updates = []
@@ -225,7 +253,7 @@ def simulate(plan: Plan, scheme: Scheme, on_point: Callable[[Point], object] | N
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 done = scheme.round(updates, weights, states, Key(plan.seed, "uplink", number), look=due)
-                after = done.mean if scheme.lossless else run.vector + done.mean
+                after = server.step(number, run.vector, done.mean if scheme.lossless else run.vector + done.mean)
             if not np.isfinite(after).all():
                 raise NonFiniteUpdate("the aggregate is not finite")
         except NonFiniteUpdate:
@@ -234,7 +262,45 @@ def simulate(plan: Plan, scheme: Scheme, on_point: Callable[[Point], object] | N
         run.advance(after, done)
         if due:
             run.look(model, number, on_point)
-    return run.outcome(None)
+    return replace(run.outcome(None), steps=server.stale)
+
+
+class _Server:
+    """What the server makes of the mean model: FedAvg takes it as it is, a strategy with moments makes its own step.
+
+    Raises
+    ------
+    ConfigError
+        For another strategy.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, *, sparse: bool) -> None:
+        self.layout = layout
+        self.sparse = sparse
+        self.inner = make_inner({"fraction_evaluate": 0.0, **plan.server}) if plan.server else None
+        self.stale: list[float] = []
+        if self.inner is not None and not has_moments(self.inner):
+            raise ConfigError(
+                f"without messages inner is 'fedavg' or one with moments, not {type(self.inner).__name__}, with no "
+                "settings of its own; run it on an engine"
+            )
+
+    def step(self, number: int, model: Vector, mean: Vector) -> Vector:
+        """Return the model after round ``number``."""
+        if self.inner is None:
+            return mean
+        named = {name: array.copy() for name, array in self.layout.unflatten(model).items()}
+        self.inner.current_arrays = named  # type: ignore[attr-defined]
+        arrived = ("arrays", to_record(self.layout.unflatten(mean)))
+        # Flower's messages exist only within a run.
+        with InProcessGrid(ClientApp(), 1):
+            asked = Message(RecordDict(), 1, "train")
+            arrays, _ = aggregate_once(self.inner, number, arrived, asked, (), sparse=self.sparse)
+        assert arrays is not None
+        after = self.layout.flatten(to_arrays(restore_dtypes(arrays, named, [])))
+        step = np.square(after - model, dtype=np.float64)
+        self.stale.append(float(step[mean == model].sum() / step.sum()) if step.any() else 0.0)
+        return after
 
 
 @dataclass

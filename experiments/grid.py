@@ -64,7 +64,7 @@ class Cell:
         The codec's configuration, as :func:`fedcomp.codecs.get_codec` takes it.
     task, options : str, mapping
         The task and its options.
-    clients, rounds, seed, training, every :
+    clients, rounds, seed, training, every, server, everywhere :
         See :class:`experiments.central.Plan`.
     oracle : bool
         For ScaleCom: select from the mean of all clients.
@@ -80,6 +80,8 @@ class Cell:
     training: Mapping[str, Any] = field(default_factory=dict)
     every: int = 0
     oracle: bool = False
+    server: Mapping[str, Any] = field(default_factory=dict)
+    everywhere: bool = False
 
     def run(self) -> Measured:
         """Train."""
@@ -93,7 +95,8 @@ class Cell:
         if self.oracle and isinstance(codec, ScaleCom):
             scheme = Led(codec, oracle=True)
         task = get_task(self.task, **self.options)
-        plan = Plan(task, self.clients, self.rounds, self.seed, dict(self.training), self.every)
+        training, server = dict(self.training), dict(self.server)
+        plan = Plan(task, self.clients, self.rounds, self.seed, training, self.every, server, self.everywhere)
         out = simulate(plan, scheme)
         final = out.final
         return Measured(
@@ -106,6 +109,8 @@ class Cell:
             build_up=max((e.union / max(1, *e.kept) for e in out.exchanges), default=math.nan),
             overlap=out.overlap,
             diverged=out.diverged,
+            settled=out.settled,
+            stale=out.stale,
             points=[(float(p.round), p.loss, float(p.uplink)) for p in out.points],
         )
 
@@ -132,6 +137,10 @@ class Measured:
         sent. On a shared support it is at most 1.
     diverged : int or None
         The round in which the updates were no longer finite.
+    settled : float
+        Accuracy on the test split, the mean over the last five evaluated rounds.
+    stale : float
+        Mean share of the server's step, squared, on coordinates of which nothing arrived in the round; NaN for FedAvg.
     points : list
         Round, loss and uplink bytes so far, of every evaluation.
     """
@@ -145,13 +154,15 @@ class Measured:
     build_up: float
     overlap: float
     diverged: int | None
+    settled: float
+    stale: float
     points: Sequence[tuple[float, float, float]]
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Measured:
         """Read what a kept cell holds."""
         values = {f.name: document[f.name] for f in fields(cls)}
-        missing = dict.fromkeys(("accuracy", "kept", "union", "build_up", "overlap"), math.nan)
+        missing = dict.fromkeys(("accuracy", "kept", "union", "build_up", "overlap", "settled", "stale"), math.nan)
         values |= {name: value for name, value in missing.items() if values[name] is None}
         values["loss"] = math.inf if values["loss"] is None else values["loss"]
         values["points"] = [(x, math.inf if loss is None else loss, sent) for x, loss, sent in values["points"]]

@@ -62,6 +62,10 @@ class Scheme(Protocol):
     """How the clients of a round agree on one update."""
 
     @property
+    def codec(self) -> Codec:
+        """What encodes the updates."""
+
+    @property
     def lossless(self) -> bool:
         """Whether the updates are the models themselves, not differences."""
 

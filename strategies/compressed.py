@@ -64,6 +64,8 @@ class Compressed(Strategy):
     ----------
     inner : Strategy
         Any Flower 1.41 strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
+        With a codec that lists coordinates, FedAdam, FedYogi and FedAdagrad keep moments and steps to the coordinates
+        of which something arrived (:mod:`strategies.adaptive`).
     codec : Codec or dict
         What clients send. The clients learn it from the server's messages.
     downlink : Codec or dict, optional
@@ -464,8 +466,9 @@ class Compressed(Strategy):
             moved_to = to_record(layout.unflatten(moved, {t.name: self._model[t.name] for t in layout.exact}))
             named = (self._record_name, moved_to)
             received = None if self._private is not None else (len(consumed), report.lost)
+            message, sparse = self._sent[0].message, self.codec.sparse(layout)
             arrays, metrics = aggregate_once(
-                mean_of, server_round, named, self._sent[0].message, contents, received=received
+                mean_of, server_round, named, message, contents, received=received, sparse=sparse
             )
         accepted = arrays is not None and self._accept(arrays, consumed, report)
         model = self._restored(arrays, [], report) if arrays is not None and accepted else None
@@ -592,6 +595,7 @@ class Compressed(Strategy):
             [a.content for a in arrivals],
             metrics_name=first.metrics_name,
             received=(len(arrivals), len(report.rejected)),
+            sparse=self.codec.sparse(layout),
         )
 
     def _aggregate_private(

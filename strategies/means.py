@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 
 from fedcomp.flower.logs import flowers
+from strategies.adaptive import Outcome, step_on_support
 
 _WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
 """Flower's aggregations that see the replies only through their weighted mean."""
@@ -51,6 +52,7 @@ def aggregate_once(
     *,
     metrics_name: str = "metrics",
     received: tuple[int, int] | None = None,
+    sparse: bool = False,
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
     """Let ``inner``, a weighted mean, aggregate one reply that is the mean already.
 
@@ -66,6 +68,9 @@ def aggregate_once(
     received : tuple of int and int, optional
         How many replies the mean stands for, and how many could not be used: Flower's log tells of one result
         otherwise. None where that is not to be known.
+    sparse : bool
+        Whether the mean is the model itself wherever nothing arrived: an adaptive strategy then keeps to the rest
+        (:mod:`strategies.adaptive`).
     """
     key = str(weight_key_of(inner))
     metrics_of = inner.train_metrics_aggr_fn  # type: ignore[attr-defined]
@@ -74,9 +79,13 @@ def aggregate_once(
     name, arrays = model
     mean = RecordDict({name: arrays, metrics_name: MetricRecord({key: 1.0})})
     inner.train_metrics_aggr_fn = lambda records, key: metrics  # type: ignore[attr-defined]
+
+    def step() -> Outcome:
+        return inner.aggregate_train(server_round, [Message(mean, reply_to=reply_to)])
+
     try:
         with _counts(received):
-            return inner.aggregate_train(server_round, [Message(mean, reply_to=reply_to)])
+            return step_on_support(inner, arrays, step) if sparse else step()
     finally:
         inner.train_metrics_aggr_fn = metrics_of  # type: ignore[attr-defined]
 

@@ -508,16 +508,18 @@ class PrivateStrategy(Strategy):
                 moved += step
             else:
                 moved[support] += step
-        return self._hand_over(server_round, moved, layout, report)
+        return self._hand_over(server_round, moved, layout, report, sparse=support is not None)
 
-    def _hand_over(self, server_round: int, moved: Vector, layout: Layout, report: RoundReport) -> Outcome:
+    def _hand_over(
+        self, server_round: int, moved: Vector, layout: Layout, report: RoundReport, *, sparse: bool = False
+    ) -> Outcome:
         """Let the inner strategy make its step from the noisy mean; buffers keep the server's values."""
         exact = {t.name: self._model[t.name] for t in layout.exact}
         # A round that nobody was drawn for has no message to answer.
         asked = Message(RecordDict(), 1, "train") if not self._sent else self._sent[0].message
         mean = (self._record_name, to_record(layout.unflatten(moved, exact)))
         with np.errstate(over="ignore", invalid="ignore"):
-            arrays, _ = aggregate_once(self.inner, server_round, mean, asked, ())
+            arrays, _ = aggregate_once(self.inner, server_round, mean, asked, (), sparse=sparse)
         if arrays is None:
             return None, None
         found = to_arrays(restore_dtypes(arrays, self._model, []))

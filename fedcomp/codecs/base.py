@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
-from fedcomp.wire import Bundle, Frame, Limits, Schema, decode
+from fedcomp.wire import Bundle, Frame, Kind, Limits, Schema, decode
 
 State = dict[str, NDArray[Any]]
 """What a codec remembers between two updates of one client. Arrays only; counters are 0-d arrays."""
@@ -138,6 +138,10 @@ class Codec(ABC):
     @abstractmethod
     def schema(self, layout: Layout) -> Schema:
         """Return the tensors a frame of this codec must hold for ``layout``: the receiver's own expectation."""
+
+    def sparse(self, layout: Layout) -> bool:
+        """Whether frames for ``layout`` list coordinates and deliver nothing to the others."""
+        return any(expected.kinds == {Kind.SPARSE} for expected in self.schema(layout))
 
     def limits(self, layout: Layout) -> Limits:
         """Return the resource limits under which a frame for ``layout`` is parsed."""

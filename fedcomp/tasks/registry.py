@@ -19,6 +19,7 @@ TASKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "digits": "fedcomp.tasks.images:Digits",
         "mnist": "fedcomp.tasks.images:Mnist",
+        "cifar10-subset": "fedcomp.tasks.images:Cifar",
         "tiny-shakespeare": "fedcomp.tasks.shakespeare:TinyShakespeare",
         "a9a": "fedcomp.tasks.linear:A9a",
         "breast-cancer": "fedcomp.tasks.linear:BreastCancer",

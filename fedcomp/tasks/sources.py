@@ -22,6 +22,7 @@ import importlib.util
 import io
 import os
 import stat
+import tarfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -275,13 +276,19 @@ def _frozen(content: Content) -> Content:
     return content
 
 
+def held_out(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which rows are held out: every fifth of each class."""
+    out = np.zeros(len(labels), np.bool_)
+    for label in np.unique(labels):
+        out[np.flatnonzero(labels == label)[4::5]] = True
+    return out
+
+
 def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Table:
     """Hold out every fifth row of each class; optionally standardise by the training rows."""
     y = np.asarray(y, np.int64)
-    held_out = np.zeros(len(x), bool)
-    for label in np.unique(y):
-        held_out[np.flatnonzero(y == label)[4::5]] = True
-    train, test = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    out = held_out(y)
+    train, test = np.flatnonzero(~out), np.flatnonzero(out)
     x = np.asarray(x, np.float64)
     if standardise:
         mean, std = x[train].mean(0), x[train].std(0)
@@ -351,6 +358,45 @@ def _enlarged_digits() -> Table:
     x, y = _embedded("digits.csv.gz")
     images = np.pad(x.reshape(-1, 8, 8).repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
     return _split(_mnist_scale(images / 16.0), y)
+
+
+def _enlarged_colour_digits() -> Table:
+    """Return the embedded digits in CIFAR-10's shape: every pixel four times each way, in three equal colours."""
+    x, y = _embedded("digits.csv.gz")
+    images = x.reshape(-1, 1, 8, 8).repeat(4, axis=2).repeat(4, axis=3).repeat(3, axis=1)
+    return _split(_centred(images / 16.0), y)
+
+
+def _centred(images: NDArray[Any]) -> NDArray[np.float32]:
+    """Return images in [0, 1] as rows in [-1, 1], the inputs of Flower's PyTorch quickstart."""
+    return ((images.reshape(len(images), -1) - 0.5) / 0.5).astype(np.float32)
+
+
+_CIFAR_CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def _read_cifar(files: Mapping[str, bytes]) -> Table:
+    """Return the images by number, then class, so that the first so many hold all classes alike."""
+    from PIL import Image
+
+    (data,) = files.values()
+    found: dict[str, list[tuple[str, int, NDArray[np.uint8]]]] = {"train": [], "test": []}
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            split, _, name = member.name.partition("/")
+            kind, _, number = name.partition("/")
+            stream = archive.extractfile(member) if number else None
+            if stream is not None:
+                pixels = np.asarray(Image.open(stream)).transpose(2, 0, 1)
+                found[split].append((number, _CIFAR_CLASSES.index(kind), pixels))
+    (x, y), (x_test, y_test) = (_stacked(rows) for rows in found.values())
+    return Table(x, y, x_test, y_test, 10)
+
+
+def _stacked(rows: list[tuple[str, int, NDArray[np.uint8]]]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    rows.sort(key=lambda row: row[:2])
+    labels = np.array([label for _, label, _ in rows], np.int64)
+    return _centred(np.stack([pixels for _, _, pixels in rows]) / np.float32(255)), labels
 
 
 def _mnist_scale(images: NDArray[Any]) -> NDArray[np.float32]:
@@ -474,6 +520,14 @@ SETS: Final[Mapping[str, _Set]] = {
     "breast-cancer": _Set(_breast_cancer, "scikit-learn's embedded breast cancer table"),
     "mnist": _MNIST,
     "mnist-generator": _MNIST,
+    "cifar10-subset": _Set(
+        _enlarged_colour_digits,
+        "scikit-learn's embedded 8x8 digits enlarged to 32x32 in three colours",
+        substitute=True,
+        folder="cifar10-jpeg-subset",
+        files={"cifar10-jpeg-subset.tar.gz": "df463c17492b19ca8fde10e12e7aafcb6b0fb1b567c033fc49d0c27f4600c87d"},
+        read=_read_cifar,
+    ),
     "tiny-shakespeare": _Set(
         lambda: Corpus(synthetic.speakers()),
         "synthetic text of twenty Markov speakers",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,8 @@ def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
         ("sidco", ONE_STEP),
         ("adacomp", ONE_STEP),
         ("scalecom", ONE_STEP | {"codec.beta": 0.3}),
+        ("topk", SMALL | {"feedback": True, "inner": "fedadam", "inner.eta": 0.03}),
+        ("qsgd", SMALL | {"inner": "fedyogi"}),
     ],
 )
 def test_a_system_ends_in_the_same_model_and_bytes_as_with_messages(system: str, settings: dict) -> None:
@@ -64,13 +68,22 @@ def test_what_only_messages_can_do_is_refused() -> None:
     for settings, word in (
         ({"fraction": 0.5}, "fraction"),
         ({"downlink": "topk", "downlink.density": 0.1}, "downlink"),
-        ({"inner": "fedadam"}, "inner"),
+        ({"inner": "fedmedian"}, "inner"),
         ({"inner.server_momentum": 0.5, "inner": "fedavgm"}, "inner"),
     ):
         with pytest.raises(ConfigError, match=word):
-            Plan.of(RunSpec("topk", clients=3, settings=SMALL | settings))
+            simulate(*Plan.of(RunSpec("topk", rounds=1, clients=3, settings=SMALL | settings)))
     with pytest.raises(ConfigError, match="buffers"):
         simulate(Plan(get_task("digits", model="cnn", batch_norm=True), 2, 1), Separate(Identity()))
+
+
+def test_b6_without_support_wise_moments_the_server_steps_where_nothing_arrived() -> None:
+    spec = RunSpec("topk", rounds=8, clients=3, settings=SMALL | {"feedback": True, "inner": "fedadam"})
+    plan, scheme = Plan.of(spec)
+    kept, left = simulate(plan, scheme), simulate(dataclasses.replace(plan, everywhere=True), scheme)
+    assert kept.steps == [0.0] * 8
+    assert left.steps[0] == 0.0
+    assert left.steps[-1] > 0.25
 
 
 def test_the_leader_rotates_and_nobody_else_chooses() -> None:

@@ -182,7 +182,7 @@ def test_incomplete_folder_is_refused(tmp_path: Path) -> None:
         load("a9a", root=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mnist", "tiny-shakespeare", "a9a", "wifi"])
+@pytest.mark.parametrize("name", ["mnist", "cifar10-subset", "tiny-shakespeare", "a9a", "wifi"])
 def test_stand_ins_warn_and_say_so_in_the_record(name: str) -> None:
     with pytest.warns(DataWarning, match="used instead"):
         task = get_task(name)
@@ -311,6 +311,38 @@ def test_real_files_have_their_published_counts(local_data: Path) -> None:
     wifi, _ = load("wifi", root=local_data)
     assert isinstance(wifi, Table)
     assert np.bincount(np.concatenate([wifi.y_train, wifi.y_test])).tolist() == [500] * 4
+
+
+def test_the_images_of_cifar10_are_read_by_number_then_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+    import io
+    import tarfile
+    from dataclasses import replace
+
+    from PIL import Image
+
+    file, colour = tmp_path / "cifar10-jpeg-subset" / "cifar10-jpeg-subset.tar.gz", {"cat": 200, "truck": 40}
+    file.parent.mkdir()
+    with tarfile.open(file, "w:gz") as archive:
+        for path in ("train/truck/0000.jpg", "train/cat/0001.jpg", "train/cat/0000.jpg", "test/truck/0000.jpg"):
+            stream = io.BytesIO()
+            red = colour[path.split("/")[1]]
+            Image.new("RGB", (32, 32), (red, 0, 255)).save(stream, "JPEG", quality=95)
+            member = tarfile.TarInfo(path)
+            member.size = len(stream.getvalue())
+            archive.addfile(member, io.BytesIO(stream.getvalue()))
+    entry = replace(sources.SETS["cifar10-subset"], files={file.name: hashlib.sha256(file.read_bytes()).hexdigest()})
+    monkeypatch.setattr(sources, "SETS", {**sources.SETS, "cifar10-subset": entry})
+    table, source = load("cifar10-subset", root=tmp_path)
+    assert source.verified
+    assert isinstance(table, Table)
+    assert table.y_train.tolist() == [3, 9, 3]
+    assert table.y_test.tolist() == [9]
+    # Colours first, in [-1, 1]: red as drawn (JPEG loses a little), green none, blue full.
+    red, green, blue = table.x_train[1].reshape(3, 32, 32)
+    np.testing.assert_allclose(red, 40 / 127.5 - 1.0, atol=0.06)
+    assert green.max() < -0.9
+    assert blue.min() > 0.9
 
 
 def test_embedded_tables_are_scikit_learns_own_read_without_the_library() -> None:

@@ -399,11 +399,20 @@ def test_min_examples_guards_iid_clients_too() -> None:
     assert sorted(len(sparse.client(p, 31)) for p in range(31)) == [0] + [1] * 30
 
 
+def test_validation_looks_at_no_test_image() -> None:
+    task, tuning = _task("digits"), _task("digits", validation=True)
+    rows = {row.tobytes() for row in task.train_split.x}
+    assert len(tuning.train_split) + len(tuning.test) == len(task.train_split)
+    assert all(row.tobytes() in rows for split in (tuning.train_split, tuning.test) for row in split.x)
+    assert np.bincount(tuning.test.y).tolist() == (np.bincount(task.train_split.y) // 5).tolist()
+
+
 def test_documented_parameter_counts() -> None:
     counts = {
         ("digits", "mlp"): 85_002,
         ("digits", "cnn"): 13_706,
         ("mnist", "cnn"): 114_314,
+        ("cifar10-subset", "cnn"): 62_006,
     }
     for (name, kind), count in counts.items():
         model = _task(name, model=kind).model(0)
