@@ -33,6 +33,7 @@ from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
 from strategies.flower_dp import require_clip_holds, require_clip_is_seen
 from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
+from strategies.pairings import warn_of_pairing
 from strategies.private import PrivateStrategy
 from strategies.private_updates import decoded_updates
 from strategies.replies import (
@@ -133,6 +134,8 @@ class Compressed(Strategy):
         if wanted and not chosen.remembers and not chosen.lossless:
             chosen = ErrorFeedback(chosen)
         require_clip_holds(inner, chosen)
+        if private is None:
+            warn_of_pairing(inner, chosen)
         self._private = private
         self.codec = chosen
         self.downlink = None if downlink is None else get_codec(downlink)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from experiments import adaptive_servers, robust_rules
 from experiments.claims import Claim
 from experiments.experiment import Config, Experiment, Option
 from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean, spread
@@ -17,6 +18,7 @@ from experiments.spec import RunResult, RunSpec
 TASK: Final = "digits"
 DENSE: Final = "dense"
 ORACLE: Final = "true top-k of the mean"
+ADAM: Final = "top-k + EF, FedAdam"
 NO_MEMORY: Final = "CLT-k, no memory"
 IID: Final = "IID"
 SORTED: Final = "label-sorted"
@@ -39,6 +41,8 @@ OPTIONS = {
     "batch_size": Option(16, "examples per step; a client makes one step a round", least=1),
     "density": Option(0.01, "share of the coordinates that schemes with a density send", above=0.0, most=1.0),
     "check_rounds": Option(40, "rounds of the runs that are also made with messages", least=1),
+    **adaptive_servers.OPTIONS,
+    **robust_rules.OPTIONS,
 }
 
 CodecOf = Callable[[float, float], dict[str, Any]]
@@ -164,6 +168,9 @@ def rows(config: Config) -> list[RunSpec]:
     specs = [
         config.spec("identity", DENSE, TASK, take=_SHARED, **every),
         config.spec("topk", "top-k + EF", TASK, take=_SHARED, feedback=True, **density, **every),
+        config.spec(
+            "topk", "top-k + EF, FedAdam", TASK, take=_SHARED, feedback=True, inner="fedadam", **density, **every
+        ),
         config.spec("scalecom", "CLT-k", TASK, take=_SHARED, **{"codec.scope": "global"}, **density, **every),
     ]
     return [dataclasses.replace(spec, rounds=rounds) for spec in specs]
@@ -184,9 +191,12 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     for (partition, label), group in groups.items():
         dense = groups[partition, DENSE]
         values[f"{partition}, {label}: loss / dense"] = _relative(group, dense)
+    servers, lost = adaptive_servers.measure(config, say)
+    rules, distances = robust_rules.measure(config, say)
+    values |= lost | distances
     options = {cell.options["partition"]: dict(cell.options) for group in cells.values() for cell in group}
     return Findings(
-        tables=[*(_table(partition, groups) for partition in PARTITIONS), checked],
+        tables=[*(_table(partition, groups) for partition in PARTITIONS), servers, rules, checked],
         figures=[_curves(partition, groups) for partition in PARTITIONS],
         values=values,
         tasks=[get_task(TASK, **chosen).record() for chosen in options.values()],
@@ -293,6 +303,7 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
             "goal: what is never sent must be missed; a memory that works by accident gives about 1",
         )
     )
+    made += [*adaptive_servers.claims(values), *robust_rules.claims(values)]
     for label in results:
         made += [
             Claim(
