@@ -86,8 +86,10 @@ def measure(config: Config, say: Say) -> tuple[Table, dict[str, float]]:
         if len(row.grid) > 1
     }
     found = run_cells([cell for cells in tried.values() for cell in cells.values()], say, workers)
-    best = {row: max(cells, key=lambda s, cells=cells: found[cells[s].name].settled) for row, cells in tried.items()}
-    chosen = {row: best.get(row, row.grid[0]) for row in ROWS}
+    chosen = {row: row.grid[0] for row in ROWS}
+    for row, options in tried.items():
+        reached = {setting: found[cell.name].settled for setting, cell in options.items()}
+        chosen[row] = max(reached, key=reached.__getitem__)
     seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
     cells = {row: [row.cell(config, chosen[row], seed) for seed in seeds] for row in ROWS}
     done = run_cells([cell for group in cells.values() for cell in group], say, workers)

@@ -86,6 +86,7 @@ class Cell:
     def run(self) -> Measured:
         """Train."""
         from experiments.central import Led, Plan, Scheme, scheme_of, simulate  # brings torch
+        from experiments.private_central import quiet
         from fedcomp.codecs import get_codec
         from fedcomp.codecs.scalecom import ScaleCom
         from fedcomp.tasks import get_task
@@ -97,7 +98,8 @@ class Cell:
         task = get_task(self.task, **self.options)
         training, server = dict(self.training), dict(self.server)
         plan = Plan(task, self.clients, self.rounds, self.seed, training, self.every, server, self.everywhere)
-        out = simulate(plan, scheme)
+        with quiet():
+            out = simulate(plan, scheme)
         final = out.final
         return Measured(
             loss=final.loss,

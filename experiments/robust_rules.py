@@ -8,6 +8,7 @@ themselves sees mostly zeros; what it discards is lost, since the client was tol
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -71,14 +72,14 @@ def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> flo
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
-        model = msg.content["arrays"]["w"].numpy()  # type: ignore[index]
+        model = msg.content.array_records["arrays"]["w"].numpy()
         own = target + np.float32(NOISE) * drawn(int(context.node_config["partition-id"]))
         moved = ArrayRecord({"w": Array(model + np.float32(RATE) * (own - model))})
         return Message(RecordDict({"arrays": moved, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
-    strategy = Compressed(make_inner({"fraction_evaluate": 0.0, **RULES[rule]}), dict(codec), seed=seed)
     initial = ArrayRecord({"w": Array(np.zeros(SIZE, np.float32))})
     with quiet(), InProcessGrid(app, CLIENTS, seed=seed) as grid:
+        strategy = Compressed(make_inner({"fraction_evaluate": 0.0, **RULES[rule]}), dict(codec), seed=seed)
         result = strategy.start(grid, initial, num_rounds=rounds)
     return float(np.linalg.norm(result.arrays["w"].numpy() - target) / np.linalg.norm(target))
 
@@ -90,10 +91,8 @@ def measure(config: Config, say: Say) -> tuple[Table, dict[str, float]]:
     for name, codec in CODECS.items():
         listed = {"density": density} if codec["id"] in ("topk", "randomk") else {}
         for rule in RULES:
-            values[_key(rule, name)] = say.cell(
-                f"{rule}, {name}",
-                lambda rule=rule, codec={**codec, **listed}: distance(rule, codec, rounds, config.seed),
-            )
+            found = partial(distance, rule, {**codec, **listed}, rounds, config.seed)
+            values[_key(rule, name)] = say.cell(f"{rule}, {name}", found)
     table = Table(
         "Rules that are no mean: distance to the target",
         ("rule", *CODECS),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import Codec
+from fedcomp.flower.logs import log
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from strategies.means import MEANS, is_mean
-
-log = logging.getLogger("fedcomp")
 
 _LARGE: Final = Layout.flat(1 << 16)
 """A tensor that no policy sends dense: codecs are asked what they do with it."""

@@ -8,7 +8,7 @@ import math
 import pytest
 from noted_settings import Read
 
-from experiments import engines
+from experiments import adaptive_servers, engines, robust_rules
 from experiments.catalog import sparse_study, sparsifiers
 from experiments.claims import Claim
 from experiments.experiment import Config, Experiment
@@ -30,8 +30,10 @@ def run(experiment: Experiment, *assignments: str, **size: int) -> tuple[Config,
 
 @pytest.fixture(scope="module")
 def table() -> tuple[Config, Findings, list[Claim], set[str]]:
-    small = ("seeds=1", "task.hidden=20", "check_rounds=2")
-    return run(sparsifiers.EXPERIMENT, *small, rounds=3, clients=3)
+    small = ("seeds=1", "task.hidden=20", "check_rounds=2", "server_rounds=2", "rule_rounds=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive_servers, "GRID", adaptive_servers.GRID[3:5])
+        return run(sparsifiers.EXPERIMENT, *small, rounds=3, clients=3)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +66,36 @@ def test_the_table_has_every_method_on_both_partitions(table: tuple) -> None:
 def test_simulated_and_sent_runs_agree_to_the_bit(table: tuple) -> None:
     _, findings, claims, _ = table
     rows = findings.tables[-1].rows
-    assert [row[0] for row in rows] == [sparsifiers.DENSE, "top-k + EF", "CLT-k"]
+    assert [row[0] for row in rows] == [sparsifiers.DENSE, "top-k + EF", sparsifiers.ADAM, "CLT-k"]
     assert all(row[2] == row[3] < row[4] and row[5] == 0 for row in rows)
     exact = [claim for claim in claims if claim.op == "=="]
-    assert len(exact) == 6
+    assert len(exact) == 8
     assert all(claim.ok for claim in exact)
+
+
+def test_b6_every_server_is_tuned_and_stands_beside_itself_on_dense_updates(table: tuple) -> None:
+    _, findings, claims, _ = table
+    (found,) = (t for t in findings.tables if t.title.startswith("Server optimisers"))
+    names = [row[0] for row in found.rows]
+    assert names == [f"{row.server}, {row.way}" for row in adaptive_servers.ROWS]
+    for row, cells in zip(adaptive_servers.ROWS, found.rows, strict=True):
+        tuned = row.server != "FedAvg"
+        assert ((cells[1], cells[2]) in adaptive_servers.GRID) is tuned
+        assert row.way != adaptive_servers.DENSE or cells[4] == 0.0
+        # What the pair does leaves nothing of the step where nothing arrived.
+        assert row.way != adaptive_servers.SPARSE or cells[5] == (0 if tuned else None)
+    lost = [claim for claim in claims if "of accuracy lost against dense" in claim.name]
+    assert [claim.name.split(",")[0] for claim in lost] == ["FedAdam", "FedYogi", "FedAdagrad"]
+    assert all(claim.bound == 2.0 for claim in lost)
+
+
+def test_b7_every_rule_meets_every_kind_of_codec(table: tuple) -> None:
+    _, findings, claims, _ = table
+    (found,) = (t for t in findings.tables if t.title.startswith("Rules"))
+    assert [row[0] for row in found.rows] == list(robust_rules.RULES)
+    assert found.columns[1:] == tuple(robust_rules.CODECS)
+    assert all(0.0 < cell <= 1.0 for row in found.rows for cell in row[1:])
+    assert sum(claim.name.startswith("FedMedian") for claim in claims) == 2
 
 
 def test_every_bound_of_the_table_is_claimed_for_both_partitions(table: tuple) -> None:
