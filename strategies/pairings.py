@@ -11,16 +11,10 @@ from fedcomp.flower.logs import log
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from strategies.means import MEANS, is_mean
+from strategies.wrapping import held
 
 _LARGE: Final = Layout.flat(1 << 16)
 """A tensor that no policy sends dense: codecs are asked what they do with it."""
-
-
-def rule_of(strategy: Strategy) -> Strategy:
-    """Return the strategy whose rule makes one model of many: the innermost one, as wrappers hold it."""
-    while isinstance(inner := getattr(strategy, "strategy", None), Strategy):
-        strategy = inner
-    return strategy
 
 
 def warn_of_pairing(inner: Strategy, codec: Codec) -> None:
@@ -30,7 +24,7 @@ def warn_of_pairing(inner: Strategy, codec: Codec) -> None:
     what was in it is lost. ``python -m experiments.run sparsifiers`` prints how far each rule gets with each kind of
     codec.
     """
-    rule = rule_of(inner)
+    rule = held(inner)[-1]
     if is_mean(rule) or not codec.sparse(_LARGE) or codec.common_support(_LARGE, Key(0)) is not None:
         return
     log.warning(

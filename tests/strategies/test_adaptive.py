@@ -12,10 +12,12 @@ from toy import client_app, model, stack
 from clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.layout import Layout
+from fedcomp.layout import Layout, SmallDense
 from strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
+WEIGHTS = 1200
+DENSE_BIAS = SmallDense(share=1.0)
 ADAPTIVE = [FedAdam, FedYogi, FedAdagrad]
 
 
@@ -34,7 +36,7 @@ def rounds(strategy: Compressed, app: ClientApp, initial: ArrayRecord, count: in
 def moments(strategy) -> np.ndarray:
     """Return first and second moments as one array of two rows, zeros before the first round."""
     held = [strategy.m_t, strategy.v_t]
-    size = sum(v.size for v in held[0].values()) if held[0] else 1230
+    size = sum(v.size for v in held[0].values()) if held[0] else stack(model()).size
     return np.stack([np.concatenate([v.reshape(-1) for v in m.values()]) if m else np.zeros(size) for m in held])
 
 
@@ -56,15 +58,15 @@ def burst(size: int = 2000) -> ClientApp:
 @pytest.mark.parametrize("codec", [TopK(density=0.05), RandomK(density=0.05)], ids=["top-k", "shared random-k"])
 @pytest.mark.parametrize("inner", ADAPTIVE, ids=lambda c: c.__name__)
 def test_b6_coordinates_of_which_nothing_arrived_keep_value_and_moments(inner, codec) -> None:
-    strategy = Compressed(inner(**ONE), codec)
+    strategy = Compressed(inner(**ONE), codec, policy=DENSE_BIAS)
     held = moments(strategy.inner)
     quiet = 0
     for number, (before, after) in enumerate(rounds(strategy, client_app([compression()]), model(), 6), 1):
         now = moments(strategy.inner)
         # A moment that changed, or a coordinate that moved, was reported on in this round.
         changed = (now != held).any(axis=0) | (after != before)
-        assert np.count_nonzero(changed[:1200]) <= strategy.reports[number].changed
-        assert changed[1200:].all(), "the dense rest arrives in every round"
+        assert np.count_nonzero(changed[:WEIGHTS]) <= strategy.reports[number].changed
+        assert changed[WEIGHTS:].all(), "the dense rest arrives in every round"
         quiet += np.count_nonzero(~changed & (held[1] > 0))
         held = now
     assert quiet > 100, "the test needs coordinates that were reported on before and are not now"
@@ -90,9 +92,10 @@ def test_b6_a_mean_that_is_zero_is_news_where_everything_travels() -> None:
 @pytest.mark.parametrize("inner", ADAPTIVE, ids=lambda c: c.__name__)
 def test_b6_what_arrives_in_every_round_takes_the_strategys_own_steps(inner) -> None:
     app = client_app([compression()])
-    sparse, dense = ([*rounds(Compressed(inner(**ONE), c), app, model(), 5)][-1][1] for c in (TopK(0.05), Identity()))
-    np.testing.assert_allclose(sparse[1200:], dense[1200:], rtol=1e-5, atol=1e-6)
-    assert not np.allclose(sparse[:1200], dense[:1200])
+    pair = (Compressed(inner(**ONE), codec, policy=DENSE_BIAS) for codec in (TopK(0.05), Identity()))
+    sparse, dense = ([*rounds(strategy, app, model(), 5)][-1][1] for strategy in pair)
+    np.testing.assert_allclose(sparse[WEIGHTS:], dense[WEIGHTS:], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(sparse[:WEIGHTS], dense[:WEIGHTS])
 
 
 def test_b6_codecs_say_whether_they_list_coordinates() -> None:
