@@ -22,13 +22,37 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
-from fedcomp.gossip.compressors import Compressor, get_compressor
+from fedcomp.gossip.compressors import Compressor, Dithered, NormSign, ScaledSign, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
-from fedcomp.gossip.exact import consensus_step, opened, share_or_auto, step_size, tracked, untracked
+from fedcomp.gossip.exact import opened, share_or_auto, step_size, tracked, untracked
 from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, heard, refuse_dense, settled
 from fedcomp.layout import Layout
 
 _NAMES: Final = ("h", "g")
+_STEPS: Final = ((0.2, 0.5), (0.1, 0.2), (0.05, 0.05))
+_SMALLEST_STEP: Final = 0.02
+_ROUNDED: Final = 0.99
+"""Values that travel as float32 or float16 take a little off the contraction of top-k."""
+
+
+def tracking_step(gamma: float | str, compressor: Compressor, size: int) -> float:
+    """Return γ of BEER for ``size`` elements: the number given, or of "auto" what the compressor's contraction δ bears.
+
+    1 when nothing is lost; 0.5 for δ >= 0.2, two bits and more, and ‖v‖∞/2 times sign; 0.2 for δ >= 0.1 and mean
+    magnitude times sign; 0.05 for δ >= 0.05; otherwise 0.02. Measured on logistic regression on sorted digits over a
+    ring of 8, L/µ = 56, steps of 0.5/L and 0.1/L: top-20 % bears 0.5, top-10 % bears 0.2 and diverges with 0.5. No dual
+    gathers disagreement here, so γ may be larger than :func:`fedcomp.gossip.exact.consensus_step` allows COLD and LEAD.
+    """
+    if not isinstance(gamma, str):
+        return gamma
+    delta = compressor.contraction(size) or 0.0
+    if size == 0 or delta >= 1.0:
+        return 1.0
+    if isinstance(compressor, NormSign) or (isinstance(compressor, Dithered) and compressor.bits >= 2):
+        return 0.5
+    if isinstance(compressor, ScaledSign):
+        return 0.2
+    return next((step for least, step in _STEPS if delta >= _ROUNDED * least), _SMALLEST_STEP)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -43,7 +67,7 @@ class BEER(Compressing):
     lr : float
         η.
     gamma : float or "auto"
-        γ in (0, 1]; "auto" asks the compressor, see :func:`fedcomp.gossip.exact.consensus_step`.
+        γ in (0, 1]; "auto" asks the compressor, see :func:`tracking_step`.
     compressor : mapping or Compressor
         C of both; a contraction.
     digest_every : int
@@ -67,7 +91,7 @@ class BEER(Compressing):
         """Return x = ``model``, v = 0, and estimates: of models from ``common`` on, of v from 0 on."""
         x, split = opened(model, layout), layout.compressed_size
         zero = np.zeros_like(x)
-        gamma = consensus_step(self.gamma, self._compressor, split)
+        gamma = tracking_step(self.gamma, self._compressor, split)
         state = {"x": x, "y": zero, "gradient": zero, "gamma": np.array(gamma)}
         return open_estimates(state, {"h": x if common is None else real(common), "g": zero}, split)
 

@@ -39,15 +39,16 @@ ESTIMATE: Final = "h"
 class COLD(Compressing, PrimalDual):
     """Send compressed innovations of the decision vector; undirected static graphs with symmetric weights.
 
-    The rate of NIDS is kept by mild compression only. With a strong one γ must shrink much faster than the compressor's
-    contraction, and consensus becomes the bottleneck: thousands of iterations at top-4 %.
+    The rate of NIDS is kept by mild compression only. With a strong one γ must shrink with the square of the
+    compressor's contraction, and consensus becomes the bottleneck: thousands of iterations at top-20 %.
 
     State: ``"x"``, ``"dual"``, ``"gamma"``, and the estimates ``"h"`` and ``"h/<j>"``.
 
     Parameters
     ----------
     lr : float
-        η. 1/L works with mild compression, where L is the largest curvature of a node's objective.
+        η, at most 1/L, where L is the largest curvature of a node's objective. A smaller one needs a smaller γ with it:
+        the dual gathers γ / (2 η) of the disagreement per iteration.
     gamma : float or "auto"
         γ in (0, 1]; "auto" asks the compressor, see :func:`fedcomp.gossip.exact.consensus_step`.
     compressor : mapping or Compressor

@@ -26,7 +26,10 @@ from fedcomp.gossip.errors import Diverged, Saturated
 if TYPE_CHECKING:
     from fedcomp.gossip.topology import Topology
 
-ADVICE: Final = "Halve gamma first, the learning rate second (fedcomp.gossip.tuning.tune_gamma does the first)"
+ADVICE: Final = (
+    "Halve gamma until the run settles (fedcomp.gossip.tuning.tune_gamma). Lower the learning rate only where plain "
+    "descent does not bear it, and gamma with it: COLD and LEAD need a smaller gamma at a smaller step"
+)
 
 _BLOCKS: Final = 5
 """Parts of a window whose medians must all grow: single iterations of stochastic gradients go up and down."""
