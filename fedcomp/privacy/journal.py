@@ -1,10 +1,23 @@
 """An append-only file of JSON lines whose every line is on the disk before the writer goes on.
 
-The first line is a header, the others are entries. A line ends with a checksum over itself and the checksum of the line
-before it, so that a line that was changed, left out or moved is found. One process writes at a time (a lock on the
-file). What a crash can leave behind is a last line without its end: that line's :meth:`Journal.append` had not
-returned, so nothing that depends on it has happened, and it is taken off again. Anything else that does not fit is
-damage, and refused.
+The first line is the head: how many entries there are, and the checksum of the last one. The second line is a header,
+the others are entries. A line ends with a checksum over itself and the checksum of the line before it, so that a line
+that was changed, left out or moved is found. The head is written over in place after every line, so that lines that
+were cut off at the end are found as well. One process writes at a time (a lock on the file).
+
+What a crash can leave behind, and what is made of it:
+
+- a last line without its end, and a head that does not count it: :meth:`Journal.append` had not returned, nothing that
+  depends on it has happened, and it is taken off again;
+- one whole line more than the head counts: the same, but the line counts, and the head is written again;
+- a file that ends within its first two lines, with a head of no entries or none: a new file.
+
+Anything else that does not fit is damage, and refused. The head is shorter than a sector and written by one call: a
+kill does not leave half of it, and neither does a disk that writes sectors whole. What no file can tell by itself: that
+it is an older copy as a whole, or that it was emptied. A checkpoint of the run can.
+
+Files of earlier releases begin with their header. They are read and continued as they are; whether lines were cut off
+at their end is unknown (:attr:`Journal.counted`).
 """
 
 from __future__ import annotations
@@ -21,6 +34,13 @@ from fedcomp.privacy.errors import LedgerError
 
 _CHECK: Final = "check"
 _DIGITS: Final = 16
+
+_HEAD: Final = '{{"events":{events:>20},"last":"{last}","check":"{check}"}}\n'
+"""As long for any number of events, so that it can be written over in place."""
+
+_KEY: Final = b'{"events":'
+_NONE: Final = _KEY + b"%20d" % 0
+"""How the head of a file without entries begins."""
 
 
 class Journal:
@@ -39,6 +59,8 @@ class Journal:
         What the file held when it was opened.
     torn : int
         Bytes of an unfinished last line that were taken off on opening.
+    counted : bool
+        Whether the file has a head, which lines cut off at the end do not agree with.
 
     Raises
     ------
@@ -52,12 +74,14 @@ class Journal:
         self.header: dict[str, Any] | None = None
         self.entries: list[dict[str, Any]] = []
         self.torn = 0
+        self.counted = True
         self._broken = ""
         self._size = self._after_header = 0
         self._last = ""
+        self._checks: list[str] = []
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o600)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except OSError as error:
             raise LedgerError(f"the ledger {self.path} cannot be opened: {error}; nothing may be released") from error
         self._closer = weakref.finalize(self, os.close, self._handle)
@@ -81,7 +105,7 @@ class Journal:
         """Write the header of a new file."""
         if self.header is not None:
             raise LedgerError(f"the ledger {self.path} has a header already")
-        self._write(header)
+        self._write(header, begin=True)
         self.header = dict(header)
 
     def append(self, entry: Mapping[str, Any]) -> None:
@@ -102,7 +126,8 @@ class Journal:
             raise LedgerError(f"the ledger {self.path} holds entries; they cannot be taken off")
         os.ftruncate(self._handle, 0)
         os.fsync(self._handle)
-        self.header, self._last, self._size = None, "", 0
+        self.header, self._last, self._size, self.counted = None, "", 0, True
+        self._checks.clear()
 
     def _lock(self) -> None:
         try:
@@ -127,8 +152,12 @@ class Journal:
                 break
             data += part
         *lines, tail = data.split(b"\n")
-        self._size = 0
-        for number, line in enumerate(lines, 1):
+        self.counted = data.startswith(_KEY) or _KEY.startswith(data)
+        head = self._read_head(lines.pop(0)) if self.counted and lines else None
+        unfinished = self.counted and head is None
+        if unfinished and not _NONE.startswith(tail[: len(_NONE)]):
+            raise self._cut(f"{len(tail)} bytes of its head are left, which counts events")
+        for number, line in enumerate(lines, 2 if self.counted else 1):
             entry = self._parse(line)
             if entry is None:
                 raise LedgerError(
@@ -136,17 +165,70 @@ class Journal:
                     "was spent is unknown: restore the file from a copy, or begin a new run on other data"
                 )
             self._take(entry, len(line) + 1)
-        if not tail:
-            return
-        entry = self._parse(tail)
-        if entry is None:
+        # Only the end of the line may be missing: the entry is whole, and counts.
+        whole = self._parse(tail) if tail and not unfinished else None
+        if whole is not None:
+            self._take(whole, len(tail) + 1)
+        if head is not None:
+            self._compare(*head)
+        # Nothing is changed in a file that is refused.
+        if whole is not None:
+            self._put(b"\n", self._size - 1)
+        elif tail or (data and self.header is None):
             self.torn = len(tail)
+            self._size = self._size if self.header is not None else 0
             os.ftruncate(self._handle, self._size)
             os.fsync(self._handle)
-            return
-        # Only the end of the line is missing: the entry is whole, and counts.
-        self._put(b"\n")
-        self._take(entry, len(tail) + 1)
+        if self.header is None:
+            self.counted = True
+        elif head is not None and head[0] != len(self.entries):
+            self._put(self._head(), 0)
+
+    def _read_head(self, line: bytes) -> tuple[int, str]:
+        """Return how many entries the head counts, and the checksum of the last one.
+
+        Raises
+        ------
+        LedgerError
+            When it is damaged.
+        """
+        try:
+            document = json.loads(line)
+            count, last = int(document["events"]), str(document["last"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            count, last = -1, ""
+        if count < 0 or _head_line(count, last) != line + b"\n":
+            raise LedgerError(
+                f"the head of the ledger {self.path} is damaged, and with it the number of its events. Restore the "
+                "file from a copy, or begin a new run on other data"
+            )
+        self._size = len(line) + 1
+        return count, last
+
+    def _compare(self, count: int, last: str) -> None:
+        """Refuse lines that the head does not agree with, but for the one that a crash may leave beyond it.
+
+        Raises
+        ------
+        LedgerError
+        """
+        found = len(self.entries)
+        if count > found:
+            raise self._cut(f"its head counts {count} events, and {found} are left")
+        if self.header is not None and (count < found - 1 or last != self._checks[count]):
+            raise LedgerError(
+                f"the head of the ledger {self.path} counts {count} events and is not that of its {found}: it is from "
+                "another time than they are. Restore the file from a copy, or begin a new run on other data"
+            )
+
+    def _cut(self, why: str) -> LedgerError:
+        return LedgerError(
+            f"the ledger {self.path} was cut off at its end: {why}. What was spent is unknown: restore the file from a "
+            "copy, or begin a new run on other data"
+        )
+
+    def _head(self) -> bytes:
+        return _head_line(len(self._checks) - 1, self._last)
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return a line's entry, None when it is not one that follows the lines before."""
@@ -160,18 +242,24 @@ class Journal:
         return entry if check == self._check(_dump(entry)) else None
 
     def _take(self, entry: dict[str, Any], size: int) -> None:
-        self._last = self._check(_dump(entry))
-        self._size += size
+        self._follow(self._check(_dump(entry)), size)
         if self.header is None:
             self.header = entry
-            self._after_header = self._size
         else:
             self.entries.append(entry)
+
+    def _follow(self, check: str, size: int) -> None:
+        """Note one more line of the chain, ``size`` bytes long with its end."""
+        self._last = check
+        self._checks.append(check)
+        self._size += size
+        if len(self._checks) == 1:
+            self._after_header = self._size
 
     def _check(self, body: str) -> str:
         return hashlib.sha256(f"{self._last}\n{body}".encode()).hexdigest()[:_DIGITS]
 
-    def _write(self, entry: Mapping[str, Any]) -> None:
+    def _write(self, entry: Mapping[str, Any], *, begin: bool = False) -> None:
         if not self._closer.alive:
             raise LedgerError(f"the ledger {self.path} is closed; nothing may be released")
         if self._broken:
@@ -181,24 +269,31 @@ class Journal:
         body = _dump(entry)
         check = self._check(body)
         line = f'{body[:-1]},"{_CHECK}":"{check}"}}\n'.encode()
+        if begin:
+            line = _head_line(0, check) + line
         try:
             now = os.fstat(self._handle)
             if now.st_size != self._size or not _stands_at(self._place, now):
                 raise OSError("somebody else changed, moved or deleted it")
-            self._put(line)
+            self._put(line, self._size)
+            self._follow(check, len(line))
+            if self.counted and not begin:
+                self._put(self._head(), 0)
         except OSError as error:
             self._broken = str(error)
             raise LedgerError(f"the ledger {self.path} cannot be written: {error}; nothing was released") from error
-        self._last = check
-        self._size += len(line)
-        if self.header is None:
-            self._after_header = self._size
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: bytes, at: int) -> None:
         view = memoryview(data)
         while view:
-            view = view[os.write(self._handle, view) :]
+            written = os.pwrite(self._handle, view, at)
+            view, at = view[written:], at + written
         os.fsync(self._handle)
+
+
+def _head_line(events: int, last: str) -> bytes:
+    check = hashlib.sha256(f"{events}\n{last}".encode()).hexdigest()[:_DIGITS]
+    return _HEAD.format(events=events, last=last, check=check).encode()
 
 
 def _dump(entry: Mapping[str, Any]) -> str:

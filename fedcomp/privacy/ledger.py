@@ -9,6 +9,7 @@ The file holds who took part. Under Poisson sampling that is a secret of the gua
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import Counter
@@ -34,8 +35,16 @@ from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.sampling import Sampling
 
+log = logging.getLogger("fedcomp")
+
+UNCOUNTED: Final = (
+    "events that were cut off at the end of the ledger's file, which an earlier release began without counting them"
+)
+"""What is unknown of a run whose file is of version 1."""
+
 FORMAT: Final = "fedcomp.privacy.ledger"
-VERSION: Final = 1
+VERSION: Final = 2
+"""Of new files, which begin with a head that counts the events. Files of version 1 have none, and are continued so."""
 
 _ENTRY: Final = {"serial", "attempt", "round", "times", "participants", "event"}
 
@@ -248,6 +257,11 @@ class Ledger:
         if (self._attempt, round) in self._single:
             self._attempt += 1
 
+    @property
+    def counted(self) -> bool:
+        """Whether events that were cut off at the end of the file, if there is one, would have been missed."""
+        return self._journal is None or self._journal.counted
+
     # What may still be spent.
 
     def may_take_part(self, participant: int) -> bool:
@@ -414,7 +428,7 @@ class Ledger:
         if not self.population and header.get("population"):
             self.declare(header["population"])
         entries = self._numbered(documents, "the checkpoint")
-        self._agree(header, "the checkpoint")
+        self._agree(header, "the checkpoint", spent=bool(entries))
         run = str(header["run"])
         if run != self.run:
             if self._entries or (self._journal is not None and had_file):
@@ -445,21 +459,28 @@ class Ledger:
             "unit": self.unit,
         }
 
-    def _agree(self, header: Mapping[str, Any], where: str) -> None:
+    def _agree(self, header: Mapping[str, Any], where: str, *, spent: bool) -> None:
         mine = self._header()
         if header.get("format") != FORMAT or not isinstance(header.get("run"), str):
             raise LedgerError(f"{where} holds no ledger of this kind")
-        if header.get("version") != VERSION:
+        if header.get("version") not in range(1, VERSION + 1):
             raise LedgerError(
-                f"{where} has version {header.get('version')!r} of the format, this release reads {VERSION}"
+                f"{where} has version {header.get('version')!r} of the format, this release reads 1 to {VERSION}"
             )
         # A budget may be set anew when a run is resumed: it says what may still be spent, not what was.
-        for name in sorted(set(mine) - {"run", "budget"}):
+        for name in sorted(set(mine) - {"run", "budget", "version"}):
             if header.get(name) != mine[name]:
                 raise LedgerError(
                     f"{where} was begun with {name}={header.get(name)!r}, this run says {mine[name]!r}. What was "
                     "promised at the first release stands: continue with the same, or begin a new run"
                 )
+        if header["version"] == 1 and spent and self.adjacency == "add_remove" and self.sampling.kind != "poisson":
+            raise LedgerError(
+                f"{where} was begun by an earlier release, which drew fixed numbers of {self.unit}s under "
+                "adjacency='add_remove' as well. The sum then moves by two bounds and epsilon is larger than it says; "
+                "whether it was so here is not written down. Begin a new run, with adjacency='replace' or "
+                "sampling='poisson'"
+            )
 
     def _join(self, journal: Journal) -> None:
         """Take over what a file holds, and write into it what it lacks."""
@@ -472,7 +493,13 @@ class Ledger:
             journal.begin(self._header())
             entries: list[Entry] = []
         else:
-            self._agree(journal.header, f"the ledger {journal.path}")
+            self._agree(journal.header, f"the ledger {journal.path}", spent=bool(journal.entries))
+            if journal.counted != (journal.header["version"] > 1):
+                raise LedgerError(
+                    f"the ledger {journal.path} lacks its head, which counts the events. Restore the file from a copy"
+                )
+            if not journal.counted:
+                log.warning("the ledger %s: %s", journal.path, UNCOUNTED)
             run = journal.header["run"]
             if run != self.run and (self._entries or self._had_file):
                 raise LedgerError(

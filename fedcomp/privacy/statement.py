@@ -15,7 +15,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.privacy.accounting import is_fine
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
 from fedcomp.privacy.events import ADJACENCIES, NOISES
-from fedcomp.privacy.ledger import check_population
+from fedcomp.privacy.ledger import UNCOUNTED, check_population
 from fedcomp.privacy.sampling import KINDS, Sampling
 
 if TYPE_CHECKING:
@@ -340,6 +340,8 @@ def make_statement(
     values |= said
     if len(ledger.participations) > ledger.population:
         values["unit_note"] = "; ".join(filter(None, (values["unit_note"], _MANY_IDS)))
+    if not ledger.counted:
+        values["not_covered"] = (*values["not_covered"], UNCOUNTED)
     if entries and "noise_multiplier" not in said:
         values["noise_multiplier"] = min(entry.event.noise_multiplier for entry in entries)
     values["not_covered"] = tuple(values["not_covered"])

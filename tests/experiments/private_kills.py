@@ -52,13 +52,13 @@ def torn() -> None:
     """Die in the middle of the write of the second event."""
     real, seen = journal.Journal._put, [0]
 
-    def half(self: journal.Journal, data: bytes) -> None:
+    def half(self: journal.Journal, data: bytes, at: int) -> None:
         seen[0] += 1
-        # The header, the event of round 1, the event of round 2.
-        if seen[0] == 3:
-            real(self, data[: len(data) // 2])
+        # Head and header, the event of round 1, the head, the event of round 2.
+        if seen[0] == 4:
+            real(self, data[: len(data) // 2], at)
             die()
-        real(self, data)
+        real(self, data, at)
 
     journal.Journal._put = half  # type: ignore[method-assign]
 
@@ -66,6 +66,7 @@ def torn() -> None:
 POINTS: dict[str, Callable[[], None]] = {
     "before the event": lambda: calls(Ledger, "record", 2),
     "within the event's line": torn,
+    "between the event's line and the head": lambda: calls(journal.Journal, "_put", 4, after=True),
     "after the event": lambda: calls(Ledger, "record", 2, after=True),
     "after the noise": lambda: calls(Mechanism, "perturb", 2, after=True),
     "before the checkpoint": lambda: calls(serve.checkpoints, "save", 2),
@@ -90,7 +91,7 @@ def tell_what_leaves(folder: Path) -> None:
 
 def events(folder: Path) -> int:
     """Return how many whole events the ledger's file holds."""
-    lines = (folder / "privacy.jsonl").read_bytes().split(b"\n")[1:-1]
+    lines = (folder / "privacy.jsonl").read_bytes().split(b"\n")[2:-1]
     return len([json.loads(line) for line in lines])
 
 

@@ -18,6 +18,7 @@ EXPECTED = {
     # Events on disk at the kill, noisy values that existed by then, last round of the resumed run.
     "before the event": (1, 1, 4),
     "within the event's line": (1, 1, 4),
+    "between the event's line and the head": (2, 1, 3),
     "after the event": (2, 1, 3),
     "after the noise": (2, 2, 3),
     "before the checkpoint": (2, 2, 3),

@@ -31,8 +31,8 @@ SETUP = Setup(catalog={"guarded": EXPERIMENT})
 
 
 def entries(path: Path) -> list[dict]:
-    """Return what a ledger file holds below its header."""
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    """Return what a ledger file holds below its head and header."""
+    return [json.loads(line) for line in path.read_text().splitlines()[2:]]
 
 
 class Interrupted(Exception):

@@ -213,33 +213,157 @@ def test_every_event_comes_back(tmp_path: Path) -> None:
 
 def test_the_file_is_json_lines_with_a_header(tmp_path: Path) -> None:
     filled(tmp_path / "deep" / "privacy.jsonl", 2).close()
-    header, *entries = [json.loads(line) for line in (tmp_path / "deep" / "privacy.jsonl").read_text().splitlines()]
+    text = (tmp_path / "deep" / "privacy.jsonl").read_text()
+    head, header, *entries = [json.loads(line) for line in text.splitlines()]
+    assert head["events"] == len(entries)
     assert {"run", "delta", "population", "adjacency", "sampling", "budget"} <= set(header)
     assert [entry["serial"] for entry in entries] == [0, 1]
     assert all(len(entry["check"]) == 16 for entry in entries)
 
 
-def test_a_prefix_of_the_file_loses_only_what_was_not_paid_for(tmp_path: Path) -> None:
-    """Whatever a crash leaves of the last write: an event counts exactly if its whole line had been written."""
-    whole = tmp_path / "whole.jsonl"
-    filled(whole, 2).close()
-    data = whole.read_bytes()
-    ends = [i for i, byte in enumerate(data) if byte == ord("\n")]
-    cut = tmp_path / "cut.jsonl"
-    near = {end + step for end in ends for step in (-2, -1, 0, 1, 2)}
-    for size in sorted(near | set(range(0, len(data), 13))):
-        if size > len(data):
-            continue
-        cut.write_bytes(data[:size])
-        ledger = reopened(cut)
-        expected = max(0, sum(end <= size for end in ends) - 1)  # the line's end itself may be missing
-        assert len(ledger.events) == expected
-        assert cut.read_bytes().startswith(data[: ends[expected] + 1] if size >= ends[0] else b"{")
-        if size % 5 == 0:
-            ledger = make(path=cut)
-            ledger.record(EVENT, round=9)
-            ledger.close()
-            assert len(reopened(cut).events) == expected + 1
+def test_a10_every_state_that_a_kill_leaves_is_read_and_nothing_that_was_paid_for_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event counts exactly if its whole line had been written; the head may be one event behind."""
+    path, states = tmp_path / "whole.jsonl", {b"": 0}
+    real, events = os.pwrite, 0
+
+    def watched(handle: int, data: Any, at: int) -> int:
+        nonlocal events
+        before, data = path.read_bytes(), bytes(data)
+        assert at in (0, len(before)), "the head is written over, all else is appended"
+        if at == len(before):  # any part of it may be on the disk
+            for size in {*range(1, len(data), 37), len(data) - 2, len(data) - 1}:
+                states[before + data[:size]] = events + (size == len(data) - 1 and at > 0)
+        events += at > 0
+        states[data + before[len(data) :] if at == 0 else before + data] = events
+        return real(handle, data, at)
+
+    monkeypatch.setattr(journal.os, "pwrite", watched)
+    filled(path, 3).close()
+    monkeypatch.undo()
+    assert path.read_bytes() in states
+    assert len(states) > 40
+    for number, (data, expected) in enumerate(states.items()):
+        left = tmp_path / "left.jsonl"
+        left.write_bytes(data)
+        again = make(path=left)
+        assert len(again.events) == expected
+        if number % 7 == 0:
+            again.record(EVENT, round=9)
+        again.close()
+        assert len(reopened(left).events) == expected + (number % 7 == 0)
+        assert json.loads(left.read_bytes().splitlines()[0])["events"] == expected + (number % 7 == 0)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 12])
+def test_a10_a_file_that_was_cut_off_is_refused_wherever(rounds: int, tmp_path: Path) -> None:
+    """Without a checkpoint; before, every line less was an event less, and nobody noticed."""
+    path = tmp_path / "privacy.jsonl"
+    filled(path, rounds).close()
+    data = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
+    for size in sorted({*ends[:-1], *(end - 3 for end in ends), *range(40, len(data), 97)}):
+        path.write_bytes(data[:size])
+        with pytest.raises(LedgerError, match="cut off"):
+            make(path=path)
+        assert path.read_bytes() == data[:size], "and left as it is"
+    # Nothing but the end of the last line is missing.
+    path.write_bytes(data[:-1])
+    assert len(reopened(path).events) == rounds
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a10_a_head_of_another_time_is_refused(rounds: int, tmp_path: Path) -> None:
+    path = tmp_path / "privacy.jsonl"
+    ledger = filled(path, 1)
+    old = path.read_bytes().splitlines(keepends=True)[0]
+    for number in range(2, rounds + 1):
+        ledger.record(EVENT, round=number)
+    ledger.close()
+    head, *lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([old, *lines]))
+    if rounds == 2:  # what a kill between the two writes leaves
+        assert len(reopened(path).events) == 2
+        assert path.read_bytes() == b"".join([head, *lines])
+    else:
+        with pytest.raises(LedgerError, match="another time"):
+            make(path=path)
+    filled(tmp_path / "other.jsonl", rounds).close()
+    other = (tmp_path / "other.jsonl").read_bytes().splitlines(keepends=True)[0]
+    for wrong, said in ((other, "another time"), (b"", "lacks its head"), (head.replace(b"  ", b" 1", 1), "damaged")):
+        path.write_bytes(b"".join([wrong, *lines]))
+        with pytest.raises(LedgerError, match=said):
+            make(path=path)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def golden(path: Path) -> Ledger:
+    """Write the stored ledger with this release."""
+    ledger = make(sampling=Sampling("capped", cap=3), budget=8.0)
+    ledger.run = "0123456789abcdef0123456789abcdef"
+    ledger.open(path)
+    for number in (1, 2, 3):
+        event = Event("discrete_gaussian", 2.0, grid_sigma=1e4, delta=1e-12)
+        ledger.record(event, round=number, participants=[5, 2**61 + number])
+    return ledger
+
+
+def test_a10_the_stored_file_is_what_is_written(tmp_path: Path) -> None:
+    golden(tmp_path / "privacy.jsonl").close()
+    assert (tmp_path / "privacy.jsonl").read_bytes() == (GOLDEN / "ledger_v2.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a10_stored_files_are_read_and_say_what_is_unknown(
+    version: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "privacy.jsonl"
+    stored = (GOLDEN / f"ledger_v{version}.jsonl").read_bytes()
+    path.write_bytes(stored)
+    ledger = make(sampling=Sampling("capped", cap=4), path=None)
+    with pytest.raises(LedgerError, match="sampling"):
+        ledger.open(path)
+    ledger = make(sampling=Sampling("capped", cap=3), path=path)
+    assert ledger.run == "0123456789abcdef0123456789abcdef"
+    assert ledger.participations == {5: 3, **{2**61 + n: 1 for n in (1, 2, 3)}}
+    assert ledger.counted == (version == 2)
+    assert ("cut off at the end of the ledger's file" in said_of(ledger)) == (version == 1)
+    assert bool(caplog.records) == (version == 1)
+    ledger.record(EVENT, round=4)
+    ledger.close()
+    after = path.read_bytes()
+    assert len(after.splitlines()) == len(stored.splitlines()) + 1
+    assert after.startswith(stored) == (version == 1)
+    again = make(sampling=Sampling("capped", cap=3), path=path)
+    assert len(again.events) == 4
+    # A checkpoint of either release fits.
+    state = json.loads(json.dumps(again.state_dict()))
+    state["header"]["version"] = version
+    again.load_state_dict(state)
+    again.close()
+
+
+def test_a1_an_earlier_ledger_that_may_have_drawn_fixed_numbers_under_add_remove_is_refused() -> None:
+    def state_of(sampling: Sampling) -> tuple[dict[str, Any], Ledger]:
+        ledger = make(adjacency="add_remove", sampling=sampling)
+        ledger.record(EVENT, round=1)
+        state = ledger.state_dict()
+        state["header"]["version"] = 1
+        return state, make(adjacency="add_remove", sampling=sampling)
+
+    for sampling in (Sampling("everyone"), Sampling("capped", cap=2)):
+        state, again = state_of(sampling)
+        with pytest.raises(LedgerError, match="two bounds"):
+            again.load_state_dict(state)
+        state["entries"].clear()
+        again.load_state_dict(state)
+    state, again = state_of(Sampling("poisson", rate=1.0))
+    again.load_state_dict(state)
+    assert again.rounds == 1
 
 
 @pytest.mark.parametrize("line", range(4))
@@ -267,8 +391,8 @@ def test_lines_of_another_run_do_not_fit(tmp_path: Path) -> None:
     filled(mine, 3).close()
     filled(theirs, 3).close()
     lines, others = (path.read_bytes().splitlines(keepends=True) for path in (mine, theirs))
-    mine.write_bytes(b"".join([*lines[:2], others[2], lines[3]]))
-    with pytest.raises(LedgerError, match="line 3"):
+    mine.write_bytes(b"".join([*lines[:3], others[3], lines[4]]))
+    with pytest.raises(LedgerError, match="line 4"):
         make(path=mine)
 
 
@@ -321,7 +445,7 @@ def test_a_closed_ledger_records_nothing(tmp_path: Path) -> None:
     assert len(ledger.events) == 1
 
 
-@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_what_cannot_be_written_is_not_released(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = filled(tmp_path / "privacy.jsonl", 2)
 
@@ -336,7 +460,7 @@ def test_what_cannot_be_written_is_not_released(call: str, tmp_path: Path, monke
         ledger.record(EVENT, round=3)
     assert len(ledger.events) == 2
     ledger.close()
-    assert len(reopened(tmp_path / "privacy.jsonl").events) == (2 if call == "write" else 3), (
+    assert len(reopened(tmp_path / "privacy.jsonl").events) == (2 if call == "pwrite" else 3), (
         "at least what was released"
     )
 
@@ -359,7 +483,7 @@ def test_the_event_is_on_the_disk_before_record_returns(tmp_path: Path, monkeypa
     assert str(tmp_path) in done, "the name of the file, in its folder"
     done.clear()
     ledger.record(EVENT, round=1)
-    assert done == [str(tmp_path / "privacy.jsonl")]
+    assert done == [str(tmp_path / "privacy.jsonl")] * 2, "the event, and then the head that counts it"
     ledger.close()
 
 
@@ -502,7 +626,7 @@ def test_a_checkpoint_that_says_something_else_is_refused(tmp_path: Path) -> Non
         lambda state: state["entries"][0].pop("event"),
         lambda state: state["entries"][0].update(times="1"),
         lambda state: state["header"].update(delta=1e-7),
-        lambda state: state["header"].update(version=2),
+        lambda state: state["header"].update(version=3),
         lambda state: state.pop("header"),
     ):
         state = json.loads(json.dumps(ledger.state_dict()))

@@ -133,11 +133,11 @@ def test_the_event_is_written_before_noise_is_drawn(monkeypatch, tmp_path: Path)
     monkeypatch.setattr("fedcomp.privacy.mechanism.draw", draw)
     play(strategy, vectors(3))
     play(strategy, vectors(3), server_round=2)
-    assert seen == [2, 3]  # the header and one event, then one more
+    assert seen == [3, 4]  # head, header and one event, then one more
     strategy.privacy.close()
     with pytest.raises(LedgerError):
         play(strategy, vectors(3), server_round=3)
-    assert seen == [2, 3]
+    assert seen == [3, 4]
 
 
 @pytest.mark.parametrize("codec", [None, TopK(density=0.1)], ids=["dense", "topk"])
