@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, State, get_codec
-from fedcomp.codecs.clip import norm
+from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import check_exact
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, is_frame, models, take_frame

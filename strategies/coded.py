@@ -55,6 +55,7 @@ from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from strategies.coded_report import CodedReport
+from strategies.partitions import Holders
 from strategies.private import PrivateStrategy
 from strategies.replies import Rejected, RoundReport, shorten
 from strategies.wrapping import require_inner
@@ -401,6 +402,7 @@ class CodedFedAvg(ExchangeStrategy):
         self._run = secrets.token_bytes(8)
         self._links = self._simulated_links(spool)
         self._greeted: dict[int, _Greeted] = {}
+        self._holders = Holders()
         self._deaf: dict[int, str] = {}
         self._refusals: dict[int, str] = {}
 
@@ -437,6 +439,13 @@ class CodedFedAvg(ExchangeStrategy):
         if len(set(nodes)) < len(nodes):
             raise ConfigError(f"{type(self.inner).__name__} sends a node two messages in one round; one can be coded")
         yield from self._greet([n for n in nodes if n not in self._greeted and n not in self._deaf], server_round, grid)
+        twins = self._twins(nodes, grid)
+        for node, rivals in twins.items():
+            report.exclude(node, rivals)
+        for rivals in sorted(set(twins.values())):
+            log.warning("coded round %d: %s", server_round, rivals)
+        messages = [message for message in messages if message.metadata.dst_node_id not in report.excluded]
+        nodes = [message.metadata.dst_node_id for message in messages]
         met = sorted((self._greeted[node].partition, i, node) for i, node in enumerate(nodes) if node in self._greeted)
         members = [
             Member(index, node, partition, messages[i], self._greeted[node].public, self._address(node))
@@ -466,8 +475,18 @@ class CodedFedAvg(ExchangeStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[MetricRecord | None]:
         """Evaluate as the inner strategy does; nothing of it is coded."""
-        replies = yield list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+        messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+        twins = self._twins([message.metadata.dst_node_id for message in messages], grid)
+        replies = yield [message for message in messages if message.metadata.dst_node_id not in twins]
         return self.inner.aggregate_evaluate(server_round, replies)
+
+    def _twins(self, nodes: list[int], grid: Grid) -> dict[int, str]:
+        """Return which of ``nodes`` are not asked because others declare their partition, and why."""
+        self._holders.meet(grid)
+        claims = {node: self._greeted[node].partition for node in nodes if node in self._greeted}
+        # Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
+        holders = self._holders if find_private(self.inner) is None else Holders()
+        return holders.settle(claims, claims)
 
     def _greet(self, nodes: list[int], server_round: int, grid: Grid) -> Exchanges[None]:
         """Ask nodes met for the first time who they are. Those without the mod are remembered, silent ones are not."""
@@ -535,6 +554,7 @@ class CodedFedAvg(ExchangeStrategy):
             "run": self._run,
             "greeted": {str(n): [g.partition, g.public, g.address] for n, g in self._greeted.items()},
             "deaf": {str(n): reason for n, reason in self._deaf.items()},
+            "holders": self._holders.state_dict(),
             "coded": {str(r): report.to_json() for r, report in self.coded.items()},
             "own": self.construction.state_dict(),
             "inner": capture_strategy(self.inner),
@@ -556,6 +576,7 @@ class CodedFedAvg(ExchangeStrategy):
         self._run = bytes(state["run"])
         self._greeted = {int(n): _Greeted(int(p), bytes(k), str(a)) for n, (p, k, a) in state["greeted"].items()}
         self._deaf = {int(n): str(reason) for n, reason in state["deaf"].items()}
+        self._holders.load_state_dict(state["holders"])
         self.coded = {int(r): CodedReport.from_json(v) for r, v in state["coded"].items()}
         self.construction.load_state_dict(state["own"])
         restore_strategy(self.inner, state["inner"])

@@ -27,10 +27,10 @@ from fedcomp.flower.coded import MEMBER, SUM, fields_of, open_content, put_bundl
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
 from strategies.coded import Member, Outcome
-from strategies.coded_sharing import GONE, Sharing
+from strategies.coded_sharing import Sharing
 from strategies.compressed import Compressed
 from strategies.means import MEANS, is_mean, weight_key_of
-from strategies.replies import Rejected, RoundReport, agreeing
+from strategies.replies import GONE, Rejected, RoundReport, agreeing
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -57,6 +57,7 @@ def require_summable(inner: Strategy) -> tuple[Compressed, FixedPoint]:
             f"{type(inner.inner).__name__} looks at single updates, of which a group's sum shows none; use one of "
             f"{', '.join(MEANS)}"
         )
+    inner.check_summed()
     return inner, fixed_point_of(inner.codec)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from flwr.app import Message, RecordDict
 
@@ -31,11 +31,7 @@ from fedcomp.flower.coded import (
 )
 from fedcomp.flower.rounds import Exchanges
 from strategies.coded import CodedRound, Member, Outcome
-from strategies.replies import Rejected
-
-GONE: Final = (3, 4, 5)
-"""Codes of errors a SuperLink makes: no message, reply expired, node unavailable. With any other the node itself says
-that it failed, and its memory may be as it was before: what it shared must not be counted then."""
+from strategies.replies import GONE, Rejected
 
 
 @dataclass
@@ -154,6 +150,7 @@ class Sharing:
         member = self.owners[source]
         if reply.has_error():
             self.errors[member.index] = reply
+            # What a node shared that failed itself must not be counted: its memory may be as it was before.
             if reply.error.code not in GONE:
                 self.alive.add(member.index)
                 self.barred.add(member.index)

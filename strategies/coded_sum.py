@@ -110,6 +110,7 @@ class SumCode:
                 f"{type(mean).__name__} looks at single updates, of which a coded sum shows none; use one of "
                 f"{', '.join(MEANS)}"
             )
+        inner.check_summed()
         self.settings = settings
         self.inner = inner
         self.codec = fixed_point_of(inner.codec)

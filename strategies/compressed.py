@@ -31,9 +31,11 @@ from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
-from strategies.flower_dp import require_clip_holds, require_clip_is_seen
+from strategies.flower_dp import promises, require_clip_holds, require_clip_is_seen
+from strategies.guard import Norms
 from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
 from strategies.pairings import warn_of_pairing
+from strategies.partitions import Holders
 from strategies.private import PrivateStrategy
 from strategies.private_updates import decoded_updates
 from strategies.replies import (
@@ -43,6 +45,7 @@ from strategies.replies import (
     Rejected,
     RoundReport,
     Sent,
+    Usual,
     admit,
     admit_metrics,
     agreeing,
@@ -77,6 +80,9 @@ class Compressed(Strategy):
         vote.
     policy : DensityPolicy, optional
         Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
+    guard : Norms, optional
+        Refuses updates that are far longer, or weigh far more, than is usual; default nobody does. Not with a private
+        strategy, which bounds every update itself.
     seed : int
         Seed of the random streams of clients and server.
 
@@ -108,6 +114,7 @@ class Compressed(Strategy):
         *,
         feedback: bool | None = None,
         policy: DensityPolicy | None = None,
+        guard: Norms | None = None,
         seed: int = 0,
     ) -> None:
         require_inner(inner, "Compressed")
@@ -122,6 +129,13 @@ class Compressed(Strategy):
                 f"{chosen!r} needs {chosen.phases} exchanges per round; Flower's hooks offer one. Use its own strategy"
             )
         private = inner if isinstance(inner, PrivateStrategy) else None
+        if guard is not None and not isinstance(guard, Norms):
+            raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
+        if guard is not None and (private is not None or promises(inner)):
+            raise ConfigError(
+                f"{type(inner).__name__} bounds every update by itself, and a guard would make one client's part in "
+                "the private sum depend on the others'; leave guard out"
+            )
         if private is not None:
             private.check_codec(chosen)
         if chosen.votes and private is None and not is_mean(inner):
@@ -140,6 +154,7 @@ class Compressed(Strategy):
         self.codec = chosen
         self.downlink = None if downlink is None else get_codec(downlink)
         self.policy = policy
+        self.guard = guard
         self.seed = seed
         self.reports: dict[int, RoundReport] = {}
         self.evaluations: dict[int, RoundReport] = {}
@@ -147,6 +162,8 @@ class Compressed(Strategy):
         self._session = secrets.token_bytes(8)
         self._broadcast = None if self.downlink is None else Broadcast(self.downlink)
         self._peers: dict[int, Peer] = {}
+        self._holders = Holders()
+        self._usual = {"train": Usual(), "evaluate": Usual()}
         self._sequence = 0
         self._sent: list[Sent] = []
         self._record_name = "arrays"
@@ -224,6 +241,10 @@ class Compressed(Strategy):
             When one of Flower's privacy wrappers stands around this strategy and its clip would not hold.
         """
         require_clip_is_seen(self, self.codec)
+        if self._private is not None:
+            # Whom earlier rounds prefer would make one client's part in the sum depend on another's.
+            self._holders = Holders()
+        self._holders.meet(grid)
         if self._private is None:
             messages = list(self.inner.configure_train(server_round, arrays, config, grid))
             self._adopt(arrays)
@@ -378,15 +399,18 @@ class Compressed(Strategy):
         arrivals: list[Arrival] = []
         errors: list[Message] = []
         bare = self._private is not None
+        start = None if bare else self._reference(self._layout.flatten(self._model))
         # A plain update among votes, or on a support shared by all, is made what the others' are.
         encoded = self.codec.votes or (bare and self.codec.common_support(self._layout, key) is not None)
-        for sent, reply in match_replies(self._sent, replies, report):
+        for sent, reply in match_replies(self._sent, replies, report, self._holders):
             if reply.has_error():
                 self._note_error(sent, reply, report)
                 errors.append(reply)
                 continue
             try:
-                arrival = admit(sent, reply, self.codec, self._layout, self._model, weight_key, key, bare=bare)
+                arrival = admit(
+                    sent, reply, self.codec, self._layout, self._model, weight_key, key, bare=bare, start=start
+                )
                 if encoded and arrival.plain is not None:
                     arrival.frame = self._vote(arrival.plain, key.at(partition=take_node(reply) or 0))
                 arrivals.append(arrival)
@@ -396,7 +420,10 @@ class Compressed(Strategy):
                 errors.append(Message(Error(_APP_RAISED, str(reason)), reply_to=sent.message))
         if self._private is not None:
             return self._aggregate_private(server_round, self._private, arrivals, report, key)
-        arrivals = consistent(arrivals, report)
+        past = [self.reports[r] for r in sorted(self.reports) if r < server_round]
+        checked, arrivals = arrivals, consistent(arrivals, report, self._usual["train"], self.guard, past)
+        # An outlier is dropped for good: put back into its client's memory, it would come again and again.
+        self._acknowledge([(a.sent.node, a.sequence, a.generation) for a in checked if a.outlier])
         if not arrivals:
             return None, None
         self._account(arrivals, report)
@@ -413,6 +440,17 @@ class Compressed(Strategy):
         if not self._accept(arrays, consumed, report):
             return None, None
         return self._restored(arrays, [a.exact for a in arrivals], report), metrics
+
+    def check_summed(self) -> None:
+        """Refuse what needs single updates, where only their sum will be known.
+
+        Raises
+        ------
+        ConfigError
+            When there is a guard.
+        """
+        if self.guard is not None:
+            raise ConfigError(f"{self.guard!r} judges single updates, of which a coded sum shows none; leave guard out")
 
     def aggregate_sum(
         self,
@@ -450,6 +488,7 @@ class Compressed(Strategy):
                 f"{type(mean_of).__name__} looks at single updates, of which a coded sum shows none; use one of "
                 f"{', '.join(MEANS)}"
             )
+        self.check_summed()
         layout = self._layout
         if mean.shape != (layout.size,) or mean.dtype != np.float32:
             raise LayoutError(f"the mean is {mean.dtype}{mean.shape}, expected float32({layout.size},)")
@@ -496,13 +535,16 @@ class Compressed(Strategy):
         if not finite_where(arrays, self._model):
             report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
             return False
+        report.used += len(consumed)
+        self._acknowledge(consumed)
+        return True
+
+    def _acknowledge(self, consumed: Iterable[tuple[int, int, int]]) -> None:
         for node, sequence, generation in consumed:
-            report.used += 1
             # A reply without memory acknowledges nothing: the last frame of the memory stays the one consumed.
             if generation:
                 peer = self._peers[node]
                 peer.acknowledged, peer.generation = sequence, generation
-        return True
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Note which versions the nodes hold, leave out replies that cannot be averaged, and let inner aggregate."""
@@ -511,7 +553,7 @@ class Compressed(Strategy):
         weight_key = weight_key_of(self.inner)
         usable: list[tuple[tuple[Sent, Message], str, RecordDict]] = []
         errors: list[Message] = []
-        for sent, reply in match_replies(self._sent, replies, report):
+        for sent, reply in match_replies(self._sent, replies, report, self._holders):
             if reply.has_error():
                 self._note_error(sent, reply, report)
                 errors.append(reply)
@@ -525,7 +567,7 @@ class Compressed(Strategy):
             if NODE_RECORD in reply.content:
                 del reply.content[NODE_RECORD]
             usable.append(((sent, reply), "", reply.content))
-        kept = agreeing(usable, report, lambda pair: pair[0].node)
+        kept = agreeing(usable, report, lambda pair: pair[0].node, self._usual["evaluate"])
         self._log.warn(report)
         return self.inner.aggregate_evaluate(server_round, [*(reply for _, reply in kept), *errors])
 
@@ -687,6 +729,8 @@ class Compressed(Strategy):
             "session": self._session,
             "sequence": self._sequence,
             "peers": peers,
+            "holders": self._holders.state_dict(),
+            "usual": {kind: usual.form for kind, usual in self._usual.items()},
             "reports": {str(r): report.to_json() for r, report in self.reports.items()},
             "evaluations": {str(r): report.to_json() for r, report in self.evaluations.items()},
             "inner": capture_strategy(self.inner),
@@ -710,6 +754,8 @@ class Compressed(Strategy):
         restore_strategy(self.inner, state["inner"])
         self._sequence = int(state["sequence"])
         self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
+        self._holders.load_state_dict(state["holders"])
+        self._usual = {kind: Usual(state["usual"][kind]) for kind in self._usual}
         self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
         self.evaluations = {int(r): RoundReport.from_json(v) for r, v in state["evaluations"].items()}
         if self._broadcast is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import params
-from fedcomp.codecs.clip import norm
+from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip, NormBits, joint_event

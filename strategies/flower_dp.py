@@ -38,6 +38,11 @@ _REMEDY: Final = (
 )
 
 
+def promises(inner: Strategy) -> bool:
+    """Whether one of Flower's privacy wrappers is anywhere inside of a strategy."""
+    return any(isinstance(found, _CLIPPED_BY_CLIENTS + _CLIPPED_HERE) for found in held(inner))
+
+
 def require_clip_holds(inner: Strategy, codec: Codec) -> None:
     """Refuse a client-side wrapper anywhere inside of a strategy when ``codec`` may lengthen what clients clipped.
 

@@ -24,6 +24,7 @@ from fedcomp.graphs.base import GraphError
 from fedcomp.graphs.ids import decode_ids
 from fedcomp.graphs.rowcodecs import decode_norms
 from strategies.gcn_report import GraphReport, Traffic
+from strategies.partitions import contest
 
 _OWN_ERRORS: Final = (2, 6)
 """Codes of errors an app makes: its node is there, whatever it refuses. All others are a SuperLink's, or of a process
@@ -217,7 +218,8 @@ class Owners:
         """Ask nodes that are new who they are, and those that were silent whether they are there; settle the seats.
 
         Where a newcomer says it holds a part whose node has given no reason for doubt, that one is asked for a sign of
-        life: a process that was killed is listed as online for a while. One that answers is not driven out.
+        life: a process that was killed is listed as online for a while. One that answers is not driven out. Of several
+        newcomers that say they hold one part none is seated.
 
         Raises
         ------
@@ -306,15 +308,14 @@ class Owners:
         self.common = common
 
     def _seat(self, online: list[int], strangers: list[int], report: GraphReport) -> None:
-        for node in online:
-            hello = self.met.get(node)
-            if hello is None or self.seats.get(hello.index) == node:
-                continue
-            holder = self.seats.get(hello.index)
-            if holder is None or (holder in self.silent and node not in self.silent):
-                self.seats[hello.index] = node
-            elif node in strangers:
-                report.note("unknown", f"a node says it holds part {hello.index}, as which another one answers")
+        hellos = [(node, self.met.get(node)) for node in online if node not in self.silent]
+        held, refused = contest({node: hello.index for node, hello in hellos if hello is not None}, self.seats)
+        self.seats |= held
+        for node in strangers:
+            if node in refused:
+                report.note("unknown", refused[node])
+        for reason in sorted({refused[node] for node in strangers if node in refused}):
+            log.warning("round %d: %s", report.round, reason)
 
     # Norms of features, for the sampler's mode "measured".
 

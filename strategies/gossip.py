@@ -36,6 +36,7 @@ from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
 from strategies.gossip_report import GossipReport, Observed, answer_of, difference, figures_of, mean_of
+from strategies.partitions import contest
 
 __all__ = ["GossipRelay", "GossipReport", "Observed", "figures_of", "mean_of"]
 
@@ -267,7 +268,7 @@ class GossipRelay(ExchangeStrategy):
             strangers = [node for node in online if node not in self._met]
             if strangers:
                 yield from self._greet(strangers, grid, config, report)
-            self._seat(online)
+            self._seat(online, strangers, report)
             missing = self._expected(config) - self._node_of.keys()
             if not missing or time.monotonic() >= deadline:
                 return
@@ -281,7 +282,7 @@ class GossipRelay(ExchangeStrategy):
     ) -> Exchanges[None]:
         messages = [self._hello(node, config) for node in strangers]
         replies = yield Push(messages, self.deadline)
-        asked, known, online = dict(addressed(messages)), partition_lookup(grid), set(grid.get_node_ids())
+        asked, known = dict(addressed(messages)), partition_lookup(grid)
         for reply in replies:
             node = asked[reply.metadata.reply_to_message_id]
             vertex = known(node)
@@ -289,29 +290,33 @@ class GossipRelay(ExchangeStrategy):
             if reply.has_error():
                 report.note("unknown", f"a node could not say which vertex it is: {reply.error.reason}")
                 continue
-            taken = any(v == vertex and n in online for n, v in self._met.items()) and vertex not in self._silent
             self._met[node] = vertex
             if vertex is None:
                 report.note("unknown", "a node does not say which vertex it is")
             elif self._relay is not None and vertex >= self._relay.topology.n:
                 report.note("unknown", _outside(vertex, self._relay.topology.n))
-            elif taken:
-                report.note("unknown", f"a node says it is vertex {vertex}, as which another one answers")
 
-    def _seat(self, online: Collection[int]) -> None:
-        """Settle which node is which vertex.
+    def _seat(self, online: Collection[int], strangers: Collection[int], report: GossipReport) -> None:
+        """Settle which node is which vertex, and report the ``strangers`` that are refused.
 
         A newcomer takes the place of one that is offline or has left its last message unanswered: a process that was
-        killed is listed as online for a while. One that answers is not driven out by a claim.
+        killed is listed as online for a while. One that answers is not driven out by a claim, and of several newcomers
+        that claim one vertex none is seated.
         """
         self._node_of = {vertex: node for vertex, node in self._node_of.items() if node in online}
-        for node, vertex in self._met.items():
-            if vertex is None or node not in online or self._node_of.get(vertex) == node:
-                continue
-            if vertex not in self._node_of or vertex in self._silent:
+        there = [(node, vertex) for node, vertex in self._met.items() if node in online and node not in self._silent]
+        claims = {node: vertex for node, vertex in there if vertex is not None}
+        held, refused = contest(claims, self._node_of)
+        for vertex, node in held.items():
+            if self._node_of.get(vertex) != node:
                 self._node_of[vertex] = node
                 if self._relay is not None and vertex in self._away():
                     self._relay.join(vertex)
+        for node in strangers:
+            if node in refused:
+                report.note("unknown", refused[node])
+        for reason in sorted({refused[node] for node in strangers if node in refused}):
+            log.warning("round %d: %s", report.round, reason)
 
     def _away(self) -> list[int]:
         """Return the vertices that were given up and of which a node is online: perhaps it can be reached again. Not
@@ -342,7 +347,7 @@ class GossipRelay(ExchangeStrategy):
             except FedcompError as error:
                 errors[vertex] = f"{type(error).__name__}: {error}"
         errors |= {v: "nothing came back in time" for v in messages if v not in answers and v not in errors}
-        self._silent = set(errors)
+        self._silent = {self._node_of[vertex] for vertex in errors if vertex in self._node_of}
         relay.take(answers, errors)
         report.exchanges += 1
         report.answers += len(answers)

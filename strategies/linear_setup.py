@@ -33,6 +33,7 @@ from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
 from fedcomp.flower.rounds import Enough, Exchanges, Push
+from strategies.partitions import contest
 from strategies.replies import shorten
 
 Real = NDArray[np.float64]
@@ -300,10 +301,16 @@ class LinearSetup:
         header = {"stage": linear.JOIN, "partitions": count, "labels": len(self.labels) < count}
         replies = yield from self._exchange(strangers, header, config)
         lookup = partition_lookup(grid)
+        claims: dict[int, int | None] = {}
+        for node, reply in replies:
+            known = lookup(node)
+            claims[node] = take_node(reply) if known is None else known
+        seats = {d: n for n, d in self.devices.items() if n in nodes}
+        newcomers = {n: d for n, d in claims.items() if d is not None}
+        _, refused = contest({n: d for d, n in seats.items()} | newcomers, seats)
         held: dict[int, Any] = {}
         for node, reply in replies:
-            device = lookup(node)
-            device = take_node(reply) if device is None else device
+            device = claims[node]
             try:
                 if reply.has_error():
                     reason = str(reply.error.reason)
@@ -311,9 +318,9 @@ class LinearSetup:
                     raise StateError(shorten(reason)[:200] + hint)
                 if device is None or device >= count + self.parities:
                     raise StateError(f"a node holds partition {device}, expected 0 to {count + self.parities - 1}")
+                if node in refused:
+                    raise StateError(refused[node])
                 holder = next((n for n, d in self.devices.items() if d == device), None)
-                if holder in nodes:
-                    raise StateError(f"two nodes online hold partition {device}; the first one counts")
                 if device < count:
                     self._take_owner(device, reply, shape)
                 self._addresses[device] = linear.text_of(linear.header_of(reply), "address")

@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import params
-from fedcomp.codecs.clip import norm
+from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.lsg import SLACK, UPDATE, Ask, drawn, put_carriers, put_kept, unpack
 from fedcomp.flower.payload import take_frame
@@ -183,7 +183,7 @@ class Lsg(PrivateStrategy):
     ) -> Iterator[tuple[int, NDArray[np.float32]]]:
         assert self._plan is not None
         model = layout.flatten(self._model)
-        for sent, reply in match_replies(self._sent, replies, report):
+        for sent, reply in match_replies(self._sent, replies, report, self._holders):
             try:
                 if reply.has_error():
                     raise Rejected(f"error {reply.error.code}: {reply.error.reason}")

@@ -44,6 +44,7 @@ from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from strategies.means import MEANS, aggregate_once, is_mean
+from strategies.partitions import Holders
 from strategies.private_nodes import Shown, online
 from strategies.replies import Rejected, RoundReport, Sent, match_replies, read_plain
 
@@ -180,6 +181,7 @@ class PrivateStrategy(Strategy):
         self._exhausted = ""
         self._said: set[str] = set()
         self._sent: list[Sent] = []
+        self._holders = Holders()
 
     # What a subclass says of its mechanism.
 
@@ -383,6 +385,9 @@ class PrivateStrategy(Strategy):
         reason = self._unaffordable(server_round)
         if not reason:
             nodes = online(grid, self.inner)
+            # Anew: whom earlier rounds prefer would make one client's part in the sum depend on another's.
+            self._holders = Holders()
+            self._holders.meet(grid)
             reason = self._crowded(len(nodes))
         if not reason:
             entropy = self._entropy("sampling", server_round)
@@ -417,7 +422,7 @@ class PrivateStrategy(Strategy):
         self, replies: Iterable[Message], layout: Layout, report: RoundReport
     ) -> Iterator[tuple[int, NDArray[Any]]]:
         before = layout.flatten(self._model)
-        for sent, reply in match_replies(self._sent, replies, report):
+        for sent, reply in match_replies(self._sent, replies, report, self._holders):
             try:
                 if reply.has_error():
                     raise Rejected(f"error {reply.error.code}: {reply.error.reason}")

@@ -6,9 +6,10 @@ the round's report; only then does an aggregation begin.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -17,15 +18,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
+from fedcomp.codecs.base import norm
 from fedcomp.codecs.positional import DENSE_REST
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
 from fedcomp.flower.records import read_array
-from fedcomp.layout import Layout, TensorSpec
+from fedcomp.layout import Layout, TensorSpec, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Frame, tensor_bytes
+from strategies.guard import Norms
+from strategies.partitions import Holders
 
 T = TypeVar("T")
 Arrays = Mapping[str, NDArray[Any]]
@@ -35,6 +39,19 @@ MAX_WEIGHT: Final = 2**63
 
 MAX_REASON: Final = 300
 """Characters of a reason that a report keeps."""
+
+MAX_RECORDS: Final = 64
+"""Records in a reply: the model or its frame, metrics, a few of ours and of the app's. A larger reply is refused."""
+
+MAX_ENTRIES: Final = 1024
+"""Entries of a MetricRecord or ConfigRecord of a reply. Flower checks, compares and averages them one by one."""
+
+MAX_NUMBERS: Final = 2**16
+"""Numbers in the lists of all its metrics and configurations together."""
+
+GONE: Final = (3, 4, 5)
+"""Codes of errors a SuperLink makes: no message, reply expired, node unavailable. With any other the node itself says
+that it failed: it is there, and its memory may be as it was before."""
 
 
 class Rejected(FedcompError):
@@ -75,7 +92,8 @@ class Arrival:
     """A checked reply: a frame, or the plain arrays of a client without the mod (both where they became a vote).
 
     The frame is kept as bytes, which are in the message anyway, and parsed again when it is added: parsed frames of all
-    clients side by side would make memory grow with their number.
+    clients side by side would make memory grow with their number. ``norm`` is that of the update, None where nobody may
+    know it; an ``outlier`` is one that a guard refused.
     """
 
     sent: Sent
@@ -93,6 +111,8 @@ class Arrival:
     unsupported: str = ""
     memory: float | None = None
     remark: str = ""
+    norm: float | None = None
+    outlier: bool = False
 
 
 @dataclass
@@ -134,6 +154,10 @@ class RoundReport:
     frame_bytes, dense_bytes : int
         Bytes of their frames, and how many of these travelled dense: the dense rest of an update and the tensors that
         travel as values; all of them with a lossless codec.
+    norms, weights : dict
+        Euclidean norm of each update as it arrived (of a vote, of the vote), and the weight it was given with: of all
+        that could be used, those a guard then refused included. Empty in private rounds, and where sums are decoded
+        instead of updates.
     """
 
     round: int
@@ -162,6 +186,9 @@ class RoundReport:
     def ratio(self) -> float:
         """How many times less than full models the replies took; 0 when there were none."""
         return self.model_bytes / self.payload_bytes if self.payload_bytes else 0.0
+
+    norms: dict[int, float] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
 
     def reject(self, node: int, reason: str) -> None:
         """Record that the reply of ``node`` was not used."""
@@ -192,7 +219,7 @@ class RoundReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RoundReport:
         """Restore what :meth:`to_json` returned."""
-        by_node = ("rejected", "unsupported", "memory")
+        by_node = ("rejected", "unsupported", "memory", "norms", "weights")
         fields: dict[str, Any] = {
             k: {int(n): r for n, r in v.items()} if k in by_node else dict(v) if isinstance(v, dict) else v
             for k, v in value.items()
@@ -200,11 +227,26 @@ class RoundReport:
         return cls(**fields)
 
 
-def match_replies(sent: list[Sent], replies: Iterable[Message], report: RoundReport) -> Iterator[tuple[Sent, Message]]:
+@dataclass
+class Usual:
+    """The form that most replies had when last there was such a form; it decides where two are equally frequent."""
+
+    form: str = ""
+
+
+def match_replies(
+    sent: list[Sent], replies: Iterable[Message], report: RoundReport, holders: Holders | None = None
+) -> Iterator[tuple[Sent, Message]]:
     """Yield each message with its first reply, in the order of partition ids; count the rest in ``report``.
 
     Replies are joined by the id of the message they answer: the source of an error made by a SuperLink is the
-    SuperLink, not the node.
+    SuperLink, not the node. Of several nodes that declare one partition the one that held it before is let through, or
+    none. A reply that holds more than anybody could want is not read any further.
+
+    Parameters
+    ----------
+    holders : Holders, optional
+        Who held which partition before; default nobody.
     """
     by_id = {s.message.metadata.message_id: s for s in sent if s.message.metadata.message_id}
     by_node = {s.node: s for s in sent}
@@ -221,12 +263,38 @@ def match_replies(sent: list[Sent], replies: Iterable[Message], report: RoundRep
             first[match.node] = (match, reply)
     report.lost += len(sent) - len(first)
     order = {s.node: i for i, s in enumerate(sent)}
+    answers = {
+        node: None if reply.has_error() else take_node(reply)
+        for node, (_, reply) in first.items()
+        if not (reply.has_error() and reply.error.code in GONE)
+    }
+    for node, reason in (Holders() if holders is None else holders).settle(order, answers).items():
+        report.reject(node, reason)
+        del first[node]
+    for node, (_, reply) in list(first.items()):
+        if not reply.has_error() and (excess := _excess(reply.content)):
+            report.reject(node, excess)
+            del first[node]
 
     def place(pair: tuple[Sent, Message]) -> tuple[bool, int, int]:
         partition = take_node(pair[1])
         return partition is None, partition or 0, order[pair[0].node]
 
     yield from sorted(first.values(), key=place)
+
+
+def _excess(content: RecordDict) -> str:
+    """Return of what a reply holds too much to be looked at; empty when it does not. Costs a step per record."""
+    if len(content) > MAX_RECORDS:
+        return f"the reply holds {len(content)} records; at most {MAX_RECORDS} are read"
+    numbers = 0
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            continue
+        if len(record) > MAX_ENTRIES:
+            return f"record {name!r} of the reply holds {len(record)} entries; at most {MAX_ENTRIES} are read"
+        numbers += sum(len(value) for value in record.values() if isinstance(value, list))
+    return f"the reply's lists hold {numbers} numbers; at most {MAX_NUMBERS} are read" if numbers > MAX_NUMBERS else ""
 
 
 def admit(
@@ -239,6 +307,7 @@ def admit(
     key: Key,
     *,
     bare: bool = False,
+    start: Vector | None = None,
 ) -> Arrival:
     """Check ``reply`` completely and return it.
 
@@ -252,6 +321,8 @@ def admit(
         The round's random stream without the partition: a sender does not choose its own random coordinates.
     bare : bool
         Read the update alone, as a private round does: buffers keep the values of ``model``, whatever the reply holds.
+    start : float32 array, shape (layout size,), optional
+        What clients trained from, unless the message held a model of its own. With it the update's norm is measured.
 
     Raises
     ------
@@ -271,12 +342,18 @@ def admit(
             sequence = integer(header, "sequence")
             if sequence != sent.sequence:
                 raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
-            codec.verify(frame, layout, key.at(partition=take_node(reply) or 0))
+            bundle = codec.verify(frame, layout, key.at(partition=take_node(reply) or 0))
             received = model if bare else decode_exact(take_frame(content, EXACT), layout)
             exact = {t.name: check_exact(received[t.name], t, model[t.name]) for t in layout.exact}
             arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
             arrival.sequence = sequence
             arrival.generation = integer(header, "generation") if "generation" in header else 0
+            if start is not None and not codec.lossless:
+                arrival.norm = codec.norm(bundle, layout)
+        if start is not None and arrival.norm is None:
+            # Whole models arrived: the update is what they changed.
+            whole = layout.flatten(arrival.plain) if arrival.plain is not None else codec.decode(bundle, layout)
+            arrival.norm = norm(whole, start if sent.base is None else layout.flatten(sent.base))
         if arrival.record in rest or arrival.record.startswith(PREFIX):
             raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")
     except Rejected:
@@ -296,13 +373,35 @@ def admit(
     return arrival
 
 
-def consistent(arrivals: list[Arrival], report: RoundReport) -> list[Arrival]:
+def consistent(
+    arrivals: list[Arrival],
+    report: RoundReport,
+    usual: Usual | None = None,
+    guard: Norms | None = None,
+    past: Sequence[RoundReport] = (),
+) -> list[Arrival]:
     """Return the arrivals that name records and metrics as most do, and note in ``report`` what arrived.
 
-    Flower ends the whole run when replies disagree; here an odd client costs its own update only. Of equally frequent
-    forms the one that comes first in partition order counts.
+    Flower ends the whole run when replies disagree; here an odd client costs its own update only. See :func:`agreeing`.
+
+    Parameters
+    ----------
+    guard : Norms, optional
+        What decides which of them are out of the ordinary, by the reports of the rounds before, ``past``.
     """
-    kept = agreeing([(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node)
+    kept = agreeing([(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node, usual)
+    for arrival in kept:
+        if arrival.norm is not None:
+            report.norms[arrival.sent.node] = arrival.norm
+            report.weights[arrival.sent.node] = arrival.weight
+    if guard is not None:
+        found = guard.outliers(report, past)
+        for arrival in kept:
+            # Where all of several are refused nobody can tell which is one.
+            arrival.outlier = arrival.sent.node in found and not 1 < len(found) == len(kept)
+        for node, reason in found.items():
+            report.reject(node, reason)
+        kept = [arrival for arrival in kept if arrival.sent.node not in found]
     for arrival in kept:
         node = arrival.sent.node
         report.plain += arrival.plain is not None
@@ -322,34 +421,53 @@ def consistent(arrivals: list[Arrival], report: RoundReport) -> list[Arrival]:
     return kept
 
 
-def agreeing(items: list[tuple[T, str, RecordDict]], report: RoundReport, node_of: Callable[[T], int]) -> list[T]:
+def agreeing(
+    items: list[tuple[T, str, RecordDict]],
+    report: RoundReport,
+    node_of: Callable[[T], int],
+    usual: Usual | None = None,
+) -> list[T]:
     """Return the items whose metrics have the most frequent form; reject the others in ``report``.
+
+    Of equally frequent forms the one that was ``usual`` before counts. Where none was, all are rejected: with two
+    clients nobody can tell which of them is the odd one.
 
     Parameters
     ----------
     items : list of (item, record name, content)
-        In partition order.
+    usual : Usual, optional
+        The form of earlier rounds; that of this one is written into it.
     """
-    forms = [(name, _form(content)) for _, name, content in items]
+    forms = [_form(name, content) for _, name, content in items]
     if not forms:
         return []
-    # Counter keeps first appearance first among equals.
-    usual = Counter(forms).most_common(1)[0][0]
+    counts = Counter(forms)
+    most = max(counts.values())
+    first = [form for form, count in counts.items() if count == most]
+    known = "" if usual is None else usual.form
+    taken = first[0] if len(first) == 1 else known if known in first else ""
+    if usual is not None and taken:
+        usual.form = taken
     kept = []
     for (item, _, _), form in zip(items, forms, strict=True):
-        if form == usual:
+        if form == taken:
             kept.append(item)
+        elif taken:
+            report.reject(node_of(item), f"records and metrics {form} are not the others' {taken}")
         else:
-            report.reject(node_of(item), f"records and metrics {form} are not the others' {usual}")
+            report.reject(
+                node_of(item),
+                f"{len(first)} forms of records and metrics are equally frequent ({most} replies each), and none was "
+                f"usual before: nobody can tell which is right. This reply's: {form}",
+            )
     return kept
 
 
-def _form(content: RecordDict) -> tuple[Any, ...]:
+def _form(name: str, content: RecordDict) -> str:
     """Return the names and kinds of all metrics: what has to agree for them to be averaged."""
-    return tuple(
-        (name, tuple((key, len(v) if isinstance(v, list) else None) for key, v in sorted(record.items())))
-        for name, record in sorted(content.metric_records.items())
-    )
+    metrics = {k: r for k, r in content.items() if isinstance(r, MetricRecord)}
+    kinds = {k: {key: len(v) if isinstance(v, list) else None for key, v in r.items()} for k, r in metrics.items()}
+    return json.dumps([name, kinds], sort_keys=True)
 
 
 def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, model: Arrays) -> Arrival:

@@ -47,11 +47,14 @@ from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
 from strategies.cohort import draw_cohort
+from strategies.guard import Norms
+from strategies.partitions import Holders
 from strategies.replies import (
     Peer,
     Rejected,
     RoundReport,
     Sent,
+    Usual,
     agreeing,
     integer,
     match_replies,
@@ -60,6 +63,7 @@ from strategies.replies import (
     text,
     weight_of,
 )
+from strategies.round_log import RoundLog
 from strategies.shared_replies import Client, Round
 from strategies.statistics import hold_in_step, warn_of_missing_names
 
@@ -100,6 +104,8 @@ class SharedSupport(ExchangeStrategy):
     policy : DensityPolicy, optional
         Per tensor: what travels dense, and which density the others have; default
         :class:`fedcomp.layout.SmallDense`.
+    guard : Norms, optional
+        Refuses values that are far larger, or weigh far more, than is usual; default nobody does.
     seed : int
         Seed of the random streams.
 
@@ -128,8 +134,11 @@ class SharedSupport(ExchangeStrategy):
         train_metrics_aggr_fn: MetricsAggregation | None = None,
         evaluate_metrics_aggr_fn: MetricsAggregation | None = None,
         policy: DensityPolicy | None = None,
+        guard: Norms | None = None,
         seed: int = 0,
     ) -> None:
+        if guard is not None and not isinstance(guard, Norms):
+            raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
         chosen = ScaleCom() if codec is None else get_codec(codec)
         if not isinstance(chosen, ScaleCom):
             raise ConfigError(f"a shared support needs a ScaleCom codec, got {chosen!r}; Compressed takes the others")
@@ -162,6 +171,7 @@ class SharedSupport(ExchangeStrategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or defaults.train_metrics_aggr_fn
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or defaults.evaluate_metrics_aggr_fn
         self.policy = policy
+        self.guard = guard
         self.seed = seed
         self.reports: dict[int, RoundReport] = {}
         self.evaluations: dict[int, RoundReport] = {}
@@ -170,6 +180,9 @@ class SharedSupport(ExchangeStrategy):
         self._sequence = 0
         self._peers: dict[int, Peer] = {}
         self._partitions: dict[int, int] = {}
+        self._holders = Holders()
+        self._usual = {"train": Usual(), "evaluate": Usual()}
+        self._log = RoundLog("SharedSupport")
         self._holds: dict[int, int] = {}
         self._ahead: tuple[Frame, int] | None = None
         self._broadcast = Broadcast(chosen)
@@ -213,9 +226,12 @@ class SharedSupport(ExchangeStrategy):
             yield from self._elect(now)
         if now.supports is None:
             report.notes.append("no client could choose a support: the model is unchanged")
+            self._log.warn(report)
             return None, None
         yield from self._gather(now)
-        return self._aggregate(now)
+        aggregated = self._aggregate(now)
+        self._log.warn(report)
+        return aggregated
 
     def evaluate_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -232,7 +248,7 @@ class SharedSupport(ExchangeStrategy):
         report.sent = len(sent)
         replies = yield [s.message for s in sent]
         usable, weights = [], {}
-        for each, reply in match_replies(sent, replies, report):
+        for each, reply in match_replies(sent, replies, report, self._holders):
             try:
                 self._refuse_errors(each, reply)
                 _, weights[each.node] = weight_of(reply.content, self.weighted_by_key)
@@ -242,7 +258,8 @@ class SharedSupport(ExchangeStrategy):
             self._note_version(each.node, reply)
             usable.append((each, "", strip(reply.content)))
         contents = {each.node: content for each, _, content in usable}
-        kept = agreeing(usable, report, lambda each: each.node)
+        kept = agreeing(usable, report, lambda each: each.node, self._usual["evaluate"])
+        self._log.warn(report)
         if not any(weights[each.node] for each in kept):
             if kept:
                 report.notes.append("all replies have weight 0: no metrics to average")
@@ -254,6 +271,7 @@ class SharedSupport(ExchangeStrategy):
 
     def _nodes(self, grid: Grid, kind: str, fraction: float, least: int, server_round: int) -> list[int]:
         """Return the nodes that take part, in the order of their partitions."""
+        self._holders.meet(grid)
         return draw_cohort(
             grid,
             Key(self.seed, f"cohort/{kind}", server_round),
@@ -370,7 +388,7 @@ class SharedSupport(ExchangeStrategy):
         """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
         known = now.supports is not None
         arrived: list[tuple[Client, str, RecordDict]] = []
-        for each, reply in match_replies(sent, replies, now.report):
+        for each, reply in match_replies(sent, replies, now.report, self._holders):
             try:
                 self._refuse_errors(each, reply)
                 client = self._trained(each, reply, now)
@@ -382,7 +400,7 @@ class SharedSupport(ExchangeStrategy):
             # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
             if each.node != appointed or self._take_lead(client, reply, now):
                 arrived.append((client, "", client.content))
-        now.clients = agreeing(arrived, now.report, lambda client: client.sent.node)
+        now.clients = agreeing(arrived, now.report, lambda client: client.sent.node, self._usual["train"])
 
     def _trained(self, sent: Sent, reply: Message, now: Round) -> Client:
         """Return what a client says after training.
@@ -516,10 +534,26 @@ class SharedSupport(ExchangeStrategy):
     def _aggregate(self, now: Round) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Sum the values in partition order, make the mean the next step, acknowledge what was used."""
         report = now.report
-        senders = now.senders
+        arrived = now.senders
+        for client in arrived:
+            assert client.frame is not None
+            report.norms[client.sent.node] = now.fixed.norm(client.frame, self._layout)
+            report.weights[client.sent.node] = client.weight
+        refused: dict[int, str] = {}
+        if self.guard is not None:
+            past = [self.reports[r] for r in sorted(self.reports) if r < now.number]
+            refused = self.guard.outliers(report, past)
+        for node, reason in refused.items():
+            report.reject(node, reason)
+        senders = [client for client in arrived if client.sent.node not in refused]
+        if senders or len(refused) == 1:
+            # An outlier is dropped for good: put back into its client's memory, it would come again and again. Where
+            # all of several are refused nobody can tell which is one.
+            self._acknowledge(client for client in arrived if client.sent.node in refused)
         total = sum(client.weight for client in senders)
         if total <= 0:
-            report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
+            if senders:
+                report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
             return None, None
         layout = self._layout
         out = Update(np.full(layout.size, -0.0, np.float32), layout)
@@ -549,9 +583,8 @@ class SharedSupport(ExchangeStrategy):
         exact = {n: np.where(np.isnan(v) & ~np.isfinite(self._model[n]), self._model[n], v) for n, v in exact.items()}
         exact = to_arrays(restore_dtypes(to_record(exact), self._model, sent)) if exact else {}
         version = self._broadcast.push(frame, mean, exact, layout, now.block)
+        self._acknowledge(senders)
         for client in senders:
-            peer = self._peers[client.sent.node]
-            peer.acknowledged, peer.generation = client.sent.sequence, client.generation
             self._holds[client.sent.node] = version
         report.compressed = len(senders)
         report.account(now.fixed, layout, [client.frame for client in senders if client.frame is not None])
@@ -559,6 +592,11 @@ class SharedSupport(ExchangeStrategy):
         record = to_record(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
         metrics = self.train_metrics_aggr_fn([client.content for client in senders], self.weighted_by_key)
         return record, MetricRecord({**metrics, **now.similarity()})
+
+    def _acknowledge(self, clients: Iterable[Client]) -> None:
+        for client in clients:
+            peer = self._peers[client.sent.node]
+            peer.acknowledged, peer.generation = client.sent.sequence, client.generation
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes from round to round, as plain data."""
@@ -569,6 +607,8 @@ class SharedSupport(ExchangeStrategy):
             "sequence": self._sequence,
             "peers": peers,
             "partitions": {str(node): partition for node, partition in self._partitions.items()},
+            "holders": self._holders.state_dict(),
+            "usual": {kind: usual.form for kind, usual in self._usual.items()},
             "holds": {str(node): version for node, version in self._holds.items()},
             "leaders": {str(r): partition for r, partition in self.leaders.items()},
             "ahead": [] if self._ahead is None else list(self._ahead),
@@ -593,6 +633,8 @@ class SharedSupport(ExchangeStrategy):
         self._sequence = int(state["sequence"])
         self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
         self._partitions = {int(node): int(p) for node, p in state["partitions"].items()}
+        self._holders.load_state_dict(state["holders"])
+        self._usual = {kind: Usual(state["usual"][kind]) for kind in self._usual}
         self._holds = {int(node): int(v) for node, v in state["holds"].items()}
         self.leaders = {int(r): int(p) for r, p in state["leaders"].items()}
         self._ahead = (bytes(state["ahead"][0]), int(state["ahead"][1])) if state["ahead"] else None

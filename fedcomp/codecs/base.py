@@ -7,8 +7,9 @@ and server half (``decode``, ``accumulate``) stand in one class, so that they ar
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, Kind, Limits, Schema, decode
+
+_BLOCK: Final = 1 << 16
 
 State = dict[str, NDArray[Any]]
 """What a codec remembers between two updates of one client. Arrays only; counters are 0-d arrays."""
@@ -193,6 +196,33 @@ class Codec(ABC):
         out = Update(np.full(layout.size, -0.0, np.float32), layout)
         self.accumulate(frame, 1.0, out)
         return out.vector
+
+    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
+        """Return the Euclidean norm of ``decode(frame)``, in float64; most codecs need no vector for it.
+
+        Raises
+        ------
+        fedcomp.wire.WireError
+            As :meth:`open`.
+        """
+        return norm(self.decode(frame, layout))
+
+
+def norm(vector: NDArray[Any], origin: NDArray[Any] | None = None) -> float:
+    """Return the Euclidean norm of ``vector``, or of ``vector - origin``.
+
+    Summed in float64 by blocks: float32 sums over millions are off in the third digit, and squares of large float32
+    values are not finite.
+    """
+    total = 0.0
+    for start in range(0, vector.size, _BLOCK):
+        block = vector[start : start + _BLOCK].astype(np.float64)
+        if origin is not None:
+            block -= origin[start : start + _BLOCK]
+        # No dot product: a threaded one stalls for milliseconds when other processes hold the cores (measured 14 ms).
+        block *= block
+        total += float(block.sum())
+    return math.sqrt(total)
 
 
 def all_finite(vector: Vector) -> bool:

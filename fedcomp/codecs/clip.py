@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from fedcomp.codecs import params
-from fedcomp.codecs.base import State, require_finite
+from fedcomp.codecs.base import State, norm, require_finite
 from fedcomp.codecs.chain import Transform
 from fedcomp.layout import Update
 from fedcomp.rng import Key
-
-_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,14 +55,3 @@ class Clip(Transform):
             scale = np.float32(float(scale) * (1.0 - step))
             step *= 2.0  # subnormal products need large steps; step 1 ends at zero
         return Update(clipped, update.layout), state
-
-
-def norm(vector: np.ndarray) -> float:
-    """Return the Euclidean norm, summed in float64 by blocks: float32 sums over millions are off in the third digit."""
-    total = 0.0
-    for start in range(0, vector.size, _BLOCK):
-        block = vector[start : start + _BLOCK].astype(np.float64)
-        # No dot product: a threaded one stalls for milliseconds when other processes hold the cores (measured 14 ms).
-        block *= block
-        total += float(block.sum())
-    return math.sqrt(total)

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codecs import params
-from fedcomp.codecs.base import Codec, State, all_finite, require_finite
-from fedcomp.codecs.clip import norm
+from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
 from fedcomp.codecs.positional import frame_of
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.topk import TopK

@@ -157,6 +157,10 @@ class FixedPoint(Wrapper):
         """Decode with the inner codec."""
         return self.codec.decode(self.real(self.open(frame, layout)), layout)
 
+    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
+        """Measure with the inner codec."""
+        return self.codec.norm(self.real(self.open(frame, layout)), layout)
+
     def count(self, layout: Layout) -> int:
         """Return how many integers a frame holds."""
         return sum(expected.most_values for expected in self.schema(layout))

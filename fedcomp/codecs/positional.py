@@ -8,6 +8,7 @@ checks, accumulation, decoding and the dense rest are here, once.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs.base import Codec, State, all_finite, require_finite
+from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
 from fedcomp.codecs.params import dataclass_config, dataclass_repr
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import scatter_add
@@ -206,6 +207,10 @@ class PositionalCodec(Codec):
             else:
                 out[where][tensor.indices] = tensor.values.decode()
         return out
+
+    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
+        """Return the Euclidean norm of ``decode(frame)``; O(k) for sparse tensors."""
+        return math.hypot(*(norm(tensor.values.decode()) for tensor in self.open(frame, layout).tensors))
 
     def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
         """Return the coordinates to which sparse tensors deliver something other than zero, ascending."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs.clip import norm
+from fedcomp.codecs.base import norm
 from fedcomp.layout import Vector
 
 

@@ -65,3 +65,7 @@ class Wrapper(Codec):
     def decode(self, frame: Frame | Bundle, layout: Layout) -> Vector:
         """Decode with the inner codec."""
         return self.codec.decode(frame, layout)
+
+    def norm(self, frame: Frame | Bundle, layout: Layout) -> float:
+        """Measure with the inner codec."""
+        return self.codec.norm(frame, layout)

@@ -13,20 +13,26 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from fedcomp.errors import LayoutError
 from fedcomp.flower import store
 from fedcomp.flower.grid import in_process
 from fedcomp.flower.ledger import Ledger, LedgerError
+from fedcomp.flower.records import read_array
+
+T = TypeVar("T")
 
 _KIND: Final = "checkpoint"
+_NUMPY: Final = "numpy.ndarray"
 _HISTORY: Final = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
@@ -71,7 +77,10 @@ class Checkpoint:
         Raises
         ------
         CheckpointError
-            When the strategy is of another class, or something was not stored.
+            When the strategy is of another class, something was not stored, or is not what it should be. Strategy and
+            grid may then be half restored: build them again.
+        GridError
+            When the stored in-process grid is another one: of another seed, or of another number of nodes.
         """
         if strategy is not None:
             if self.strategy_state is None:
@@ -83,7 +92,8 @@ class Checkpoint:
             if in_process(grid) is not None:
                 if self.grid_state is None:
                     raise CheckpointError("the checkpoint holds no in-process grid; save it with grid=...")
-                grid.restore(self.grid_state)  # type: ignore[attr-defined]
+                with _checked("the checkpoint's grid"):
+                    grid.restore(self.grid_state)  # type: ignore[attr-defined]
 
 
 def save(
@@ -148,26 +158,55 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     Raises
     ------
     CheckpointError
-        When there is none at ``path``, it is damaged, or a newer release wrote it.
+        When there is none at ``path``, it is damaged or forged, or a newer release wrote it. What it takes to find out
+        is in proportion to the file.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {os.fspath(path)!r}: {error.strerror or error}") from error
-    try:
+    with _checked(f"checkpoint {os.fspath(path)!r}"):
         value = store.loads(data, _KIND)
         stored = value["ledger"]
+        server_round, arrays = _typed(value, "server_round", int), _typed(value, "arrays", ArrayRecord)
+        if server_round < 0 or isinstance(server_round, bool):
+            raise CheckpointError(f"its server_round is {server_round!r}, expected a whole number >= 0")
+        for name, array in arrays.items():
+            if array.stype == _NUMPY:
+                read_array(array, name, tuple(array.shape), array.dtype)
         return Checkpoint(
-            server_round=value["server_round"],
-            arrays=value["arrays"],
-            result=Result(arrays=value["arrays"], **{name: value["result"][name] for name in _HISTORY}),
+            server_round=server_round,
+            arrays=arrays,
+            result=Result(arrays=arrays, **{name: _history(value["result"][name], name) for name in _HISTORY}),
             ledger=None if stored is None else Ledger.from_columns(stored["columns"], stored["tables"]),
-            extra=value["extra"],
-            strategy_state=value["strategy"],
-            grid_state=value["grid"],
+            extra=_typed(value, "extra", dict),
+            strategy_state=None if value["strategy"] is None else _typed(value, "strategy", dict),
+            grid_state=None if value["grid"] is None else _typed(value, "grid", bytes),
         )
-    except (store.StoreError, LedgerError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be used: {error}") from error
+
+
+@contextmanager
+def _checked(what: str) -> Iterator[None]:
+    """Say of everything that is wrong with stored data where it stands, as a :class:`CheckpointError`."""
+    try:
+        with store.reading(what):
+            yield
+    except (store.StoreError, LayoutError, LedgerError) as error:
+        # A grid's own errors say what to do by themselves.
+        raise CheckpointError(f"{what} cannot be used: {error}") from error
+
+
+def _typed(value: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    found = value[name]
+    if not isinstance(found, kind):
+        raise CheckpointError(f"its {name} is a {type(found).__name__}, expected {kind.__name__}")
+    return found
+
+
+def _history(value: Any, name: str) -> dict[int, MetricRecord]:
+    if not isinstance(value, dict) or not all(type(r) is int and isinstance(m, MetricRecord) for r, m in value.items()):
+        raise CheckpointError(f"its {name} does not hold a MetricRecord per round")
+    return value
 
 
 def capture_strategy(strategy: Any) -> dict[str, Any]:
@@ -207,20 +246,24 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
     Raises
     ------
     CheckpointError
-        When the state is of another class of strategy.
+        When the state is of another class of strategy, or is not one that a strategy of this class has.
     """
     if state.get("type") != type(strategy).__qualname__:
         raise CheckpointError(
             f"the checkpoint is of strategy {state.get('type')!r}, this is {type(strategy).__qualname__!r}; resume "
             "with the strategy the run was started with"
         )
-    if "state_dict" in state:
-        strategy.load_state_dict(state["state_dict"])
-        return
-    for name, value in state["attributes"].items():
-        setattr(strategy, name, value)
-    for name, inner in state["nested"].items():
-        restore_strategy(getattr(strategy, name), inner)
+    with _checked(f"the checkpoint's {type(strategy).__qualname__}"):
+        if "state_dict" in state:
+            strategy.load_state_dict(state["state_dict"])
+            return
+        for name, value in state["attributes"].items():
+            own = getattr(type(strategy), name, None)
+            if callable(own) or isinstance(own, property):
+                raise CheckpointError(f"it would replace {name!r}, which belongs to the class and is no state")
+            setattr(strategy, name, value)
+        for name, inner in state["nested"].items():
+            restore_strategy(getattr(strategy, name), inner)
 
 
 def _is_configuration(value: Any) -> bool:

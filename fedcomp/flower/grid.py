@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -351,11 +351,22 @@ class InProcessGrid(Grid):
         fedcomp.flower.store.StoreError
             When the bytes are damaged.
         GridError
-            When they were taken from a grid with another seed, or the sequence ``links`` is too short for its nodes.
+            When they were taken from a grid with another seed or number of nodes, or the sequence ``links`` is too
+            short for its nodes.
         """
         state = store.loads(data, _SNAPSHOT)
+        with store.reading(_SNAPSHOT):
+            self._restore(state)
+        self._adopt()
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         if state["seed"] != self._seed:
             raise GridError(f"snapshot was taken with seed {state['seed']}, this grid has seed {self._seed}")
+        if state["nodes"]["num_partitions"] != self._nodes.num_partitions:
+            raise GridError(
+                f"snapshot is of a grid that began with {state['nodes']['num_partitions']} nodes, this one with "
+                f"{self._nodes.num_partitions}; resume with the number the run was started with"
+            )
         self._links.require(partition for _, partition, *_ in state["nodes"]["nodes"])
         self._run_id = self._nodes.run_id = state["run_id"]
         self.exchange, self._pulls, self.clock = state["exchange"], state["pulls"], state["clock"]
@@ -370,7 +381,6 @@ class InProcessGrid(Grid):
             )
             for key, pushed, replies in state["flight"]
         }
-        self._adopt()
 
     # The way of one message.
 

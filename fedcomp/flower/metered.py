@@ -68,6 +68,13 @@ def partition_lookup(grid: Grid) -> PartitionOf:
     return cast(PartitionOf, known) if callable(known) else lambda _node_id: None
 
 
+def engine_lookup(grid: Grid) -> PartitionOf:
+    """Return what the engine itself knows, without what a meter around it believes of the nodes' claims."""
+    while isinstance(grid, MeteredGrid):
+        grid = grid.inner
+    return partition_lookup(grid)
+
+
 _LOG: Final = logging.getLogger(__name__)
 _REMEMBERED: Final = 10_000
 """How many unanswered messages are remembered for replies that come late."""
@@ -296,9 +303,10 @@ class MeteredGrid(Grid):
             When the bytes are damaged.
         """
         state = store.loads(data, "meter snapshot")
-        cast(Any, self.inner).restore(state["inner"])
-        self._sent = {key: _Sent(*fields) for key, *fields in state["sent"]}
-        self._partitions = state["partitions"]
+        with store.reading("meter snapshot"):
+            cast(Any, self.inner).restore(state["inner"])
+            self._sent = {key: _Sent(*fields) for key, *fields in state["sent"]}
+            self._partitions = dict(state["partitions"])
 
     # Counting.
 

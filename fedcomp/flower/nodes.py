@@ -74,6 +74,8 @@ class Nodes:
     ----------
     run_id : int
         Run id of the contexts of nodes that join from now on.
+    num_partitions : int
+        Nodes at the start.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Nodes:
         self.run_id = run_id
         self._run_config = dict(run_config)
         self._node_config = node_config
-        self._num_partitions = count
+        self.num_partitions = count
         self._incarnations: Counter[int] = Counter()
         self._nodes: dict[int, Node] = {}
         for partition in range(count):
@@ -133,7 +135,7 @@ class Nodes:
         node_id = (key.u64() >> 2) | (1 << 61)
         self._incarnations[partition] += 1
         extra = self._node_config(partition) if callable(self._node_config) else self._node_config
-        config = {"partition-id": partition, "num-partitions": self._num_partitions, **(extra or {})}
+        config = {"partition-id": partition, "num-partitions": self.num_partitions, **(extra or {})}
         context = Context(self.run_id, node_id, config, RecordDict(), dict(self._run_config))
         self._nodes[node_id] = Node(node_id, partition, context_to_bytes(context), now)
         return node_id
@@ -152,14 +154,14 @@ class Nodes:
     def dump(self) -> dict[str, Any]:
         """Return everything that changes, as plain data."""
         return {
-            "num_partitions": self._num_partitions,
+            "num_partitions": self.num_partitions,
             "incarnations": dict(self._incarnations),
             "nodes": [[n.id, n.partition, n.state, n.free_at] for n in self._nodes.values()],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from :meth:`dump`'s data."""
-        self._num_partitions = state["num_partitions"]
+        self.num_partitions = state["num_partitions"]
         self._incarnations = Counter(state["incarnations"])
         self._nodes = {fields[0]: Node(*fields) for fields in state["nodes"]}
 

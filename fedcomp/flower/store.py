@@ -3,14 +3,22 @@
 Numbers, strings, bytes, lists, tuples, dictionaries, numpy arrays and Flower's records survive exactly, nested in
 any way. The container is numpy's ``npz`` (a zip archive, each member with its CRC-32): one member per array plus one
 JSON document that holds the structure. Anything that would need pickle is refused on writing and on reading.
+
+What is read may be damaged or forged. Reading takes memory in proportion to the bytes that are there: members are
+stored as they are, never deflated, an array is as long as its header says before it is made, and each member is used
+once.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tokenize import TokenError
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +28,8 @@ from numpy.typing import NDArray
 from fedcomp.errors import FedcompError
 
 _MANIFEST: Final = "manifest"
+_NPY: Final = ".npy"
+_ENCRYPTED: Final = 1
 _TAG: Final = "$"
 VERSION: Final = 1
 """Version of the container; a reader refuses newer ones."""
@@ -54,12 +64,15 @@ def loads(data: bytes, kind: str) -> Any:
         When the bytes are damaged, were written by a newer version, or hold another ``kind``.
     """
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-            members = {name: archive[name] for name in archive.files}
-        document = json.loads(members[_MANIFEST].tobytes())
+        members = _members(data, kind)
+        document = json.loads(members.pop(_MANIFEST).tobytes())
         label, version, found = document["format"], document["version"], document["kind"]
+    except StoreError:
+        raise
     except (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, OSError, TypeError) as error:
         raise StoreError(f"stored {kind} is damaged or not one: {error}") from error
+    except RecursionError as error:
+        raise StoreError(f"stored {kind} is nested deeper than anything that is stored; it is forged") from error
     except (NotImplementedError, RuntimeError) as error:  # zipfile on a damaged method or flag field
         raise StoreError(f"stored {kind} is damaged: {error}") from error
     if label != "fedcomp.store" or found != kind:
@@ -68,10 +81,60 @@ def loads(data: bytes, kind: str) -> Any:
         raise StoreError(
             f"stored {kind} has version {version!r}, this release reads up to {VERSION}; use the release that wrote it"
         )
-    try:
+    with reading(f"stored {kind}"):
         return _decode(document["value"], members)
-    except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise StoreError(f"stored {kind} has a damaged structure: {error!r}") from error
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn what goes wrong inside, where data have another structure than expected, into a :class:`StoreError`."""
+    try:
+        yield
+    except FedcompError:
+        raise
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise StoreError(
+            f"{what} has a damaged structure, or is of another release: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _members(data: bytes, kind: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an archive by name; nothing is allocated that the archive only claims."""
+    members: dict[str, NDArray[Any]] = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+                raise StoreError(
+                    f"stored {kind} has a compressed member {entry.filename!r} ({entry.compress_size} bytes that claim "
+                    f"to be {entry.file_size}); what this project writes is never compressed"
+                )
+            if entry.flag_bits & _ENCRYPTED or not entry.filename.endswith(_NPY):
+                raise StoreError(f"stored {kind} has a member {entry.filename!r}, which is no array of this project's")
+        if sum(entry.file_size for entry in entries) > len(data) or len({e.filename for e in entries}) < len(entries):
+            raise StoreError(f"stored {kind} has members that overlap or share a name; it is damaged or forged")
+        for entry in entries:
+            members[entry.filename.removesuffix(_NPY)] = _array(archive.read(entry), entry.filename)
+    return members
+
+
+def _array(data: bytes, name: str) -> NDArray[Any]:
+    """Return the array of an npy file, a copy that may be written to."""
+    file = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+    except (SyntaxError, TokenError) as error:
+        raise StoreError(f"array {name!r} has a damaged header: {error}") from error
+    if dtype.hasobject:
+        raise StoreError(f"array {name!r} holds Python objects; only numeric arrays are stored, and nothing is run")
+    lengths: list[int] = list(shape)
+    count, there = math.prod(lengths), len(data) - file.tell()
+    if min(lengths, default=0) < 0 or there != count * dtype.itemsize or (count and not there):
+        raise StoreError(f"array {name!r} claims to be {dtype}{shape}; its data have {there} bytes")
+    flat = np.frombuffer(data, dtype, offset=file.tell(), count=count) if count else np.zeros(0, dtype)
+    return flat.reshape(shape, order="F" if fortran else "C").copy(order="K")
 
 
 def is_plain(value: Any) -> bool:
@@ -125,14 +188,15 @@ def _decode(node: Any, members: dict[str, NDArray[Any]]) -> Any:
     if not isinstance(node, dict):
         return node
     tag = node[_TAG]
+    # Each member once: what is told again and again would be copied again and again.
     if tag == "bytes":
-        return members[node["at"]].tobytes()
+        return members.pop(node["at"]).tobytes()
     if tag == "array":
-        return members[node["at"]]
+        return members.pop(node["at"])
     if tag == "scalar":
-        return members[node["at"]][()]
+        return members.pop(node["at"])[()]
     if tag == "Array":
-        return Array(node["dtype"], tuple(node["shape"]), node["stype"], members[node["at"]].tobytes())
+        return Array(node["dtype"], tuple(node["shape"]), node["stype"], members.pop(node["at"]).tobytes())
     if tag == "tuple":
         return tuple(_decode(item, members) for item in node["items"])
     pairs = {_decode(key, members): _decode(item, members) for key, item in node["items"]}

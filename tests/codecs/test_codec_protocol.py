@@ -77,6 +77,7 @@ def test_decoding_is_deterministic_and_complete(codec: Codec, layout: Layout) ->
     for array in after.values():
         assert isinstance(array, np.ndarray)
         assert array.dtype != object
+    assert codec.norm(frame, layout) == pytest.approx(np.linalg.norm(decoded.astype(np.float64)), rel=1e-12)
 
 
 def test_accumulate_is_weight_times_decode(codec: Codec, layout: Layout) -> None:

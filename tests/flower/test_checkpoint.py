@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +24,19 @@ from flwr.serverapp.strategy import (
 )
 from toy import client_app, fedavg, model
 
+from fedcomp.codecs import TopK
+from fedcomp.errors import FedcompError
 from fedcomp.flower import checkpoint, store
 from fedcomp.flower.checkpoint import CheckpointError
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.nodes import GridError
 from fedcomp.flower.payload import STYPE
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
+from strategies.compressed import Compressed
 
 NODES, ROUNDS = 5, 6
 
@@ -261,3 +270,190 @@ def test_an_unknown_engine_is_left_out(tmp_path: Path) -> None:
     other = MeteredGrid(object())  # type: ignore[arg-type]
     stored.apply(grid=other)
     assert other.ledger == ledger
+
+
+# Files that are forged, or of another run.
+
+
+def forged(document: Any = None, **members: bytes) -> bytes:
+    """Return a container with this JSON document and these raw members; deflated ones are named ``z_...``."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        if document is not None:
+            text = document if isinstance(document, bytes) else json.dumps(document).encode()
+            archive.writestr("manifest.npy", npy(np.frombuffer(text, np.uint8)))
+        for name, data in members.items():
+            archive.writestr(f"{name}.npy", data, zipfile.ZIP_DEFLATED if name[0] == "z" else zipfile.ZIP_STORED)
+    return out.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def header(shape: tuple[int, ...], dtype: str = "<f4") -> bytes:
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return out.getvalue()
+
+
+def holding(value: Any) -> dict[str, Any]:
+    return {"format": "fedcomp.store", "version": 1, "kind": "checkpoint", "value": value}
+
+
+def claims(shape: list[int], data: bytes) -> bytes:
+    """Return a checkpoint whose model is one Array of ``data`` and ``shape``."""
+    array = {"$": "Array", "dtype": "float32", "shape": shape, "stype": "numpy.ndarray", "at": "m0"}
+    arrays = {"$": "ArrayRecord", "items": [["w", array]]}
+    names = ("result", "ledger", "extra", "strategy", "grid")
+    items = [["server_round", 1], ["arrays", arrays], *([name, None] for name in names)]
+    return forged(holding({"$": "dict", "items": items}), m0=npy(np.frombuffer(data, np.uint8)))
+
+
+FORGED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "nested a hundred thousand times": (lambda: forged(b"[" * 10**5 + b"]" * 10**5), "nested deeper"),
+    "nested in a value": (
+        lambda: forged(
+            b'{"format":"fedcomp.store","version":1,"kind":"checkpoint","value":' + b"[" * 900 + b"]" * 900 + b"}"
+        ),
+        "RecursionError|TypeError",
+    ),
+    "an array of 2**40 numbers": (lambda: forged(holding({"$": "array", "at": "m0"}), m0=header((2**40,))), "2|claims"),
+    "an array of 2**124 numbers": (lambda: forged(holding(0), m0=header((2**62, 2**62))), "claims to be"),
+    "an array of 2**40 nothings": (lambda: forged(holding(0), m0=header((2**40,), "|V0")), "claims to be"),
+    "an array whose header never ends": (
+        lambda: forged(holding(0), m0=header((3,)).replace(b"{", b"((((")),
+        "header|read",
+    ),
+    "a tensor of 2**40 numbers": (lambda: claims([2**40], header((2**40,))), "tensor 'w'"),
+    "a tensor of another shape than its data": (lambda: claims([2**40], npy(np.zeros(3, np.float32))), "tensor 'w'"),
+    "64 MB in 64 kB": (lambda: forged(holding(0), z0=bytes(2**26)), "never compressed"),
+    "one member a thousand times": (
+        lambda: forged(holding([{"$": "bytes", "at": "m0"}] * 1000), m0=npy(np.zeros(10**6, np.uint8))),
+        "KeyError",
+    ),
+    "a member that is no array": (lambda: forged(holding({"$": "array", "at": "m0"}), m0=b"text"), "damaged|magic"),
+    "no manifest": (lambda: forged(m0=npy(np.zeros(3))), "manifest"),
+    "a tag that is a list": (lambda: forged(holding({"$": []})), "KeyError"),
+    "no value": (lambda: forged({"format": "fedcomp.store", "version": 1, "kind": "checkpoint"}), "value"),
+    "a list for everything": (lambda: forged(holding([])), "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_d5_a_forged_checkpoint_is_refused_for_the_price_of_its_bytes(name: str, tmp_path: Path) -> None:
+    """Before: RecursionError, MemoryError, AttributeError, and 845 MB for a file of 821 kB."""
+    make, said = FORGED[name]
+    path = tmp_path / "run.ckpt"
+    path.write_bytes(make())
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 8 * path.stat().st_size + 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def saved(**changes: Any) -> bytes:
+    """Return a checkpoint's bytes with some fields exchanged."""
+    value = {
+        "server_round": 1,
+        "arrays": model(),
+        "result": {name: {} for name in checkpoint._HISTORY},
+        "ledger": None,
+        "extra": {},
+        "strategy": None,
+        "grid": None,
+    }
+    return store.dumps({k: v for k, v in {**value, **changes}.items() if v is not Ellipsis}, "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"server_round": "abc"},
+        {"server_round": True},
+        {"server_round": -1},
+        {"server_round": None},
+        {"arrays": {"w": 1}},
+        {"arrays": ...},
+        {"result": []},
+        {"result": {name: {1: "x"} for name in checkpoint._HISTORY}},
+        {"result": {name: {"1": MetricRecord({"a": 1})} for name in checkpoint._HISTORY}},
+        {"ledger": {"columns": 3}},
+        {"ledger": {"columns": {}, "tables": {"nodes": ["x"], "kinds": []}}},
+        {"extra": None},
+        {"strategy": "FedAvg"},
+        {"grid": "text"},
+    ],
+    ids=repr,
+)
+def test_d5_fields_of_another_type_are_refused_when_a_checkpoint_is_read(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.ckpt"
+    path.write_bytes(saved())
+    assert checkpoint.load(path).server_round == 1
+    path.write_bytes(saved(**changes))
+    with pytest.raises(CheckpointError, match=r"run\.ckpt"):
+        checkpoint.load(path)
+
+
+def compressed_strategy() -> Compressed:
+    return Compressed(fedavg(), TopK(0.5), downlink=TopK(0.5))
+
+
+WRONG_STATES: list[Any] = [
+    {},
+    {"state_dict": 3},
+    {"state_dict": {}},
+    {"state_dict": {"codecs": {}}},
+    {"attributes": 3, "nested": {}},
+    {"attributes": {}, "nested": {"nobody": {"type": "FedAvg", "attributes": {}, "nested": {}}}},
+    {"attributes": {"configure_train": 3}, "nested": {}},
+    {"attributes": {3: 3}, "nested": {}},
+]
+
+
+@pytest.mark.parametrize("make", [fedavg, compressed_strategy], ids=["FedAvg", "Compressed"])
+@pytest.mark.parametrize("state", WRONG_STATES, ids=repr)
+def test_d5_a_strategys_state_of_another_structure_is_refused(
+    make: Callable[[], Any], state: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.ckpt"
+    path.write_bytes(saved(strategy={"type": type(make()).__qualname__, **state}))
+    strategy = make()
+    with pytest.raises(FedcompError):
+        checkpoint.load(path).apply(strategy)
+    assert callable(strategy.configure_train)
+
+
+@pytest.mark.parametrize(
+    "name", ["codecs", "session", "sequence", "peers", "reports", "inner", "holders", "usual", "broadcast/version"]
+)
+@pytest.mark.parametrize("value", [None, 3, "x", [1], {"1": 2}, ...], ids=repr)
+def test_d5_each_field_of_the_drop_in_strategys_state_is_checked(name: str, value: Any, tmp_path: Path) -> None:
+    """A wrong field is a FedcompError, or a value that field may have; nothing else comes out."""
+    state = compressed_strategy().state_dict()
+    state = {k: v for k, v in {**state, name: value}.items() if v is not Ellipsis}
+    path = tmp_path / "run.ckpt"
+    path.write_bytes(saved(strategy={"type": "Compressed", "state_dict": state}))
+    with contextlib.suppress(FedcompError):
+        checkpoint.load(path).apply(compressed_strategy())
+
+
+def test_d5_a_checkpoint_of_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
+    """Before, a run of five clients went on with three, and nothing said so."""
+    path = tmp_path / "run.ckpt"
+    with InProcessGrid(client_app(), 3) as three:
+        checkpoint.save(path, server_round=1, arrays=model(), grid=three)
+    with InProcessGrid(client_app(), 5) as five:
+        with pytest.raises(GridError, match=r"began with 3 nodes, this one with 5"):
+            checkpoint.load(path).apply(grid=five)
+        assert len(five.get_node_ids()) == 5
+    path.write_bytes(saved(grid=store.dumps({"seed": 0, "nodes": []}, "grid snapshot")))
+    with InProcessGrid(client_app(), 5) as five, pytest.raises(CheckpointError, match="damaged structure"):
+        checkpoint.load(path).apply(grid=five)

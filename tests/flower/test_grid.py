@@ -400,7 +400,9 @@ def test_links_that_do_not_fit_the_nodes_are_refused_before_anything_is_sent() -
 
 def test_a_node_without_an_entry_in_a_sequence_of_links_cannot_join() -> None:
     link = Link(8e6, 8e6)
-    with InProcessGrid(counting_app(), 3) as larger:
+    with InProcessGrid(counting_app(), 1) as larger:
+        larger.add_node()
+        larger.add_node()
         stored = larger.snapshot()
     with InProcessGrid(counting_app(), 1, links=[link, link]) as grid:
         assert grid.partition_of(grid.add_node()) == 1
@@ -502,7 +504,7 @@ def test_a_restored_grid_continues_exactly() -> None:
         trace(second, range(1, 4))
         stored = second.snapshot()
         ids_now = second.get_node_ids()
-    with InProcessGrid(counting_app(), 3, **options) as third:
+    with InProcessGrid(counting_app(), 8, **options) as third:
         third.restore(stored)
         assert third.snapshot() == stored
         assert third.get_node_ids() == ids_now

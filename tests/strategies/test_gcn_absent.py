@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -330,22 +331,38 @@ class Blind(Grid):
         return self.within.send_and_receive(messages, timeout=timeout)
 
 
-def blind(parts: list[Part], **options: Any) -> InProcessGrid:
-    """Return a grid of one node more than there are parts, which says it holds part 1."""
-    config = {"node_config": lambda partition: {"partition-id": 1 if partition == PARTS else partition}}
-    return InProcessGrid(client(parts), PARTS + 1, seed=2, **config, **options)
+def blind(parts: list[Part], nodes: int = PARTS, **options: Any) -> InProcessGrid:
+    """Return a grid of which every node beyond the parts says it holds part 1."""
+    config = {"node_config": lambda partition: {"partition-id": 1 if partition >= PARTS else partition}}
+    return InProcessGrid(client(parts), nodes, seed=2, **config, **options)
 
 
 def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_takes_over_when_it_does_not() -> None:
-    within = blind(graph(), fault=silent(*((number, 1, kind) for number in (2, 3) for kind in ALL)))
+    within = blind(graph(), fault=silent(*((number, 1, kind) for number in (3, 4) for kind in ALL)))
     of = everything()
-    config = ConfigRecord({"seed": 3})
-    fit(of, Blind(within), record(initial()), 4, timeout=60.0, train_config=config)
-    claim = "a node says it holds part 1, as which another one answers"
-    assert [r.events.get("unknown", []).count(claim) for r in reports(of)] == [1, 0, 0, 0]
-    assert [sorted(r.absent) for r in reports(of)] == [[], [1], [], []]
-    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS, PARTS]
-    assert of.graph[3].events["unknown"] != []
+
+    def join(number: int, *_: Any) -> None:
+        if number == 1:
+            within.add_node(PARTS)
+
+    fit(of, Blind(within), record(initial()), 5, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join)
+    claim = f"2 nodes declare partition 1 .*only node {within.node_id_of(1)}"
+    claimed = [[bool(re.search(claim, text)) for text in r.events.get("unknown", [])] for r in reports(of)]
+    assert [sum(found) for found in claimed] == [0, 1, 0, 0, 0]
+    assert [sorted(r.absent) for r in reports(of)] == [[], [], [1], [], []]
+    assert [r.train.clients for r in reports(of)] == [PARTS, PARTS, PARTS - 1, PARTS, PARTS]
+    assert of.graph[4].events["unknown"] != []
+
+
+def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated() -> None:
+    """Before, the one whose id came first was."""
+    of = everything()
+    within = blind(graph(), PARTS + 1)
+    fit(of, Blind(within), record(initial()), 2, timeout=60.0, train_config=ConfigRecord({"seed": 3}))
+    claims = [text for text in of.graph[1].events["unknown"] if "none of them is used" in text]
+    assert len(claims) == 2
+    assert [r.absent for r in reports(of)] == [{1: "no node of this part is online"}] * 2
+    assert [r.train.clients for r in reports(of)] == [PARTS - 1] * 2
 
 
 def test_a_newcomer_takes_the_place_of_a_dead_process_in_the_round_it_comes() -> None:

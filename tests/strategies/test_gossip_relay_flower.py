@@ -278,25 +278,36 @@ class Blind(InProcessGrid):
 def test_a_second_node_of_a_vertex_waits_until_the_first_is_silent() -> None:
     """Its SuperNode was started with the partition id of another one, by mistake or as its successor."""
 
-    first: list[int] = []
-
     def deliver(delivery: Delivery) -> str:
-        if delivery.round == 1 and delivery.partition >= 3 and delivery.message_type == gossip.START_TYPE:
-            first.append(delivery.partition)
-        return "silent" if delivery.partition in first and delivery.round >= 4 else "none"
+        return "silent" if delivery.partition == 3 and delivery.round >= 4 else "none"
 
-    app = client()
-    twin = {4: {"partition-id": 3}}
-    over = MeteredGrid(Blind(app, 5, seed=2, fault=deliver, node_config=lambda p: twin.get(p, {})))
+    inner = Blind(client(), NODES, seed=2, fault=deliver, node_config=lambda p: {"partition-id": min(p, 3)})
     relay = strategy("sparse-push", nodes=NODES, observe_every=1)
-    run(relay, over, rounds=9)
-    assert len(first) == 1
-    assert relay.gossip[1].events == {"unknown": ["a node says it is vertex 3, as which another one answers"]}
-    assert [relay.gossip[r].events for r in (2, 3)] == [{}, {}]
+    arrive = {1: lambda: inner.add_node(4)}
+    with inner:
+        fit(relay, MeteredGrid(inner), model(), 9, timeout=9, on_round=lambda r, *_: arrive.get(r, lambda: None)())
+    (claim,) = relay.gossip[2].events["unknown"]
+    assert "2 nodes declare partition 3" in claim
+    assert f"only node {inner.node_id_of(3)}" in claim
+    assert [relay.gossip[r].events for r in (1, 3)] == [{}, {}]
     assert relay.gossip[4].events["unanswered"] == ["vertex 3: nothing came back in time"]
     assert "memory is lost" in relay.gossip[5].events["gone"][0]
     assert relay.gossip[9].members == [0, 1, 2, 3]
     assert relay.gossip[9].figures["observed"] == NODES
+
+
+def test_d1_of_two_nodes_that_claim_a_vertex_from_the_start_none_is_seated(caplog) -> None:
+    """Before, the one whose id came first was, and which of two devices trained was a matter of chance."""
+    inner = Blind(client(), NODES + 1, seed=2, node_config=lambda p: {"partition-id": min(p, 3)})
+    relay = strategy("sparse-push", nodes=NODES, observe_every=1)
+    with inner, caplog.at_level("WARNING", "fedcomp"):
+        fit(relay, MeteredGrid(inner), model(), 3, timeout=9)
+    claims = relay.gossip[1].events["unknown"]
+    assert len(claims) == 2
+    assert all("none of them is used" in claim for claim in claims)
+    assert relay.gossip[1].events["unanswered"] == ["vertex 3: no node of this vertex is online"]
+    assert relay.gossip[3].figures["observed"] == NODES - 1
+    assert any("2 nodes declare partition 3" in record.getMessage() for record in caplog.records)
 
 
 def test_what_a_node_shows_must_be_the_runs_model() -> None:

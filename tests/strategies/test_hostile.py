@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.serverapp.strategy import FedMedian
+from flwr.serverapp.strategy import FedMedian, Strategy
 from toy import client_app, fedavg, model, stack, update
 
 from clients.compressed import compression
+from clients.private import private
+from clients.shared_support import answer_queries, shared_support
 from fedcomp import wire
-from fedcomp.codecs import Identity, RandomK, TopK
+from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+from strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, weight_of
+from strategies.shared_support import SharedSupport
 
+Client = Callable[[Message, Context], Message]
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 
-def run(strategy, evil, *, nodes=4, rounds=2, culprit=1, mods=True, kind="train", initial=None):
+def run(strategy, evil, *, nodes=4, rounds=2, culprit=1, mods=True, kind="train", initial=None, app=None):
     """Run with one client whose reply content ``evil`` changes; return the result."""
-    honest = client_app([compression()] if mods else [])
+    honest = app or client_app([compression()] if mods else [])
 
-    def app(msg: Message, context: Context) -> Message:
+    def client(msg: Message, context: Context) -> Message:
         reply = honest(msg, context)
         if context.node_config["partition-id"] == culprit and msg.metadata.message_type == kind:
             changed = evil(reply.content)
@@ -35,7 +42,7 @@ def run(strategy, evil, *, nodes=4, rounds=2, culprit=1, mods=True, kind="train"
                 reply.content = changed
         return reply
 
-    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4), Ledger())
+    grid = MeteredGrid(InProcessGrid(client, nodes, seed=4), Ledger())
     return strategy.start(grid, initial or model(), num_rounds=rounds, timeout=9)
 
 
@@ -238,3 +245,89 @@ def test_a_sender_does_not_choose_its_own_random_coordinates() -> None:
     run(strategy, evil)
     assert [r.compressed for r in strategy.reports.values()] == [3, 3]
     assert all("seed" in reason for r in strategy.reports.values() for reason in r.rejected.values())
+
+
+def many(count: int, kind: type) -> Callable[[RecordDict], None]:
+    def evil(content: RecordDict) -> None:
+        for i in range(count):
+            content[f"more.{i}"] = kind({"a": 1.0})
+
+    return evil
+
+
+def entries(count: int, name: str = "metrics") -> Callable[[RecordDict], None]:
+    def evil(content: RecordDict) -> None:
+        kind = MetricRecord if name == "metrics" else ConfigRecord
+        content[name] = kind({**content.get(name, {}), **{f"k{i}": 1.0 for i in range(count)}})
+
+    return evil
+
+
+LARGE = {
+    "2,000 records": (many(2_000, ConfigRecord), "2003 records; at most 64"),
+    "records, one too many": (many(MAX_RECORDS - 2, ConfigRecord), "65 records; at most 64"),
+    "5,000 metrics": (entries(5_000), "record 'metrics' of the reply holds 5003 entries; at most 1024"),
+    "metrics, one too many": (entries(MAX_ENTRIES - 2), "1025 entries; at most 1024"),
+    "5,000 settings": (entries(5_000, "more"), "record 'more' of the reply holds 5000 entries"),
+    "a list, one too long": (metric("seen", [1.0] * (MAX_NUMBERS + 1)), "lists hold 65537 numbers; at most 65536"),
+}
+
+
+PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
+    "frames": lambda: (Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0)), client_app([compression()])),
+    "private": lambda: (
+        Compressed(
+            DpFedAvg(
+                fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=0.0, population=4, insecure_deterministic=True
+            ),
+            TopK(1.0),
+        ),
+        client_app([compression(), private()]),
+    ),
+    "shared support": lambda: (
+        SharedSupport(ScaleCom(1.0)),
+        answer_queries(client_app([shared_support(), compression()])),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [*(("frames", name) for name in LARGE), ("private", "5,000 settings"), ("shared support", "5,000 metrics")],
+)
+def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, monkeypatch) -> None:
+    """Before, 2,000 records were accepted without a word, and every metric was compared, or averaged."""
+    evil, said = LARGE[name]
+    strategy, app = PATHS[path]()
+    read: list[int] = []
+
+    def watched(content: RecordDict, key: str | None) -> tuple[str, float]:
+        read.append(len(content) + sum(len(record) for record in content.values()))
+        return weight_of(content, key)
+
+    monkeypatch.setattr("strategies.replies.weight_of", watched)
+    monkeypatch.setattr("strategies.shared_support.weight_of", watched)
+    run(strategy, evil, app=app, rounds=1)
+    (reason,) = strategy.reports[1].rejected.values()
+    assert said in reason
+    assert strategy.reports[1].compressed == 3
+    assert len(read) == 3
+    assert max(read) < 30
+
+
+def test_d4_what_is_just_within_the_limits_is_read() -> None:
+    def full(content: RecordDict) -> None:
+        many(MAX_RECORDS - len(content), ConfigRecord)(content)
+
+    strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0))
+    run(strategy, full, rounds=1)
+    assert strategy.reports[1].rejected == {}
+    run(strategy := Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0)), entries(MAX_ENTRIES - 3), rounds=1, nodes=2)
+    assert all("equally frequent" in reason for reason in strategy.reports[1].rejected.values())
+
+
+def test_d4_evaluation_replies_are_bounded_too() -> None:
+    strategy = Compressed(fedavg(), TopK(1.0))
+    run(strategy, entries(5_000), kind="evaluate", rounds=1)
+    (reason,) = strategy.evaluations[1].rejected.values()
+    assert "5002 entries" in reason

@@ -279,10 +279,10 @@ def test_evaluation_without_any_weight_does_not_end_the_run() -> None:
 
 def test_an_app_without_a_query_handler_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """Rounds then hold the appointed leader's update only: the log says so once."""
-    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
+    with caplog.at_level(logging.WARNING, "fedcomp"):
         strategy = SharedSupport(ScaleCom(0.02))
         strategy.start(grid_of(3, client_app([shared_support()])), model(), num_rounds=3, timeout=9)
-    warnings = [r for r in caplog.records if r.name == "flwr.fedcomp" and "answer_queries" in r.getMessage()]
+    warnings = [r for r in caplog.records if r.name == "fedcomp" and "answer_queries" in r.getMessage()]
     assert len(warnings) == 1
     assert all("answer_queries" in reason for reason in strategy.reports[3].rejected.values())
 

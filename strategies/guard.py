@@ -1,0 +1,113 @@
+"""Refusing updates that are far out of the ordinary: one absurd reply, finite as it may be, ruins a mean.
+
+The guard sees two figures of every reply, the Euclidean norm of its update and its weight, before anything is added
+to anything. It bounds how much one reply can do; it does not tell good directions from bad ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedcomp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from strategies.replies import RoundReport
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Refuse a reply whose norm or weight is many times the usual one.
+
+    What is usual is the median of the round's replies, or that of the last rounds' accepted ones where this is more.
+    The past alone decides for a single reply, and where the round is divided: an even number of replies of which as
+    many are far longer than the others. A divided round without a past refuses all: nobody can tell which half is
+    right.
+
+    Parameters
+    ----------
+    times_median : float
+        How many times the usual norm an update may have; more than 1.
+    weight_times_median : float
+        How many times the usual weight a reply may have; more than 1. Numbers of examples differ more than norms do.
+    window : int
+        Rounds that are looked back at; at least 1.
+
+    Raises
+    ------
+    ConfigError
+        For values outside of these.
+
+    Notes
+    -----
+    It does not help against half or more of a round's replies that agree on what is absurd, against one that stays
+    within the factor and pushes in a wrong direction, nor against one that grows slowly: each accepted norm is the
+    measure of later ones. Buffers that travel as values (running statistics) are not part of the norm. Norms that
+    honestly grow by more than the factor from one round to the next are refused where a round has a single reply.
+    """
+
+    times_median: float = 10.0
+    weight_times_median: float = 100.0
+    window: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("times_median", self.times_median),
+            ("weight_times_median", self.weight_times_median),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 1.0 < value < float("inf"):
+                raise ConfigError(f"{name}={value!r} is not valid: give a finite number > 1")
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ConfigError(f"window={self.window!r} is not valid: give a whole number of rounds >= 1")
+
+    def outliers(self, report: RoundReport, past: Sequence[RoundReport]) -> dict[int, str]:
+        """Return the nodes whose replies are to be refused, with the reason.
+
+        Parameters
+        ----------
+        report : RoundReport
+            Of this round, with norms and weights of all replies that can be used otherwise.
+        past : sequence of RoundReport
+            Of the rounds before it, in their order.
+        """
+        recent = past[-self.window :]
+        found: dict[int, str] = {}
+        for what, times, now, before in (
+            ("weight", self.weight_times_median, report.weights, [r.weights for r in recent]),
+            ("update's norm", self.times_median, report.norms, [r.norms for r in recent]),
+        ):
+            accepted = [
+                value
+                for figures, r in zip(before, recent, strict=True)
+                for node, value in figures.items()
+                if node not in r.rejected
+            ]
+            found |= _outliers(what, times, now, accepted)
+        return found
+
+
+def _outliers(what: str, times: float, figures: Mapping[int, float], past: Sequence[float]) -> dict[int, str]:
+    # A reply that changes nothing, or counts for nothing, says nothing about what is usual.
+    ordered = sorted(value for value in figures.values() if value > 0)
+    if not ordered:
+        return {}
+    before = sorted(value for value in past if value > 0)
+    known = before[len(before) // 2] if before else 0.0
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    divided = high > times * low
+    if divided and not known:
+        return {
+            node: f"the {what} is {value:.4g}, and half of the round's {len(ordered)} replies are at {high:.4g} and "
+            f"more, half at {low:.4g} and less: nobody can tell which is right, and no earlier round does"
+            for node, value in figures.items()
+        }
+    if not known and len(ordered) == 1:
+        return {}
+    usual = known if divided or len(ordered) == 1 else max(low, known)
+    return {
+        node: f"the {what} is {value:.4g}, {value / usual:.3g} times the usual {usual:.4g}; the guard lets "
+        f"{times:g} times pass"
+        for node, value in figures.items()
+        if value > times * usual
+    }

@@ -1,0 +1,121 @@
+"""Which node holds which partition, by the nodes' own word: one rule for every strategy.
+
+The likeliest mistake with many devices is a configuration that was copied with its partition id: a hundred devices then
+train as partition 0, share its random streams and count a hundred times. Nobody can tell which of them is meant, so
+among equals nobody is used. A partition that was held before stays with its holder: whoever comes later and declares it
+too does not drive out a node that answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from flwr.serverapp import Grid
+
+from fedcomp.flower.metered import engine_lookup
+from fedcomp.flower.payload import PARTITIONS
+
+_NAMED: Final = 5
+"""How many node ids a reason names."""
+
+
+def contest(claims: Mapping[int, int], holders: Mapping[int, int]) -> tuple[dict[int, int], dict[int, str]]:
+    """Return who holds each partition, and why the other nodes that declare it are refused, by node.
+
+    A partition that one node declares is that node's. Of several the one that held it before keeps it, and the others
+    are refused; where none did, all of them are.
+
+    Parameters
+    ----------
+    claims : mapping of int to int
+        The partition each node declares, of the nodes that are online and answer.
+    holders : mapping of int to int
+        The node that held each partition before.
+    """
+    claimants: dict[int, list[int]] = {}
+    for node, partition in sorted(claims.items()):
+        claimants.setdefault(partition, []).append(node)
+    held: dict[int, int] = {}
+    refused: dict[int, str] = {}
+    for partition, nodes in claimants.items():
+        holder = nodes[0] if len(nodes) == 1 else holders.get(partition)
+        if holder in nodes:
+            held[partition] = holder
+        reason = _reason(partition, nodes, held.get(partition)) if len(nodes) > 1 else ""
+        refused |= {node: reason for node in nodes if node != held.get(partition)}
+    return held, refused
+
+
+def _reason(partition: int, nodes: Sequence[int], holder: int | None) -> str:
+    named = ", ".join(map(str, nodes[:_NAMED])) + (", ..." if len(nodes) > _NAMED else "")
+    used = "none of them is used" if holder is None else f"only node {holder}, which held it before, is used"
+    return (
+        f"{len(nodes)} nodes declare partition {partition} ({named}): {used}. Was a configuration copied? Give every "
+        "node a partition-id of its own"
+    )
+
+
+class Holders:
+    """The nodes of a run that declared a partition, and the one among them that holds it; see :func:`contest`.
+
+    A holder that is offline, leaves a message unanswered or declares another partition holds it no longer. Where the
+    engine itself knows who holds what, as the in-process one does, the nodes' word does not count. A node without a
+    configured partition declares a number drawn from its node id; two such numbers may be equal by chance, which is
+    nobody's mistake and refuses nobody.
+
+    Attributes
+    ----------
+    claims : dict of int to int
+        The partition each node declared last.
+    held : dict of int to int
+        The node that holds each partition.
+    silent : set of int
+        Nodes that left their last message unanswered.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self.claims: dict[int, int] = {}
+        self.held: dict[int, int] = {}
+        self.silent: set[int] = set()
+
+    def meet(self, grid: Grid) -> None:
+        """Forget the nodes that are not online any more, and learn which partitions the engine knows."""
+        present, lookup = set(grid.get_node_ids()), engine_lookup(grid)
+        known = {node: partition for node in present if (partition := lookup(node)) is not None}
+        self._known = set(known)
+        self.claims = {node: partition for node, partition in self.claims.items() if node in present} | known
+        self.silent &= present
+
+    def settle(self, asked: Iterable[int], answers: Mapping[int, int | None]) -> dict[int, str]:
+        """Take the answers of one exchange; return why nodes that answered are refused, by node.
+
+        Parameters
+        ----------
+        asked : iterable of int
+            The nodes that were sent a message.
+        answers : mapping of int to int or None
+            The partition each node that answered declares; None where it says nothing, and stays with its last word.
+        """
+        self.silent = (self.silent | set(asked)) - answers.keys()
+        for node, partition in answers.items():
+            if partition is not None and node not in self._known:
+                self.claims[node] = partition
+        meant = {n: p for n, p in self.claims.items() if n not in self.silent and p != n % PARTITIONS}
+        self.held, refused = contest(meant, self.held)
+        return {node: reason for node, reason in refused.items() if node in answers}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as plain data."""
+        return {
+            "claims": [[node, partition] for node, partition in self.claims.items()],
+            "held": [[partition, node] for partition, node in self.held.items()],
+            "silent": sorted(self.silent),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.claims = {int(node): int(partition) for node, partition in state["claims"]}
+        self.held = {int(partition): int(node) for partition, node in state["held"]}
+        self.silent = {int(node) for node in state["silent"]}
