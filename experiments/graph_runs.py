@@ -163,6 +163,10 @@ class GraphRun:
         """Remote input nodes of a batch, mean; NaN without rounds."""
         return self.remote_inputs / self.batches if self.batches else math.nan
 
+    def after(self, rounds: int) -> float:
+        """Return the accuracy after so many rounds; NaN where it was not evaluated then."""
+        return next((accuracy for x, accuracy, _ in self.points if x == rounds), math.nan)
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> GraphRun:
         """Read what a kept cell holds."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 Reals = NDArray[np.float64]
 
+_BISECTIONS: Final = 16
+"""Of a probability: to 2e-4 of it."""
+
 EXACT: Final = ("skewed",)
 """Samplers whose input layer is one Poisson or multinomial draw from skewed base weights."""
 
@@ -151,6 +154,62 @@ def _input_layers(
         for part in owners:
             (plan,) = plan_round(part, settings, seed=seed, round=number, steps=1, batch_size=batch, norms=known)
             yield part, plan.layers[0]
+
+
+def remote_inputs(
+    task: GraphTask, settings: SamplerSettings, parts: int, *, seed: int, rounds: int, batch: int
+) -> float:
+    """Return the remote input nodes of a batch, mean over the batches of ``rounds`` rounds: plans, no training."""
+    found = []
+    for index in range(parts):
+        part = task.part(index, parts)
+        for number in range(1, rounds + 1):
+            (plan,) = plan_round(part, settings, seed=seed, round=number, steps=1, batch_size=batch)
+            found.append(int(np.count_nonzero(~part.owned(plan.layers[0].columns))))
+    return math.fsum(found) / len(found)
+
+
+def as_many_rows(
+    task: GraphTask,
+    wanted: float,
+    boundary: SamplerSettings,
+    uniform: SamplerSettings,
+    parts: int,
+    *,
+    seed: int,
+    rounds: int,
+    batch: int,
+) -> tuple[float, int]:
+    """Return the q of boundary sampling and the n of the input layer of uniform sampling that fetch ``wanted`` rows.
+
+    Both are found by bisection on plans; neither looks at a label.
+
+    Parameters
+    ----------
+    wanted : float
+        Remote input nodes of a batch, as of :func:`remote_inputs`.
+    boundary, uniform : SamplerSettings
+        The samplers to be adjusted, the latter with one n per layer or one for all.
+    parts, seed, rounds, batch
+        As of the runs.
+    """
+    size: dict[str, int] = {"seed": seed, "rounds": rounds, "batch": batch}
+    low, high = 1e-6, 1.0
+    for _ in range(_BISECTIONS):
+        q = math.sqrt(low * high)
+        more = remote_inputs(task, replace(boundary, q=q), parts, **size) > wanted
+        low, high = (low, q) if more else (q, high)
+    few, many = 1, max(2, uniform.draws(0))
+    while many - few > 1:
+        n = (few + many) // 2
+        more = remote_inputs(task, with_input_layer(uniform, n), parts, **size) > wanted
+        few, many = (few, n) if more else (n, many)
+    return math.sqrt(low * high), few
+
+
+def with_input_layer(settings: SamplerSettings, n: int) -> SamplerSettings:
+    """Return the settings with ``n`` nodes kept at the input layer, and the other layers as they are."""
+    return replace(settings, n=(n, *(settings.draws(layer) for layer in range(1, settings.layers))))
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from fedcomp.tasks.graph import GraphTask
 
 EIGHT: Final = "s = 8"
+BOUNDARY: Final = "boundary sampling, as many rows"
+UNIFORM: Final = "uniform sampling, as many rows"
+"""The rivals of skew at equal cost: fewer of the boundary, or fewer nodes at the input layer, with nothing favoured."""
 EVALUATED: Final = "evaluated on the clients"
 UPDATES: Final = "rows as auto, updates as qsgd"
 LADIES: Final = "LADIES"
@@ -43,6 +46,9 @@ SWEEP: Final = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0)
 
 MEASURED_ROUNDS: Final = 5
 """Rounds whose batches the exact variances are taken from."""
+
+MATCHED_ROUNDS: Final = 20
+"""Rounds on whose plans rivals are given as many rows."""
 
 TUNING_SEED: Final = 1000
 """Batch, layer sizes, step size and number of rounds were chosen on seeds from here on: none of them is reported."""
@@ -85,7 +91,8 @@ OPTIONS = {
     "budgets": Option("1.1,2", "more D along its axis, separated by commas", check=_budgets),
     "scale": Option(4.0, "s of the rule that has a fixed one", least=1.0, most=16.0),
     "short_rounds": Option(20, "rounds of the trainings along the axes, unless full", least=2),
-    "cross_rounds": Option(40, "rounds on the cross-partition graph", least=1),
+    "cross_rounds": Option(40, "rounds on the cross-partition graph after which rules are compared", least=1),
+    "cross_long": Option(120, "rounds after which they are compared once more, and training ends", least=1),
     "cross_rate": Option(0.1, "step size of the server's Adam there", above=0.0),
     "cross_n": Option(200, "nodes kept there", least=1),
     "cross_batch": Option(64, "nodes of a batch there", least=1),
@@ -169,6 +176,22 @@ def crossing(config: Config) -> dict[str, Own]:
     }
 
 
+def rivals(config: Config, found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Own]]:
+    """Return the samplers that fetch as many rows as skew does, by graph: :func:`_equal_rows` says which q and n.
+
+    Only the input layer of uniform sampling is made smaller: rows are fetched there and nowhere else.
+    """
+    hidden = str(config.settings["n"]).split(",")[-1]
+    sizes = {CUT: f"{found[CUT]['n']:.0f},{hidden}", CROSS: f"{found[CROSS]['n']:.0f}"}
+    return {
+        where: {
+            BOUNDARY: {"sampler": "boundary", "q": found[where]["q"]},
+            UNIFORM: {"mode": "fixed", "scale": 1.0, "n": sizes[where]},
+        }
+        for where in (CUT, CROSS)
+    }
+
+
 _TAKEN: Final = ("n", "fanout", "q", "batch_size", "local_steps", "lr", "task.hidden")
 
 
@@ -242,16 +265,35 @@ def cells(config: Config) -> dict[str, list[GraphCell]]:
     return out
 
 
+def rival_cells(config: Config, own: Mapping[str, Mapping[str, Own]]) -> dict[str, list[GraphCell]]:
+    """Return the trainings of the rivals, with the seeds of what they are compared with."""
+    seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
+    out = {}
+    for label, settings in own[CUT].items():
+        key = tables.name(CUT, label)
+        runs = [spec(config, f"{key}/seed {s}", CUT, settings, seed=s, rounds=config.rounds) for s in seeds]
+        out[key] = [GraphCell.of(run) for run in runs]
+    for label, settings in own[CROSS].items():
+        out[tables.name(CROSS, label)] = [_crossing(config, label, settings, seed) for seed in seeds]
+    return out
+
+
+def _cross_rounds(config: Config) -> tuple[int, int]:
+    """Return after how many rounds rules are compared on the cross-partition graph: early, and at the end."""
+    early = int(config.settings["cross_rounds"])
+    return early, max(early, int(config.settings["cross_long"]))
+
+
 def _crossing(config: Config, label: str, own: Own, seed: int) -> GraphCell:
     """Return a training on the cross-partition graph; every seed has a graph of its own."""
-    rounds = int(config.settings["cross_rounds"])
+    early, rounds = _cross_rounds(config)
     given: dict[str, Any] = {
         **adam(float(config.settings["cross_rate"])),
         "lr": float(config.settings["lr"]),
         "n": str(config.settings["cross_n"]),
         "layers": 1,
         "batch_size": int(config.settings["cross_batch"]),
-        "evaluate_every": rounds,
+        "evaluate_every": math.gcd(early, rounds),
         "task.parts": config.clients,
         "task.graph_seed": seed,
         **own,
@@ -263,17 +305,19 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     """Train on both partitions and the cross-partition graph; measure variances, biases and codecs without training."""
     from fedcomp.tasks import get_task
 
-    wanted = cells(config)
-    # The first seed of a comparison is a row, and trained already.
-    known = {f"{label}/seed {result.spec.seed}": outcome(result) for label, result in results.items()}
-    waiting = [cell for made in wanted.values() for cell in made if cell.name not in known]
-    found = {**known, **run_cells(waiting, say, workers=int(config.settings["workers"]))}
-    groups: Groups = {label: [found[cell.name] for cell in made] for label, made in wanted.items()}
     cuts = {CUT: config.settings["cut"], RANDOM: "random"}
     graphs = {
         w: cast("GraphTask", get_task(str(config.settings["task"]), cut=cut, **_graph(config)))
         for w, cut in cuts.items()
     }
+    say("samplers that fetch as many rows, by plans")
+    equal = rivals(config, say.cell("equal rows", partial(_equal_rows, config, graphs[CUT])))
+    wanted = {**cells(config), **rival_cells(config, equal)}
+    # The first seed of a comparison is a row, and trained already.
+    known = {f"{label}/seed {result.spec.seed}": outcome(result) for label, result in results.items()}
+    waiting = [cell for made in wanted.values() for cell in made if cell.name not in known]
+    found = {**known, **run_cells(waiting, say, workers=int(config.settings["workers"]))}
+    groups: Groups = {label: [found[cell.name] for cell in made] for label, made in wanted.items()}
     say("exact variances, on the batches of a run")
     exact = say.cell("variances", partial(_variances, config, graphs))
     say("biases: means of many draws")
@@ -281,8 +325,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     codecs = say.cell("row codecs", partial(tables.codec_sizes, graphs[RANDOM]))
     return Findings(
         tables=[
-            tables.main_table(groups, compared(config), exact),
-            tables.cross_table(groups, crossing(config), config.clients),
+            tables.main_table(groups, {**compared(config), **equal[CUT]}, exact),
+            tables.cross_table(groups, {**crossing(config), **equal[CROSS]}, config.clients, _cross_rounds(config)),
             tables.rule_table(groups, rules(config), exact),
             tables.family_table(groups, families(config)),
             tables.variance_table(exact),
@@ -293,7 +337,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             tables.wire_table(groups, wires(config)),
         ],
         figures=[
-            *tables.accuracy_curves(groups, compared(config), rules(config)),
+            *tables.accuracy_curves(groups, {**compared(config), **equal[CUT]}, rules(config)),
+            tables.cross_curves(groups, {**crossing(config), **equal[CROSS]}),
             tables.row_curves(exact),
             tables.variance_curves(exact),
         ],
@@ -303,6 +348,27 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             groups[tables.name(CROSS, UNSKEWED)][0].task,
         ],
     )
+
+
+def _equal_rows(config: Config, graph: GraphTask) -> dict[str, dict[str, float]]:
+    """Return q and n with which the rivals fetch as many rows as skew: on seeds that no training has."""
+    from experiments.graph_variance import as_many_rows, remote_inputs
+    from fedcomp.tasks import get_task
+
+    few = {"n": str(config.settings["cross_n"]), "layers": 1}
+    crossed = cast("GraphTask", get_task(CROSS, parts=config.clients, graph_seed=TUNING_SEED))
+    out = {}
+    for where, task, own, batch, common in (
+        (CUT, graph, rules(config)[_budget(config)], int(config.settings["batch_size"]), {}),
+        (CROSS, crossed, crossing(config)[EIGHT], int(config.settings["cross_batch"]), few),
+    ):
+        size: dict[str, int] = {"seed": TUNING_SEED, "rounds": MATCHED_ROUNDS, "batch": batch}
+        rows = remote_inputs(task, _sampler(config, {**common, **own}), config.clients, **size)
+        boundary = _sampler(config, {**common, "sampler": "boundary"})
+        uniform = _sampler(config, {**common, **rules(config)[UNSKEWED]})
+        q, n = as_many_rows(task, rows, boundary, uniform, config.clients, **size)
+        out[where] = {"rows": rows, "q": q, "n": float(n)}
+    return out
 
 
 def _sampler(config: Config, own: Own) -> SamplerSettings:
@@ -366,8 +432,14 @@ def _values(config: Config, groups: Groups, exact: tables.Exact, biases: Mapping
         values[f"{label}: rows"] = tables.fewer(tables.per_batch(plain), tables.per_batch(mine))
         values[f"{label}: points"] = 100 * (mean(r.accuracy for r in plain) - mean(r.accuracy for r in mine))
     crossed = {label: groups[tables.name(CROSS, label)] for label in crossing(config)}
-    values |= {f"cross, {label}: worst": -largest(-r.accuracy for r in made) for label, made in crossed.items()}
-    values["cross, local: best"] = largest(run.accuracy for run in crossed[LOCAL])
+    early, late = _cross_rounds(config)
+    values |= {f"cross, {label}: worst": -largest(-r.after(early) for r in made) for label, made in crossed.items()}
+    values["cross, local: best"] = largest(run.after(early) for run in crossed[LOCAL])
+    for rival in (BOUNDARY, UNIFORM):
+        theirs = groups[tables.name(CROSS, rival)]
+        for when, rounds in (("early", early), ("late", late)):
+            ahead = mean(r.after(rounds) for r in crossed[EIGHT]) - mean(r.after(rounds) for r in theirs)
+            values[f"cross, ahead of {rival}, {when}"] = 100 * ahead
     values["cross, rows"] = tables.fewer(tables.per_batch(crossed[UNSKEWED]), tables.per_batch(crossed[EIGHT]))
     for where in PARTITIONS:
         saved = {}
@@ -410,6 +482,19 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
         Claim(f"{CROSS}, {EIGHT}: accuracy, worst seed", values[f"cross, {EIGHT}: worst"], ">=", 0.93, GOAL),
         Claim(f"{CROSS}, {mine}: accuracy, worst seed", values[f"cross, {mine}: worst"], ">=", 0.93, GOAL),
         Claim(f"{CROSS}, {EIGHT}: remote rows of a batch, times fewer", values["cross, rows"], ">=", 3.0, GOAL),
+    ]
+    early, late = _cross_rounds(config)
+    made += [
+        Claim(
+            f"{CROSS}, {EIGHT}: points above {rival} after {rounds} rounds, mean over seeds",
+            values[f"cross, ahead of {rival}, {when}"],
+            ">=",
+            0.0,
+            "goal: skew is worth its trouble at equal cost",
+            gate=False,
+        )
+        for rival in (UNIFORM, BOUNDARY)
+        for when, rounds in (("early", early), ("late", late))
     ]
     exactly = {
         "gap rows": "rows in the ledger's payloads, to the server, less those reported: bytes",

@@ -19,7 +19,7 @@ from experiments.experiment import Config
 from experiments.findings import Findings, Say
 from experiments.graph_runs import GraphCell, GraphRun, outcome
 from experiments.graph_tables import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
-from experiments.graph_variance import bias_of, measured
+from experiments.graph_variance import as_many_rows, bias_of, measured, remote_inputs, with_input_layer
 from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.settings import SamplerSettings
@@ -163,7 +163,8 @@ def test_every_claim_can_fail_by_itself(ran: Ran) -> None:
     caught = []
     told = {f"cross, {label}: worst" for label in (UNSKEWED, LOCAL)}
     for key in set(good) - told:
-        bad = wrong.get(key, next((value for end, value in ends.items() if key.endswith(end)), 1.0))
+        usual = -0.1 if key.startswith("cross, ahead of") else 1.0
+        bad = wrong.get(key, next((value for end, value in ends.items() if key.endswith(end)), usual))
         caught += (one := failed({**good, key: bad}))
         assert len(one) == 1, key
     assert len(set(caught)) == len(gcn.claims(config, results, findings))
@@ -219,6 +220,24 @@ def test_variance_ratios_are_those_worked_out_with_dense_matrices(karate: GraphT
     assert found.kept == pytest.approx(5)
 
 
+def test_c5_rivals_fetch_as_many_rows_and_only_the_input_layer_pays_for_it(karate: GraphTask) -> None:
+    size = {"seed": 7, "rounds": 40, "batch": 6}
+    skew = SamplerSettings(n=12, mode="fixed", scale=4.0, layers=2)
+    boundary = SamplerSettings(sampler="boundary", layers=2)
+    uniform = SamplerSettings(n=12, mode="fixed", scale=1.0, layers=2)
+    wanted = remote_inputs(karate, skew, 2, **size)
+    assert 0 < wanted < remote_inputs(karate, uniform, 2, **size)
+    q, n = as_many_rows(karate, wanted, boundary, uniform, 2, **size)
+    assert remote_inputs(karate, dataclasses.replace(boundary, q=q), 2, **size) == pytest.approx(wanted, abs=0.15)
+    shorter = with_input_layer(uniform, n)
+    assert shorter.n == (n, 12)
+    assert (
+        remote_inputs(karate, shorter, 2, **size)
+        <= wanted
+        < remote_inputs(karate, with_input_layer(uniform, n + 1), 2, **size)
+    )
+
+
 def test_bias_is_that_of_samplers_that_have_one(karate: GraphTask) -> None:
     part = karate.part(0, 2)
 
@@ -242,4 +261,5 @@ def test_the_report_of_an_axis_names_how_it_was_trained(ran: Ran) -> None:
     rules = next(table for table in findings.tables if table.title.startswith("Partitions"))
     assert {str(row[0]).partition(":")[0] for row in rules.rows} == {CUT, RANDOM}
     lines = [len(getattr(figure, "series", ())) for figure in findings.figures]
-    assert lines == [len(gcn.compared(ran[0])), len(gcn.rules(ran[0])), 6, 6]
+    crossed = len(gcn.crossing(ran[0])) + 2
+    assert lines == [len(gcn.compared(ran[0])) + 2, len(gcn.rules(ran[0])), crossed, 6, 6]
