@@ -18,6 +18,7 @@ from coding.packet import Mode, Packet, PacketLimits
 from coding.relay import RelayPlan
 from coding.transport import Parcel, SpoolTransport
 from fedcomp.codecs import TopK
+from fedcomp.errors import NoUsableReply
 from fedcomp.flower.coded import CODED, PARCELS, SHARD, pack_content, put_bundle, put_fields, take_bundle
 from strategies.coded import CodedFedAvg
 from strategies.compressed import Compressed
@@ -377,7 +378,8 @@ def test_a_plan_from_a_hostile_server_is_refused_by_the_client_without_training(
             return reply
 
         strategy = relay()
-        run(strategy, NODES, app=tampered)
+        with pytest.raises(NoUsableReply):
+            run(strategy, NODES, app=tampered)
         assert strategy.coded[1].included == []
         assert len(said) == NODES
         assert all(reason in text for text in said), said
@@ -399,7 +401,8 @@ def test_a_reply_longer_than_the_plan_accepts_is_never_sent() -> None:
         return reply
 
     strategy = relay()
-    run(strategy, NODES, app=tampered)
+    with pytest.raises(NoUsableReply, match="more than the 10"):
+        run(strategy, NODES, app=tampered)
     assert strategy.coded[1].included == []
     assert sorted(trained) == list(range(NODES))
     assert len(said) == NODES
