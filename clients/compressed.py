@@ -112,7 +112,9 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
         content[NODE_RECORD] = header
 
         if codec is not None and layout is not None:
-            name, update, exact_arrays = learnt(content, before, layout, lossless=codec.lossless)
+            name, update, exact_arrays = learnt(
+                content, before, layout, lossless=codec.lossless, record=announcement.record
+            )
             key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
             frame, state = codec.encode(update, uplink.state if uplink else codec.init(layout), key)
             header["record"] = name

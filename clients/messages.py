@@ -119,7 +119,8 @@ def receive(
     """
     found = models(content)
     # A server of another protocol version does not name its record; there is only one model anyway.
-    plain = found.get(announcement.record) or (next(iter(found.values())) if len(found) == 1 else None)
+    lone = next(iter(found.values())) if len(found) == 1 and not announcement.record else None
+    plain = found.get(announcement.record, lone)
     if codec is None or announcement.base == 0:
         if plain is None:
             raise StateError(f"the message holds no ArrayRecord {announcement.record!r} and no steps this node can use")
@@ -177,15 +178,22 @@ def plain_content(content: RecordDict, announcement: Announcement, record: Array
     return out
 
 
-def reply_arrays(content: RecordDict) -> tuple[str, dict[str, NDArray[Any]]]:
+def reply_arrays(content: RecordDict, record: str = "") -> tuple[str, dict[str, NDArray[Any]]]:
+    """Return the model of an app's reply: the ArrayRecord called ``record``, else the only one.
+
+    Raises
+    ------
+    ConfigError
+        When it holds several and none has that name, or none at all.
+    """
     records = content.array_records
-    if len(records) != 1:
+    name = record if record in records else next(iter(records), "")
+    if not records or (len(records) > 1 and name != record):
         raise ConfigError(
-            f"the reply holds {len(records)} ArrayRecords {sorted(records)}; compression() needs exactly "
-            "one, the trained model"
+            f"the reply holds {len(records)} ArrayRecords {sorted(records)}; expected exactly one, the trained model, "
+            f"or several of which one is called {record!r}, as the model of the message was"
         )
-    name, record = next(iter(records.items()))
-    return name, to_arrays(record)
+    return name, to_arrays(records[name])
 
 
 def partition_of(context: Context) -> int:
@@ -195,18 +203,23 @@ def partition_of(context: Context) -> int:
 
 
 def learnt(
-    content: RecordDict, before: dict[str, NDArray[Any]], layout: Layout, *, lossless: bool = False
+    content: RecordDict,
+    before: dict[str, NDArray[Any]],
+    layout: Layout,
+    *,
+    lossless: bool = False,
+    record: str = "",
 ) -> tuple[str, Update, dict[str, NDArray[Any]]]:
     """Return what an app's reply changed: name of the model's record, the update, and the exact buffers.
 
-    The update is the model itself where ``lossless``.
+    The update is the model itself where ``lossless``. Of several ArrayRecords the model is the one called ``record``.
 
     Raises
     ------
     FedcompError
         When the reply holds no model of this layout.
     """
-    name, after = reply_arrays(content)
+    name, after = reply_arrays(content, record)
     layout.check(after)
     exact = {t.name: check_exact(after[t.name], t, before[t.name]) for t in layout.exact}
     vector = layout.flatten(after)

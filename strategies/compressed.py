@@ -83,6 +83,10 @@ class Compressed(Strategy):
     guard : Norms, optional
         Refuses updates that are far longer, or weigh far more, than is usual; default nobody does. Not with a private
         strategy, which bounds every update itself.
+    record : str, optional
+        Name of the ArrayRecord that is the model, where messages of the inner strategy hold several. The others pass
+        through as they are, unchecked and uncompressed, in both directions; so do those that replies hold beside the
+        model, which then has this name there, too. Default: the only ArrayRecord of a message.
     seed : int
         Seed of the random streams of clients and server.
 
@@ -115,6 +119,7 @@ class Compressed(Strategy):
         feedback: bool | None = None,
         policy: DensityPolicy | None = None,
         guard: Norms | None = None,
+        record: str | None = None,
         seed: int = 0,
     ) -> None:
         require_inner(inner, "Compressed")
@@ -155,6 +160,7 @@ class Compressed(Strategy):
         self.downlink = None if downlink is None else get_codec(downlink)
         self.policy = policy
         self.guard = guard
+        self.record = record
         self.seed = seed
         self.reports: dict[int, RoundReport] = {}
         self.evaluations: dict[int, RoundReport] = {}
@@ -280,7 +286,7 @@ class Compressed(Strategy):
     ) -> list[Message]:
         """Return the messages with an announcement each, and the model in the form each node can use."""
         # A strategy may put copies into its messages; one comparison per distinct record.
-        distinct = {id(record): record for _, record in map(self._record, messages)}
+        distinct = {id(record): record for _, record in map(self._model_in, messages)}
         own = {key for key, record in distinct.items() if not same_model(record, arrays)}
         if own and train and self.codec.votes:
             raise ConfigError(
@@ -299,7 +305,7 @@ class Compressed(Strategy):
         for message in messages:
             node = message.metadata.dst_node_id
             peer = self._peers.setdefault(node, Peer())
-            name, record = self._record(message)
+            name, record = self._model_in(message)
             self._record_name = name
             announcement = Announcement(record=name, round=server_round, seed=self.seed)
             content = RecordDict(dict(message.content.items()))
@@ -323,20 +329,26 @@ class Compressed(Strategy):
                 content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
             )
             base = to_arrays(record) if id(record) in own else None
-            self._sent.append(Sent(addressed, node, fields.get("sequence", 0), base))
+            self._sent.append(Sent(addressed, node, fields.get("sequence", 0), base, name))
             out.append(addressed)
         return out
 
-    @staticmethod
-    def _record(message: Message) -> tuple[str, ArrayRecord]:
-        found = [(k, v) for k, v in message.content.items() if isinstance(v, ArrayRecord)]
-        if len(found) != 1:
+    def _model_in(self, message: Message) -> tuple[str, ArrayRecord]:
+        """Return name and arrays of the model in a message of the inner strategy."""
+        found = {k: v for k, v in message.content.items() if isinstance(v, ArrayRecord)}
+        name = next(iter(found), "") if self.record is None else self.record
+        if name not in found or (self.record is None and len(found) > 1):
+            wanted = "the only one" if self.record is None else f"one called {self.record!r}"
             raise ConfigError(
-                f"the inner strategy put {len(found)} ArrayRecords into a message of {len(message.content)} records; "
-                "Compressed "
-                "needs exactly one, the model"
+                f"the inner strategy put {len(found)} ArrayRecords {sorted(found)} into a message; Compressed takes "
+                f"{wanted} as the model. Name it with record=...; the others pass through untouched"
             )
-        return found[0]
+        if self._private is not None and len(found) > 1:
+            raise ConfigError(
+                f"messages of {type(self.inner).__name__} hold {len(found)} ArrayRecords {sorted(found)}; a private "
+                "round exchanges the model and nothing else"
+            )
+        return name, found[name]
 
     def _publish(self) -> Layout | None:
         """Publish the current model on the downlink; return the downlink's layout, None when it is not compressed."""
@@ -583,7 +595,10 @@ class Compressed(Strategy):
         exact = sum(len(take_frame(a.message.content, EXACT) or b"") for a in framed)
         report.account(self.codec, self._layout, [a.frame for a in framed if a.frame is not None], exact_bytes=exact)
         report.payload_bytes = sum(payload_bytes(a.message) for a in arrivals)
-        report.model_bytes = len(arrivals) * sum(array.nbytes for array in self._model.values())
+        beside = [record for a in arrivals for record in a.content.array_records.values()]
+        report.model_bytes = len(arrivals) * sum(array.nbytes for array in self._model.values()) + sum(
+            len(array.data) for record in beside for array in record.values()
+        )
 
     def _note_version(self, sent: Sent, reply: Message) -> None:
         header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
@@ -687,8 +702,9 @@ class Compressed(Strategy):
                 changed |= vector != trained_from
                 if start is not shared and arrival.sent.base is None:
                     vector += shared - start
-            arrival.content[arrival.record] = to_record(layout.unflatten(vector, arrival.exact))
-            arrival.message.content = arrival.content
+            # First, as in the reply of an app that puts other records beside it.
+            decoded = {arrival.record: to_record(layout.unflatten(vector, arrival.exact))}
+            arrival.message.content = RecordDict({**decoded, **arrival.content})
             messages.append(arrival.message)
         report.changed = int(np.count_nonzero(changed[: layout.compressed_size]))
         return self.inner.aggregate_train(server_round, [*messages, *errors])

@@ -22,7 +22,7 @@ from fedcomp.codecs.base import norm
 from fedcomp.codecs.positional import DENSE_REST
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.exact import check_exact, decode_exact
-from fedcomp.flower.payload import NODE_RECORD, take_frame, take_node
+from fedcomp.flower.payload import NODE_RECORD, models, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
 from fedcomp.flower.records import read_array
 from fedcomp.layout import Layout, TensorSpec, Vector
@@ -79,12 +79,16 @@ class Peer:
 
 @dataclass(frozen=True)
 class Sent:
-    """One message of the current exchange. ``base`` is set when the node got a model of its own."""
+    """One message of the current exchange.
+
+    ``base`` is set when the node got a model of its own; ``record`` is the name of the model in the message.
+    """
 
     message: Message
     node: int
     sequence: int
     base: Arrays | None = None
+    record: str = ""
 
 
 @dataclass
@@ -335,6 +339,8 @@ def admit(
         metrics_name, weight = weight_of(content, weight_key)
         frame = take_frame(content, UPDATE)
         rest = strip(content)
+        if not bare:
+            rest.update(beside(content, "" if frame is not None else _model_in(sent, reply)))
         if frame is None:
             plain = read_plain(reply, layout, model) if bare else None
             arrival = _admit_plain(sent, reply, rest, layout, model) if plain is None else _plain(sent, reply, plain)
@@ -464,17 +470,15 @@ def agreeing(
 
 
 def _form(name: str, content: RecordDict) -> str:
-    """Return the names and kinds of all metrics: what has to agree for them to be averaged."""
+    """Return the names and kinds of all metrics, and the names of arrays beside the model: what has to agree."""
     metrics = {k: r for k, r in content.items() if isinstance(r, MetricRecord)}
     kinds = {k: {key: len(v) if isinstance(v, list) else None for key, v in r.items()} for k, r in metrics.items()}
-    return json.dumps([name, kinds], sort_keys=True)
+    return json.dumps([name, kinds, *sorted(models(content))], sort_keys=True)
 
 
 def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, model: Arrays) -> Arrival:
-    records = reply.content.array_records
-    if len(records) != 1:
-        raise Rejected(f"reply holds {len(records)} ArrayRecords, expected exactly one")
-    name, record = next(iter(records.items()))
+    name = _model_in(sent, reply)
+    record = reply.content.array_records[name]
     if set(record) != set(layout.order):
         raise Rejected(f"reply holds the tensors {sorted(record)[:5]}..., expected {sorted(layout.order)[:5]}...")
     plain = {t.name: _read_array(record[t.name], t) for t in (*layout.tensors, *layout.exact)}
@@ -483,6 +487,24 @@ def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, m
         if not np.isfinite(plain[t.name]).all():
             raise Rejected(f"tensor {t.name!r} holds non-finite values")
     return Arrival(sent, reply, rest, name, exact, plain=plain)
+
+
+def _model_in(sent: Sent, reply: Message) -> str:
+    """Return the name of the model in a dense reply: the message's own, or the only one."""
+    found = models(reply.content)
+    if sent.record in found:
+        return sent.record
+    if len(found) != 1:
+        raise Rejected(
+            f"reply holds {len(found)} ArrayRecords {sorted(found)[:5]}, expected exactly one, the model, or the "
+            f"message's own name for it, {sent.record!r}, among them"
+        )
+    return next(iter(found))
+
+
+def beside(content: RecordDict, model: str) -> dict[str, ArrayRecord]:
+    """Return the ArrayRecords that an app put beside the one called ``model``, which is empty when that is a frame."""
+    return {k: v for k, v in models(content).items() if k != model and not k.startswith(PREFIX)}
 
 
 def read_plain(reply: Message, layout: Layout, model: Arrays) -> Arrays:
