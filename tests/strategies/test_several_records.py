@@ -73,7 +73,8 @@ def controlled_app(mods=()) -> ClientApp:
             name: Array(array.numpy() + np.float32(step) + update(server_round, partition, array.shape, layer))
             for layer, (name, array) in enumerate(msg.content["arrays"].items())
         }
-        change = ArrayRecord({"v": Array(np.full(SIZE, 0.1 * (partition + 1), np.float64))})
+        # Exact in float64 in whatever order they are added, and no float32.
+        change = ArrayRecord({"v": Array(np.full(SIZE, (partition + 1) * (1.0 + 2.0**-40)))})
         metrics = MetricRecord({"num-examples": partition + 1})
         return Message(RecordDict({"arrays": ArrayRecord(arrays), "change": change, "m": metrics}), reply_to=msg)
 
@@ -87,7 +88,6 @@ def controlled_app(mods=()) -> ClientApp:
 
 def play(strategy, mods=(), *, rounds=3, nodes=3, **options):
     ledger = Ledger()
-    # Sums of float64 depend on their order: a metered grid hands replies over by partition.
     grid = MeteredGrid(InProcessGrid(controlled_app(mods), nodes, seed=4, **options), ledger)
     return strategy.start(grid, model(), num_rounds=rounds, timeout=9), ledger
 
@@ -113,7 +113,7 @@ def test_b9_the_named_record_is_compressed_and_the_others_arrive_bit_for_bit(dow
     result, ledger = play(strategy, [compression()])
     np.testing.assert_array_equal(wrapped.control, plain.control)
     assert [(r.compressed, r.rejected) for r in strategy.reports.values()] == 3 * [(3, {})]
-    assert not np.array_equal(stack(result.arrays), np.zeros(1230))
+    assert stack(result.arrays).any()
     beside = 3 * 3 * (8 * SIZE + 128)
     up = dense.total("payload", direction="up"), ledger.total("payload", direction="up")
     assert up[0] - beside > 6 * (up[1] - beside) > 0
