@@ -19,6 +19,7 @@ from clients.messages import (
     CallNext,
     Mod,
     choose,
+    equally_long,
     find_announcement,
     header_of,
     learnt,
@@ -28,7 +29,7 @@ from clients.messages import (
     plain_content,
     receive,
 )
-from clients.private import discreet, only_update, wants_private
+from clients.private import discreet, only_update, wants_padding, wants_private
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame
@@ -79,7 +80,10 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
         return Message(Error(MOD_FAILED_PRECONDITION, f"{RESYNC}: {error}"), reply_to=msg)
 
     # A codec that privatises on this node does not help where something else leaves beside the frame.
-    private = wants_private(msg.content) or (codec is not None and privatised(codec) is not None)
+    noised = codec is not None and privatised(codec) is not None
+    private = wants_private(msg.content) or noised
+    # The length of what was noised before it was encoded tells of the data no more than its content does.
+    padded = wants_padding(msg.content) and not noised
     layout: Layout | None = None
     uplink: Uplink | None = None
     before: dict[str, NDArray[Any]] = {}
@@ -117,6 +121,8 @@ def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collect
             )
             key = Key(announcement.seed, "uplink", announcement.round, partition_of(context))
             frame, state = codec.encode(update, uplink.state if uplink else codec.init(layout), key)
+            if padded:
+                frame = equally_long(frame, codec, layout, key)
             header["record"] = name
             header["sequence"] = announcement.sequence
             if uplink is not None:

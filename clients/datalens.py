@@ -16,12 +16,13 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from clients.private import ABOUT_SETTINGS, discreet
+from fedcomp import wire
 from fedcomp.errors import ConfigError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import Kept, Lesson
 from fedcomp.flower.payload import PARTITION_KEY, put_frame, put_node
 from fedcomp.flower.state import StaleMessage
-from fedcomp.privacy.votes import encode_rows, topk_stochastic_sign
+from fedcomp.privacy.votes import encode_rows, longest_rows, topk_stochastic_sign
 from fedcomp.rng import Key
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -105,6 +106,10 @@ def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
             own = ensemble(msg, context, lesson)
             state, votes = study(lesson, msg, own, None if kept is None else kept.state, partition)
             answer = encode_rows(votes)
+            if lesson.pad:
+                longest = longest_rows(lesson.rows, lesson.pixels, lesson.k)
+                salt = Key(lesson.draw, "padding", partition=partition).digest()
+                answer = wire.pad(answer, longest + wire.FILLED, salt)
             reply = _reply(msg, answer, partition)
             Kept(lesson.session, lesson.sequence, state, answer).save(context)
             return reply

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Protocol, overload
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp import wire
 from fedcomp.codecs import Codec, State, get_codec
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, StateError
@@ -18,7 +19,9 @@ from fedcomp.flower.protocol import OWN_CONFIG, PROTOCOL, STEP, Announcement, is
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.state import Replica
 from fedcomp.layout import Layout, Update, policy_from_config
+from fedcomp.rng import Key
 from fedcomp.versions import CodecOf, Step, advance, digest
+from fedcomp.wire import Frame
 
 CallNext = Callable[[Message, Context], Message]
 Mod = Callable[[Message, Context, CallNext], Message]
@@ -226,6 +229,20 @@ def learnt(
     if not lossless:
         vector -= layout.flatten(before)
     return name, Update(vector, layout), exact
+
+
+def equally_long(frame: Frame, codec: Codec, layout: Layout, key: Key) -> Frame:
+    """Return ``frame`` padded to a length that follows from codec and layout alone.
+
+    Raises
+    ------
+    ConfigError
+        When the codec knows no such length, or the frame exceeds it.
+    """
+    longest = codec.longest(layout)
+    if longest is None:
+        raise ConfigError(f"{codec!r} knows no longest frame to pad others to; use another codec, or pad=False")
+    return wire.pad(frame, longest + wire.FILLED, key.at(purpose="padding").digest())
 
 
 def header_of(reply: RecordDict, context: Context, replica: Replica | None, unsupported: str = "") -> ConfigRecord:

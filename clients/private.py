@@ -17,7 +17,7 @@ from clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, CallNex
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, PayloadError, models
-from fedcomp.flower.privacy import is_private
+from fedcomp.flower.privacy import is_padded, is_private
 from fedcomp.flower.protocol import RESYNC, STALE
 from fedcomp.flower.record_dp import RECORD_DP
 from fedcomp.flower.records import to_arrays, to_record
@@ -105,6 +105,11 @@ def discreet(msg: Message, run: Callable[[], Message], passing: tuple[type[Fedco
 def wants_private(content: RecordDict) -> bool:
     """Whether a message asks for the update alone."""
     return any(is_private(record) for record in content.values() if isinstance(record, ConfigRecord))
+
+
+def wants_padding(content: RecordDict) -> bool:
+    """Whether a message asks for frames whose length tells nothing of the update."""
+    return any(is_padded(record) for record in content.values() if isinstance(record, ConfigRecord))
 
 
 def only_update(content: RecordDict, before: Mapping[str, NDArray[Any]], layout: Layout) -> RecordDict:

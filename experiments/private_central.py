@@ -24,6 +24,7 @@ from experiments.systems import TRAINING, get_system
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
+from fedcomp.wire import FILLED
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
@@ -45,10 +46,10 @@ class PrivateOutcome:
         The final model.
     accuracy, train_accuracy, loss : float
         Of the final model: on the test split, and on all training examples. The loss is infinite where it diverged.
-    uplink : int
-        Bytes of all clients' frames.
+    uplink, bare : int
+        Bytes of all clients' frames, as they are sent and without their padding.
     frames, largest : int
-        How many frames there were, and the bytes of the longest.
+        How many frames there were, and the bytes of the longest without padding.
     rounds : int
         Rounds made; fewer than asked where a budget or a cap ended the run.
     statement : Statement
@@ -59,6 +60,7 @@ class PrivateOutcome:
     train_accuracy: float
     loss: float
     uplink: int
+    bare: int
     frames: int
     largest: int
     rounds: int
@@ -104,6 +106,8 @@ def simulate(spec: RunSpec) -> PrivateOutcome:
     data = [task.client(i, spec.clients) for i in range(spec.clients)]
     arrays: Arrays = {name: view.copy() for name, view in views.items()}
     sizes: list[int] = []
+    longest = codec.longest(layout) if strategy.pad else None
+    padded = None if longest is None else longest + FILLED
 
     def load() -> None:
         for name, view in views.items():
@@ -154,6 +158,7 @@ def simulate(spec: RunSpec) -> PrivateOutcome:
         float(test[task.metric]),
         float(train[task.metric]),
         float(train["loss"]) if math.isfinite(train["loss"]) else math.inf,
+        sum(sizes) if padded is None else len(sizes) * padded,
         sum(sizes),
         len(sizes),
         max(sizes, default=0),
@@ -209,6 +214,7 @@ class PrivateCell:
             train_accuracy=out.train_accuracy,
             loss=out.loss,
             uplink=out.uplink,
+            bare=out.bare,
             frames=out.frames,
             largest=out.largest,
             rounds=out.rounds,
@@ -228,6 +234,7 @@ class Trained:
     train_accuracy: float
     loss: float
     uplink: int
+    bare: int
     frames: int
     largest: int
     rounds: int
@@ -266,6 +273,7 @@ def _without_privacy(spec: RunSpec) -> Trained:
         train_accuracy=float(train[plan.task.metric]),
         loss=final.loss,
         uplink=final.uplink,
+        bare=final.uplink,
         frames=count,
         largest=max((-(-cost.uplink // spec.clients) for cost in out.exchanges), default=0),
         rounds=len(out.exchanges),

@@ -30,7 +30,7 @@ from fedcomp.flower.rounds import own_loop
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
-from fedcomp.wire import Frame
+from fedcomp.wire import FILLED, Frame
 from strategies.flower_dp import promises, require_clip_holds, require_clip_is_seen
 from strategies.guard import Norms
 from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
@@ -670,6 +670,8 @@ class Compressed(Strategy):
             if arrival.plain is not None and not private.takes_plain:
                 report.reject(arrival.sent.node, "an update that its client did not privatise; its app lacks the mod")
         arrivals = consistent([a for a in arrivals if a.sent.node not in report.rejected], report)
+        if private.pad and (longest := self.codec.longest(self._layout)) is not None:
+            report.padded_bytes = longest + FILLED
         start = self._reference(self._layout.flatten(self._model))
         updates = decoded_updates(arrivals, self.codec, self._layout, start)
         support = self.codec.common_support(self._layout, key)

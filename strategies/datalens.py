@@ -35,6 +35,7 @@ from fedcomp.flower.datalens import SENDS, Lesson
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import PayloadError, take_frame
+from fedcomp.flower.privacy import LENGTHS
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.privacy.entropy import Entropy, make_entropy
@@ -52,8 +53,7 @@ Arrays = Mapping[str, NDArray[Any]]
 NOT_COVERED: Final = (
     "the test of the generated images on held-out real ones, which is not a release of this run",
     "the choice of k, of the noise, of the threshold and of the networks, and preprocessing of the data",
-    "the text of a client's error messages",
-    "who takes part, when, and how large its messages are",
+    "who takes part, when, and whether its app fails",
     "the server's own reports and logs (who was refused, and why)",
 )
 """What the statement does not extend to."""
@@ -166,6 +166,8 @@ class DataLens(ExchangeStrategy):
         Which clients take part; default all of them.
     budget : float, optional
     noise : {"discrete_gaussian", "skellam", "gaussian"}
+    pad : bool
+        Let every answer be as long as the longest that any votes could make; False lets lengths tell about the votes.
     insecure_deterministic : bool
         Take noise and samples from ``seed``. The statement says so.
     seed : int
@@ -210,6 +212,7 @@ class DataLens(ExchangeStrategy):
         sampling: Sampling | None = None,
         budget: float | None = None,
         noise: str = "discrete_gaussian",
+        pad: bool = True,
         insecure_deterministic: bool = False,
         seed: int = 0,
         deadline: float | None = None,
@@ -241,6 +244,7 @@ class DataLens(ExchangeStrategy):
         self.teacher_lr, self.decay = teacher_lr, decay
         self.pretrain, self.steps, self.batch, self.send = pretrain, steps, batch, send
         self.adjacency: Adjacency = adjacency
+        self.pad = pad
         self.noise, self.insecure_deterministic, self.seed = noise, insecure_deterministic, seed
         self.sampling = Sampling("everyone") if sampling is None else sampling
         self.deadline = deadline
@@ -329,7 +333,7 @@ class DataLens(ExchangeStrategy):
             clip=f"at most {self.k} votes of -1 or 1 on an image, counted by the server; no gradient leaves a client",
             trust="the server sees single votes and is trusted; clients and users of the generator are not",
             protects="every generator and every image made by it, so the final one and all before it",
-            not_covered=NOT_COVERED,
+            not_covered=NOT_COVERED if self.pad else (*NOT_COVERED, LENGTHS),
             secure=not self.insecure_deterministic,
         )
 
@@ -415,6 +419,7 @@ class DataLens(ExchangeStrategy):
             lr=float(self.teacher_lr),
             decay=float(self.decay),
             seed=self.seed,
+            pad=self.pad,
         )
         return lesson, images
 

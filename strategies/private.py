@@ -32,7 +32,7 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
-from fedcomp.flower.privacy import PRIVATE
+from fedcomp.flower.privacy import LENGTHS, PRIVATE, UNPADDED
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.entropy import Entropy, make_entropy
@@ -53,7 +53,7 @@ Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
-    "who takes part, when, and how large its messages are",
+    "who takes part, and when",
     "a client that connects anew under another node id, which is counted as another client",
     "the server's own reports and logs (who was refused, and why)",
     "the server's evaluation of released models on data of its own",
@@ -93,6 +93,10 @@ class PrivateStrategy(Strategy):
     budget : float, optional
         An epsilon at ``delta``; a round that would cross it is not begun.
     noise : {"discrete_gaussian", "skellam", "gaussian"}
+    pad : bool
+        Let clients fill their frames up to the longest that any update could have (:meth:`Codec.longest`). False saves
+        these bytes; whoever sees message lengths then learns about updates what no noise covers: how clustered their
+        largest coordinates are, how many are zero, and whether there was anything to send at all.
     insecure_deterministic : bool
         Take noise and samples from ``seed``: for tests and experiments that must repeat. The statement says so.
     seed : int
@@ -132,6 +136,7 @@ class PrivateStrategy(Strategy):
         count: int = 0,
         budget: float | None = None,
         noise: str = "discrete_gaussian",
+        pad: bool = True,
         insecure_deterministic: bool = False,
         seed: int = 0,
     ) -> None:
@@ -155,6 +160,7 @@ class PrivateStrategy(Strategy):
         if budget is not None:
             params.positive("budget", budget)
         params.boolean("insecure_deterministic", insecure_deterministic)
+        self.pad = params.boolean("pad", pad)
         params.integer("population", population, low=0)
         self.inner = inner
         self.noise_multiplier = noise_multiplier
@@ -265,6 +271,11 @@ class PrivateStrategy(Strategy):
         if codec.votes != self.votes:
             takes, sends = (("updates", "votes")[votes] for votes in (self.votes, codec.votes))
             raise ConfigError(f"{type(self).__name__} takes {takes}, but {codec!r} sends {sends}")
+        if self.pad and codec.longest(Layout.flat(4096)) is None:
+            raise ConfigError(
+                f"{codec!r} does not say how long its frames can get (Codec.longest), so their lengths would tell "
+                "about updates; use another codec, or accept that with pad=False"
+            )
 
     @property
     def population(self) -> int:
@@ -320,7 +331,7 @@ class PrivateStrategy(Strategy):
             **{
                 "trust": "the server sees single updates and is trusted; clients and users of the models are not",
                 "protects": "every released model, so the final one and all before it",
-                "not_covered": NOT_COVERED,
+                "not_covered": NOT_COVERED if self.pad else (*NOT_COVERED, LENGTHS),
                 "clip": self.describe(),
                 "entropy": self._entropy("statement", 0),
                 **self.said(mechanism),
@@ -401,6 +412,8 @@ class PrivateStrategy(Strategy):
                 self._said.add(reason)
             return []
         config[PRIVATE] = True
+        if not self.pad:
+            config[UNPADDED] = True
         with Shown(grid, chosen).minima(self.inner) as shown:
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         self.opened(server_round, chosen)

@@ -151,6 +151,9 @@ class RoundReport:
     tensor_bytes : dict
         Bytes of each tensor of the frame, entry, indices and values, in all frames of the round together: per layer for
         a codec that works by layer, else the compressed part and the dense rest.
+    padded_bytes : int
+        Length of every client's frame in a private round, padding included; 0 where frames are as long as their
+        updates make them.
     memory : dict
         ‖memory‖ / ‖update‖ of the clients that report it: it stays bounded while what is not sent is sent later.
     payload_bytes, model_bytes : int
@@ -180,6 +183,7 @@ class RoundReport:
     notes: list[str] = field(default_factory=list)
     changed: int = 0
     tensor_bytes: dict[str, int] = field(default_factory=dict)
+    padded_bytes: int = 0
     memory: dict[int, float] = field(default_factory=dict)
     payload_bytes: int = 0
     model_bytes: int = 0

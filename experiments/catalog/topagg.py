@@ -182,7 +182,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     values |= {f"{label}: bytes": _per_frame(group) for label, group in groups.items()}
     for label, sizes in votes.items():
         group = groups[label]
-        excess = [(size - sizes["header"]) / sizes["entropy"] for size in (_per_frame(group), _longest(group))]
+        excess = [(size - sizes["header"]) / sizes["entropy"] for size in (_per_vote(group), _longest(group))]
         values |= {f"{label}: mean over entropy": excess[0], f"{label}: longest over entropy": excess[1]}
     values["closed form against draws"] = largest(
         drawn_difference(setting, 20_000, Key(config.seed, "passing", i)) for i, setting in enumerate(PUBLISHED)
@@ -262,6 +262,11 @@ def _per_frame(group: Sequence[Trained]) -> float:
     return mean(t.uplink / t.frames if t.frames else math.nan for t in group)
 
 
+def _per_vote(group: Sequence[Trained]) -> float:
+    """Return the mean bytes of a frame without its padding; NaN where a budget allowed no round."""
+    return mean(t.bare / t.frames if t.frames else math.nan for t in group)
+
+
 def _longest(group: Sequence[Trained]) -> float:
     return largest(float(t.largest) if t.frames else math.nan for t in group)
 
@@ -337,7 +342,8 @@ def _accuracy_table(groups: Mapping[str, Sequence[Trained]]) -> Table:
         "Means over seeds of the last model, ± half their range. FedAvg averages with a server rate of 1; the others' "
         "was chosen: why DP-FedAvg without noise is above it. Epsilon at delta as in the statement below, every "
         "client in every round; z is the noise multiplier. Points over dense: against DP-FedAvg dense at the same "
-        "epsilon; negative is what votes lose. Bytes: mean frame of a client and round, uplink.",
+        "epsilon; negative is what votes lose. Bytes: frame of a client and round, uplink, which is padded wherever a "
+        "round is private, so that its length tells nothing.",
     )
 
 
@@ -345,16 +351,28 @@ def _bytes_table(groups: Mapping[str, Sequence[Trained]], votes: Mapping[str, Ma
     table: list[list[Any]] = []
     for label, sizes in votes.items():
         group, entropy, header = groups[label], sizes["entropy"], sizes["header"]
-        size, longest = _per_frame(group), _longest(group)
+        size, longest = _per_vote(group), _longest(group)
         ratios = [(value - header) / entropy for value in (size, longest)]
-        table.append([label, int(sizes["size"]), int(sizes["k"]), entropy, header, size, longest, *ratios])
+        row = [label, int(sizes["size"]), int(sizes["k"]), entropy, header, size, longest, *ratios]
+        table.append([*row, _per_frame(group)])
     return Table(
         "Bytes of a vote",
-        ("training", "d", "k", "entropy", "header", "mean frame", "longest", "mean / entropy", "longest / entropy"),
+        (
+            "training",
+            "d",
+            "k",
+            "entropy",
+            "header",
+            "mean frame",
+            "longest",
+            "mean / entropy",
+            "longest / entropy",
+            "sent",
+        ),
         table,
         "Entropy: log2 C(d, k) + k bits, in bytes: a uniform support and fair signs. Header: the frame of an empty "
         "vote. The ratios leave the header out. A real support can cost less than a uniform one, and a client with "
-        "fewer than k coordinates that moved sends fewer.",
+        "fewer than k coordinates that moved sends fewer. Sent: with the padding that makes all frames equally long.",
     )
 
 

@@ -150,6 +150,10 @@ class Codec(ABC):
         """Return the resource limits under which a frame for ``layout`` is parsed."""
         return Limits.for_schema(self.schema(layout))
 
+    def longest(self, layout: Layout) -> int | None:
+        """Return a number of bytes that no frame for ``layout`` exceeds, whatever was learnt; None: none is known."""
+        return None
+
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse and check ``frame`` completely, adding nothing anywhere; a bundle comes back as the object it is.
 

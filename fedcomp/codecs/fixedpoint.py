@@ -131,6 +131,10 @@ class FixedPoint(Wrapper):
         """Return the inner codec's expectations, with values on the grid."""
         return tuple(replace(expected, value_codecs=_VALUES) for expected in self.codec.schema(layout))
 
+    def longest(self, layout: Layout) -> int:
+        """Return a number of bytes that no frame for ``layout`` exceeds."""
+        return wire.longest(self.schema(layout), getattr(self.codec, "index", "auto"), {"bits": self.bits})
+
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Parse ``frame`` and check that its values lie on this grid, and all that the inner codec checks."""
         bundle = Codec.open(self, frame, layout)

@@ -116,10 +116,13 @@ class PositionalCodec(Codec):
         What a received tensor must hold; anything else is refused.
     finds_non_finite : bool
         :meth:`pack` raises NonFiniteUpdate by itself, which saves a pass over the vector.
+    index : str
+        How supports are written, as :func:`fedcomp.wire.longest` takes it.
     """
 
     scope: str = "global"
     finds_non_finite: bool = False
+    index = "auto"
 
     @abstractmethod
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
@@ -172,6 +175,14 @@ class PositionalCodec(Codec):
         parts = self.stretches(layout)
         rest = layout.size - _covered(parts)
         return (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
+
+    def form(self) -> dict[str, int]:
+        """Return what the lengths of quantised values depend on, as :func:`fedcomp.wire.longest` takes it."""
+        return {}
+
+    def longest(self, layout: Layout) -> int:
+        """Return a number of bytes that no frame for ``layout`` exceeds, whatever was learnt."""
+        return wire.longest(self.schema(layout), self.index, self.form())
 
     def tensor_names(self, layout: Layout) -> tuple[str, ...]:
         """Return the stretches' names, and :data:`DENSE_REST` when there is any."""

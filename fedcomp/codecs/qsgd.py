@@ -65,6 +65,10 @@ class QSGD(PositionalCodec):
             raise NonFiniteUpdate(f"the norm of a bucket of {self.bucket} values of {stretch.name} overflows float32")
         return wire.Tensor(wire.QsgdLevels(levels, self.levels, self.bucket, every), (stretch.size,))
 
+    def form(self) -> dict[str, int]:
+        """Return levels and bucket."""
+        return {"levels": self.levels, "block": self.bucket}
+
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, dense and in levels."""
         return expected_dense(stretch.size, wire.QsgdLevels)

@@ -43,6 +43,7 @@ class RandomK(PositionalCodec):
     codec_id: ClassVar[str] = "randomk"
     algorithm: ClassVar[int] = SCATTERED
     linear = True
+    index = "seeded"
 
     density: float
     unbiased: bool = False

@@ -72,6 +72,10 @@ class ScaledSign(PositionalCodec):
         coded = wire.SignScale(values < 0.0, _means(values, self.block), self.block)
         return Tensor(coded, (stretch.size,))
 
+    def form(self) -> dict[str, int]:
+        """Return the block."""
+        return {"block": self.block}
+
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, dense and in signs."""
         return expected_dense(stretch.size, wire.SignScale)

@@ -34,6 +34,10 @@ class Wrapper(Codec):
         """Return the inner codec's."""
         return self.codec.limits(layout)
 
+    def longest(self, layout: Layout) -> int | None:
+        """Return the inner codec's."""
+        return self.codec.longest(layout)
+
     def open(self, frame: Frame | Bundle, layout: Layout) -> Bundle:
         """Open with the inner codec."""
         return self.codec.open(frame, layout)

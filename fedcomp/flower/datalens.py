@@ -73,6 +73,8 @@ class Lesson:
         Of the discriminators' Adam.
     seed : int
         Names who holds which record, and initial values.
+    pad : bool
+        Whether answers are padded to the longest that any votes could make.
     """
 
     session: str
@@ -90,6 +92,7 @@ class Lesson:
     lr: float
     decay: float
     seed: int
+    pad: bool = True
 
     @property
     def rows(self) -> int:

@@ -1,7 +1,8 @@
 """What the two sides of a private round agree on, and how a strategy says what it promises.
 
 A private strategy puts :data:`PRIVATE` into the training configuration. Clients then send nothing but the update: no
-metrics, no number of examples, no statistics of their data (:mod:`clients.private`).
+metrics, no number of examples, no statistics of their data (:mod:`clients.private`). Its frame is padded to a length
+that follows from codec, layout and policy alone, unless :data:`UNPADDED` says otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 PRIVATE: Final = "private"
 """Key of the training configuration; True asks clients for the update alone."""
+
+UNPADDED: Final = "private-unpadded"
+"""Key of the training configuration; True lets frames be as long as their updates make them."""
+
+LENGTHS: Final = "the length of every message, which follows what is in it (pad=False)"
+"""What a statement does not extend to where frames are not padded."""
 
 
 @runtime_checkable
@@ -61,6 +68,11 @@ def find_private(strategy: Any) -> Private | None:
         seen.add(id(strategy))
         strategy = getattr(strategy, "inner", None)
     return None
+
+
+def is_padded(config: Mapping[str, Any]) -> bool:
+    """Whether a message's configuration asks for an update whose length tells nothing of it."""
+    return is_private(config) and config.get(UNPADDED) is not True
 
 
 def is_private(config: Mapping[str, Any]) -> bool:

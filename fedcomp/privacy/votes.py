@@ -37,6 +37,7 @@ __all__ = [
     "decode_rows",
     "encode_rows",
     "entropy_bits",
+    "longest_rows",
     "pass_probability",
     "threshold",
     "topk_stochastic_sign",
@@ -412,6 +413,19 @@ def encode_rows(votes: NDArray[Any]) -> bytes:
     return _shortest([wire.sparse(array.shape, indices, UnitSign(flat[indices] < 0))])
 
 
+def longest_rows(rows: int, d: int, k: int) -> int:
+    """Return a number of bytes that no frame of :func:`encode_rows` exceeds, with ``k`` votes a row at most."""
+    return wire.longest((_expected_rows(rows, d, k),))
+
+
+def _expected_rows(rows: int, d: int, k: int) -> Expected:
+    most = min(k, d)
+    allowed = _PLAIN if 2 * most > d else wire.PLAIN
+    return Expected(
+        "", (rows, d), "float32", rows * most, frozenset({wire.SPARSE}), frozenset(allowed), frozenset({UnitSign.name})
+    )
+
+
 def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
     """Return the votes of :func:`encode_rows`, int8 of shape (rows, d), after checking all that bounds them.
 
@@ -420,11 +434,7 @@ def decode_rows(data: bytes, rows: int, d: int, k: int) -> VoteArray:
     fedcomp.wire.WireError
         When the frame is damaged, of another shape or form, or a row holds more than ``k`` votes.
     """
-    most = min(k, d)
-    allowed = _PLAIN if 2 * most > d else wire.PLAIN
-    expected = Expected(
-        "", (rows, d), "float32", rows * most, frozenset({wire.SPARSE}), frozenset(allowed), frozenset({UnitSign.name})
-    )
+    most, expected = min(k, d), _expected_rows(rows, d, k)
     bundle = wire.decode(data, (expected,), Limits.for_schema((expected,)))
     _check_order(bundle)
     tensor = bundle[0]

@@ -49,6 +49,7 @@ from fedcomp.wire.limits import (
     Limits,
     Schema,
 )
+from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
 from fedcomp.wire.support import seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded, shared, sparse
@@ -61,6 +62,7 @@ __all__ = [
     "COEFFICIENTS",
     "DENSE",
     "DTYPES",
+    "FILLED",
     "FLAG_DELTA",
     "FLAG_NEEDS_BASIS",
     "INDEX_BY_NAME",
@@ -110,6 +112,8 @@ __all__ = [
     "decode",
     "dense",
     "encode",
+    "longest",
+    "pad",
     "seeded",
     "seeded_block",
     "seeded_support",

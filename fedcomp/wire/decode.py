@@ -31,7 +31,7 @@ from fedcomp.wire.errors import (
     UnsupportedCodec,
     UnsupportedVersion,
 )
-from fedcomp.wire.frame import HEADER, MAGIC, MAJOR, MAX_TLVS, MUST_UNDERSTAND, PADDING, TLV_END
+from fedcomp.wire.frame import FILLER, HEADER, MAGIC, MAJOR, MAX_TLVS, MUST_UNDERSTAND, PADDING, TLV_END
 from fedcomp.wire.index import IndexCodec, Indices, NoIndex
 from fedcomp.wire.levels import VALUE_BY_NAME, VALUE_CODECS
 from fedcomp.wire.limits import (
@@ -188,7 +188,7 @@ def _take_fields(buf: memoryview, pos: int, end: int) -> tuple[tuple[tuple[int, 
         if kind == PADDING:
             if any(buf[pos : pos + length]):
                 raise Corrupt("padding bytes of the header are not zero")
-        else:
+        elif kind != FILLER:
             fields.append((kind, bytes(buf[pos : pos + length])))
         pos += length
     raise LimitExceeded(f"more than {MAX_TLVS} optional fields")

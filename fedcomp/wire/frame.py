@@ -36,11 +36,13 @@ BASE_DIGEST: Final = 3
 SEED: Final = 4
 MASK_ID: Final = 5
 USER_TAG: Final = 6
+FILLER: Final = 7
 PADDING: Final = 127
 MAX_TLVS: Final = 64
 
 _ALIGN = 8
-_ALIGN_FROM = 1024
+ALIGN_FROM: Final = 1024
+"""Bytes from which the largest dense section is aligned."""
 
 
 def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[int, bytes]] = ()) -> Frame:
@@ -52,7 +54,7 @@ def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[in
     flags : int
         Bits 0..7, see :class:`~fedcomp.wire.Bundle`.
     tlvs : iterable of (type, bytes)
-        Optional fields, ``1 <= type < 127``.
+        Optional fields, ``1 <= type < 127`` and not 7, which :func:`~fedcomp.wire.pad` writes.
 
     Raises
     ------
@@ -72,7 +74,7 @@ def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[in
         names.add(tensor.name)
         index, values = _entry(tensor, table)
         # The largest dense section starts at a multiple of eight bytes, so that a receiver can use it in place.
-        if tensor.kind is DENSE and len(values) >= _ALIGN_FROM and len(values) > aligned[0]:
+        if tensor.kind is DENSE and len(values) >= ALIGN_FROM and len(values) > aligned[0]:
             aligned = (len(values), offset + len(index))
         payload += (index, values)
         offset += len(index) + len(values)
@@ -92,8 +94,10 @@ def encode(tensors: Sequence[Tensor], *, flags: int = 0, tlvs: Iterable[tuple[in
 def _fields(tlvs: Iterable[tuple[int, bytes]]) -> bytes:
     out = bytearray()
     for count, (kind, content) in enumerate(tlvs, 1):
-        if not TLV_END < kind < PADDING or count >= MAX_TLVS:
-            raise ConfigError(f"optional field of type {kind}: types are 1..126, and at most {MAX_TLVS - 1} fields fit")
+        if not TLV_END < kind < PADDING or kind == FILLER or count >= MAX_TLVS:
+            raise ConfigError(
+                f"optional field of type {kind}: types are 1..126 but 7, and at most {MAX_TLVS - 1} fields fit"
+            )
         out.append(kind)
         out += put_varint(len(content))
         out += content

@@ -17,6 +17,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.votes import TopkSign, entropy_bits
 from fedcomp.rng import Key
+from fedcomp.wire import FILLED
 
 SETTINGS = {
     "task.hidden": "",
@@ -82,7 +83,9 @@ def test_a_cell_is_plain_data_and_comes_back() -> None:
     assert (found.frames, found.rounds) == (2 * CLIENTS, 2)
     header = len(TopkSign(k=120).encode(Update(np.zeros(650, np.float32), Layout.flat(650)), {}, Key(0))[0])
     assert found.largest <= 1.05 * entropy_bits(650, 120) / 8 + header
-    assert found.uplink <= found.frames * found.largest
+    assert found.bare <= found.frames * found.largest
+    longest = TopkSign(k=120).longest(Layout.flat(650))
+    assert found.uplink == found.frames * (longest + FILLED), "padded: a length that tells nothing"
 
 
 def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
