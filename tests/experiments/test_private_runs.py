@@ -308,7 +308,7 @@ SUMMARY = json.dumps(
     {
         "experiment": "guarded",
         "question": "Does it hold?",
-        "config": {"engine": "inprocess", "rounds": 1, "clients": 1, "seed": 0, "settings": {}},
+        "config": {"engine": "inprocess", "rounds": 1, "clients": 1, "seed": 0, "settings": {}, "quick": False},
         "changed": [],
         "idle": False,
         "baseline": "",
@@ -318,6 +318,7 @@ SUMMARY = json.dumps(
         "environment": {},
         "data": "",
         "notes": "",
+        "answer": "",
         "run": "runs/none",
     }
 )
