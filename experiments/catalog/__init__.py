@@ -28,6 +28,7 @@ CATALOG: dict[str, str] = {
     "topagg_dpsgd": "experiments.catalog.topagg_dpsgd",
     "privacy_audit": "experiments.catalog.privacy_audit",
     "datalens": "experiments.catalog.datalens",
+    "datalens_mnist": "experiments.catalog.datalens_mnist",
     "gcn": "experiments.catalog.gcn",
 }
 

@@ -39,6 +39,7 @@ __all__ = [
     "entropy_bits",
     "longest_rows",
     "pass_probability",
+    "repeated_votes",
     "threshold",
     "topk_stochastic_sign",
 ]
@@ -124,7 +125,52 @@ def topk_stochastic_sign(
     return votes.reshape(given.shape)
 
 
-def _largest(magnitudes: NDArray[np.float64], k: int) -> NDArray[np.int64]:
+def repeated_votes(
+    gradients: NDArray[np.floating[Any]],
+    k: int,
+    times: int,
+    *,
+    stochastic: bool = True,
+    uniforms: Key | None = None,
+) -> VoteArray:
+    """Return ``times`` draws of the votes of each row, int8 of shape ``(rows, times, d)``.
+
+    For teachers whose gradients on several images are positive multiples of each other: the support and the chances of
+    :func:`topk_stochastic_sign`, which do not change with a row's scale, are worked out once, and each image has coins
+    of its own. There is no saturation, which would depend on the scale.
+
+    Parameters
+    ----------
+    gradients : float array of shape (rows, d)
+    k, stochastic, uniforms
+        As in :func:`topk_stochastic_sign`; the stream gives ``(times, rows, min(k, d))`` numbers.
+    times : int
+        At least 1.
+
+    Raises
+    ------
+    ConfigError
+        For ``k < 1``, ``times < 1``, another shape, or missing ``uniforms``.
+    """
+    k, times = params.integer("k", k, low=1), params.integer("times", times, low=1)
+    rows = np.asarray(gradients)
+    if rows.ndim != 2 or rows.dtype.kind != "f":
+        raise ConfigError(f"gradients are {rows.dtype}{rows.shape}; expected floats of shape (rows, d)")
+    count, size = rows.shape
+    kept = min(k, size)
+    finite = np.isfinite(rows).all(axis=1, keepdims=True)
+    if not finite.all():
+        rows = np.where(finite, rows, np.zeros_like(rows))
+    columns = _largest(np.abs(rows), kept)
+    values = np.take_along_axis(rows, columns, axis=1).astype(np.float64)
+    drawn = _uniforms(uniforms, (times * count, kept)).reshape(times, count, kept) if stochastic else [None] * times
+    votes = np.zeros((count, times, size), np.int8)
+    for draw in range(times):
+        np.put_along_axis(votes[:, draw], columns, _cast(values, math.inf, drawn[draw]), axis=1)
+    return votes
+
+
+def _largest(magnitudes: NDArray[Any], k: int) -> NDArray[np.int64]:
     """Return the columns of the ``k`` largest of each row, ascending; of equal ones the first. Shape (rows, k)."""
     rows, size = magnitudes.shape
     if k == size:

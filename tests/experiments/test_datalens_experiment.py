@@ -90,6 +90,16 @@ def test_what_passes_the_threshold_is_mostly_noise_at_epsilon_1(run) -> None:
     assert dealt.rows[1][1:4] == (100, 0, 0)
 
 
+def test_a12_a_full_row_evaluates_before_its_first_and_after_its_last_step_only() -> None:
+    """One evaluation of the published kind takes about 12.7 hours of one core; a fourth of the run is not a reason."""
+    config = datalens.EXPERIMENT.configure(assignments=["full=true", "seeds=1", "teachers=400"])
+    for spec in datalens.EXPERIMENT.specs(config):
+        every, last = spec.settings["evaluate_every"], spec.rounds
+        assert [r for r in range(last + 1) if r in (0, last) or r % every == 0] == [0, last]
+        assert spec.settings["task.synthetic"] * spec.settings["task.classifier_epochs"] == 60_000_000
+    assert "12.7 hours" in datalens.EXPERIMENT.notes
+
+
 def test_full_rows_have_the_published_settings() -> None:
     config = datalens.EXPERIMENT.configure(assignments=["full=true", "seeds=1", "teachers=400"])
     specs = {spec.label: spec for spec in datalens.EXPERIMENT.specs(config)}

@@ -25,6 +25,7 @@ from fedcomp.privacy.votes import (
     encode_rows,
     entropy_bits,
     pass_probability,
+    repeated_votes,
     threshold,
     topk_stochastic_sign,
 )
@@ -468,3 +469,26 @@ def test_the_mechanism_takes_what_the_codec_decodes_and_nothing_longer() -> None
     longer[np.flatnonzero(votes == 0)[0]] = 1
     with pytest.raises(Unbounded, match="at most 5"):
         mechanism.admit(longer)
+
+
+def test_f_repeated_votes_are_those_of_the_rows_with_coins_of_their_own() -> None:
+    rows = Key(11, "rows").uniform(6 * 40).reshape(6, 40).astype(np.float32) - np.float32(0.5)
+    rows[1], rows[2, 3] = 0.0, np.nan
+    plain = repeated_votes(rows, 9, 3, stochastic=False)
+    assert plain.shape == (6, 3, 40)
+    for draw in range(3):
+        assert np.array_equal(plain[:, draw], topk_stochastic_sign(rows, 9, stochastic=False))
+    assert not plain[1:3].any()
+    coins = Key(12, "coins")
+    once = repeated_votes(rows, 9, 1, uniforms=coins)
+    assert np.array_equal(once[:, 0], topk_stochastic_sign(rows, 9, uniforms=coins))
+    # A positive factor changes nothing, and every draw is another one with the right mean: clip(g / b, -1, 1).
+    many = repeated_votes(rows * np.float32(4.0), 9, 4000, uniforms=coins)
+    assert np.array_equal(np.abs(many), np.abs(many[:, :1]).repeat(4000, axis=1))
+    wanted = np.where(plain[:, 0] != 0, rows / np.abs(rows).max(axis=1, keepdims=True).clip(1e-9), 0.0)
+    assert np.allclose(many[[0, 3, 4, 5]].mean(axis=1), wanted[[0, 3, 4, 5]], atol=0.08)
+    for wrong in ((rows, 0, 1), (rows, 3, 0), (rows[0], 3, 1), (plain[:, 0], 3, 1)):
+        with pytest.raises(ConfigError):
+            repeated_votes(*wrong, stochastic=False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="uniforms"):
+        repeated_votes(rows, 3, 1)

@@ -1,0 +1,483 @@
+"""Private trainings of generators and classifiers by thousands of small clients, without messages; one is a cell.
+
+Every method is held to the same promise: a client of about fifteen records may be exchanged for another (``replace``),
+all clients are in every release, delta is the same, and the noise is the smallest that keeps epsilon over all releases.
+Mechanisms, ledger, noise and statement are those of the systems with messages; what stands here is the clients, all of
+them at once as products of matrices.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.mechanism import Mechanism
+    from fedcomp.tasks.base import Split
+    from fedcomp.tasks.generator import GeneratorTask
+
+__all__ = ["EACH", "POOL", "TASK", "GeneratorCell", "GeneratorOutcome", "task_of"]
+
+TASK: Final = "mnist-generator"
+
+EACH: Final = 15
+"""Records of a client, on average; who has which is a keyed hash."""
+
+POOL: Final = 32
+"""Public generated images of each class that teachers and discriminators learn from in a step."""
+
+FREE: Final = 64
+"""Images of a generator's step where they cost nothing: with a discriminator that is public."""
+
+HELD: Final = 6
+"""One in so many training records is held out to choose settings on."""
+
+PROXY: Final = 8
+"""Settings are chosen with so many times fewer clients and so many times less noise."""
+
+_JUDGED: Final = 2000
+"""Held-out records that a choice is judged on, at most."""
+
+_BLOCK: Final = 500
+"""Clients that are worked out at once: bounds memory."""
+
+_COLUMNS: Final = 8
+"""Pictures of each class."""
+
+_DECAY: Final = 0.5
+"""First decay rate of every Adam, as published."""
+
+
+@dataclass(frozen=True)
+class GeneratorCell:
+    """One training.
+
+    Attributes
+    ----------
+    name : str
+    method : {"votes", "dp-sgd", "dp-fedavg"}
+    options : mapping of str to number
+        ``lr``: of the generator's Adam, or of the classifier. Votes: ``k``, ``stochastic``, ``beta``, ``teacher_lr``
+        (0: teachers restart at every step). DP-SGD: ``releases``, ``teacher_lr`` (of the discriminator, likewise),
+        ``clip``. DP-FedAvg: ``releases``, ``local`` (steps), ``clip``.
+    epsilon, delta : float
+        Infinite epsilon: no noise, and no promise.
+    clients, steps, images, seed : int
+        Steps of the generator, and the images on which teachers vote in one; of others releases, at most.
+    evaluation : mapping
+        Options of the task: how a classifier learns from generated images.
+    validation : bool
+        Learn from a part of the training records with fewer clients, evaluate on those held out; promises nothing.
+    pictures : bool
+        Keep some generated images.
+    """
+
+    name: str
+    method: str
+    options: Mapping[str, Any]
+    epsilon: float
+    delta: float
+    clients: int
+    steps: int
+    images: int
+    seed: int
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    validation: bool = False
+    pictures: bool = False
+
+    @property
+    def releases(self) -> int:
+        """Noisy sums that leave the clients: with votes, one for each image."""
+        return self.steps * self.images if self.method == "votes" else min(self.steps, int(self.options["releases"]))
+
+    def run(self) -> GeneratorOutcome:
+        """Train, and evaluate once."""
+        training = _Training(self)
+        made = {"votes": _votes, "dp-sgd": _dp_sgd, "dp-fedavg": _dp_fedavg}[self.method](training)
+        return training.outcome(made)
+
+    def read(self, document: Mapping[str, Any]) -> GeneratorOutcome:
+        """Read what was kept."""
+        values = {f.name: document[f.name] for f in fields(GeneratorOutcome)}
+        endless = {name: math.inf for name in ("loss", "epsilon", "sigma") if values[name] is None}
+        missing = {name: math.nan for name in ("signal", "right") if values[name] is None}
+        return GeneratorOutcome(**{**values, **endless, **missing})
+
+
+@dataclass(frozen=True)
+class GeneratorOutcome:
+    """What a training came to.
+
+    Attributes
+    ----------
+    loss, accuracy : float
+        Of the classifier, on records that no one has learnt from.
+    epsilon : float
+        The ledger's.
+    releases : int
+        Events in the ledger.
+    noise_multiplier, sigma : float
+        z, and the standard deviation of the noise on a sum, in votes or clip norms.
+    signal, right : float
+        Root mean square of the sums over that of their noise, and the share of the coordinates that were used whose
+        noisy sum has the sign of the sum itself; means over the releases. NaN without noise.
+    uplink, downlink : int
+        Bytes of a client's message in the last release, and of what is sent to it, as real frames; nothing was sent.
+    pictures : str
+        Pixels of ``(classes, 8, side, side)`` generated images, one byte each, base64; or empty.
+    statement : mapping
+        Empty where nothing is promised.
+    """
+
+    loss: float
+    accuracy: float
+    epsilon: float
+    releases: int
+    noise_multiplier: float
+    sigma: float
+    signal: float
+    right: float
+    uplink: int
+    downlink: int
+    pictures: str = ""
+    statement: Mapping[str, Any] = field(default_factory=dict)
+
+
+@cache
+def _multiplier(epsilon: float, delta: float, releases: int) -> float:
+    from fedcomp.privacy.accounting import noise_multiplier_for
+
+    return 0.0 if epsilon == math.inf else noise_multiplier_for(epsilon, delta, releases=releases)
+
+
+def task_of(clients: int, evaluation: Mapping[str, Any]) -> GeneratorTask:
+    """Return the task; without MNIST's files records are drawn from enlarged digits, and the task's record says so."""
+    from fedcomp.tasks import get_task
+    from fedcomp.tasks.generator import GeneratorTask
+
+    options: dict[str, Any] = {"generator": "mlp", "hidden": "256", "noise": 50, "discriminator": "bilinear"}
+    task = get_task(TASK, **options, **evaluation)
+    if task.data.substitute:
+        task = get_task(TASK, **options, **evaluation, records=EACH * clients)
+    assert isinstance(task, GeneratorTask)
+    return task
+
+
+class _Training:
+    """What all methods share: who has which record, the noise, the ledger, what is counted."""
+
+    def __init__(self, cell: GeneratorCell) -> None:
+        from fedcomp.privacy.entropy import make_entropy
+        from fedcomp.privacy.ledger import Ledger
+        from fedcomp.privacy.sampling import Sampling
+        from fedcomp.rng import Key
+        from fedcomp.tasks.base import Split
+        from fedcomp.tasks.teachers import by_hash
+
+        self.cell = cell
+        self.task = task_of(cell.clients, cell.evaluation)
+        scale = PROXY if cell.validation else 1
+        self.clients = max(1, cell.clients // scale)
+        x, y = self.task.raw("train")
+        order = Key(0, "generator_training/held out").uniform(len(x)).argsort()
+        held, own = np.split(order, [len(x) // HELD]) if cell.validation else (order[:0], order)
+        held = held[:_JUDGED]
+        own = own[: EACH * self.clients]
+        self.data: Split = Split(x[own], y[own])
+        self.judge: Split = Split(x[held], y[held]) if cell.validation else self.task.test
+        self.key = Key(cell.seed, "generator_training")
+        self.owner = by_hash(range(len(own)), self.clients, self.key.at(purpose="generator_training/owner"))
+        self.z = _multiplier(cell.epsilon, cell.delta, cell.releases) / scale
+        self.private = self.z > 0.0 and not cell.validation
+        self.entropy = make_entropy(self.key.at(purpose="noise"), insecure_deterministic=True)
+        self.ledger: Ledger = Ledger(
+            delta=cell.delta,
+            population=self.clients,
+            adjacency="replace",
+            sampling=Sampling("everyone"),
+            budget=cell.epsilon if self.private else None,
+        )
+        self.mechanism: Mechanism | None = None
+        self.seen: list[tuple[float, float]] = []
+        self.uplink = self.downlink = 0
+
+    def option(self, name: str) -> float:
+        """Return one of the cell's options."""
+        return float(self.cell.options[name])
+
+    def release(
+        self, mechanism: Mechanism, total: NDArray[np.int64], number: int, used: Callable[..., Any] = np.ones_like
+    ) -> NDArray[np.float64]:
+        """Write the event, draw the noise, and note what is left of the sum in it."""
+        self.mechanism = mechanism
+        self.ledger.record(mechanism.event(size=total.size, label=self.cell.method), round=number)
+        noisy = mechanism.perturb(total, self.entropy)
+        if self.z:
+            there = (total != 0) & (used(noisy) != 0)
+            right = np.sign(noisy[there]) == np.sign(total[there])
+            signal = math.sqrt(float(np.mean(np.square(total * mechanism.step)))) / mechanism.sigma
+            self.seen.append((signal, float(right.mean()) if right.size else math.nan))
+        return noisy
+
+    def outcome(self, made: Any) -> GeneratorOutcome:
+        """Evaluate a generator or classifier, and put the figures together."""
+        from fedcomp.privacy.statement import make_statement
+        from fedcomp.tasks.gan import Generator
+
+        cell, mechanism = self.cell, self.mechanism
+        assert mechanism is not None
+        result = self.task.evaluate(made, self.judge)
+        pictures = ""
+        if cell.pictures and isinstance(made, Generator):
+            grey = np.rint(255.0 * self.task.samples(made, _COLUMNS, self.key.at(purpose="pictures"))).astype(np.uint8)
+            pictures = base64.b64encode(grey.tobytes()).decode()
+        statement: dict[str, Any] = {}
+        if self.private:
+            statement = make_statement(
+                self.ledger,
+                mechanism=mechanism,
+                entropy=self.entropy,
+                unit_note=f"a client has about {EACH} records, all of which are protected together",
+                trust="whoever adds up sees single contributions and is trusted; users of the models are not",
+                protects="every generator and every model of the training, so the final one and all before it",
+                clip="votes are counted" if cell.method == "votes" else "what a client sends is clipped as a whole",
+                not_covered=(
+                    "settings, chosen on held-out records of the same set",
+                    "the accuracies in this report",
+                    "which clients there are",
+                ),
+            ).to_json()
+        signal, right = (
+            (float(np.nanmean(column)) for column in zip(*self.seen, strict=True))
+            if self.seen
+            else (
+                math.nan,
+                math.nan,
+            )
+        )
+        return GeneratorOutcome(
+            loss=result["loss"] if math.isfinite(result["loss"]) else math.inf,
+            accuracy=float(result["accuracy"]),
+            epsilon=self.ledger.epsilon() if self.private else math.inf,
+            releases=self.ledger.releases,
+            noise_multiplier=self.z,
+            sigma=mechanism.sigma,
+            signal=signal,
+            right=right,
+            uplink=self.uplink,
+            downlink=self.downlink,
+            pictures=pictures,
+            statement=statement,
+        )
+
+
+class _Generator:
+    """The generator and its optimiser."""
+
+    def __init__(self, training: _Training) -> None:
+        from fedcomp.tasks.arrays import to_arrays
+        from fedcomp.tasks.gan import Adam
+
+        self.task, self.key = training.task, training.key
+        self.student = self.task.student(Adam(training.option("lr"), _DECAY))
+        self.arrays: Mapping[str, NDArray[Any]] = to_arrays(self.task.model(training.cell.seed))
+        self.moments: Mapping[str, NDArray[Any]] = self.student.start()
+
+    def pool(self, step: int) -> torch.Tensor:
+        """Return public images of every class, (classes, POOL, pixels)."""
+        import torch
+
+        labels = np.repeat(np.arange(self.task.classes), POOL)
+        fakes = self.student.faker(self.arrays, self.key.at(purpose="pool", round=step))(labels)
+        return torch.from_numpy(fakes).reshape(self.task.classes, POOL, -1)
+
+    def labels(self, step: int, count: int) -> NDArray[np.int64]:
+        """Return the labels of the images of a step."""
+        return self.student.labels(self.key.at(purpose="images", round=step), count)
+
+    def step(self, step: int, targets: NDArray[Any]) -> None:
+        """Move the images of a step towards what they should change by."""
+        key = self.key.at(purpose="images", round=step)
+        self.arrays, self.moments = self.student.step(
+            self.arrays, self.moments, key, np.ascontiguousarray(targets, np.float32)
+        )
+
+    def model(self) -> Any:
+        """Return the generator."""
+        from fedcomp.tasks.arrays import load_arrays
+
+        model = self.task.model(0)
+        load_arrays(model, self.arrays)
+        return model
+
+
+def _votes(t: _Training) -> Any:
+    """Train by the noisy votes of teachers (DataLens)."""
+    from fedcomp import wire
+    from fedcomp.privacy.mechanism import Votes
+    from fedcomp.privacy.votes import encode_rows, repeated_votes, threshold
+    from fedcomp.tasks.bilinear import BilinearTeachers
+    from fedcomp.tasks.gan import Adam
+
+    cell, images = t.cell, t.cell.images
+    pixels, k = t.task.pixels, min(int(t.option("k")), t.task.pixels)
+    stochastic, limit = bool(t.option("stochastic")), t.option("beta") * t.clients
+    rate = t.option("teacher_lr")
+    teachers = BilinearTeachers(
+        t.data, t.owner, t.clients, classes=t.task.classes, adam=Adam(rate, _DECAY) if rate else None
+    )
+    mechanism = Votes(noise_multiplier=t.z, adjacency="replace", k=k, shape=(images, pixels), by_row=True)
+    generator = _Generator(t)
+    votes = np.zeros((1, images, pixels), np.int8)
+    for step in range(cell.steps):
+        pool = generator.pool(step)
+        for _ in range(1 if not rate else 12 if step == 0 else 2):
+            teachers.learn(pool)
+        labels = generator.labels(step, images)
+        total = np.zeros((images, pixels), np.int64)
+        for start in range(0, t.clients, _BLOCK):
+            size = min(_BLOCK, t.clients - start)
+            votes = np.zeros((size, images, pixels), np.int8)
+            for label in np.unique(labels):
+                where = np.flatnonzero(labels == label)
+                coins = t.key.at(purpose="coins", round=step, partition=start, layer=int(label))
+                own = teachers.directions(int(label))[start : start + size]
+                times = len(where) if stochastic else 1
+                votes[:, where] = repeated_votes(own, k, times, stochastic=stochastic, uniforms=coins)
+            total += mechanism.admit_all(votes)
+        noisy = t.release(mechanism, total, step + 1, lambda noisy: threshold(noisy, limit))
+        generator.step(step, threshold(noisy, limit))
+    t.uplink = len(encode_rows(votes[0]))
+    t.downlink = len(wire.encode([wire.dense(a.astype(np.float32)) for a in generator.arrays.values()]))
+    return generator.model()
+
+
+def _clipped_sum(t: _Training, mechanism: Any, rows: Callable[[int, int], torch.Tensor]) -> NDArray[np.int64]:
+    """Return the sum of what all clients send, each clipped and rounded by itself."""
+    import torch
+
+    from fedcomp.privacy.optimizers import clip_rows
+
+    total = torch.zeros(mechanism.size, dtype=torch.float64)
+    for start in range(0, t.clients, _BLOCK):
+        total += clip_rows(rows(start, min(start + _BLOCK, t.clients)), mechanism).sum(0, dtype=torch.float64)
+    return total.to(torch.int64).numpy()
+
+
+def _by_client(t: _Training) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return every client's records ``(clients, most, pixels)``, labels and weights ``(clients, most)``; the weights of
+    a client sum to one, and padding has none."""
+    import torch
+
+    order = np.argsort(t.owner, kind="stable")
+    sizes = np.bincount(t.owner, minlength=t.clients)
+    place = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[t.owner[order]]
+    most = int(sizes.max(initial=1))
+    x = np.zeros((t.clients, most, t.task.pixels), np.float32)
+    y = np.zeros((t.clients, most), np.int64)
+    weight = np.zeros((t.clients, most), np.float32)
+    x[t.owner[order], place], y[t.owner[order], place] = t.data.x[order], t.data.y[order]
+    weight[t.owner[order], place] = 1.0 / sizes[t.owner[order]]
+    return torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(weight)
+
+
+def _dp_sgd(t: _Training) -> Any:
+    """Train a generator against one bilinear discriminator, which learns from clipped gradients of clients and noise.
+
+    Only the part of its gradient that records are in is released; the rest is of public images. With ``teacher_lr=0``
+    it restarts in every step of the generator: one step from zero, on the mean of what was released.
+    """
+    import torch
+
+    from fedcomp import wire
+    from fedcomp.privacy.mechanism import GridGaussian
+    from fedcomp.tasks.base import single_thread
+
+    classes, pixels = t.task.classes, t.task.pixels
+    x, y, weight = _by_client(t)
+    one_hot = torch.nn.functional.one_hot(y, classes).to(torch.float32)
+    mechanism = GridGaussian(
+        noise_multiplier=t.z, adjacency="replace", clip=t.option("clip"), size=classes * (pixels + 1)
+    )
+    generator, rate = _Generator(t), t.option("teacher_lr")
+    # The last column is c[y], as of a pixel that is always one.
+    d = torch.zeros(classes, pixels + 1)
+    real = torch.zeros_like(d)
+    every = t.cell.steps / t.cell.releases
+    made = 0
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        """Return minus the gradient of each client's mean loss on its records."""
+        own, said, at = x[start:stop], one_hot[start:stop], d if rate else torch.zeros_like(d)
+        scores = ((own @ at[:, :-1].T + at[:, -1]) * said).sum(2)
+        pull = (torch.sigmoid(-scores) * weight[start:stop])[:, :, None] * said
+        return torch.cat([pull.transpose(1, 2) @ own, pull.sum(1)[:, :, None]], 2).reshape(stop - start, -1)
+
+    for step in range(t.cell.steps):
+        pool = generator.pool(step)
+        fresh = made < t.cell.releases and step >= made * every
+        with torch.no_grad(), single_thread():
+            if fresh:
+                made += 1
+                noisy = t.release(mechanism, _clipped_sum(t, mechanism, rows), made) / t.clients
+                latest = torch.from_numpy(noisy.reshape(classes, pixels + 1).astype(np.float32))
+                real = real + (latest - real) / made if not rate else latest
+            if fresh or not rate:
+                base = d if rate else torch.zeros_like(d)
+                public = torch.cat([pool, torch.ones(classes, POOL, 1)], 2)
+                push = torch.sigmoid(torch.einsum("cfp,cp->cf", public, base)) / (POOL * classes)
+                move = real - torch.einsum("cf,cfp->cp", push, public)
+                d = d + rate * move if rate else move
+        labels = generator.labels(step, FREE)
+        generator.step(step, d[torch.from_numpy(labels), :-1].numpy())
+    t.uplink = t.downlink = len(wire.encode([wire.dense(np.zeros(mechanism.size, np.float32))]))
+    return generator.model()
+
+
+def _dp_fedavg(t: _Training) -> Any:
+    """Train a linear classifier by federated averaging: clipped updates of all clients, and noise on their sum."""
+    import torch
+
+    from fedcomp import wire
+    from fedcomp.privacy.mechanism import GridGaussian
+    from fedcomp.tasks.base import single_thread
+    from fedcomp.tasks.models import Mlp, build
+
+    classes, pixels = t.task.classes, t.task.pixels
+    x, y, weight = _by_client(t)
+    one_hot = torch.nn.functional.one_hot(y, classes).to(torch.float32)
+    mechanism = GridGaussian(
+        noise_multiplier=t.z, adjacency="replace", clip=t.option("clip"), size=classes * (pixels + 1)
+    )
+    model = torch.zeros(classes, pixels + 1)
+    rate, local = t.option("lr"), int(t.option("local"))
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        """Return each client's update: some steps on all of its records."""
+        own = x[start:stop]
+        w = model[:, :-1].expand(stop - start, -1, -1)
+        b = model[:, -1].expand(stop - start, -1)
+        for _ in range(local):
+            error = torch.softmax(own @ w.transpose(1, 2) + b[:, None], 2) - one_hot[start:stop]
+            error = error * weight[start:stop, :, None]
+            w, b = w - rate * (error.transpose(1, 2) @ own), b - rate * error.sum(1)
+        return (torch.cat([w, b[:, :, None]], 2) - model).reshape(stop - start, -1)
+
+    for made in range(1, t.cell.releases + 1):
+        with torch.no_grad(), single_thread():
+            noisy = t.release(mechanism, _clipped_sum(t, mechanism, rows), made) / t.clients
+            model += torch.from_numpy(noisy.reshape(classes, pixels + 1).astype(np.float32))
+    classifier = build(lambda: Mlp(pixels, (), classes), 0)
+    classifier.load_state_dict({"layers.0.weight": model[:, :-1], "layers.0.bias": model[:, -1]})
+    t.uplink = t.downlink = len(wire.encode([wire.dense(np.zeros(mechanism.size, np.float32))]))
+    return classifier

@@ -1,0 +1,184 @@
+"""The experiment on DataLens and MNIST, very small and without MNIST's files: every row pays for what it releases."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from noted_settings import Read
+
+from experiments.catalog import datalens_mnist as module
+from experiments.catalog.datalens_mnist import (
+    CHOSEN,
+    DIRECT,
+    DP_SGD,
+    EXPERIMENT,
+    GRIDS,
+    MEANS,
+    METHODS,
+    PLAIN,
+    TARGETS,
+    TOPAGG,
+    label,
+)
+from experiments.claims import Claim
+from experiments.experiment import Config
+from experiments.findings import Findings, Pictures, Say
+from experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
+from fedcomp.privacy.accounting import gaussian_epsilon
+from fedcomp.privacy.statement import Statement
+
+pytestmark = pytest.mark.filterwarnings("ignore:mnist-generator")
+
+SMALL = ("seeds=1", "synthetic=20", "classifier_epochs=1", "images=2")
+
+
+@pytest.fixture(autouse=True)
+def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDCOMP_DATA", raising=False)
+
+
+@dataclasses.dataclass
+class Small:
+    config: Config
+    findings: Findings
+    claims: list[Claim]
+    kept: dict[str, Any]
+    used: set[str]
+
+
+@pytest.fixture(scope="module")
+def small() -> Small:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FEDCOMP_DATA", raising=False)
+        config = EXPERIMENT.configure(rounds=2, clients=24, assignments=SMALL)
+        settings = Read(config.settings)
+        config = dataclasses.replace(config, settings=settings)
+        kept: dict[str, Any] = {}
+        findings = module.measure(config, {}, Say(keep=kept.__setitem__))
+        return Small(config, findings, EXPERIMENT.claims(config, {}, findings), kept, settings.read)
+
+
+def cell(**changes: Any) -> GeneratorCell:
+    values: dict[str, Any] = {
+        "name": "x",
+        "method": "votes",
+        "options": {"lr": 0.01, "k": 784, "beta": 0.0, "stochastic": 0, "teacher_lr": 0.0},
+        "epsilon": 10.0,
+        "delta": 1e-5,
+        "clients": 24,
+        "steps": 2,
+        "images": 2,
+        "seed": 0,
+        "evaluation": {"synthetic": 20, "classifier_epochs": 1},
+    }
+    return GeneratorCell(**{**values, **changes})
+
+
+def test_f_every_setting_is_read_and_what_was_chosen_was_tried(small: Small) -> None:
+    assert set(EXPERIMENT.options) == small.used
+    assert set(CHOSEN) == set(GRIDS) == set(METHODS)
+    assert {len(grid) for grid in GRIDS.values()} == {4}
+    assert all(0 <= place < 4 for places in CHOSEN.values() for place in places)
+
+
+def test_f_every_row_spends_its_epsilon_and_every_image_is_a_release(small: Small) -> None:
+    rows = {row[0]: row for row in small.findings.tables[1].rows}
+    assert set(rows) == {label(m, t) for m in METHODS for t in TARGETS[:-1]} == set(small.findings.statements)
+    for method in METHODS:
+        for target in TARGETS[:-1]:
+            _, releases, z, _, _, _, epsilon = rows[label(method, target)]
+            assert releases == {TOPAGG: 4, PLAIN: 4, DP_SGD: 2, MEANS: 1, DIRECT: 2}[method]
+            # As much noise as so many releases of the Gaussian mechanism need, exactly, and not more than a bit more.
+            assert 0.99 * target < gaussian_epsilon(math.sqrt(releases) / z, 1e-5) <= target
+            assert 0.99 * target < epsilon <= target
+            said = Statement.from_json(small.findings.statements[label(method, target)])
+            assert (said.unit, said.adjacency, said.epsilon, said.population) == ("client", "replace", epsilon, 24)
+            assert "INSECURE" in said.prose()
+    gates = {claim.name: claim.ok for claim in small.claims if claim.gate}
+    assert [name for name, ok in gates.items() if not ok and "accuracy" not in name] == []
+
+
+def test_f_without_the_files_the_table_says_so(small: Small) -> None:
+    assert "NOT MNIST" in small.findings.tables[0].title
+    assert "enlarged" in small.findings.tables[0].title
+    assert small.findings.tasks[0]["data"]["substitute"]
+
+
+def test_f_the_sheets_show_what_each_generator_makes(small: Small) -> None:
+    sheets = [figure for figure in small.findings.figures if isinstance(figure, Pictures)]
+    # Records, and one sheet for each generator: a classifier makes no images.
+    assert len(sheets) == 1 + (len(METHODS) - 1) * len(TARGETS)
+    assert {sheet.shape for sheet in sheets} == {(10, 8, 28, 28)}
+    assert len({sheet.pixels for sheet in sheets}) == len(sheets)
+    assert Findings.from_json(small.findings.to_json()) == small.findings
+
+
+def test_f_what_is_finished_is_kept_cell_by_cell(small: Small) -> None:
+    assert len(small.kept) == len(METHODS) * len(TARGETS)
+    told: list[str] = []
+    again = module.measure(small.config, {}, Say(told.append, small.kept, pytest.fail))
+    assert any("15 of 15 trainings kept" in line for line in told)
+    assert again.values == small.findings.values
+
+
+def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_learnt_nothing(small: Small) -> None:
+    figures = {"spent": (0.9999, 1.001), "uncounted": (0.0, 1.0), f"{label(TOPAGG, 10.0)}: lowest": (0.5, 0.1)}
+    good = {**small.findings.values, **{key: right for key, (right, _) in figures.items()}}
+
+    def failed(values: dict[str, float]) -> list[str]:
+        findings = dataclasses.replace(small.findings, values=values)
+        return [c.name for c in EXPERIMENT.claims(small.config, {}, findings) if c.gate and not c.ok]
+
+    assert failed(good) == []
+    seen = [failed({**good, key: wrong}) for key, (_, wrong) in figures.items()]
+    assert [len(names) for names in seen] == [1, 1, 1]
+    assert len({names[0] for names in seen}) == 3
+
+
+def test_f_settings_are_chosen_on_held_out_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from experiments import generator_training
+
+    seen: list[tuple[int, int, float]] = []
+
+    class Noted(generator_training._Training):
+        def outcome(self, made: Any) -> Any:
+            out = super().outcome(made)
+            learnt = {row.tobytes() for row in self.data.x}
+            assert not any(row.tobytes() in learnt for row in self.judge.x)
+            seen.append((len(self.data), len(self.judge), self.z))
+            return out
+
+    monkeypatch.setattr(generator_training, "_Training", Noted)
+    reported, held = cell().run(), cell(validation=True).run()
+    everyone = 15 * 24
+    assert [(learnt, judged) for learnt, judged, _ in seen] == [(everyone, 355), (15 * 24 // PROXY, everyone // HELD)]
+    # As many times fewer clients, as many times less noise; and no promise.
+    assert seen[1][2] == pytest.approx(seen[0][2] / PROXY)
+    assert reported.statement
+    assert not held.statement
+    assert held.epsilon == math.inf
+
+
+def test_f_without_noise_teachers_move_a_generator_towards_the_class_means() -> None:
+    """Fresh or kept, by plain votes of all pixels: a wrong sign, or votes on another class's images, would not."""
+    from experiments.generator_training import _Training, _votes
+
+    for rate in (0.0, 0.001):
+        options = {"lr": 0.01, "k": 784, "beta": 0.0, "stochastic": 0, "teacher_lr": rate}
+        training = _Training(cell(epsilon=math.inf, options=options, steps=12, images=15))
+        task, split = training.task, training.task.train_split
+        means = np.stack([split.x[split.y == c].mean(0) for c in range(10)])
+
+        models = (task.model(0), _votes(training))
+        made = (task.samples(model, 8, training.key).reshape(10, 8, -1).mean(1) for model in models)
+        before, after = (float(np.linalg.norm(images - means)) for images in made)
+        assert after < 0.6 * before
+
+
+def test_f_the_task_is_mnist_itself_where_its_files_are() -> None:
+    assert task_of(24, {}).data.substitute
+    assert len(task_of(24, {}).train_split) == 360
