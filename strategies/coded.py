@@ -55,7 +55,6 @@ from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from strategies.coded_report import CodedReport
-from strategies.compressed import Compressed
 from strategies.partitions import Holders
 from strategies.private import PrivateStrategy
 from strategies.replies import Rejected, RoundReport, shorten
@@ -256,10 +255,7 @@ class CodedRound:
 
     def aggregate(self, replies: Iterable[Message]) -> Outcome:
         """Hand replies, decoded and ordinary ones, to the inner strategy in the order in which a driver would."""
-        ordered = list(join(addressed(self.messages), replies, partition_lookup(self.grid)))
-        if not ordered and isinstance(self.inner, Compressed):
-            # Devices that vanish cost the round; that none of them can ever reply is not known from it.
-            return self.inner.skip_round(self.number)
+        ordered = join(addressed(self.messages), replies, partition_lookup(self.grid))
         return self.inner.aggregate_train(self.number, ordered)
 
     def _common(self) -> dict[str, Any]:

@@ -108,13 +108,16 @@ def line(report: RoundReport) -> str:
 
 
 def require_usable(report: RoundReport) -> None:
-    """Raise when clients were asked and no reply of theirs could be used.
+    """Raise when clients replied and no reply of theirs could be used.
+
+    Where nobody replied at all nothing says that anything is wrong: devices vanish, and the next round may find them.
 
     Raises
     ------
     NoUsableReply
     """
-    if report.lost + len(report.rejected) < report.sent or not report.sent:
+    replied = report.sent - report.lost
+    if not replied or len(report.rejected) < replied:
         return
     reasons = Counter(_one_line(reason) for reason in report.rejected.values())
     why = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common(10)]
