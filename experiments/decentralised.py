@@ -297,6 +297,8 @@ class GossipCell:
     training : mapping
         What else a :class:`Plan` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``, ``patience``,
         ``watch``; and a policy's ``dense_below`` and ``buffers``.
+    validation : bool
+        Judge by a part of the training examples that nobody trains on, in place of the test split: for tuning.
     """
 
     name: str
@@ -308,6 +310,7 @@ class GossipCell:
     task: str = "digits"
     options: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+    validation: bool = False
 
     def plan(self) -> Plan:
         """Return what is to be run."""
@@ -316,8 +319,9 @@ class GossipCell:
 
         training = dict(self.training)
         policy = {key: training.pop(key) for key in ("dense_below", "buffers") if key in training}
+        task = get_task(self.task, **self.options)
         return Plan(
-            get_task(self.task, **self.options),
+            task.validating() if self.validation else task,
             get_algorithm(dict(self.algorithm)),
             topology_of(self.topology, self.nodes, self.seed),
             self.iterations,

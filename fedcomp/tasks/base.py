@@ -7,12 +7,13 @@ order and two processes on one machine give the same bits.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -168,6 +169,32 @@ class Task(ABC):
         self._ids = ids
         self._assignments: dict[int, Assignment] = {}
         self._clients: dict[tuple[int, int], ClientData] = {}
+
+    def validating(self, share: float = 0.2) -> Self:
+        """Return this task with a part of its training examples in place of the test split, for tuning: nobody trains
+        on that part, and the test split is out of reach. The partition is drawn over the other examples.
+
+        Parameters
+        ----------
+        share : float
+            Of the training examples, in (0, 1); the same ones for every seed.
+
+        Raises
+        ------
+        ConfigError
+            When one of the two parts would be empty.
+        """
+        split = self.train_split
+        held = round(share * len(split))
+        if not 0 < held < len(split):
+            raise ConfigError(f"share={share!r} of {len(split)} training examples leaves one part empty")
+        order = Key(0, "tasks/validation").uniform(len(split)).argsort()
+        last, rest = np.sort(order[:held]), np.sort(order[held:])
+        other = copy.copy(self)
+        other.train_split, other.test = Split(split.x[rest], split.y[rest]), Split(split.x[last], split.y[last])
+        other._ids = None if self._ids is None else self._ids[rest]
+        other._assignments, other._clients = {}, {}
+        return other
 
     @abstractmethod
     def _make_model(self) -> nn.Module:

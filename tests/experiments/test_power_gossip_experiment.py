@@ -11,7 +11,18 @@ from noted_settings import Read
 
 from experiments import engines
 from experiments.catalog import power_gossip as module
-from experiments.catalog.power_gossip import CHANCE, CHOCO, DENSE, EXPERIMENT, RANK_1, ROWS, Group
+from experiments.catalog.power_gossip import (
+    CHANCE,
+    CHOCO_SIGNS,
+    CHOCO_TOP,
+    DENSE,
+    EXPERIMENT,
+    RANK_1,
+    RANK_2,
+    ROWS,
+    TUNED,
+    Group,
+)
 from experiments.claims import Claim
 from experiments.decentralised import Point, Trained
 from experiments.experiment import Config
@@ -97,32 +108,63 @@ def test_letters_are_counted_with_headers_and_joules(small: Small) -> None:
 def test_tables_figures_and_claims_are_whole(small: Small) -> None:
     findings = small.findings
     assert Findings.from_json(findings.to_json()).to_json() == findings.to_json()
-    assert [len(table.rows) for table in findings.tables] == [8, 8, 10, 9, 3]
+    assert [len(table.rows) for table in findings.tables] == [7, 6, 7, 10, 9, 3]
     assert len(findings.figures) == 4
-    measured = [claim for claim in small.claims if "three times" not in claim.name]
+    measured = [claim for claim in small.claims if "twice the best" not in claim.name]
     assert all(math.isfinite(claim.value) for claim in measured)
     moved = next(claim for claim in small.claims if "moved" in claim.name)
     assert moved.ok
 
 
-def test_a_tripled_gamma_is_looked_up_and_a_run_that_diverged_guesses() -> None:
-    point = Point(1, 0.9, 0.8, 0.95, 0.1, 0.0, 10)
-    good = Trained(0.9, 0.8, 0.95, 0.1, 0.0, [point], Traffic(), {}, {})
-    bad = dataclasses.replace(good, diverged="Diverged: node 0: it grew. Halve gamma")
-    groups = {label: Group([good]) for label in EXPERIMENT_LABELS}
-    groups |= {CHOCO.format(0.1): Group([good]), CHOCO.format(0.3): Group([good, bad])}
-    assert groups[CHOCO.format(0.3)].accuracy == CHANCE
-    assert math.isnan(groups[CHOCO.format(0.3)].late("accuracy"))
-    for group in groups.values():
-        for run in group.runs:
-            run.traffic.post(100, {"train": 2})
-    values = module._values(EXPERIMENT.configure(), groups)
-    assert values["best gamma"] == 0.1
-    assert values["lost by three times the best gamma"] == pytest.approx(0.8)
-    assert module._accuracy(groups).rows[-1][-1] == "Diverged: node 0: it grew"
+def run_with(accuracy: float, diverged: str = "") -> Trained:
+    point = Point(1, accuracy, 0.8, 0.95, 0.1, 0.0, 10)
+    traffic = Traffic()
+    traffic.post(100, {"train": 2})
+    return Trained(accuracy, 0.8, 0.95, 0.1, 0.0, [point], traffic, {}, {}, diverged)
 
 
-EXPERIMENT_LABELS = [label for label in module._algorithms(EXPERIMENT.configure()) if not label.startswith("CHOCO")]
+def test_c2_the_sweep_chooses_and_the_claims_are_about_tuned_signs_too() -> None:
+    good, bad = Group([run_with(0.9)]), Group([run_with(0.9), run_with(0.9, "Diverged: it grew. Halve gamma")])
+    assert bad.accuracy == CHANCE
+    assert math.isnan(bad.late("accuracy"))
+    groups = dict.fromkeys((*module.FIXED, *TUNED), good) | {RANK_1: Group([run_with(0.925)])}
+    groups |= {CHOCO_SIGNS: Group([run_with(0.961)]), RANK_2: Group([run_with(0.944)])}
+    sweep = {label: {0.1: good, 0.2: bad, 1.0: Group([run_with(0.8)])} for label in TUNED}
+    sweep[CHOCO_SIGNS] = {0.1: good, 0.2: good, 1.0: Group([run_with(0.95)])}
+    values = module._values(groups, sweep)
+    assert values[f"{CHOCO_TOP}: best gamma"] == 0.1
+    assert values[f"{CHOCO_TOP}: lost by twice the best gamma"] == pytest.approx(0.8)
+    assert values[f"{CHOCO_TOP}: the sweep over the run that is used, edge bytes"] == 4.0
+    assert values[f"{CHOCO_SIGNS}: best gamma"] == 1.0
+    assert values[f"{RANK_1} over {CHOCO_SIGNS}"] == pytest.approx(-0.036)
+    assert values[f"{RANK_2} over {CHOCO_SIGNS}"] == pytest.approx(-0.017)
+    assert module._tried(sweep).rows[1][-1] == "Diverged: it grew"
+
+
+def test_c2_every_row_with_a_consensus_step_gets_the_same_grid_on_the_validation_split(small: Small) -> None:
+    (tried,) = [table for table in small.findings.tables if "validation split" in table.title]
+    assert [(row[0], row[1]) for row in tried.rows] == [(label, gamma) for label in TUNED for gamma in (0.1, 0.3)]
+    assert CHOCO_SIGNS in TUNED
+    (final,) = [table for table in small.findings.tables if table.title.startswith("Accuracy")]
+    chosen = {row[0]: row[1] for row in final.rows}
+    for label in TUNED:
+        accuracies = {row[1]: row[2] for row in tried.rows if row[0] == label}
+        assert accuracies[chosen[label]] == max(accuracies.values())
+
+
+def test_c2_nobody_trains_on_the_validation_split_and_nobody_tunes_on_the_test_split() -> None:
+    config = EXPERIMENT.configure(rounds=1, clients=3, assignments=SMALL)
+    task = module._cell(config, CHOCO_TOP, 0.1, 0).plan().task
+    held = module._cell(config, CHOCO_TOP, 0.1, 0, validation=True).plan().task
+    rows = {
+        name: {row.tobytes() for row in split.x}
+        for name, split in (("test", task.test), ("train", held.train_split), ("validation", held.test))
+    }
+    assert len(held.test) == round(0.2 * len(task.train_split))
+    assert len(held.test) + len(held.train_split) == len(task.train_split)
+    assert sum(len(held.client(i, 3)) for i in range(3)) == len(held.train_split)
+    assert len(rows["validation"] & rows["train"]) <= 2  # two images of the set are there twice
+    assert len(rows["validation"] & rows["test"]) <= 2
 
 
 def test_wrong_settings_are_refused() -> None:
