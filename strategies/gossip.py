@@ -42,7 +42,7 @@ __all__ = ["GossipRelay", "GossipReport", "Observed", "figures_of", "mean_of"]
 
 
 _POLL_SECONDS: Final = 0.2
-_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost", "doubted")
+_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost", "doubted", "noticed")
 """What :class:`fedcomp.gossip.relay.Report` lists."""
 
 

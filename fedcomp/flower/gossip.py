@@ -88,6 +88,8 @@ _ANSWER: Final[Mapping[str, Any]] = {
     "needs": [int],
     "reasons": [str],
     "lost": [str],
+    "noticed": [int],
+    "remarks": [str],
     "failed": str,
     "fresh": bool,
     "facts": [str],

@@ -122,6 +122,7 @@ class Graph(Protocol):
 
     name: ClassVar[str]
     directed: bool
+    n: int
 
     @property
     def time_varying(self) -> bool:
@@ -252,6 +253,11 @@ class Algorithm(ABC):
         ``"innovation"`` (Euclidean norm of what the last letter did not carry, ``‖z - ẑ‖``) feeds the detection of
         divergence; ``"saturated"`` is 1.0 when the last innovation left a given scale; ``"weight"`` is push-sum's w.
         """
+        return {}
+
+    def noticed(self, state: State, letters: Sequence[Letter]) -> dict[int, str]:
+        """Return what is odd about letters that are counted all the same, by source, for the report; ``state`` is that
+        of before. Letters that cannot be read do not matter here."""
         return {}
 
     def shift(self, state: State, change: Real) -> State:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip import sparse
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.base import Algorithm, Gradient, Graph, Letter, Outbox, Posting, Real, State, View, parameters, real
 from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, all_finite, pack, peek, require_finite, unpack
 from fedcomp.gossip.pushsum import heirs
@@ -52,6 +52,9 @@ class CoordinatePush(Algorithm):
         with float64 models agree to about 1e-7 only when float32 travels.
     w_min : float
         Coordinates with a smaller weight are not sent and keep the value they showed last.
+    nodes : int
+        Vertices of the graph, and so the total of each coordinate's weights: a share that would take one above it is
+        refused. 0: filled in from the graph when a run begins.
 
     Notes
     -----
@@ -72,6 +75,7 @@ class CoordinatePush(Algorithm):
     fraction: float | None = None
     values: Literal["model", "float32"] = "model"
     w_min: float = 1e-3
+    nodes: int = 0
 
     def __post_init__(self) -> None:
         if self.k is not None and self.fraction is not None:
@@ -83,12 +87,17 @@ class CoordinatePush(Algorithm):
         params.assign(
             self,
             values=params.choice("values", self.values, ("model", "float32")),
+            nodes=params.integer("nodes", self.nodes, low=0),
             w_min=params.number("w_min", self.w_min, rule="a number in (0, 1)", ok=lambda v: 0.0 < v < 1.0),
         )
 
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         return parameters(self)
+
+    def fitted(self, graph: Graph) -> Algorithm:
+        """Return this algorithm with ``nodes`` filled in."""
+        return self if self.nodes else self.from_config({**self.get_config(), "nodes": graph.n})
 
     def count(self, n: int) -> int:
         """Return how many of ``n`` coordinates a letter holds at most."""
@@ -207,7 +216,14 @@ class CoordinatePush(Algorithm):
             mark, heard = 2 * header.iteration + bool(header.flags & Flag.LEAVING), f"heard/{letter.source}"
             if heard in now and mark <= int(now[heard]):
                 continue
-            now = {**self._credited(now, letter), heard: np.array(mark, np.int64)}
+            credited = self._credited(now, letter)
+            most = float(credited["weights"].max(initial=0.0))
+            if self.nodes and most > self.nodes * (1.0 + 1e-6):
+                raise LetterError(
+                    f"node {letter.source} sent shares with which this node would have a weight of {most:g}; all "
+                    f"{self.nodes} nodes together have {self.nodes}. They are refused and go back"
+                )
+            now = {**credited, heard: np.array(mark, np.int64)}
         return now
 
     def take_back(self, state: State, letters: Sequence[Letter]) -> State:

@@ -22,10 +22,11 @@ class Report:
         Instructions asked again; answers to nothing that was open (duplicates, late ones).
     undelivered : int
         Letters that no node took in. They went back to their senders, where these were still there.
-    gone, joined, left, failed, refused, needed, lost, doubted : list
+    gone, joined, left, failed, refused, needed, lost, doubted, noticed : list
         Events. ``refused`` are answers, ``needed`` letters a node could not apply (node: the receiver), ``lost``
         letters that came back and could not be read by their own sender: their mass is gone. ``doubted`` are nodes
-        whose figures are left out of the judgement whether the run diverges.
+        whose figures are left out of the judgement whether the run diverges. ``noticed`` are nodes whose letters
+        repeat others or carry no mass, once for every receiver (node: the sender).
     split : list
         ``[round, groups]``: since when living nodes fall into groups that cannot all reach each other.
     """
@@ -42,6 +43,7 @@ class Report:
     needed: list[Event] = field(default_factory=list)
     lost: list[Event] = field(default_factory=list)
     doubted: list[Event] = field(default_factory=list)
+    noticed: list[Event] = field(default_factory=list)
     split: list[tuple[int, list[list[int]]]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

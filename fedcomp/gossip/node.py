@@ -171,6 +171,7 @@ def _carry_out(
     layout: Layout,
 ) -> tuple[Memory, Answer]:
     view = instruction.view
+    noticed = algorithm.noticed(state, instruction.mail)
     state, change, refused, lost = _settled(algorithm, state, change, instruction)
     if instruction.start == "reset" and not refused:
         state = algorithm.reset(state, layout)
@@ -191,6 +192,7 @@ def _carry_out(
         needs=tuple(refused),
         reasons=tuple(refused.values()),
         lost=lost,
+        noticed=tuple((source, why) for source, why in sorted(noticed.items()) if source not in refused),
         failed=failed,
         facts=algorithm.facts(state),
     )

@@ -156,6 +156,8 @@ class Answer:
         The node has no memory of what it should go on with; nothing was done.
     model : ndarray, optional
         The answer to ``observe``.
+    noticed : tuple of (int, str)
+        Sources in the mail, and what is odd about their letters, which were counted all the same.
     lost : tuple of str
         Why own letters that came back could not be taken back, one for each: their bytes were damaged on the way, and
         the mass they carried is gone.
@@ -171,6 +173,7 @@ class Answer:
     fresh: bool = False
     model: Real | None = None
     lost: tuple[str, ...] = ()
+    noticed: tuple[tuple[int, str], ...] = ()
 
     def to_parts(self) -> Parts:
         """Return the answer as scalars and lists, without its ``model``; the letters as ``postings``, list of bytes."""
@@ -183,6 +186,8 @@ class Answer:
             "needs": list(self.needs),
             "reasons": list(self.reasons),
             "lost": list(self.lost),
+            "noticed": [source for source, _ in self.noticed],
+            "remarks": [remark for _, remark in self.noticed],
             "failed": self.failed,
             "fresh": self.fresh,
             "facts": list(self.facts),
@@ -217,6 +222,7 @@ class Answer:
                 needs=tuple(int(j) for j in parts["needs"]),
                 reasons=tuple(str(reason) for reason in parts["reasons"]),
                 lost=tuple(str(reason) for reason in parts["lost"]),
+                noticed=tuple((int(j), str(w)) for j, w in zip(parts["noticed"], parts["remarks"], strict=True)),
                 failed=str(parts["failed"]),
                 facts={str(k): float(v) for k, v in zip(parts["facts"], parts["facts.values"], strict=True)},
                 fresh=bool(parts["fresh"]),
@@ -266,6 +272,8 @@ def check(instruction: Instruction, answer: Answer, largest: int, *, synchronous
         raise AnswerError(
             f"letters of nodes {answer.needs[:20]} refused for {len(answer.reasons)} reasons; had {sources}"
         )
+    if not {source for source, _ in answer.noticed} <= sources or len(answer.noticed) > len(sources):
+        raise AnswerError(f"remarks on letters of nodes {[j for j, _ in answer.noticed][:20]}; had {sources}")
     if len(answer.lost) > len(instruction.returned):
         raise AnswerError(f"{len(answer.lost)} letters lost that came back; {len(instruction.returned)} did")
     if answer.fresh and instruction.start in ("common", "empty"):

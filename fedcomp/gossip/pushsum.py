@@ -13,7 +13,7 @@ travels is the model in its own dtype, and the share of w as float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from fedcomp.codecs import params
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.base import Algorithm, Gradient, Graph, Letter, Outbox, Posting, Real, State, View, parameters, real
 from fedcomp.gossip.errors import LetterError, TopologyError
 from fedcomp.gossip.packet import (
     Flag,
@@ -41,6 +41,13 @@ from fedcomp.layout import Layout
 
 SHARE_BYTES: Final = 8
 """A share of w travels as float64."""
+
+_NOTHING: Final = 1e-12
+"""A share of w up to this moves nothing. An honest one is gamma, a node's share and its weight multiplied, and no node
+sends with a weight below ``w_min``."""
+
+_ROUNDING: Final = 1e-9
+"""By how much more than all mass a node may seem to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +87,16 @@ class PushSum(Algorithm):
     decay_over: int
     w_min: float
     w_start: float
+    nodes: int
 
     def _check(self) -> None:
         """Refuse hyper-parameters that cannot work."""
         check_rates(self.lr, self.momentum)
-        params.assign(self, decay_over=params.integer("decay_over", self.decay_over, low=0))
+        params.assign(
+            self,
+            decay_over=params.integer("decay_over", self.decay_over, low=0),
+            nodes=params.integer("nodes", self.nodes, low=0),
+        )
         if not 0.0 < self.w_min <= self.w_start < 1.0:
             raise ConfigError(
                 f"w_min={self.w_min}, w_start={self.w_start} are not valid: 0 < w_min <= w_start < 1, since every node "
@@ -94,6 +106,49 @@ class PushSum(Algorithm):
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
         return parameters(self)
+
+    def fitted(self, graph: Graph) -> Algorithm:
+        """Return this algorithm with ``nodes`` filled in: the total of all weights."""
+        return self if self.nodes else self.from_config({**self.get_config(), "nodes": graph.n})
+
+    def _received(self, state: State, x: Real, share: float, source: int) -> State:
+        """Add a share that came from ``source``.
+
+        Raises
+        ------
+        LetterError
+            When it takes this node's weight above the total of all weights: no such share exists.
+        """
+        weight = float(state["w"]) + share
+        if self.nodes and weight > self.nodes * (1.0 + _ROUNDING):
+            raise LetterError(
+                f"node {source} sent a share of {share:g}, with which this node would have a weight of {weight:g}; all "
+                f"{self.nodes} nodes together have {self.nodes}. It is refused and goes back"
+            )
+        return credited(state, x, share)
+
+    def noticed(self, state: State, letters: Sequence[Letter]) -> dict[int, str]:
+        """Return sources whose messages repeat one that was counted, or carry no share of w: what such a node takes in
+        never comes back, and the weights of the others fall."""
+        found: dict[int, str] = {}
+        last: dict[tuple[int, bool], int] = {}
+        for letter in letters:
+            try:
+                header, body = unpack(letter.payload, most=len(letter.payload))
+                share = share_of(body, letter.source)
+            except LetterError:
+                continue
+            kind = letter.source, Flag.DENSE in header.flags
+            if mark_of(header) <= last.get(kind, self._counted(state, *kind)):
+                found[letter.source] = f"its message of iteration {header.iteration} came again and is ignored"
+            elif share <= _NOTHING:
+                found[letter.source] = f"it sent a share of {share:g}: it takes mass in and passes none on"
+            last[kind] = mark_of(header)
+        return found
+
+    def _counted(self, state: State, source: int, dense: bool) -> int:
+        """Return the mark of the last message of ``source`` that was counted, whole or compressed; -1 without one."""
+        return int(state.get(f"heard/{source}", -1)) if dense else -1
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1); see :meth:`Algorithm.init`."""
@@ -207,11 +262,10 @@ class PushSum(Algorithm):
             When it is not such a letter.
         """
         header, share, x = read_whole(letter, letter.source, state)
-        mark = 2 * header.iteration + bool(header.flags & Flag.LEAVING)
-        heard = f"heard/{letter.source}"
-        if heard in state and mark <= int(state[heard]):
+        if mark_of(header) <= self._counted(state, letter.source, dense=True):
             return state
-        return {**credited(state, x, share), heard: np.array(mark, np.int64)}
+        heard = {f"heard/{letter.source}": np.array(mark_of(header), np.int64)}
+        return {**self._received(state, x, share, letter.source), **heard}
 
     def _push_whole(self, local: Local, view: View) -> tuple[State, Outbox]:
         """Push P[j, i] of everything to every active out-neighbour j: plain push-sum, models whole."""
@@ -249,6 +303,11 @@ class PushSum(Algorithm):
             body = put_scalars(share) + put_real(moved)
             outbox.append(Posting((j,), pack(view.iteration, 0, Flag.DENSE | Flag.LEAVING, moved.dtype, body)))
         return self._guarded({**state, "x": np.zeros_like(x), "w": np.array(0.0)}, state), tuple(outbox)
+
+
+def mark_of(header: Header) -> int:
+    """Return a number that grows from one message of an edge to the next."""
+    return 2 * header.iteration + bool(header.flags & Flag.LEAVING)
 
 
 def part_of(model: Real, share: float) -> Real:

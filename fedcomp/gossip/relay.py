@@ -144,6 +144,7 @@ class Relay:
         self._serials = [0] * topology.n
         self._failures = [0] * topology.n
         self._failed: dict[int, str] = {}
+        self._noticed: set[tuple[int, int]] = set()
         self._starts: dict[int, Start] = dict.fromkeys(self._members, "common")
         self._open: dict[int, Open] = {}
         self._joining: set[int] = set()
@@ -419,6 +420,10 @@ class Relay:
             self._note(self.report.needed, node, f"letters of node {source}: {reason}")
         for reason in answer.lost:
             self._note(self.report.lost, node, reason)
+        for source, remark in answer.noticed:
+            if (node, source) not in self._noticed:  # a line for each message would bury the others
+                self._noticed.add((node, source))
+                self._note(self.report.noticed, source, f"node {node} says: {remark}")
         if answer.needs and self.algorithm.asynchronous:
             self._undelivered(self._mailbox.refuse(entry.parcels, answer.needs, node))
         elif answer.needs:

@@ -35,6 +35,9 @@ class SGP(PushSum):
         A node with a smaller weight only receives: its quotient x / w is not to be trusted.
     w_start : float
         A node that joined makes no gradient step before its weight is larger.
+    nodes : int
+        Vertices of the graph, and so the total of all weights: a share that would take a node's weight above it is
+        refused. 0: filled in from the graph when a run begins.
 
     Notes
     -----
@@ -49,6 +52,7 @@ class SGP(PushSum):
     decay_over: int = 0
     w_min: float = 1e-3
     w_start: float = 0.05
+    nodes: int = 0
 
     def __post_init__(self) -> None:
         self._check()

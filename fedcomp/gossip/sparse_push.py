@@ -36,7 +36,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
 from fedcomp.gossip.compressors import Compressor, TopK, get_compressor
 from fedcomp.gossip.errors import OutOfStep
-from fedcomp.gossip.estimates import Absorbed, absorb, along_edge, broadcast, open_estimates, own_key, retract
+from fedcomp.gossip.estimates import absorb, along_edge, broadcast, open_estimates, own_key, retract
 from fedcomp.gossip.packet import peek, put_scalars, unpack
 from fedcomp.gossip.pushsum import SHARE_BYTES, Local, PushSum, credited, is_whole, part_of, read_whole, share_of
 from fedcomp.layout import Layout
@@ -106,6 +106,9 @@ class SparsePush(PushSum):
         A node that joined makes no gradient step before its weight is larger.
     digest_every : int
         Letters of a stream between two with a digest of the estimate; 0 for never.
+    nodes : int
+        Vertices of the graph, and so the total of all weights: a share that would take a node's weight above it is
+        refused. 0: filled in from the graph when a run begins.
 
     Notes
     -----
@@ -133,6 +136,7 @@ class SparsePush(PushSum):
     w_min: float = 1e-3
     w_start: float = 0.05
     digest_every: int = 50
+    nodes: int = 0
 
     def __post_init__(self) -> None:
         self._check()
@@ -267,20 +271,20 @@ class SparsePush(PushSum):
         """Finish the iteration: advance the copies, and add the shares, of whatever iteration they are."""
         small = [letter for letter in letters if not is_whole(letter)]
         absorbed = absorb(state, small, (_NAME,), self._compressor, extra=SHARE_BYTES, complete=False)
-        now = self._counted(absorbed)
+        now = absorbed.state
+        for one in absorbed.received:
+            share = share_of(one.extra, one.source)
+            now = self._received(now, part_of(one.estimates[_NAME], share), share, one.source)
         for letter in letters:
             if is_whole(letter):
                 now = self._credit_whole(now, letter)
         return self._guarded(now, state)
 
-    @staticmethod
-    def _counted(absorbed: Absorbed) -> State:
-        """Add the shares of compressed letters: of the estimate as it was right after each."""
-        state = absorbed.state
-        for one in absorbed.received:
-            share = share_of(one.extra, one.source)
-            state = credited(state, part_of(one.estimates[_NAME], share), share)
-        return state
+    def _counted(self, state: State, source: int, dense: bool) -> int:
+        if dense:
+            return super()._counted(state, source, dense)
+        known = state.get(f"{_NAME}.seq/{source}")
+        return -1 if known is None else 2 * int(known[1])
 
     def take_back(self, state: State, letters: Sequence[Letter]) -> State:
         """Return the state after undelivered letters came back, the last ones of their edges.
@@ -298,7 +302,11 @@ class SparsePush(PushSum):
         """
         small = [letter for letter in letters if not is_whole(letter)]
         if self.estimates == "edge":
-            now = self._counted(retract(state, small, (_NAME,), self._compressor, extra=SHARE_BYTES))
+            retracted = retract(state, small, (_NAME,), self._compressor, extra=SHARE_BYTES)
+            now = retracted.state
+            for one in retracted.received:
+                share = share_of(one.extra, one.source)
+                now = credited(now, part_of(one.estimates[_NAME], share), share)
         else:
             now = self._retracted(state, small)
         for letter in letters:

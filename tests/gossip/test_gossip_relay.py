@@ -14,6 +14,7 @@ from gossip_faults import (
     EDGES,
     FAULTS,
     LAYOUT,
+    SPREAD,
     SYNCHRONOUS,
     ZERO,
     Courier,
@@ -31,7 +32,7 @@ from gossip_faults import (
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, Letter, Posting, Real
+from fedcomp.gossip.base import Algorithm, Letter, Posting, Real, View
 from fedcomp.gossip.central import FaultPlan, Faults, Nodes
 from fedcomp.gossip.errors import Diverged, LetterError, TopologyError
 from fedcomp.gossip.estimates import digests
@@ -318,6 +319,90 @@ def test_an_answer_that_cannot_be_one_is_refused_and_harms_nobody(name: str, how
 def run(relay: Relay, nodes: Nodes) -> None:
     while not relay.done:
         relay.take(*nodes.carry_out(relay.ask(), relay.report.rounds))
+
+
+class Forger(Nodes):
+    """Node 3 writes another share of w into its messages, or sends one of them again and again."""
+
+    share: float | None = None
+
+    def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+        answer = super()._deliver(node, instruction, kind)
+        if node != 3 or instruction.action != "step" or not isinstance(answer, Answer) or not answer.postings:
+            return answer
+        if self.share is not None:
+            bodies = [p.payload[:8] + np.float64(self.share).tobytes() + p.payload[16:] for p in answer.postings]
+            return replace(answer, postings=tuple(map(forged, answer.postings, bodies)))
+        self.kept = getattr(self, "kept", None) or [p.payload for p in answer.postings]
+        return replace(answer, postings=tuple(map(forged, answer.postings, self.kept)))
+
+
+def forged(posting: Posting, payload: bytes) -> Posting:
+    return Posting(posting.destinations, payload)
+
+
+def pushed(config: dict[str, Any], share: float | None, caplog: pytest.LogCaptureFixture) -> tuple[Relay, Nodes]:
+    graph = topology_of("exponential", N, 0)
+    algorithm = get_algorithm(config).fitted(graph)
+    largest = largest_letter(algorithm, D, 8)
+    relay = Relay(algorithm, graph, iterations=12, session="s", seed=0, largest=largest)
+    nodes = Forger(algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
+    nodes.share = share
+    with caplog.at_level("WARNING", "fedcomp"):
+        run(relay, nodes)
+    return relay, nodes
+
+
+PUSHES = ({"name": "sgp"}, {**EDGES, "gamma": 0.5}, {**SPREAD, "gamma": 0.5})
+
+
+@pytest.mark.parametrize("config", PUSHES, ids=["sgp", "edge", "broadcast"])
+@pytest.mark.parametrize("share", [1e10, 6.5])
+def test_c4_a_share_above_all_mass_is_refused_and_captures_no_model(
+    config: dict[str, Any], share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was taken: with 1e10 every model became node 3's."""
+    relay, nodes = pushed(config, share, caplog)
+    refused = [event for event in relay.report.needed if event[1] != 3]  # what it takes back counts at itself
+    assert {event[1] for event in refused} == {1, 4, 5}
+    assert all("letters of node 3: node 3 sent a share of" in event[2] for event in refused)
+    assert "all 6 nodes together have 6. It is refused" in caplog.text
+    starts = vectors(N, D)
+    honest = np.delete(np.asarray(starts), 3, axis=0)
+    for node in (0, 1, 2, 4, 5):
+        model = relay.algorithm.model(nodes.memories[node].state)
+        assert np.all(model <= np.max(honest, axis=0) + 1e-9)
+        assert np.all(model >= np.min(honest, axis=0) - 1e-9)
+        assert float(nodes.memories[node].state["w"]) <= N
+
+
+def test_c4_coordinate_push_refuses_shares_above_all_mass() -> None:
+    algorithm = get_algorithm({"name": "coordinate-push", "k": 4}).fitted(topology_of("exponential", N, 0))
+    rich = {**algorithm.init(np.ones(D), LAYOUT), "weights": np.full(D, 1e10)}
+    state = algorithm.init(np.zeros(D), LAYOUT)
+    _, outbox = algorithm.send(rich, None, View(3, 1, column={0: 0.5}))
+    with pytest.raises(LetterError, match=r"node 3 sent shares .* all 6 nodes together have 6"):
+        algorithm.receive(state, [Letter(3, 0, outbox[0].payload)])
+
+
+@pytest.mark.parametrize("config", PUSHES, ids=["sgp", "edge", "broadcast"])
+@pytest.mark.parametrize(("share", "remark"), [(0.0, "a share of 0: it takes mass in"), (None, "came again")])
+def test_c4_messages_that_drain_mass_are_named_in_report_and_log(
+    config: dict[str, Any], share: float | None, remark: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay, nodes = pushed(config, share, caplog)
+    honest = sum(float(nodes.memories[i].state["w"]) for i in range(N) if i != 3)
+    assert honest < 3.0, "mass must drain: five nodes began with five"
+    named = [(event[1], event[2].split(" says: ")[0]) for event in relay.report.noticed]
+    assert sorted(named) == [(3, "node 1"), (3, "node 4"), (3, "node 5")]  # once each, not in every round
+    assert all(remark in event[2] for event in relay.report.noticed)
+    assert caplog.text.count(remark) == 3
+
+
+def test_c4_nothing_is_noticed_in_an_honest_run_with_faults() -> None:
+    for config in PUSHES:
+        outcome, _ = average(config, "exponential", 20, faults=FaultPlan(3, FAULTS), patience=30)
+        assert not outcome.report.noticed
 
 
 def test_an_answer_to_something_else_counts_as_none() -> None:
