@@ -122,6 +122,52 @@ def optimum(objectives: Sequence[LocalObjective], layout: Layout, tolerance: flo
     )
 
 
+def fixed_point(
+    problem: Convex,
+    weights: Real,
+    lr: float,
+    *,
+    gamma: float = 1.0,
+    mixes_last: bool = False,
+    start: Real | None = None,
+) -> Real:
+    """Return where D-PSGD, or CHOCO, comes to rest with a constant step, by Newton's method; shape ``(nodes, d)``.
+
+    With ``M = I + gamma (W - I)`` D-PSGD rests at ``X = M X - lr ∇F(X)``, and CHOCO, which mixes last and whose
+    estimates have caught up by then, at ``X = M (X - lr ∇F(X))``. Derived; the runs of ``experiments.run cold`` end
+    there. Its distance to the optimum falls with the step, in proportion where it is small, and is positive.
+
+    Parameters
+    ----------
+    weights : ndarray, shape (nodes, nodes)
+        W, symmetric.
+    mixes_last : bool
+        CHOCO; else D-PSGD.
+    start : ndarray, shape (nodes, d), optional
+        Where Newton's method begins; default: the optimum at every node.
+
+    Raises
+    ------
+    ConfigError
+        When Newton's method does not arrive.
+    """
+    n, d = problem.nodes, problem.layout.size
+    mixing = np.eye(n) + gamma * (weights - np.eye(n))
+    outer = mixing if mixes_last else np.eye(n)
+    x = np.tile(problem.optimum, (n, 1)) if start is None else start.copy()
+    for _ in range(_NEWTON_STEPS):
+        slopes = np.stack([_gradient(f, z, problem.layout) for f, z in zip(problem.objectives, x, strict=True)])
+        rest = x - mixing @ x + lr * outer @ slopes
+        if float(np.linalg.norm(rest)) <= 1e-12 * max(1.0, float(np.linalg.norm(x))):
+            return x
+        curvature = [_hessian(f, z, problem.layout) for f, z in zip(problem.objectives, x, strict=True)]
+        jacobian = np.kron(np.eye(n) - mixing, np.eye(d))
+        for i, j in np.argwhere(outer):
+            jacobian[i * d : (i + 1) * d, j * d : (j + 1) * d] += lr * outer[i, j] * curvature[j]
+        x = x - np.linalg.solve(jacobian, rest.reshape(-1)).reshape(n, d)
+    raise ConfigError(f"no fixed point after {_NEWTON_STEPS} Newton steps at lr={lr:g}; use a smaller step")
+
+
 def error_curve(
     problem: Convex,
     algorithm: Algorithm,
