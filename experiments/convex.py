@@ -155,15 +155,20 @@ def fixed_point(
     mixing = np.eye(n) + gamma * (weights - np.eye(n))
     outer = mixing if mixes_last else np.eye(n)
     x = np.tile(problem.optimum, (n, 1)) if start is None else start.copy()
+    jacobian: Real = np.zeros((0, 0))
+    before = 0.0
     for _ in range(_NEWTON_STEPS):
         slopes = np.stack([_gradient(f, z, problem.layout) for f, z in zip(problem.objectives, x, strict=True)])
         rest = x - mixing @ x + lr * outer @ slopes
-        if float(np.linalg.norm(rest)) <= 1e-12 * max(1.0, float(np.linalg.norm(x))):
+        size = float(np.linalg.norm(rest))
+        if size <= 1e-12 * max(1.0, float(np.linalg.norm(x))):
             return x
-        curvature = [_hessian(f, z, problem.layout) for f, z in zip(problem.objectives, x, strict=True)]
-        jacobian = np.kron(np.eye(n) - mixing, np.eye(d))
-        for i, j in np.argwhere(outer):
-            jacobian[i * d : (i + 1) * d, j * d : (j + 1) * d] += lr * outer[i, j] * curvature[j]
+        if size > 0.1 * before:  # second derivatives cost most: the last ones do while they do
+            curvature = [_hessian(f, z, problem.layout) for f, z in zip(problem.objectives, x, strict=True)]
+            jacobian = np.kron(np.eye(n) - mixing, np.eye(d))
+            for i, j in np.argwhere(outer):
+                jacobian[i * d : (i + 1) * d, j * d : (j + 1) * d] += lr * outer[i, j] * curvature[j]
+        before = size
         x = x - np.linalg.solve(jacobian, rest.reshape(-1)).reshape(n, d)
     raise ConfigError(f"no fixed point after {_NEWTON_STEPS} Newton steps at lr={lr:g}; use a smaller step")
 
