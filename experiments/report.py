@@ -126,13 +126,13 @@ def answer(
 ) -> str:
     """Return the answer to the experiment's question in the figures of this run; empty when nothing was run.
 
-    An experiment without an ``answer`` of its own is answered by its first claim that gates.
+    An experiment without an ``answer`` of its own is answered by its first claim that gates, or its first goal.
     """
     if experiment.idle(config):
         return ""
     if experiment.answer is not None:
         return experiment.answer(config, results, findings)
-    first = next((claim for claim in claims if claim.gate), None)
+    first = next(iter(sorted(claims, key=lambda claim: not claim.gate)), None)
     return "" if first is None else f"{first.name}: {number(first.value)}."
 
 

@@ -379,6 +379,17 @@ def _fixed(values: Mapping[str, float], layer: TensorSpec) -> float:
     return values[f"last/{HARD}/{layer.name}"] / values[f"first/{HARD}/{layer.name}"]
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    """Return what came out, in this run's figures."""
+    values, layers = findings.values, compressed_layers(results[DENSE])
+    loss = values[f"loss/{ADACOMP}"] / values[f"loss/{DENSE}"]
+    found = []
+    for which in GOALS:
+        ratios = [values[f"ratio/{ADACOMP}/{layer.name}"] for layer in layers if kind(layer) == which]
+        found.append(f"{min(ratios, default=math.nan):.0f} times fewer bytes in {which} layers")
+    return f"AdaComp found {' and '.join(found)}, at {loss:.2f} times the train loss of dense averaging."
+
+
 EXPERIMENT = Experiment(
     name="adacomp",
     question="Does AdaComp find its own compression ratio, and which one on convolutional and fully connected layers?",
@@ -389,6 +400,13 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=150,
     clients=4,
+    answer=answer,
+    quick=(
+        "rounds=3",
+        "clients=2",
+        "task.train_examples=40",
+        "batch_size=8",
+    ),
     notes=(
         "MNIST where its files are found, otherwise the embedded 8x8 digits enlarged to 28x28, which have a fourth of "
         "the images and are easier; the section on data says which. The network has two convolutions, a fully "

@@ -573,6 +573,16 @@ def _ingress(values: Mapping[str, float]) -> list[Claim]:
     ]
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    """Return what came out, in this run's figures."""
+    coded, plain = (findings.values[f"fraction/QSGD-8/{scheme}"] for scheme in (RLNC, PLAIN))
+    more = findings.values[f"per update/QSGD-8/{RLNC}"] / findings.values[f"per update/QSGD-8/{PLAIN}"]
+    return (
+        f"{100 * coded:.0f} % of the updates reach the sum through a coded relay, {100 * plain:.0f} % by plain upload "
+        f"(QSGD-8), for {more:.2f} times the bytes to the server per update."
+    )
+
+
 EXPERIMENT = Experiment(
     name="coded_dropout",
     question="Clients die inside the round: do coded shards at their peers keep their updates in the sum?",
@@ -583,6 +593,19 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=8,
     clients=20,
+    answer=answer,
+    minutes=2.5,
+    quick=(
+        "rounds=1",
+        "clients=6",
+        "task.model=cnn",
+        "max_steps=1",
+        "symbols=2",
+        "model_rounds=2",
+        "life=6",
+        "share_by=4",
+        "end=30",
+    ),
     notes=(
         "Every scheme meets the same failures: when a device can be reached is a function of seed, round and client. A "
         "device that leaves loses what it is sending. Deaths, training and transfers take simulated time, computed "

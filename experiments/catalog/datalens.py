@@ -436,6 +436,17 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=60,
     clients=10,
+    quick=(
+        "rounds=4",
+        "clients=2",
+        "seeds=1",
+        "epsilons=10",
+        "teachers=10",
+        "records=100",
+        "images=2",
+        "pixels=60",
+        "k=32",
+    ),
     notes=(
         "Small by default: 8x8 digits, of which there are too few for an ensemble, so that 22 500 records are drawn "
         "from one Gaussian per class; 1500 teachers with about fifteen of them each, 150 on every client; teachers are "

@@ -619,6 +619,17 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=1500,
     clients=8,
+    minutes=2.0,
+    quick=(
+        "rounds=3",
+        "clients=3",
+        "gammas=0.1,0.3",
+        "task.hidden=8",
+        "task.partition=iid",
+        "relay_rounds=2",
+        "matrix=8",
+        "matrix_rounds=16",
+    ),
     measure=measure,
     notes=(
         "The nodes form a ring; each holds the digits of about three classes, so that a node's own data teach it "

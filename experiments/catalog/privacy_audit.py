@@ -396,6 +396,16 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
     return out
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    """Return what came out, in this run's figures."""
+    v = findings.values
+    refuted = sum(v[f"refuted/{tier}"] for tier in TIERS) + v["one run, refuted"]
+    return (
+        f"{refuted:.0f} attacks refute what a system says of itself; {v['mutants'] - v['mutants missed']:.0f} of "
+        f"{v['mutants']:.0f} wrong variants are caught."
+    )
+
+
 EXPERIMENT = Experiment(
     name="privacy_audit",
     question="Does any private system give away more than it says, and would we notice if it did?",
@@ -406,6 +416,16 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=0,
     clients=1,
+    answer=answer,
+    minutes=0.75,
+    quick=(
+        "runs=60",
+        "noise_runs=5",
+        "canaries=150",
+        "guesses=40",
+        "clip_rounds=8",
+        "float_draws=2000",
+    ),
     engines=("inprocess",),
     notes=(
         "Every system runs on the code a training runs, thousands of times, in two worlds that differ by one unit. An "

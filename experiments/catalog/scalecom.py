@@ -313,6 +313,16 @@ def _growth(values: Mapping[str, float]) -> Claim:
     )
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    """Return what came out, in this run's figures."""
+    few, many, values = FEDERATIONS[0], FEDERATIONS[-1], findings.values
+    led, alone = (values[f"{kind} down/{many}"] / values[f"{kind} down/{few}"] for kind in ("shared", "local"))
+    return (
+        f"With {many} clients in place of {few} a client receives {led:.2f} times the bytes under one shared support, "
+        f"and {alone:.1f} times where every client selects by itself."
+    )
+
+
 EXPERIMENT = Experiment(
     name="scalecom",
     question="Does a support that one client chooses for all keep the downlink from growing with the clients?",
@@ -323,6 +333,14 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=10,
     clients=8,
+    answer=answer,
+    quick=(
+        "rounds=2",
+        "clients=3",
+        "task.hidden=16",
+        "similarity_rounds=4",
+        "norm_rounds=20",
+    ),
     notes=(
         "The number of clients is part of each row; the option --clients changes nothing here. Every client makes one "
         "step of SGD a round. Local top-k's downlink sends every coordinate that changed, values and indices, to nodes "

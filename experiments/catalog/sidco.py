@@ -386,6 +386,17 @@ def _factor(ratio: float) -> float:
     return max(ratio, 1.0 / ratio) if ratio > 0.0 else math.inf
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    """Return what came out, in this run's figures."""
+    values, name = findings.values, fit_name(*DEFAULT)
+    return (
+        f"{name} selects {values['one scale: lowest']:.2f} to {values['one scale: highest']:.2f} times what was asked "
+        f"for on data of one scale, {values['layers: lowest']:.2f} to {values['layers: highest']:.2f} on layers of "
+        f"unlike scale; trained with it, the loss is {values[f'loss/{PARETO}'] / values[f'loss/{DENSE}']:.2f} times "
+        "the dense one."
+    )
+
+
 EXPERIMENT = Experiment(
     name="sidco",
     question="Can a threshold guessed from a few moments of a gradient replace the search for its largest coordinates?",
@@ -396,6 +407,19 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=250,
     clients=8,
+    answer=answer,
+    quick=(
+        "rounds=2",
+        "clients=2",
+        "task.hidden=20",
+        "mlp_steps=3",
+        "cnn_steps=2",
+        "cnn_examples=8",
+        "size=10000",
+        "timing_size=10000",
+        "draws=2",
+        "repetitions=1",
+    ),
     notes=(
         "SIDCo fits a distribution to the magnitudes and takes its quantile as the threshold. M stages: the first one "
         "aims at a quarter of the elements, each further one fits what exceeds the threshold so far. Every estimate is "

@@ -545,6 +545,16 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
     return made
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    """Return what came out, in this run's figures."""
+    values, key = findings.values, _key(Setting(config.clients, STATIC, IID, TWO))
+    return (
+        f"Two values a letter: {values[f'{key}: points below SGP']:.1f} points below SGP on like data, letters "
+        f"{values[f'{key}: bodies, times smaller']:.0f} times smaller, the whole run with its closing phase "
+        f"{values[f'{key}: whole run, times fewer']:.0f} times."
+    )
+
+
 EXPERIMENT = Experiment(
     name="sparse_push",
     question="How much of push-sum's accuracy is left when a letter holds a hundredth of the model, or two values?",
@@ -554,6 +564,15 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=1500,
     clients=8,
+    answer=answer,
+    minutes=3.2,
+    quick=(
+        "rounds=2",
+        "clients=5",
+        "task.hidden=4",
+        "check_rounds=2",
+        "workers=1",
+    ),
     measure=measure,
     notes=(
         "The network 64-32-10 has 2410 parameters, and all of them are compressed, biases too. A node of the "

@@ -324,6 +324,17 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
     return made
 
 
+def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+    """Return what came out, in this run's figures."""
+    said = []
+    for method in METHODS:
+        if method.bound is not None:
+            worst = max(findings.values[f"{partition}, {method.label}: loss / dense"] for partition in PARTITIONS)
+            said.append(f"{method.label} {worst:.2f}")
+    lost = min(findings.values[f"{partition}, {NO_MEMORY}: loss / dense"] for partition in PARTITIONS)
+    return f"Train loss over dense, on the worse partition: {', '.join(said)}; without memory at least {lost:.1f}."
+
+
 EXPERIMENT = Experiment(
     name="sparsifiers",
     question="What does each way of sending a hundredth of an update cost, and what does it save?",
@@ -333,6 +344,15 @@ EXPERIMENT = Experiment(
     options=OPTIONS,
     rounds=500,
     clients=8,
+    answer=answer,
+    minutes=8.0,
+    quick=(
+        "rounds=2",
+        "clients=3",
+        "seeds=1",
+        "task.hidden=20",
+        "check_rounds=2",
+    ),
     measure=measure,
     notes=(
         "Eight clients make one step of 16 images a round; the model, 64-256-10, has 19 210 parameters. Its 18 944 "

@@ -277,7 +277,7 @@ def test_e4_an_experiment_without_an_answer_is_answered_by_its_first_claim() -> 
     nameless = replace(TINY, answer=None)
     config = nameless.configure()
     goal, rule = Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("times fewer", 12.5, ">=", 1.0, "test")
-    for claims, said in (([goal, rule], "times fewer: 12.5."), ([goal], ""), ([], "")):
+    for claims, said in (([goal, rule], "times fewer: 12.5."), ([goal], "goal: 0."), ([], "")):
         summary = summarise(nameless, config, [], {}, {}, claims, "x")
         assert summary["answer"] == said
         assert verdict(summary).startswith(said)
