@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Another package index, for torch alone:  make test TORCH_INDEX=URL
+TORCH_INDEX ?=
 # Files of tests run side by side, each with one thread of its own; what starts Ray or deployments stays in one row.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -35,11 +37,12 @@ bench: $(STAMP)  ## wire, kernels, engine, graphs, codes: ratios taken in one ru
 	$(BIN)/python -m experiments.bench graphs
 	$(BIN)/python -m coding.bench
 
-# torch first and by its exact version: a range would pull the newest build and with it gigabytes of CUDA libraries.
+# torch first, by its exact version and from its own index where there is one: where the usual index serves no build for
+# processors alone, that version brings gigabytes of CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedcomp needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) )torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m fedcomp.kernels
 	$(BIN)/python -m coding.kernels
