@@ -42,7 +42,7 @@ def test_every_node_learns_classes_it_has_never_seen(
 def test_the_readme_shows_the_apps_as_they_are() -> None:
     readme = (EXAMPLE / "README.md").read_text()
     apps = [(EXAMPLE / "gossip_digits" / f"{name}.py").read_text() for name in ("client_app", "server_app")]
-    shown = re.findall(r"```python\n(.*?)```", readme, re.S)
+    shown = re.findall(r"```python fragment\n(.*?)```", readme, re.S)
     assert len(shown) == 2
     for app, block in zip(apps, shown, strict=True):
         assert all(line in app for line in block.splitlines())
