@@ -121,8 +121,8 @@ def answer(config: Config, results: Mapping[str, RunResult], findings: Findings)
     dense, kept = results[FEDAVG], results[with_feedback(config)]
     times = dense.uplink_payload_bytes / max(1, kept.uplink_payload_bytes)
     return (
-        f"{times:.0f} times fewer uplink bytes, {points(dense) - points(kept):.1f} points of accuracy lost "
-        f"({points(kept):.1f} % against {points(dense):.1f} %)."
+        f"{times:.3g} times fewer uplink bytes, {points(dense) - points(kept):.1f} points of accuracy lost "
+        f"(top-k with feedback against FedAvg, mean of the last {LAST} rounds)."
     )
 
 

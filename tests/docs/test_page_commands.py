@@ -6,7 +6,8 @@ through the function its program starts with. Tiny means, and every rule stands 
 - ``experiments.run``: ``--quick`` is added, the sizes that a command gives itself (``--rounds``, ``--clients``) and
   settings that change no figure (``workers``) are left out, the engine is ``inprocess`` (Ray and the SuperLink have
   their own tests of the same rows), and lists that no setting shortens are cut as in :data:`FEWER`. A command whose
-  options are all among another's is run with that one. ``full=true`` is checked but not run.
+  options are all among another's is run with that one. ``full=true`` and
+  ``tune=true``, which take long at any size, are checked but not run: tests of their experiments do with fewer parts.
 - ``fedcomp.tasks``: one epoch, and one task where the command has none. ``coding.plan --measure``: 20 draws.
 - ``make``: ``make -n``. ``pytest``: there are tests that it would select.
 - ``pip``: what it names is declared. ``clients.edge`` and ``coding.listener``: what they would start is prepared.
@@ -151,7 +152,7 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
             monkeypatch.setattr(f"{module}.{name}", value)
     if asked(command)[0] == "privacy_audit":
         leave_few_subjects(monkeypatch)
-    if "--set full=true" in asked(command)[1]:
+    if {"--set full=true", "--set tune=true"} & asked(command)[1]:
         name, options = asked(command)
         experiment = get_experiment(str(name))
         experiment.specs(experiment.configure(assignments=[o.split()[1] for o in options if o.startswith("--set")]))
@@ -286,6 +287,30 @@ def test_e1_make_has_the_target(command: Command) -> None:
     done = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def recipe(*words: str) -> list[list[str]]:
+    """Return the words of every ``pip install`` that ``make`` would run in a checkout without an environment."""
+    done = subprocess.run(
+        ["make", "-n", "quickstart", "VENV=/nowhere", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [line.split() for line in done.stdout.splitlines() if " pip install " in line]
+
+
+def test_e3_torch_and_torch_alone_comes_from_another_index() -> None:
+    assert not [line for line in recipe() if "--index-url" in line]
+    first, *others = recipe("TORCH_INDEX=somewhere")
+    assert first[-3:] == ["--index-url", "somewhere", "torch"]
+    assert others
+    assert not [line for line in others if "--index-url" in line or "torch" in line]
+    assert "TORCH_INDEX=" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_e2_the_pages_activate_the_environment_that_make_sets_up() -> None:
+    (folder,) = re.findall(r"^VENV := (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    said = {(command.page, command.words) for command in ALL if command.words[0] == "."}
+    assert {page for page, _ in said} >= {"README.md", "docs/README.md"}
+    assert {words for _, words in said} == {(".", f"{folder}/bin/activate")}
 
 
 @pytest.mark.parametrize("command", [*distinct("pytest"), *distinct("python -m pytest")], ids=at)

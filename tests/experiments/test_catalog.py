@@ -43,6 +43,19 @@ def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experimen
     assert set(experiment.options) <= used or experiment.measure is not None
 
 
+def test_e2_the_smallest_size_is_one_and_can_run(experiment: Experiment) -> None:
+    from experiments.systems import check
+
+    whole, quick = experiment.configure(), experiment.configure(quick=True)
+    assert quick.quick
+    assert not whole.quick
+    assert experiment.changed(quick), "nothing is made smaller"
+    assert quick.rounds <= whole.rounds
+    assert quick.clients <= whole.clients
+    for spec in experiment.specs(quick):
+        check(spec)
+
+
 def test_defaults_have_the_form_a_user_would_type(experiment: Experiment) -> None:
     for key, option in experiment.options.items():
         assert option.parse(key, str(option.default)) == option.default
