@@ -602,7 +602,7 @@ EXPERIMENT = Experiment(
         "max_steps=1",
         "symbols=2",
         "model_rounds=2",
-        "life=6",
+        "life=40",
         "share_by=4",
         "end=30",
     ),

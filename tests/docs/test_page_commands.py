@@ -3,11 +3,11 @@
 Commands are collected from the pages (:mod:`page_reading`) and parsed as a shell would. Each runs in this process,
 through the function its program starts with. Tiny means, and every rule stands in this file:
 
-- ``experiments.run``: ``--quick`` is added, the sizes that a command gives itself (``--rounds``, ``--clients``) and
-  settings that change no figure (``workers``) are left out, the engine is ``inprocess`` (Ray and the SuperLink have
-  their own tests of the same rows), and lists that no setting shortens are cut as in :data:`FEWER`. A command whose
-  options are all among another's is run with that one. ``full=true`` and
-  ``tune=true``, which take long at any size, are checked but not run: tests of their experiments do with fewer parts.
+- ``experiments.run``: ``--quick`` is added; the sizes that a command gives itself (``--rounds``, ``--clients``,
+  ``seeds``) and settings that change no figure (``workers``) are left out; the engine is ``inprocess`` (Ray and the
+  SuperLink have their own tests of the same rows); and lists that no setting shortens are cut as in :data:`FEWER`. A
+  command whose options are all among another's is run with that one. ``full=true`` and ``tune=true``, which take long
+  at any size, are checked but not run: tests of their experiments do so with fewer parts.
 - ``fedcomp.tasks``: one epoch, and one task where the command has none. ``coding.plan --measure``: 20 draws.
 - ``make``: ``make -n``. ``pytest``: there are tests that it would select.
 - ``pip``: what it names is declared. ``clients.edge`` and ``coding.listener``: what they would start is prepared.
@@ -117,7 +117,7 @@ def tiny(command: Command) -> list[str]:
     kept: list[str] = [] if name is None else [name]
     for option in sorted(options):
         key = option.partition(" ")[2].partition("=")[0]
-        neutral = key in experiment.options and experiment.options[key].neutral
+        neutral = key == "seeds" or (key in experiment.options and experiment.options[key].neutral)
         if not option.startswith(("--rounds", "--clients", "--engine", "--quick")) and not neutral:
             kept += option.split(" ", 1)
     return kept if "--list" in options or "--resume last" in options else [*kept, "--quick"]
