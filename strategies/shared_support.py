@@ -189,6 +189,7 @@ class SharedSupport(ExchangeStrategy):
         self._layout = _NO_LAYOUT
         self._model: Named = {}
         self._warned = False
+        self._log = RoundLog("SharedSupport")
 
     def summary(self) -> None:
         """Log the codec and the variant."""
@@ -199,6 +200,13 @@ class SharedSupport(ExchangeStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Train, agree on a support, gather the values on it; return the new model and the clients' metrics."""
+        outcome = yield from self._exchanges(server_round, arrays, config, grid)
+        self._log.conclude(self.reports[server_round])
+        return outcome
+
+    def _exchanges(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         nodes = self._nodes(grid, "train", self.fraction_train, self.min_train_nodes, server_round)
         warm = server_round > self.warmup_rounds
         report = self.reports[server_round] = RoundReport(server_round, sent=len(nodes))
@@ -586,7 +594,7 @@ class SharedSupport(ExchangeStrategy):
         self._acknowledge(senders)
         for client in senders:
             self._holds[client.sent.node] = version
-        report.compressed = len(senders)
+        report.used = report.compressed = len(senders)
         report.account(now.fixed, layout, [client.frame for client in senders if client.frame is not None])
         report.changed = int(np.count_nonzero(out.vector[: layout.compressed_size]))
         record = to_record(layout.unflatten(self._broadcast.reference, self._broadcast.exact))

@@ -14,7 +14,8 @@ from toy import client_app, fedavg, model, stack
 
 from clients.compressed import compression
 from clients.private import private
-from fedcomp.codecs import Identity, TopK
+from clients.shared_support import answer_queries, shared_support
+from fedcomp.codecs import Identity, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
@@ -25,6 +26,7 @@ from strategies.compressed import Compressed
 from strategies.dp_fedavg import DpFedAvg
 from strategies.replies import RoundReport
 from strategies.round_log import RoundLog
+from strategies.shared_support import SharedSupport
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -236,3 +238,10 @@ def test_b1_a_private_round_that_everyone_takes_part_in_counts(shown: Shown) -> 
     strategy = DpFedAvg(fedavg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0, population=100)
     run(Compressed(strategy, TopK(0.05)), client_app([compression(), private()]), rounds=1)
     assert shown.lines("round 1: 4 asked, 4 used")
+
+
+def test_b1_rounds_on_a_shared_support_have_their_line_too(shown: Shown) -> None:
+    app = answer_queries(client_app([shared_support(), compression()]))
+    run(SharedSupport(ScaleCom(density=0.05)), app, rounds=2)
+    assert len(shown.lines("SharedSupport, round ")) == 2
+    assert shown.lines("SharedSupport, round 1: 4 asked, 4 used, ")
