@@ -164,7 +164,7 @@ def test_2_6_a_public_mask_confines_sum_and_noise(codec, remember) -> None:
     out = fit_once(pair, [compression(), private()])
     layout = Layout.of({k: a.numpy() for k, a in model().items()})
     support = codec.common_support(layout, Key(0, "uplink", 1))
-    assert support.size == 120 + 30  # a tenth of the weights, and the bias, which travels dense
+    assert support.size == 120 + 12  # a tenth of the weights, and the bias, which travels dense
     off = np.ones(SIZE, bool)
     off[support] = False
     assert not out[off].any()
