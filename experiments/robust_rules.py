@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 
 from experiments.claims import Claim
 from experiments.experiment import Config, Option
 from experiments.findings import Say, Table
 from experiments.parts import make_inner
 from experiments.private_central import quiet
-from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    # Listing the experiments needs no Flower: it is imported when one is run.
+    from flwr.app import Context, Message
 
 CLIENTS: Final = 10
 SIZE: Final = 2000
@@ -61,7 +62,11 @@ OPTIONS: Final = {
 
 def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> float:
     """Return ‖model - target‖ / ‖target‖ after ``rounds`` rounds from zero; error feedback as the pair adds it."""
+    from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+
     from clients.compressed import compression
+    from fedcomp.flower.grid import InProcessGrid
     from strategies.compressed import Compressed
 
     def drawn(partition: int) -> Any:
