@@ -35,6 +35,8 @@ PRIVATE: Final[Settings] = MappingProxyType(
         "sampling": "everyone",
         "rate": 1.0,
         "cap": 0,
+        "reveal_participation": False,
+        "pad": True,
         "budget": 0.0,
         "insecure_deterministic": False,
     }
@@ -43,8 +45,10 @@ PRIVATE: Final[Settings] = MappingProxyType(
 
 ``noise_multiplier`` is the standard deviation of the noise over the sensitivity of the sum; ``adjacency`` one of
 :data:`fedcomp.privacy.events.ADJACENCIES`; ``sampling`` "everyone", "poisson" (with ``rate``) or "capped" (with ``cap``
-participations per client); ``budget`` an epsilon at ``delta`` that no round crosses, 0 for none.
-``insecure_deterministic`` takes noise and samples from the seed: for experiments that must repeat, never for a promise.
+participations per client); ``reveal_participation`` whether Poisson rounds may show who took part, and are then
+accounted without amplification; ``pad`` whether frames are padded to one length; ``budget`` an epsilon at ``delta``
+that no round crosses, 0 for none. ``insecure_deterministic`` takes noise and samples from the seed: for experiments
+that must repeat, never for a promise.
 """
 
 BUDGET: Final = "budget"
@@ -84,8 +88,9 @@ def promise(settings: Settings, seed: int) -> dict[str, Any]:
 
     kind, rate, cap = str(settings["sampling"]), float(settings["rate"]), int(settings["cap"])
     own = {key: settings[key] for key in ("noise_multiplier", "delta", "adjacency", "insecure_deterministic")}
-    sampling = Sampling(kind, rate=rate, cap=cap)  # type: ignore[arg-type]
-    return {**own, "sampling": sampling, "budget": budget_of(settings), "seed": seed}
+    shown = bool(settings["reveal_participation"])
+    sampling = Sampling(kind, rate=rate, cap=cap, reveal_participation=shown)  # type: ignore[arg-type]
+    return {**own, "pad": bool(settings["pad"]), "sampling": sampling, "budget": budget_of(settings), "seed": seed}
 
 
 def budget_of(settings: Settings) -> float | None:

@@ -123,7 +123,7 @@ def serve(
         spec=spec,
         rounds=run.records,
         arrays={name: array.numpy() for name, array in run.arrays.items()},
-        ledger=metered.ledger,
+        ledger=type(metered.ledger)() if run.withheld else metered.ledger,
         seconds=run.seconds_before + time.perf_counter() - started,
         simulated_seconds=sum(record.simulated_seconds for record in run.records),
         notes=notes,
@@ -157,6 +157,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self._private = find_private(self.strategy)
+        self.withheld = getattr(self._private, "withholds", False) is True
+        self._each: dict[tuple[str, str], int] = {}
 
     def execute(self) -> dict[str, Any]:
         """Run all rounds that are still to do; return the notes."""
@@ -279,6 +281,8 @@ class _Run:
         server = dict(outcome.server or {})
         now = time.perf_counter()
         nan = float("nan")
+        if self.withheld and server_round:
+            return self._withhold(server_round, server, outcome)
         record = RoundRecord(
             round=server_round,
             accuracy=float(server.get(self.task.metric, nan)),  # type: ignore[arg-type]
@@ -299,6 +303,35 @@ class _Run:
         self.records.append(record)
         if server_round == 0 and self.on_round is not None:
             self.on_round(record)
+        return record
+
+    def _withhold(self, server_round: int, server: Mapping[str, Any], outcome: RoundOutcome) -> RoundRecord:
+        """Record a round of which nobody may know who took part, nor how many did.
+
+        Bytes are those of the expected number of clients, a public figure; what a client sends does not depend on what
+        it learnt. Times and replies, which follow those who came, are left at 0.
+        """
+        ledger, nan = self.grid.ledger, float("nan")
+        assert self._private is not None
+        expected = self._private.privacy.sampling.rate * self.spec.clients
+        for direction in ("up", "down"):
+            for value in ("payload", "wire"):
+                found = ledger.by("node", value, round=server_round, direction=direction).values()
+                self._each[direction, value] = max(self._each.get((direction, value), 0), *found, 0)
+        bytes_of = {key: round(expected * each) for key, each in self._each.items()}
+        self._clock.lap(ledger, server_round)
+        self._mark = time.perf_counter()
+        record = RoundRecord(
+            round=server_round,
+            accuracy=float(server.get(self.task.metric, nan)),
+            loss=float(server.get("loss", nan)),
+            uplink_payload_bytes=bytes_of["up", "payload"],
+            uplink_wire_bytes=bytes_of["up", "wire"],
+            downlink_payload_bytes=bytes_of["down", "payload"],
+            downlink_wire_bytes=bytes_of["down", "wire"],
+            metrics=self._metrics(server_round, outcome),
+        )
+        self.records.append(record)
         return record
 
     def _metrics(self, server_round: int, outcome: RoundOutcome) -> dict[str, Any]:
@@ -329,6 +362,8 @@ class _Run:
         metrics |= self._coded(server_round) | self._gossip(server_round)
         if self._private is None:
             return metrics
+        if self.withheld:
+            return dict(outcome.train or {}) | _cost(self._private)
         # The strategy's own figures are part of its promise, and those of clients' evaluations are not.
         public = {key: value for key, value in metrics.items() if key in _PUBLIC}
         reasons = [reason for key, found in metrics.items() if key.endswith("_because") for reason in found]
@@ -387,7 +422,7 @@ class _Run:
             "versions": {name: importlib.metadata.version(name) for name in packages},
             **self._decoding(),
             **self._promised(),
-            **self.grid.ledger.summary(),
+            **({} if self.withheld else self.grid.ledger.summary()),
         }
 
     def _promised(self) -> dict[str, Any]:

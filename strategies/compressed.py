@@ -401,6 +401,8 @@ class Compressed(Strategy):
         if arrays is None and not withheld and not any(earlier.used for earlier in self.reports.values()):
             require_usable(report)
         self._log.conclude(report, withheld=withheld)
+        if withheld:
+            report.withhold()
         return arrays, metrics
 
     def _aggregate(

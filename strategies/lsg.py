@@ -174,9 +174,12 @@ class Lsg(PrivateStrategy):
             return None, None
         report = RoundReport(server_round, sent=len(self._sent))
         layout = Layout.of(self._model)
-        return self.aggregate_updates(
+        outcome = self.aggregate_updates(
             server_round, self._short(replies, layout, report), layout, report=report, summed=self._layout
         )
+        if self.withholds:
+            report.withhold()
+        return outcome
 
     def _short(
         self, replies: Iterable[Message], layout: Layout, report: RoundReport

@@ -45,7 +45,7 @@ from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from strategies.means import MEANS, aggregate_once, is_mean
 from strategies.partitions import Holders
-from strategies.private_nodes import Shown, online
+from strategies.private_nodes import Shown, online, unheard
 from strategies.replies import Rejected, RoundReport, Sent, match_replies, read_plain
 
 Contribution = NDArray[Any]
@@ -284,7 +284,7 @@ class PrivateStrategy(Strategy):
 
     @property
     def withholds(self) -> bool:
-        """Whether what a round costs rests on nobody knowing who took part: then the log does not say."""
+        """Whether what a round costs rests on nobody knowing who took part: then neither log nor reports say."""
         return self.sampling.event_rate < 1.0
 
     @property
@@ -414,7 +414,7 @@ class PrivateStrategy(Strategy):
         config[PRIVATE] = True
         if not self.pad:
             config[UNPADDED] = True
-        with Shown(grid, chosen).minima(self.inner) as shown:
+        with Shown(grid, chosen).minima(self.inner) as shown, unheard(self.withholds):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         self.opened(server_round, chosen)
         self._open, self._chosen = server_round, chosen
@@ -429,7 +429,10 @@ class PrivateStrategy(Strategy):
             return None, None
         report = RoundReport(server_round, sent=len(self._sent))
         layout = Layout.of(self._model)
-        return self.aggregate_updates(server_round, self._plain(replies, layout, report), layout, report=report)
+        outcome = self.aggregate_updates(server_round, self._plain(replies, layout, report), layout, report=report)
+        if self.withholds:
+            report.withhold()
+        return outcome
 
     def _plain(
         self, replies: Iterable[Message], layout: Layout, report: RoundReport

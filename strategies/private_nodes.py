@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.flower.logs import log
+from fedcomp.flower.logs import flowers, log
 from fedcomp.flower.metered import partition_lookup
 
 _POLL_SECONDS: Final = 1.0
@@ -34,6 +35,17 @@ def online(grid: Grid, inner: Strategy) -> list[int]:
         return known is None, known or 0, node
 
     return sorted(found, key=place)
+
+
+@contextmanager
+def unheard(hidden: bool) -> Iterator[None]:
+    """Keep what Flower logs inside of the block, how many nodes it sampled, to itself when ``hidden``."""
+    drop = lambda record: not hidden or record.levelno > logging.INFO  # noqa: E731
+    flowers.addFilter(drop)
+    try:
+        yield
+    finally:
+        flowers.removeFilter(drop)
 
 
 class Shown(Grid):

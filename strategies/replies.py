@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -52,6 +52,10 @@ MAX_NUMBERS: Final = 2**16
 GONE: Final = (3, 4, 5)
 """Codes of errors a SuperLink makes: no message, reply expired, node unavailable. With any other the node itself says
 that it failed: it is there, and its memory may be as it was before."""
+
+
+WITHHELD: Final = "private, who took part is withheld: the stated epsilon assumes that nobody knows"
+"""What log and report say of a round whose participants are secret."""
 
 
 class Rejected(FedcompError):
@@ -197,6 +201,12 @@ class RoundReport:
 
     norms: dict[int, float] = field(default_factory=dict)
     weights: dict[int, float] = field(default_factory=dict)
+
+    def withhold(self) -> None:
+        """Forget, in place, all that depends on who took part."""
+        blank = RoundReport(self.round, padded_bytes=self.padded_bytes, notes=[WITHHELD])
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(blank, entry.name))
 
     def reject(self, node: int, reason: str) -> None:
         """Record that the reply of ``node`` was not used."""

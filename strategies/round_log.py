@@ -13,7 +13,7 @@ from typing import Final
 
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.logs import log
-from strategies.replies import RoundReport
+from strategies.replies import WITHHELD, RoundReport
 
 _REASONS: Final = 8
 """Different reasons of one node that are told apart: error texts are the clients' own, and they may all differ."""
@@ -28,9 +28,6 @@ _CUT: Final = 100
 """Characters of a reason in a round's line; its warning has all that the report keeps."""
 
 _WITHOUT_MOD: Final = "the client's app has no compression mod; write ClientApp(mods=[compression()])"
-
-WITHHELD: Final = "private, who took part is withheld: the stated epsilon assumes that nobody knows"
-"""The line of a round whose participants are secret."""
 
 
 class RoundLog:

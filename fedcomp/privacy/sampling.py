@@ -54,6 +54,9 @@ class Sampling:
         Probability with which each unit takes part, independently of all others; 1 unless ``kind`` is "poisson".
     cap : int
         Rounds one unit takes part in, at most; for "capped" only.
+    reveal_participation : bool
+        Let reports, records and logs say who took part, how many did and what that cost; for "poisson" only. A unit
+        that everybody knows was drawn is not hidden by the draw: such rounds are accounted without amplification.
 
     Raises
     ------
@@ -64,6 +67,7 @@ class Sampling:
     kind: Kind = "everyone"
     rate: float = 1.0
     cap: int = 0
+    reveal_participation: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -82,6 +86,12 @@ class Sampling:
                 "sampling='capped' needs cap >= 1, the rounds one unit may take part in"
                 if self.kind == "capped"
                 else f"cap={self.cap} does nothing under sampling={self.kind!r}; say sampling='capped'"
+            )
+
+        if not isinstance(self.reveal_participation, bool) or (self.reveal_participation and self.kind != "poisson"):
+            raise ConfigError(
+                f"reveal_participation={self.reveal_participation!r} is not valid under sampling={self.kind!r}: True "
+                "or False, and only Poisson sampling keeps participation secret in the first place"
             )
 
     def check(self, adjacency: Adjacency, *, count: int = 0) -> None:
@@ -112,7 +122,7 @@ class Sampling:
                 "place among so many, the sum moves by two bounds, and epsilon would be too small. Use "
                 "sampling='poisson' with rate = count / population, or adjacency='replace'"
             )
-        if self.kind == "poisson" and self.rate < 1.0 and adjacency == "replace":
+        if self.event_rate < 1.0 and adjacency == "replace":
             raise ConfigError(
                 "Poisson sampling amplifies under zero_out and add_remove adjacency; under replace its cost is another "
                 "one, which is not computed here. Say adjacency='zero_out', or sampling='capped'"
@@ -120,8 +130,8 @@ class Sampling:
 
     @property
     def event_rate(self) -> float:
-        """The rate an event of this sampler claims: below 1 for independent draws only."""
-        return float(self.rate) if self.kind == "poisson" else 1.0
+        """The rate an event of this sampler claims: below 1 for independent draws only, as long as they are secret."""
+        return float(self.rate) if self.kind == "poisson" and not self.reveal_participation else 1.0
 
     def draw(
         self, nodes: Sequence[int], ledger: Participations, round: int, entropy: Entropy, *, count: int = 0
@@ -174,12 +184,12 @@ class Sampling:
         """
         if population < 1:
             raise ConfigError(f"population={population!r} is not valid: the public number of units, >= 1")
-        expected = self.event_rate * population
+        expected = float(self.rate) * population
         return min(expected, float(count)) if count and self.kind != "poisson" else expected
 
     def describe(self, unit: str = "client") -> str:
         """Return the sampler and what its claim rests on, as a clause of a sentence."""
-        if self.kind == "poisson" and self.rate < 1.0:
+        if self.event_rate < 1.0:
             return (
                 f"every {unit} is drawn independently with probability {self.rate:g} from private randomness; "
                 f"amplification assumes that nobody learns who took part in a round, nor how many {unit}s did, and "
@@ -190,5 +200,8 @@ class Sampling:
         return f"every {unit} may be in every round; no amplification is claimed and no secrecy assumed"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the parameters as JSON-able data."""
-        return asdict(self)
+        """Return the parameters as JSON-able data; files that are older than ``reveal_participation`` lack it."""
+        found = asdict(self)
+        if not self.reveal_participation:
+            del found["reveal_participation"]
+        return found

@@ -1,0 +1,130 @@
+"""Poisson rounds: nothing that leaves the server follows who took part, unless it is asked for and paid for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+import datalens_toy
+import pytest
+from private_runs import inner
+from toy import client_app, model
+
+from clients.compressed import compression
+from clients.private import private
+from experiments import engines
+from experiments.spec import RunSpec
+from fedcomp.codecs import TopK
+from fedcomp.errors import ConfigError
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.privacy.sampling import Sampling
+from strategies.compressed import Compressed
+from strategies.dp_fedavg import DpFedAvg
+
+NODES, ROUNDS = 12, 3
+SECRET = Sampling("poisson", rate=0.5)
+SHOWN = Sampling("poisson", rate=0.5, reveal_participation=True)
+
+
+def told(sampling: Sampling, seed: int, pair: bool, caplog: pytest.LogCaptureFixture) -> tuple[str, str, list[int]]:
+    """Return what the log and the reports of a run say, and how many clients took part in each round."""
+    strategy: Any = DpFedAvg(
+        inner(),
+        clip=1.0,
+        noise_multiplier=4.0,
+        population=NODES,
+        delta=1e-3,
+        sampling=sampling,
+        insecure_deterministic=True,
+        seed=seed,
+    )
+    ledger = strategy.privacy
+    if pair:
+        strategy = Compressed(strategy, TopK(0.05))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flwr"):
+        strategy.start(InProcessGrid(client_app([compression(), private()]), NODES, seed=4), model(), num_rounds=ROUNDS)
+    log = re.sub(r"finished in [0-9.]+s|0x[0-9a-f]+", "", caplog.text)
+    reports = json.dumps({r: report.to_json() for r, report in strategy.reports.items()})
+    return log, reports, [len(entry.participants) for entry in ledger.entries]
+
+
+@pytest.mark.parametrize("pair", [True, False])
+def test_a8_log_and_reports_are_the_same_whoever_was_drawn(pair: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runs = [told(SECRET, seed, pair, caplog) for seed in (1, 2, 3)]
+    assert len({tuple(counts) for _, _, counts in runs}) > 1, "different clients took part"
+    assert len({reports for _, reports, _ in runs}) == 1
+    assert len({log for log, _, _ in runs}) == 1
+    assert "withheld" in runs[0][1]
+
+
+@pytest.mark.parametrize("pair", [True, False])
+def test_a8_who_asks_for_participation_sees_it(pair: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runs = [told(SHOWN, seed, pair, caplog) for seed in (1, 2, 3)]
+    assert len({reports for _, reports, _ in runs}) > 1
+    assert len({log for log, _, _ in runs}) > 1
+
+
+def test_a8_participation_that_is_shown_amplifies_nothing() -> None:
+    def epsilon(sampling: Sampling | None) -> float:
+        strategy = DpFedAvg(inner(), clip=1.0, noise_multiplier=4.0, population=NODES, delta=1e-3, sampling=sampling)
+        for r in (1, 2):
+            strategy.privacy.record(strategy.event(strategy.mechanism(_flat(), r), 4), round=r)
+        return strategy.privacy.epsilon()
+
+    assert epsilon(SECRET) < 0.7 * epsilon(SHOWN)
+    assert epsilon(SHOWN) == epsilon(None)
+    assert SHOWN.expected(NODES) == SECRET.expected(NODES) == 6.0, "the divisor is the rate's all the same"
+    assert SHOWN.describe() == Sampling().describe()
+    with pytest.raises(ConfigError, match="reveal_participation"):
+        Sampling("everyone", reveal_participation=True)
+
+
+def _flat():
+    from fedcomp.layout import Layout
+
+    return Layout.flat(4)
+
+
+def test_a8_a_generators_rounds_tell_nothing_of_who_voted() -> None:
+    for sampling, distinct in ((SECRET, False), (SHOWN, True)):
+        seen = set()
+        for seed in (1, 2, 3):
+            strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
+            over = datalens_toy.grid(nodes=NODES)
+            result = strategy.start(over, datalens_toy.model(), num_rounds=1, timeout=9)
+            report = strategy.lessons[1]
+            seen.add((report.asked, report.answered, len(report.lost)))
+            shown = dict(result.train_metrics_clientapp[1])
+            assert ("datalens.answered" in shown) == distinct
+        assert (len(seen) > 1) == distinct
+
+
+SETTINGS = {
+    "task.hidden": "8",
+    "codec": "topk",
+    "codec.density": 0.1,
+    "sampling": "poisson",
+    "rate": 0.5,
+    "delta": 1e-2,
+    "noise_multiplier": 2.0,
+    "insecure_deterministic": True,
+    "max_steps": 1,
+}
+
+
+def test_a8_records_of_a_run_hold_the_expected_bytes_and_nobody() -> None:
+    results = [engines.run(RunSpec("dp-fedavg", rounds=3, clients=8, seed=seed, settings=SETTINGS)) for seed in (0, 5)]
+    rounds = [record for result in results for record in result if record.round]
+    for result in results:
+        kept = result.rounds[1:]
+        assert len({(r.uplink_payload_bytes, r.uplink_wire_bytes, r.downlink_wire_bytes) for r in kept}) == 1
+    assert rounds[0].uplink_payload_bytes > 0
+    assert all(r.replies == r.failures == 0 and r.wall_seconds == r.simulated_seconds == 0.0 for r in rounds)
+    assert not any(key.startswith(("report.", "clients.")) for r in rounds for key in r.metrics)
+    assert all(len(result.ledger) == 0 and "payload_up" not in result.notes for result in results)
+    shown = engines.run(RunSpec("dp-fedavg", rounds=2, clients=8, settings={**SETTINGS, "reveal_participation": True}))
+    assert any(record.replies for record in shown)
+    assert shown.notes["privacy"]["epsilon"] == shown.notes["privacy"]["epsilon_unamplified"]
