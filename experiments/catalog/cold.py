@@ -611,6 +611,8 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
 def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
     """Return what came out, in this run's figures."""
     values = findings.values
+    if math.isnan(values[f"slowdown/{GEOMETRIC}"]):
+        return f"One bit per coordinate did not reach the optimum in {config.settings['most']} iterations."
     return (
         f"One bit per coordinate reaches the optimum with {values[f'fewer/{GEOMETRIC}']:.1f} times fewer payload bits "
         f"than whole vectors (NIDS), in {values[f'slowdown/{GEOMETRIC}']:.2f} times its iterations; without correction "
