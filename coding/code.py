@@ -11,6 +11,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -169,6 +170,9 @@ class Encoder(ABC):
         insecure_seed: int | None = None,
     ) -> None:
         view = memoryview(payload).cast("B")
+        # Numbers out of an array have 64 bits, and the streams that are named by these wrap around.
+        symbols, round, source = index(symbols), index(round), index(source)
+        run = run if isinstance(run, bytes) else index(run)
         self.shape = shape_of(len(view), symbols, private=private, align=align)
         self.symbols = self.shape.coded
         self.symbol_bytes = self.shape.symbol_bytes

@@ -423,6 +423,8 @@ class _Held:
             return {symbol: self.rows[:, self.slot_of[symbol]] for symbol in columns}
         combinations = self.reduced().determined()
         found = {symbol: combinations[symbol] for symbol in columns if symbol in combinations}
+        if not found:
+            return {}
         weights = np.array(list(found.values()), np.uint8).reshape(-1, self.basis.rank)
         return dict(zip(found, self.combine(weights).swapaxes(0, 1), strict=True))
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cached_property
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ DIGEST_BYTES = 8
 ENCRYPTED, RECODED = 1, 2
 
 _CRC_AT = HEADER_BYTES - 4
+_WHOLE = ("number", "round", "source", "symbols", "payload_bytes", "field", "first_generation")
 
 
 class PacketField(NamedTuple):
@@ -148,6 +150,12 @@ class Packet:
     def __post_init__(self) -> None:
         if self._wire_bytes is not None:
             return  # it came from bytes that were checked as it was parsed
+        for name in _WHOLE:
+            # Numbers out of an array, numpy's own, are taken; they neither have to_bytes nor room for 64 bits.
+            try:
+                object.__setattr__(self, name, index(getattr(self, name)))
+            except TypeError:
+                raise ConfigError(f"{name} = {getattr(self, name)!r} is not valid: give a whole number") from None
         if self.body.dtype != np.uint8 or self.body.ndim != 2:
             raise ConfigError(f"body is {self.body.dtype} {self.body.shape}; a packet's is uint8 (generations, S)")
         if not 0 <= self.field < len(FIELDS):

@@ -131,6 +131,11 @@ class SumCode:
             raise ConfigError(
                 f"shards={settings.shards} are fewer than the {settings.symbols + settings.private} that decoding needs"
             )
+        if settings.symbols == 1 and not settings.private:
+            raise ConfigError(
+                "symbols=1 with private=0 makes every share the update itself, which each relay could read; set "
+                "private >= 1, so that T relays together learn nothing, or symbols >= 2"
+            )
         if self.mode == "mask" and not settings.private:
             raise ConfigError("mode='mask' hides updates behind masks that T relays must not know: set private >= 1")
         self.weight_key = weight_key_of(mean) if self.weighted else None
@@ -167,6 +172,11 @@ class SumCode:
             odds = success(plan.needed, plan.relays, self._loss, None)
             if not self.settings.symbols and odds < self.settings.target:
                 now.report.note(f"{plan.relays} relays decode with probability {odds:.3g}: not even one piece is safer")
+            if plan.needed == 1:
+                now.report.note(
+                    f"{plan.relays} relays leave one piece and no random one: a share is the update itself, which its "
+                    "relay could read; set private >= 1"
+                )
             summing = _Summing(now, self, plan)
             yield from summing.share()
             yield from summing.ask_what_is_held()

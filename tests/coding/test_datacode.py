@@ -21,7 +21,7 @@ from coding.decodability import (
 )
 from coding.encodings import CODES, encoding_matrix
 from coding.errors import CorruptGeneration, IllConditioned, NotDecodable, PacketError
-from coding.linearloss import residuals
+from coding.linearloss import losses, residuals
 from coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
@@ -583,3 +583,21 @@ def test_choosing_prefers_devices_that_store_plain_partitions() -> None:
         chosen = plan.choose([i for i in range(12) if i not in gone])
         assert set(range(6)) - set(gone) <= set(chosen)
         assert len(chosen) == 6
+
+
+@pytest.mark.parametrize("loss", ["hinge", "logistic"])
+def test_d5_classes_are_taken_as_0_and_1_and_as_minus_and_plus_1(loss: str) -> None:
+    """Before, the gradients of labels -1 and +1 were those of other labels, and nothing said so."""
+    margins = np.array([-2.0, -0.5, 0.0, 0.5, 3.0, 0.7])
+    labels = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+    for function in (residuals, losses):
+        np.testing.assert_array_equal(function(loss, margins, 2.0 * labels - 1.0), function(loss, margins, labels))
+    step = 1e-6
+    numeric = (losses(loss, margins + step, 2 * labels - 1) - losses(loss, margins - step, 2 * labels - 1)) / (2 * step)
+    np.testing.assert_allclose(residuals(loss, margins, 2 * labels - 1), numeric, atol=1e-6)
+    for wrong in (2.0, -0.5, np.nan):
+        for function in (residuals, losses):
+            with pytest.raises(ConfigError, match="takes the classes 0 and 1, or -1 and"):
+                function(loss, margins, np.where(labels > 0, wrong, labels))
+    with pytest.raises(ConfigError, match="no linear margins"):
+        losses("hinges", margins, labels)

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coding.code import encoder
-from coding.errors import PacketError
+from coding.errors import NotDecodable, PacketError
 from coding.packet import FIELDS, HEADER_BYTES, Mode, Packet, PacketLimits, cauchy_rows, shorter_mode
 from coding.rlnc import Decoder
 from coding.stream import SplitMix64
@@ -423,3 +423,32 @@ def test_cauchy_rows_end_where_the_field_does() -> None:
     for rows in ([256 - 16], [-1]):
         with pytest.raises(ConfigError, match="at most 256"):
             cauchy_rows(rows, 16)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.int32])
+def test_d5_numbers_out_of_an_array_are_numbers(kind: type) -> None:
+    """Before, numpy's own integers ended in an AttributeError when the packet was written."""
+    for made in (packet(Mode.SYSTEMATIC, 3), packet(Mode.SEED, 5), packet(Mode.CAUCHY, 2)):
+        names = ("number", "round", "source", "symbols", "payload_bytes", "first_generation")
+        again = replace(made, **{name: kind(getattr(made, name)) for name in names}, _wire_bytes=None)
+        assert again.to_bytes() == made.to_bytes()
+        assert all(type(getattr(again, name)) is int for name in names)
+    given = {"symbols": 3, "round": 7, "source": 2, "run": 99}
+    plain = encoder("rlnc", b"payload", shards=6, **given).packets(range(6))
+    found = encoder("rlnc", b"payload", shards=6, **{k: kind(v) for k, v in given.items()}).packets(
+        np.arange(6, dtype=kind)
+    )
+    assert [p.to_bytes() for p in found] == [p.to_bytes() for p in plain]
+    with pytest.raises(ConfigError, match=r"source = 1\.5"):
+        replace(packet(Mode.SYSTEMATIC, 3), source=1.5, _wire_bytes=None)
+
+
+def test_d5_of_a_packet_of_zeros_nothing_is_determined() -> None:
+    """Before, a ValueError of numpy's."""
+    decoder = Decoder()
+    zeros = Packet(Mode.DENSE, 0, np.zeros(3, np.uint8), 1, 2, 3, 24, bytes(8), np.zeros((1, 8), np.uint8))
+    assert decoder.add(zeros) is False
+    assert decoder.partial() == {}
+    assert decoder.states() == ["missing"] * 3
+    with pytest.raises(NotDecodable):
+        decoder.payload()

@@ -235,11 +235,23 @@ def test_fewer_clients_than_decode_skip_the_round_without_training_for_nothing()
 def test_sums_of_a_single_contributor_are_not_asked_for() -> None:
     """Two relays decode, but the sum over one client would be its update."""
     grid = grid_of(2, fault=at("train", 1, fault="raise"))
-    strategy = coded_sum(symbols=1, private=0)
+    strategy = coded_sum(symbols=1, private=1)
     result = run(strategy, grid, 1)
     assert not stack(result.arrays).any()
     assert "at least 2 are needed" in strategy.coded[1].notes[0]
     assert not any(m.metadata.message_type == SUM for m in grid.sent)
+
+
+def test_d5_a_share_that_is_the_update_itself_is_refused_or_said() -> None:
+    """One piece and no random one: every relay could read every update."""
+    with pytest.raises(ConfigError, match="makes every share the update itself"):
+        coded_sum(symbols=1, private=0)
+    strategy = coded_sum(symbols=0, private=0, loss=0.9, target=0.999999)
+    run(strategy, grid_of(4), 1)
+    assert any("a share is the update itself" in note for note in strategy.coded[1].notes)
+    safe = coded_sum(symbols=1, private=1)
+    run(safe, grid_of(4), 1)
+    assert not any("update itself" in note for note in safe.coded[1].notes)
 
 
 # Nothing twice, nothing lost.
