@@ -434,11 +434,19 @@ class GossipRelay(ExchangeStrategy):
         ------
         ConfigError
             When they are of another algorithm or model type.
+        StateError
+            When they are of another number of nodes.
         """
         if state["setup"] != dict(self.setup.to_record()):
             raise ConfigError(
                 f"the stored run is of {state['setup']}, this strategy of {dict(self.setup.to_record())}; resume with "
                 "the algorithm and settings the run was started with"
+            )
+        nodes = self._count if state["relay"] is None else state["relay"]["nodes"]
+        if self._count and nodes != self._count:
+            raise StateError(
+                f"the stored run is of {nodes} nodes, this strategy of {self._count}; resume with the number the run "
+                "was started with"
             )
         self._met, self._node_of = dict(state["met"]), dict(state["node_of"])
         self._dismissed, self._silent = set(state["dismissed"]), set(state["silent"])

@@ -70,8 +70,9 @@ class Uplink:
         """
         meta = context.state.config_records.get(_UPLINK)
         fresh = cls(codec.init(layout), announcement.sequence, fresh=True)
-        # What became of the last frame of another session is unknown: its memory cannot be continued honestly.
-        if meta is None or meta["session"] != announcement.session:
+        # What became of the last frame of another session is unknown: its memory cannot be continued honestly. Nor can
+        # one whose description was damaged where it was kept.
+        if meta is None or not _described(meta) or meta["session"] != announcement.session:
             return fresh
         generation, pending = _integer(meta, "generation"), _integer(meta, "pending")
         if announcement.sequence < pending:
@@ -95,7 +96,7 @@ class Uplink:
                 # With the codec that made the frame: the server may announce other parameters by now.
                 state = _rolled_back(state, reply, str(meta["codec"]), layout)
             state = _fitted(state, fresh.state)
-        except FedcompError:
+        except (FedcompError, ValueError):
             # Reported to the server as a memory that begins with this message.
             return fresh
         return cls(state, generation, rolled_back=lost)
@@ -183,7 +184,7 @@ class Replica:
         """Return the node's replica, or None when it holds none."""
         meta = context.state.config_records.get(_REPLICA)
         model = context.state.array_records.get(_MODEL)
-        if meta is None or model is None:
+        if meta is None or model is None or "version" not in meta:
             return None
         return cls(_integer(meta, "version"), to_arrays(model))
 
@@ -191,6 +192,12 @@ class Replica:
         """Write the replica into ``context``."""
         context.state[_MODEL] = to_record(self.arrays)
         context.state[_REPLICA] = ConfigRecord({"version": self.version})
+
+
+def _described(meta: ConfigRecord) -> bool:
+    """Whether what :meth:`Uplink.commit` writes is there, in its types."""
+    kinds = {"generation": int, "pending": int, "session": bytes, "codec": str, "lineage": str, "layout": bytes}
+    return all(isinstance(meta.get(name), kind) for name, kind in kinds.items())
 
 
 def _stored_reply(context: Context) -> RecordDict:

@@ -151,6 +151,28 @@ def test_another_protocol_version_is_not_read_any_further() -> None:
     assert found.protocol == 2
 
 
+@pytest.mark.parametrize("name", ["generation", "pending", "session", "codec", "lineage", "layout"])
+@pytest.mark.parametrize("value", [None, "x", 7, b"x", [1]], ids=repr)
+def test_d5_a_damaged_description_begins_the_memory_anew(name: str, value) -> None:
+    """Before, a KeyError or a JSON error in every later round of that node."""
+    ctx = context()
+    answer(ctx, say(1), 1)
+    record = ctx.state["fedcomp.uplink"]
+    if value is None:
+        del record[name]
+    elif type(record[name]) is type(value):
+        record[name] = value if name != "codec" else "{"
+        if name not in ("codec", "session", "lineage", "layout"):
+            return
+    else:
+        record[name] = value
+    # The first frame was not acknowledged: what described it is needed to put it back.
+    assert Uplink.begin(ctx, say(9), CODEC, LAYOUT).fresh
+    del ctx.state["fedcomp.uplink"]
+    ctx.state["fedcomp.replica"] = ConfigRecord({})
+    assert Replica.load(ctx) is None
+
+
 def test_replica_round_trip() -> None:
     ctx = context()
     assert Replica.load(ctx) is None

@@ -461,3 +461,10 @@ def test_without_any_answer_the_run_ends_with_a_reason() -> None:
     relay = strategy("sgp", patience=2)
     with pytest.raises(StateError, match="no node is left"):
         run(relay, grid(fault=lambda delivery: "offline" if delivery.message_type in gossip.TRAINING else "none"))
+
+
+def test_d5_the_state_of_another_number_of_nodes_is_refused() -> None:
+    relay = strategy("sparse-push", nodes=NODES)
+    state = relay.state_dict()
+    with pytest.raises(StateError, match=f"of {NODES - 1} nodes, this strategy of {NODES}"):
+        relay.load_state_dict({**state, "relay": {"nodes": NODES - 1}})
