@@ -188,8 +188,6 @@ class SharedSupport(ExchangeStrategy):
         self._broadcast = Broadcast(chosen)
         self._layout = _NO_LAYOUT
         self._model: Named = {}
-        self._warned = False
-        self._log = RoundLog("SharedSupport")
 
     def summary(self) -> None:
         """Log the codec and the variant."""
@@ -234,12 +232,9 @@ class SharedSupport(ExchangeStrategy):
             yield from self._elect(now)
         if now.supports is None:
             report.notes.append("no client could choose a support: the model is unchanged")
-            self._log.warn(report)
             return None, None
         yield from self._gather(now)
-        aggregated = self._aggregate(now)
-        self._log.warn(report)
-        return aggregated
+        return self._aggregate(now)
 
     def evaluate_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -387,9 +382,6 @@ class SharedSupport(ExchangeStrategy):
             reason = f"error {reply.error.code}: {reply.error.reason}"
             if _NO_HANDLER in reason:
                 reason = f"{_NO_HANDLER_HINT} ({reason})"
-                if not self._warned:
-                    log.warning("node %d: %s", sent.node, reason)
-                    self._warned = True
             raise Rejected(reason)
 
     def _take_trained(self, sent: list[Sent], replies: Iterable[Message], now: Round, appointed: int | None) -> None:

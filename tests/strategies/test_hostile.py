@@ -16,7 +16,6 @@ from clients.private import private
 from clients.shared_support import answer_queries, shared_support
 from fedcomp import wire
 from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
-from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
