@@ -119,7 +119,7 @@ def _table(chosen: Mapping[Row, tuple[float, float]], groups: Mapping[Row, Seque
                 chosen[row][1] if tuned else None,
                 round(100 * mean(m.settled for m in group), 1),
                 round(_lost(row, groups), 1),
-                round(100 * mean(m.stale for m in group)) if tuned else None,
+                round(100 * mean(m.stale for m in group)) if tuned and row.way != DENSE else None,
                 round(mean(m.uplink for m in dense) / mean(m.uplink for m in group), 1),
             ]
         )

@@ -10,6 +10,7 @@ from fedcomp.codecs import Codec
 from fedcomp.flower.logs import log
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from strategies.adaptive import has_moments
 from strategies.means import MEANS, is_mean
 from strategies.wrapping import held
 
@@ -18,13 +19,37 @@ _LARGE: Final = Layout.flat(1 << 16)
 
 
 def warn_of_pairing(inner: Strategy, codec: Codec) -> None:
+    """Warn of what the codec and the strategy, or the clients' training, are likely to spoil for each other."""
+    _warn_of_own_coordinates(held(inner)[-1], codec)
+    _warn_of_momentum(held(inner)[-1], codec)
+
+
+def _warn_of_momentum(rule: Strategy, codec: Codec) -> None:
+    """Warn of momentum correction: it lengthens the step, and clients and server may have momentum of their own.
+
+    With one step of plain SGD a round it is momentum SGD, made for sparse updates (Lin et al. 2018). A client's update
+    of many steps already has the length that averaging wants.
+    """
+    if codec.gain <= 1.0:
+        return
+    doubled = has_moments(rule) or bool(getattr(rule, "server_momentum", None))
+    log.warning(
+        "%r makes what clients send up to %g times as long in the long run. That is momentum for clients that make one "
+        "step of plain SGD a round; with several steps a round, or momentum of the clients' own, it comes on top: tune "
+        "the clients' step size with it, or leave momentum out%s",
+        codec,
+        round(codec.gain, 1),
+        f". {type(rule).__name__} has momentum, too: use FedAvg" if doubled else "",
+    )
+
+
+def _warn_of_own_coordinates(rule: Strategy, codec: Codec) -> None:
     """Warn of a rule that looks at single replies beside a codec whose coordinates each client chooses for itself.
 
     A median of replies most of which are zero is zero, and a frame that the rule discards is acknowledged all the same:
     what was in it is lost. ``python -m experiments.run sparsifiers`` prints how far each rule gets with each kind of
     codec.
     """
-    rule = held(inner)[-1]
     if is_mean(rule) or not codec.sparse(_LARGE) or codec.common_support(_LARGE, Key(0)) is not None:
         return
     log.warning(

@@ -50,6 +50,9 @@ class Codec(ABC):
     votes : bool
         A frame is a vote, not an estimate of the update: only the sum of all of them, through :meth:`conclude`, is one.
         A receiver that looks at single decoded frames (a median, a norm) cannot use them.
+    gain : float
+        How many times the sum of what is sent may exceed the sum of the updates in the long run: 1/(1 - momentum) with
+        momentum correction.
     """
 
     codec_id: ClassVar[str]
@@ -60,6 +63,7 @@ class Codec(ABC):
     never_enlarges: bool = False
     phases: int = 1
     votes: bool = False
+    gain: float = 1.0
 
     @abstractmethod
     def get_config(self) -> dict[str, Any]:

@@ -125,6 +125,11 @@ class ErrorFeedback(Wrapper):
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=True needs momentum > 0")
 
+    @property
+    def gain(self) -> float:  # type: ignore[override]
+        """What momentum correction makes of a constant update: 1/(1 - momentum) times as much."""
+        return 1.0 / (1.0 - self.momentum)
+
     def get_config(self) -> dict[str, Any]:
         """Return the parameters, the inner codec as a nested configuration."""
         return params.dataclass_config(self)

@@ -26,6 +26,11 @@ class Wrapper(Codec):
         """Whether the inner codec's frames are votes."""
         return self.codec.votes
 
+    @property
+    def gain(self) -> float:  # type: ignore[override]
+        """The inner codec's."""
+        return self.codec.gain
+
     def schema(self, layout: Layout) -> Schema:
         """Return the inner codec's."""
         return self.codec.schema(layout)

@@ -93,10 +93,11 @@ class Cnn(nn.Module):
         return self.output(torch.relu(self.hidden(x.flatten(1))))
 
 
-class ColourCnn(nn.Module):
+class QuickstartCnn(nn.Module):
     """The CNN of Flower's PyTorch quickstart, for 32x32 pixels in three colours: 62,006 parameters.
 
-    Two convolutions of 5x5 with 6 and 16 channels and 2x2 max pooling, then layers of 120, 84 and ten.
+    Two convolutions of 5x5 with 6 and 16 channels and 2x2 max pooling, then layers of 120, 84 and ten. Inputs of 64
+    features, 8x8 pixels in one colour, are enlarged to that shape.
     """
 
     def __init__(self) -> None:
@@ -109,6 +110,8 @@ class ColourCnn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of shape ``(B, 10)``."""
+        if x.shape[1] == 64:
+            x = x.reshape(-1, 1, 8, 8).repeat_interleave(4, 2).repeat_interleave(4, 3).expand(-1, 3, -1, -1)
         x = x.reshape(-1, 3, 32, 32)
         x = nn.functional.max_pool2d(torch.relu(self.conv1(x)), 2)
         x = nn.functional.max_pool2d(torch.relu(self.conv2(x)), 2)

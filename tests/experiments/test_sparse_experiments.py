@@ -8,7 +8,7 @@ import math
 import pytest
 from noted_settings import Read
 
-from experiments import adaptive_servers, engines, robust_rules
+from experiments import adaptive_servers, engines, robust_rules, small_cnn
 from experiments.catalog import sparse_study, sparsifiers
 from experiments.claims import Claim
 from experiments.experiment import Config, Experiment
@@ -30,9 +30,22 @@ def run(experiment: Experiment, *assignments: str, **size: int) -> tuple[Config,
 
 @pytest.fixture(scope="module")
 def table() -> tuple[Config, Findings, list[Claim], set[str]]:
-    small = ("seeds=1", "task.hidden=20", "check_rounds=2", "server_rounds=2", "rule_rounds=1")
+    small = (
+        "seeds=1",
+        "task.hidden=20",
+        "check_rounds=2",
+        "server_rounds=2",
+        "rule_rounds=1",
+        "cnn_rounds=1",
+        "cnn_seeds=1",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive_servers, "GRID", adaptive_servers.GRID[3:5])
+        patch.setattr(small_cnn, "EXAMPLES", 100)
+        patch.setattr(robust_rules, "RULES", {rule: robust_rules.RULES[rule] for rule in ("FedAvg", "FedMedian")})
+        patch.setattr(
+            robust_rules, "CODECS", {c: robust_rules.CODECS[c] for c in ("random-k, shared", "random-k, own")}
+        )
         return run(sparsifiers.EXPERIMENT, *small, rounds=3, clients=3)
 
 
@@ -84,16 +97,28 @@ def test_b6_every_server_is_tuned_and_stands_beside_itself_on_dense_updates(tabl
         assert row.way != adaptive_servers.DENSE or cells[4] == 0.0
         # What the pair does leaves nothing of the step where nothing arrived.
         assert row.way != adaptive_servers.SPARSE or cells[5] == (0 if tuned else None)
-    lost = [claim for claim in claims if "of accuracy lost against dense" in claim.name]
+        assert row.way != adaptive_servers.DENSE or cells[5] is None
+    lost = [claim for claim in claims if claim.name.startswith("Fed") and "accuracy lost" in claim.name]
     assert [claim.name.split(",")[0] for claim in lost] == ["FedAdam", "FedYogi", "FedAdagrad"]
     assert all(claim.bound == 2.0 for claim in lost)
+
+
+def test_b8_the_small_cnn_saves_fifty_times_whatever_it_learns(table: tuple) -> None:
+    """Bytes do not depend on the rounds: biases travel dense and cost little, one coordinate in a hundred the rest."""
+    _, findings, claims, _ = table
+    (found,) = (t for t in findings.tables if t.title.startswith("A CNN"))
+    assert [row[0] for row in found.rows] == [row.label for row in small_cnn.ROWS]
+    assert all(row.lr in small_cnn.RATES for row in small_cnn.ROWS)
+    (ratio,) = (claim for claim in claims if claim.name == f"CNN, {small_cnn.HALVED}: times fewer uplink bytes")
+    assert ratio.ok
+    assert ratio.value == pytest.approx(248_068 / found.rows[2][5], rel=0.01)
 
 
 def test_b7_every_rule_meets_every_kind_of_codec(table: tuple) -> None:
     _, findings, claims, _ = table
     (found,) = (t for t in findings.tables if t.title.startswith("Rules"))
-    assert [row[0] for row in found.rows] == list(robust_rules.RULES)
-    assert found.columns[1:] == tuple(robust_rules.CODECS)
+    assert [row[0] for row in found.rows] == ["FedAvg", "FedMedian"]
+    assert found.columns[1:] == ("random-k, shared", "random-k, own")
     assert all(0.0 < cell <= 1.0 for row in found.rows for cell in row[1:])
     assert sum(claim.name.startswith("FedMedian") for claim in claims) == 2
 

@@ -407,12 +407,21 @@ def test_validation_looks_at_no_test_image() -> None:
     assert np.bincount(tuning.test.y).tolist() == (np.bincount(task.train_split.y) // 5).tolist()
 
 
+def test_the_quickstarts_cnn_takes_digits_enlarged_to_its_shape() -> None:
+    task = _task("digits", model="quickstart")
+    model, x = task.model(0), torch.from_numpy(task.test.x[:5].copy())
+    enlarged = x.reshape(5, 8, 8).numpy().repeat(4, 1).repeat(4, 2)
+    colours = torch.from_numpy(np.stack([enlarged] * 3, 1).reshape(5, -1))
+    torch.testing.assert_close(model(x), model(colours), rtol=0.0, atol=0.0)
+
+
 def test_documented_parameter_counts() -> None:
     counts = {
         ("digits", "mlp"): 85_002,
         ("digits", "cnn"): 13_706,
         ("mnist", "cnn"): 114_314,
-        ("cifar10-subset", "cnn"): 62_006,
+        ("digits", "quickstart"): 62_006,
+        ("cifar10-subset", "quickstart"): 62_006,
     }
     for (name, kind), count in counts.items():
         model = _task(name, model=kind).model(0)

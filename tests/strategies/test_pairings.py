@@ -1,15 +1,17 @@
-"""B7: a rule that is no mean beside coordinates of the clients' own is named when the strategy is built."""
+"""B7, B8: what works alone and not together is named when the strategy is built."""
 
 from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 from flwr.serverapp.strategy import (
     Bulyan,
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
     FedAvg,
+    FedAvgM,
     FedMedian,
     FedTrimmedAvg,
     Krum,
@@ -17,7 +19,10 @@ from flwr.serverapp.strategy import (
 )
 
 from experiments.robust_rules import MEDIAN, distance
-from fedcomp.codecs import QSGD, Clip, Codec, Identity, RandomBlock, RandomK, ScaledSign, TopK, chain
+from fedcomp.codecs import DGC, QSGD, Clip, Codec, Identity, RandomBlock, RandomK, ScaledSign, TopK, chain
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
 from strategies.compressed import Compressed
 
 ROBUST = [FedMedian(), FedTrimmedAvg(), Krum(num_malicious_nodes=1), Bulyan(num_malicious_nodes=1)]
@@ -54,3 +59,35 @@ def test_b7_a_median_follows_a_shared_support_and_stalls_on_the_clients_own() ->
     far, near = (distance(MEDIAN, {**drawn, "shared": shared}, 5, 0) for shared in (False, True))
     assert far > 0.95
     assert near < 0.85
+
+
+MOMENTUM: list[Codec] = [
+    ErrorFeedback(TopK(0.01), momentum=0.9),
+    DGC(0.01),
+    chain(Clip(1.0), ErrorFeedback(TopK(0.01), momentum=0.9, nesterov=True)),
+]
+
+
+@pytest.mark.parametrize("codec", MOMENTUM, ids=repr)
+def test_b8_momentum_correction_says_how_much_longer_it_makes_the_steps(
+    codec, caplog: pytest.LogCaptureFixture
+) -> None:
+    (text,) = warnings(caplog, FedAvg(), codec)
+    assert "up to 10 times" in text
+    assert "too: use FedAvg" not in text
+    assert all(
+        "too: use FedAvg" in warnings(caplog, server, codec)[0] for server in (FedAdam(), FedAvgM(server_momentum=0.5))
+    )
+    assert warnings(caplog, FedAvg(), ErrorFeedback(TopK(0.01))) == []
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_b8_the_gain_is_what_a_constant_update_comes_to(nesterov: bool) -> None:
+    codec, layout = ErrorFeedback(TopK(0.1), momentum=0.9, masking=False, nesterov=nesterov), Layout.flat(200)
+    update, state, sent = Update(np.ones(200, np.float32), layout), codec.init(layout), np.zeros(200)
+    for number in range(1, 1001):
+        frame, state = codec.encode(update, state, Key(0, "uplink", number))
+        sent += codec.decode(frame, layout)
+    assert codec.gain == pytest.approx(10.0)
+    assert sent.mean() / 1000 == pytest.approx(codec.gain, rel=0.05)
+    assert sent.mean() / 1000 <= codec.gain
