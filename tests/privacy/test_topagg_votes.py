@@ -329,7 +329,7 @@ def test_rows_share_no_votes() -> None:
 
 def test_everything_of_the_model_votes() -> None:
     """A small tensor that a policy sends dense would have no bound: it is ranked with the others."""
-    arrays = {"weight": np.zeros((40, 30), np.float32), "bias": np.zeros(30, np.float32), "steps": np.array(3)}
+    arrays = {"weight": np.zeros((80, 40), np.float32), "bias": np.zeros(30, np.float32), "steps": np.array(3)}
     layout = Layout.of(arrays)
     assert layout.dense_size == 30
     vector = gradient(layout.size)
