@@ -340,11 +340,11 @@ class _Collection:
         report.count("hub_up", sum(row.nbytes for row in self.answers.values()))
 
     def _agreeing(self) -> list[int]:
-        """Return the devices whose answers have the most frequent form, and note it."""
-        if not self._seen:
+        """Return the devices whose answers have the most frequent form, and note it; nobody where two are."""
+        forms = Counter(form for form, _ in self._seen.values()).most_common(2)
+        if not forms or (len(forms) == 2 and forms[0][1] == forms[1][1]):
             return []
-        forms = Counter(form for _, (form, _) in sorted(self._seen.items()))
-        self.form = forms.most_common(1)[0][0]
+        self.form = forms[0][0]
         return sorted(device for device, (form, _) in self._seen.items() if form == self.form)
 
     def _read(self, replies: Sequence[Message]) -> None:

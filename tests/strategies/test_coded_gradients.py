@@ -23,6 +23,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.rounds import drive, fit
 from strategies.coded import CodedFedAvg
+from strategies.coded_gradients import _Collection
 from strategies.compressed import Compressed
 
 Client = Callable[[Message, Context], Message]
@@ -552,3 +553,14 @@ def test_rounds_can_be_driven_by_hand() -> None:
         arrays, metrics = drive(coded.round(1, model(), ConfigRecord(), grid), grid)
     assert np.allclose(arrays["weight"].numpy(), full_batch(1, range(4))[0], rtol=0, atol=1e-12)
     assert "loss" in metrics
+
+
+def test_d3_between_two_forms_of_answers_that_are_equally_frequent_nobody_is_chosen() -> None:
+    """Before, the device that came first in the code decided, and evicted the other."""
+    one, other = (Form("arrays", "metrics", ((name, 0),)) for name in ("loss", "more"))
+    collection = object.__new__(_Collection)
+    collection.form, collection._seen = None, {0: (one, np.zeros(1)), 1: (other, np.zeros(1))}
+    assert collection._agreeing() == []
+    collection._seen[2] = (other, np.zeros(1))
+    assert collection._agreeing() == [1, 2]
+    assert collection.form == other
