@@ -300,6 +300,9 @@ class Compressed(Strategy):
             if downlink is None or self._broadcast is None
             else to_record(downlink.unflatten(self._broadcast.reference, self._broadcast.exact))
         )
+        if train and messages:
+            # One number for all: what counted messages would tell every client how many others were asked.
+            self._sequence += 1
         self._sent = []
         out = []
         for message in messages:
@@ -311,7 +314,6 @@ class Compressed(Strategy):
             content = RecordDict(dict(message.content.items()))
             fields: dict[str, Any] = {}
             if train:
-                self._sequence += 1
                 fields |= {
                     "codec": self.codec.to_config(),
                     "session": self._session,

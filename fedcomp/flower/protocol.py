@@ -61,7 +61,8 @@ class Announcement:
         Identifies the server's strategy object, also when it is resumed. Memory of another session is not continued:
         what became of its last frame is unknown.
     sequence : int
-        Identifies this message; unique and increasing within a session. 0: nothing to acknowledge (evaluation).
+        Identifies this node's message; increasing within a session, and the same for all nodes of a round, so that it
+        does not count them. 0: nothing to acknowledge (evaluation).
     acknowledged, generation : int
         The last sequence number consumed from this node, and the generation of its memory as the server knows it.
     downlink : dict

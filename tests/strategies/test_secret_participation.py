@@ -13,6 +13,7 @@ from private_runs import inner
 from toy import client_app, model
 
 from clients.compressed import compression
+from clients.messages import find_announcement
 from clients.private import private
 from experiments import engines
 from experiments.spec import RunSpec
@@ -65,6 +66,23 @@ def test_a8_who_asks_for_participation_sees_it(pair: bool, caplog: pytest.LogCap
     runs = [told(SHOWN, seed, pair, caplog) for seed in (1, 2, 3)]
     assert len({reports for _, reports, _ in runs}) > 1
     assert len({log for log, _, _ in runs}) > 1
+
+
+def test_a8_a_clients_messages_do_not_count_the_others() -> None:
+    """What a client is sent in a round is the same whether it was drawn alone or among many."""
+    seen: dict[int, set[int]] = {}
+
+    def spy(msg, context, call_next):
+        announcement = find_announcement(msg.content)
+        assert announcement is not None
+        seen.setdefault(announcement.round, set()).add(announcement.sequence)
+        return call_next(msg, context)
+
+    strategy = DpFedAvg(inner(), clip=1.0, noise_multiplier=4.0, population=NODES, delta=1e-3, sampling=SECRET)
+    grid = InProcessGrid(client_app([spy, compression(), private()]), NODES, seed=4)
+    Compressed(strategy, TopK(0.05)).start(grid, model(), num_rounds=ROUNDS)
+    asked = {entry.round for entry in strategy.privacy.entries if entry.participants}
+    assert seen == {r: {sum(a <= r for a in asked)} for r in asked}
 
 
 def test_a8_participation_that_is_shown_amplifies_nothing() -> None:
