@@ -434,8 +434,8 @@ def _scale_table(config: Config, courses: Mapping[str, Course]) -> Table:
         [[n, courses[n].iterations, courses[n].first, courses[n].last, _reason(courses[n])] for n in names],
         "The first row is the right one: s0 is the largest gradient entry at the beginning times the step size. A "
         "schedule that falls faster than the algorithm converges, or begins too low, is noticed and ends the run; one "
-        "that begins too high arrives late. An innovation of up to twice its scale is tolerated: the right schedule "
-        "needs that, too.",
+        "that begins too high arrives late. An innovation of up to twice its scale is tolerated, and single nodes that "
+        "pass it end nothing: the right schedule leaves the box by a little, too.",
     )
 
 
