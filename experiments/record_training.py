@@ -217,7 +217,7 @@ def _message(private: Any, update: Any, key: Any) -> tuple[int, int, int]:
     from fedcomp.privacy.votes import TopkSign
 
     if isinstance(private, TopAggOptimizer):
-        ballot, layout = TopkSign(k=private.k), Layout.flat(update.size)
+        ballot, layout = TopkSign(k=private.k, stochastic=private.stochastic), Layout.flat(update.size)
         frames = [ballot.encode(Update(vector, layout), {}, key)[0] for vector in (update, np.zeros_like(update))]
         return len(frames[0]), len(frames[1]), 0
     extra = 0

@@ -70,7 +70,7 @@ GRIDS: Final[Mapping[str, tuple[Options, ...]]] = {
 CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
     TOPAGG: (2, 2),
     PLAIN: (2, 3),
-    DP_SGD: (2, 2),
+    DP_SGD: (2, 3),
     MEANS: (2, 3),
     DIRECT: (2, 3),
 }

@@ -1,4 +1,4 @@
-"""DP-SGD four ways at equal epsilon: whole gradients, votes, a random mask, low-rank products, and both of these."""
+"""DP-SGD at equal epsilon: whole gradients, votes of two kinds, a random mask, low-rank products, and both of these."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from experiments.spec import RunResult
 
 DP_SGD: Final = "DP-SGD"
 TOPAGG: Final = "TopAgg"
+PLAIN: Final = "TopAgg, plain signs"
 MASK: Final = "random mask"
 LOW_RANK: Final = "low rank"
 LSG: Final = "LSG"
 METHODS: Final[Mapping[str, str]] = {
     DP_SGD: "dp-sgd",
     TOPAGG: "topagg",
+    PLAIN: "topagg",
     MASK: "random-mask",
     LOW_RANK: "lsg",
     LSG: "lsg",
@@ -41,20 +43,27 @@ STEPS: Final[Mapping[float, tuple[float, ...]]] = {
     10.0: (0.15, 0.4, 1.0, 2.0),
     math.inf: (0.3, 0.8, 2.0),
 }
-"""Step sizes tried, by epsilon; those of votes are for votes over sqrt(k): contributions of norm 1, as all others."""
+"""Step sizes tried, by epsilon, for contributions of norm 1: clipped gradients, and votes over sqrt(k)."""
 
 VARIANTS: Final[Mapping[str, tuple[Options, ...]]] = {
     DP_SGD: ({},),
     TOPAGG: tuple({"k": k} for k in (10, 30, 100, 500)),
+    PLAIN: tuple({"k": k, "stochastic": False} for k in (30, 100, 500, 2410)),
     MASK: tuple({"keep": keep} for keep in (0.2, 0.5)),
     LOW_RANK: tuple({"rank": rank} for rank in (4, 8)),
     LSG: tuple({"rank": rank, "keep": keep} for rank, keep in ((4, 0.25), (4, 0.5), (8, 0.5))),
 }
-"""What ``--set tune=true`` tries with each step size."""
+"""What ``--set tune=true`` tries with each step size; 2410 votes are all coordinates of the default model."""
 
 CHOSEN: Final[Mapping[str, tuple[Options, ...]]] = {
     DP_SGD: ({"lr": 0.05}, {"lr": 0.1}, {"lr": 0.4}, {"lr": 0.8}),
     TOPAGG: ({"lr": 0.3, "k": 30}, {"lr": 0.25, "k": 30}, {"lr": 1.0, "k": 100}, {"lr": 2.0, "k": 500}),
+    PLAIN: (
+        {"lr": 0.12, "k": 500, "stochastic": False},
+        {"lr": 0.25, "k": 500, "stochastic": False},
+        {"lr": 0.4, "k": 2410, "stochastic": False},
+        {"lr": 0.8, "k": 30, "stochastic": False},
+    ),
     MASK: ({"lr": 0.12, "keep": 0.2}, {"lr": 0.1, "keep": 0.5}, {"lr": 0.4, "keep": 0.5}, {"lr": 2.0, "keep": 0.5}),
     LOW_RANK: ({"lr": 0.12, "rank": 4}, {"lr": 0.25, "rank": 8}, {"lr": 0.4, "rank": 8}, {"lr": 2.0, "rank": 8}),
     LSG: tuple({"lr": lr, "rank": 8, "keep": 0.5} for lr in (0.12, 0.25, 0.4, 0.8)),
@@ -275,7 +284,7 @@ def _tuning_table(config: Config, multipliers: Mapping[float, float], tried: Map
         "Accuracy on the validation split",
         ("settings", "accuracy"),
         rows,
-        f"Means over the seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}; a fifth of the training records is held out.",
+        f"Means over the seeds {', '.join(map(str, TUNING_SEEDS))}; a fifth of the training records is held out.",
     )
 
 
@@ -313,18 +322,21 @@ def _values(config: Config, outcomes: Outcomes, choice: Mapping[str, Sequence[Op
         runs = [r for method in METHODS for r in outcomes[label(method, target)]]
         values[f"epsilon {target:g}: largest of the ledgers"] = largest(r.epsilon for r in runs)
     votes = []
-    for i, target in enumerate(TARGETS):
-        for run in outcomes[label(TOPAGG, target)]:
-            k = min(int(choice[TOPAGG][i]["k"]), run.coordinates)
-            bound = 1.05 * entropy_bits(run.coordinates, k) / 8.0 + run.header
-            votes.append(run.frame / bound)
+    for method in (TOPAGG, PLAIN):
+        for i, target in enumerate(TARGETS):
+            for run in outcomes[label(method, target)]:
+                k = min(int(choice[method][i]["k"]), run.coordinates)
+                bound = 1.05 * entropy_bits(run.coordinates, k) / 8.0 + run.header
+                votes.append(run.frame / bound)
     return values | {
         "largest PRV over Rényi": largest(run.epsilon / run.rdp for run in promised if run.steps),
         "fewest releases over steps": min((r.releases / r.steps for r in promised if r.steps), default=math.nan),
         "trainings with a statement": len(promised) / (len(METHODS) * 3.0 * int(config.settings["seeds"])),
         "largest vote over its bound": largest(votes),
         "votes: dense over vote, least": min(
-            outcomes[label(DP_SGD, t)][0].frame / outcomes[label(TOPAGG, t)][0].frame for t in TARGETS
+            outcomes[label(DP_SGD, t)][0].frame / outcomes[label(method, t)][0].frame
+            for t in TARGETS
+            for method in (TOPAGG, PLAIN)
         ),
     }
 
@@ -392,13 +404,14 @@ def claims(config: Config, results: Mapping[str, RunResult], findings: Findings)
     ]
     made += [
         Claim(
-            f"{TOPAGG} over {DP_SGD} at epsilon {target:g}: accuracy",
-            values[f"{label(TOPAGG, target)}: accuracy"] - values[f"{label(DP_SGD, target)}: accuracy"],
+            f"{votes} over {DP_SGD} at epsilon {target:g}: accuracy",
+            values[f"{label(votes, target)}: accuracy"] - values[f"{label(DP_SGD, target)}: accuracy"],
             ">=",
             0.0,
-            "the abstract of the paper: better in most cases. Not so here, see the notes",
+            "goal; the abstract of the paper: better in most cases",
             gate=False,
         )
+        for votes in (TOPAGG, PLAIN)
         for target in TARGETS[:-1]
     ]
     return made
@@ -423,8 +436,9 @@ figures themselves, are not covered by the epsilons.
 
 TopAgg inside DP-SGD is derived here: the published abstract names it, its algorithm and its table were not available. \
 It loses here, and loses the more the smaller epsilon is: noise falls on all coordinates, while a vote for k of them \
-says nothing of the others. Its case is the size of a message. "LSG" is low rank after published code with a sparse \
-half derived here.
+says nothing of the others. Much of the loss is the votes' own randomness, which is added to that of the noise: plain \
+signs, which a saturation as small as the published one amounts to, lose less. The case of both is the size of a \
+message. "LSG" is low rank after published code with a sparse half derived here.
 
 The test split has 355 records: differences below one percent are within the spread over the seeds.
 

@@ -17,6 +17,8 @@ from experiments.catalog.topagg_dpsgd import (
     LSG,
     MASK,
     METHODS,
+    PLAIN,
+    STEPS,
     TARGETS,
     TOPAGG,
     grid,
@@ -67,6 +69,35 @@ def test_the_chosen_settings_are_of_what_is_tried() -> None:
         assert len(chosen) == len(TARGETS)
         for target, options in zip(TARGETS, chosen, strict=True):
             assert options in grid(method, target)
+
+
+def test_a11_plain_signs_are_tried_as_often_as_stochastic_ones_and_with_every_coordinate() -> None:
+    for target in TARGETS:
+        plain, drawn = grid(PLAIN, target), grid(TOPAGG, target)
+        assert len(plain) == len(drawn)
+        assert {o["lr"] for o in plain} == {o["lr"] for o in drawn} == set(STEPS[target])
+        assert not any(o["stochastic"] for o in plain)
+        assert 64 * 32 + 32 + 32 * 10 + 10 in {o["k"] for o in plain}
+
+
+def test_a11_a_plain_training_casts_no_coins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same seed, same noise: stochastic signs come from coins, plain ones from the gradients alone."""
+    from fedcomp.privacy import optimizers
+
+    given: list[bool] = []
+    real = optimizers.vote_rows
+
+    def noted(*args: Any, **named: Any) -> Any:
+        given.append(named["uniforms"] is not None)
+        return real(*args, **named)
+
+    monkeypatch.setattr(optimizers, "vote_rows", noted)
+    outcomes = [
+        cell(method="topagg", options={"lr": 0.5, "k": 460, **options}).run() for options in ({}, {"stochastic": False})
+    ]
+    assert given == [True] * 3 + [False] * 3
+    assert outcomes[0].loss != outcomes[1].loss
+    assert outcomes[0].epsilon == outcomes[1].epsilon
 
 
 def test_figures_come_to_plain_data_and_back(small: Small) -> None:
@@ -143,7 +174,7 @@ def test_messages_are_as_long_as_what_they_hold(small: Small) -> None:
         for i, target in enumerate(TARGETS[:-1]):
             _, coordinates, frame, ratio, down, _ = rows[label(method, target)]
             chosen = CHOSEN[method][i]
-            if method == TOPAGG:
+            if method in (TOPAGG, PLAIN):
                 assert coordinates == size
                 assert frame < size / 4
             else:
@@ -161,7 +192,7 @@ def test_what_is_finished_is_kept(small: Small) -> None:
     told: list[str] = []
     again = run("seeds=1", say=Say(told.append, kept=kept))
     assert len(kept) == 3 + len(METHODS) * len(TARGETS)
-    assert any("20 of 20 trainings kept" in line for line in told)
+    assert any("24 of 24 trainings kept" in line for line in told)
     assert again.findings.values.keys() == small.findings.values.keys()
 
 
