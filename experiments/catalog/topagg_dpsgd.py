@@ -322,7 +322,8 @@ def _values(config: Config, outcomes: Outcomes, choice: Mapping[str, Sequence[Op
         runs = [r for method in METHODS for r in outcomes[label(method, target)]]
         values[f"epsilon {target:g}: largest of the ledgers"] = largest(r.epsilon for r in runs)
     votes = []
-    for method in (TOPAGG, PLAIN):
+    voting = [method for method, name in METHODS.items() if name == METHODS[TOPAGG]]
+    for method in voting:
         for i, target in enumerate(TARGETS):
             for run in outcomes[label(method, target)]:
                 k = min(int(choice[method][i]["k"]), run.coordinates)
@@ -336,7 +337,7 @@ def _values(config: Config, outcomes: Outcomes, choice: Mapping[str, Sequence[Op
         "votes: dense over vote, least": min(
             outcomes[label(DP_SGD, t)][0].frame / outcomes[label(method, t)][0].frame
             for t in TARGETS
-            for method in (TOPAGG, PLAIN)
+            for method in voting
         ),
     }
 
