@@ -38,7 +38,9 @@ def warnings(caplog: pytest.LogCaptureFixture, inner, codec: Codec) -> list[str]
 
 
 @pytest.mark.parametrize("codec", OWN, ids=repr)
-@pytest.mark.parametrize("rule", [*ROBUST, MultiKrum(num_malicious_nodes=1, num_nodes_to_select=2)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [*ROBUST, MultiKrum(num_malicious_nodes=1, num_nodes_to_select=2)], ids=lambda rule: type(rule).__name__
+)
 def test_b7_a_rule_that_is_no_mean_is_warned_of_own_coordinates(rule, codec, caplog: pytest.LogCaptureFixture) -> None:
     (text,) = warnings(caplog, rule, codec)
     assert type(rule).__name__ in text
