@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fedcomp.errors import ConfigError
 
-if TYPE_CHECKING:
-    from strategies.replies import RoundReport
+
+class Measured(Protocol):
+    """What is known of a round, by node: a :class:`strategies.replies.RoundReport`."""
+
+    norms: dict[int, float]
+    weights: dict[int, float]
+    rejected: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,14 @@ class Norms:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ConfigError(f"window={self.window!r} is not valid: give a whole number of rounds >= 1")
 
-    def outliers(self, report: RoundReport, past: Sequence[RoundReport]) -> dict[int, str]:
+    def outliers(self, report: Measured, past: Sequence[Measured]) -> dict[int, str]:
         """Return the nodes whose replies are to be refused, with the reason.
 
         Parameters
         ----------
-        report : RoundReport
+        report : Measured
             Of this round, with norms and weights of all replies that can be used otherwise.
-        past : sequence of RoundReport
+        past : sequence of Measured
             Of the rounds before it, in their order.
         """
         recent = past[-self.window :]
