@@ -588,6 +588,7 @@ EXPERIMENT = Experiment(
         "cut=greedy",
         "short_rounds=2",
         "cross_rounds=1",
+        "cross_long=1",
     ),
     measure=measure,
     notes=(
