@@ -31,7 +31,7 @@ RATIO: Final = 50.0
 LOST: Final = 1.5
 """Goal: so many times fewer bytes at a cost of so many points."""
 
-RATES: Final = (0.01, 0.03, 0.06)
+RATES: Final = (0.01, 0.03, 0.06, 0.1, 0.15)
 """Step sizes that every row is tuned over."""
 
 TUNING_SEED: Final = 2**32
@@ -85,7 +85,7 @@ def _top_k(density: float, values: str = "float32", **options: Any) -> dict[str,
 
 ROWS: Final = (
     Row(DENSE, {"id": "identity"}, 0.06),
-    Row(SPARSE, _top_k(0.01), 0.06),
+    Row(SPARSE, _top_k(0.01), 0.1),
     Row(HALVED, _top_k(0.02, "bf16"), 0.06),
     Row(CORRECTED, _top_k(0.01, momentum=0.9), 0.03),
 )

@@ -111,10 +111,10 @@ def model(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "model": Layout.of(model()),
+    "model": Layout.of(model(), SmallDense(share=1.0)),
     "flat": Layout.flat(1500),
     "one element": Layout.flat(1),
-    "all dense": Layout.of(model(), SmallDense(min_size=10**6)),
+    "all dense": Layout.of(model(), SmallDense(min_size=10**6, share=1.0)),
 }
 
 

@@ -154,7 +154,7 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
     for part in parts_of(codec, layout):
         end = part.place.stop
         got = y[part.place]
-        if not isinstance(codec, TopK | STC | AdaComp | ChunkTop1) and not hasattr(codec, "index"):
+        if not isinstance(codec, TopK | STC | AdaComp | ChunkTop1) and not hasattr(codec, "values"):
             for sections in bounds:
                 sections.append(values_of(codec, part, x[part.place], got))
             continue

@@ -24,7 +24,8 @@ LAYOUT = Layout.of(
         "fc.weight": np.zeros((40, 30), np.float32),
         "fc.bias": np.zeros(40, np.float32),
         "time.weight": np.zeros((11, 10, 10), np.float32),
-    }
+    },
+    SmallDense(share=1.0),
 )
 Step = Callable[[np.ndarray, np.ndarray, int, float], tuple[np.ndarray, np.ndarray]]
 
@@ -404,7 +405,7 @@ def test_a_scale_below_the_smallest_float_sends_nothing() -> None:
 
 
 def test_what_cannot_be_encoded_is_refused_and_the_state_untouched() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     codec = AdaComp()
     huge = Update(np.full(layout.size, 3e38, np.float32), layout)
     held = np.full(layout.size, 3e38, np.float32)

@@ -14,7 +14,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
-LAYOUT = Layout.of({"w": np.zeros((60, 40), np.float32), "b": np.zeros(40, np.float32)})
+LAYOUT = Layout.of({"w": np.zeros((60, 40), np.float32), "b": np.zeros(40, np.float32)}, SmallDense(share=1.0))
 PART = slice(0, LAYOUT.compressed_size)
 KEY = Key(5, "codec", partition=1)
 

@@ -15,7 +15,7 @@ from fedcomp.codecs import KeyRegion, TopK
 from fedcomp.codecs.keyregion import BLOCK, COUNTERS, _entropy, _quantile
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
 KEY = Key(3, "codec", round=1, partition=2)
@@ -40,7 +40,7 @@ def sent(codec: KeyRegion, vector: np.ndarray, state: dict | None = None) -> tup
 @pytest.mark.parametrize("values", ["float32", "fp16"])
 def test_mass_is_conserved_exactly(values: str) -> None:
     """Spec 4.2: what was sent plus the residual is update plus old residual, bit for bit, round by round."""
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     codec = ErrorFeedback(KeyRegion(sparse_density=0.05, values=values))
     state = codec.init(layout)
     for r in range(12):

@@ -12,7 +12,7 @@ from fedcomp import wire
 from fedcomp.codecs import RandomBlock, RandomK, chain
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 from fedcomp.wire import seeded_block
 
@@ -151,7 +151,7 @@ def test_shared_block_is_one_for_all_clients() -> None:
 @pytest.mark.parametrize("scope", ["layer", "global"])
 def test_shared_frames_commute_with_the_mean(scope: str) -> None:
     """Spec 4.3: mean of decoded frames = decoded mean."""
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     codec = RandomBlock(0.2, scope=scope)
     updates = [update(layout, seed=i) for i in range(5)]
     mean = Update(np.mean([u.vector for u in updates], axis=0, dtype=np.float32), layout)
@@ -191,7 +191,7 @@ def test_other_supports_are_refused() -> None:
 
 
 def test_a_chosen_seed_is_refused() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     given = update(layout)
     for shared in (True, False):
         codec = RandomBlock(0.1, shared=shared)

@@ -245,7 +245,7 @@ def test_means_name_their_support() -> None:
     assert support_id_of(frame, codec, LAYOUT) == 77
     with pytest.raises(wire.WireError):
         codec.mean(supports, 78).decode(frame, LAYOUT)
-    dense = Layout.of(model(), SmallDense(min_size=10**6))
+    dense = Layout.of(model(), SmallDense(min_size=10**6, share=1.0))
     rest, _ = codec.mean((), 5).encode(an_update(dense), {}, KEY)
     assert support_id_of(rest, codec, dense) is None
 

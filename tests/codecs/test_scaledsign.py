@@ -13,7 +13,7 @@ from fedcomp import wire
 from fedcomp.codecs import ScaledSign
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
 KEY = Key(6, "codec")
@@ -78,7 +78,7 @@ def test_contraction_is_reached_by_a_spike(codec: ScaledSign) -> None:
 
 
 def test_layers_have_scales_of_their_own() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     given = update(layout)
     layout.view(given.vector, "head.weight")[:] *= 1e-3
     error = {}

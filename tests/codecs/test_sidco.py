@@ -18,7 +18,7 @@ from fedcomp.codecs.sidco import EVENTS, Estimate, estimate_threshold
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import Exceedances, select_above
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
 KEY = Key(3, "codec", round=1, partition=2)
@@ -418,7 +418,7 @@ def test_adaptation_belongs_to_one_client_and_one_layer() -> None:
 )
 def test_mass_is_conserved_and_lost_frames_come_back(codec: SIDCo) -> None:
     """Σ delivered + memory = Σ g when every third frame is lost; what was learnt of the data stays."""
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     outer = ErrorFeedback(codec)
     state = outer.init(layout)
     given, delivered = np.zeros(layout.size), np.zeros(layout.size)
@@ -466,7 +466,7 @@ def test_a_receiver_takes_at_most_twice_what_is_wanted() -> None:
 
 
 def test_events_are_read_through_wrappers() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     for codec, size in ((chain(ErrorFeedback(SIDCo(0.1, scope="layer"))), 2), (SIDCo(0.1), 1)):
         zero = Update(np.zeros(layout.size, np.float32), layout)
         _, state = codec.encode(zero, codec.init(layout), KEY)
@@ -505,7 +505,7 @@ def test_foreign_states_are_refused() -> None:
 def test_a_bad_update_leaves_every_stretch_as_it_was() -> None:
     """The second layer is bad: the first one's adaptation must not have moved."""
     codec = SIDCo(0.1, scope="layer")
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     state = codec.init(layout)
     kept = {name: array.copy() for name, array in state.items()}
     given = update(layout)

@@ -9,7 +9,7 @@ from codec_examples import model, update
 from fedcomp import wire
 from fedcomp.codecs import Clip, SignSGD, chain
 from fedcomp.errors import ConfigError
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
 KEY = Key(5, "codec")
@@ -47,7 +47,7 @@ def test_a_frame_is_the_sign_bits() -> None:
 
 def test_zero_stretches_abstain() -> None:
     """A tensor without any update has no say; a zero beside other values votes +."""
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     given = update(layout)
     layout.view(given.vector, "head.weight")[:] = 0.0
     layout.view(given.vector, "embed.weight")[0, 0] = 0.0
@@ -126,7 +126,7 @@ def test_large_updates_have_no_larger_say() -> None:
 
 
 def test_the_dense_rest_is_averaged() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     updates = [update(layout, seed=s) for s in range(4)]
     weights = [0.5, 0.25, 0.125, 0.125]
     codec = chain(Clip(1e9), SignSGD(0.25, scope="layer"))

@@ -12,7 +12,7 @@ from fedcomp.codecs.listed import INDICES
 from fedcomp.codecs.params import count
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
 KEY = Key(3, "codec", round=1, partition=2)
@@ -143,7 +143,7 @@ def test_global_scope_refuses_densities_of_tensors(codec: Codec) -> None:
 
 
 def test_global_scope_ranks_the_whole_model() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     given = update(layout)
     layout.view(given.vector, "head.weight")[:] *= 1e-6
     _, decoded = _sent(TopK(0.05), given)

@@ -86,7 +86,7 @@ from fedcomp.codecs import (
 )
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import select_topk, tiers
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
@@ -94,7 +94,8 @@ from fedcomp.rng import Key
 KEY = Key(11, "codec", partition=3)
 LAYOUT = LAYOUTS["model"]
 CUBES = Layout.of(
-    {"conv": np.zeros((6, 20, 3, 3), np.float32), "fc": np.zeros((40, 30), np.float32), "b": np.zeros(30, np.float32)}
+    {"conv": np.zeros((6, 20, 3, 3), np.float32), "fc": np.zeros((40, 30), np.float32), "b": np.zeros(30, np.float32)},
+    SmallDense(share=1.0),
 )
 INNER: tuple[Codec, ...] = (
     Identity(),

@@ -12,7 +12,7 @@ from fedcomp import wire
 from fedcomp.codecs import STC, TopK
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
 KEY = Key(12, "codec")
@@ -160,7 +160,7 @@ def test_other_frames_are_refused() -> None:
 
 
 def test_non_finite_values_name_their_tensor() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     given = update(layout)
     layout.view(given.vector, "head.weight")[3, 3] = np.nan
     with pytest.raises(NonFiniteUpdate, match=r"head\.weight"):

@@ -12,7 +12,7 @@ from fedcomp import wire
 from fedcomp.codecs import TernGrad
 from fedcomp.codecs.terngrad import _deviation
 from fedcomp.errors import ConfigError
-from fedcomp.layout import Layout, Update
+from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 
 KEY = Key(9, "codec")
@@ -137,7 +137,7 @@ def test_the_deviation_is_that_of_float64() -> None:
 
 
 def test_layers_have_scales_of_their_own() -> None:
-    layout = Layout.of(model())
+    layout = Layout.of(model(), SmallDense(share=1.0))
     given = update(layout)
     layout.view(given.vector, "head.weight")[:] *= 1e-3
     seen = {}
