@@ -175,7 +175,7 @@ def test_a_corrupt_aggregator_can_only_harm_its_own_group() -> None:
     lies = {
         "too large": lambda s: PartialSum(s.integers + 10**9, s.parts),
         "another's member": lambda s: PartialSum(s.integers, tuple(p.__class__(0, *_rest(p)) for p in s.parts[:1])),
-        "stale": lambda s: PartialSum(s.integers, tuple(p.__class__(p.index, p.weight, 1, 1, p.note) for p in s.parts)),
+        "stale": lambda s: PartialSum(s.integers, tuple(p.__class__(p.index, p.weight, 7, 7, p.note) for p in s.parts)),
         "no metrics": lambda s: PartialSum(s.integers, tuple(p.__class__(*_first(p), b"\xff") for p in s.parts)),
     }
 
