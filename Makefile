@@ -22,8 +22,8 @@ test: $(STAMP)  ## set up and run every check: lint, types, all tests
 	$(MAKE) lint
 	$(PYTEST)
 
-test-fast: $(STAMP)  ## without Ray, deployments and long fuzzing
-	$(PYTEST) -m "not slow"
+test-fast: $(STAMP)  ## the quick tests: without Ray, deployments, fuzzing, and what takes more than a moment
+	$(PYTEST) -m "not slow and not long"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -73,6 +73,7 @@ def conserves(codec: ErrorFeedback, rounds: int = 12) -> bool:
     return bool(np.allclose(total, updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-5 * rounds / codec.beta))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 def test_conservation(inner: Codec, beta: float) -> None:
@@ -100,6 +101,7 @@ def test_low_pass_keeps_memory_on_sent_coordinates(beta: float) -> None:
     np.testing.assert_array_equal(state["memory"][support], expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -219,6 +221,7 @@ def test_rollback_is_as_if_nothing_had_left(beta: float, momentum: float) -> Non
         np.testing.assert_array_equal(array, kept[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inner", INNER, ids=repr)
 def test_lost_frames_lose_no_mass(inner: Codec) -> None:
     """Σ accepted + m/beta == Σ g when every third frame is lost and rolled back."""
@@ -236,6 +239,7 @@ def test_lost_frames_lose_no_mass(inner: Codec) -> None:
         np.testing.assert_allclose(total, updates.sum(axis=0, dtype=np.float64), rtol=0, atol=1e-4 / beta)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -507,6 +511,7 @@ def _descend(codec: Codec | None, workers: list, start: np.ndarray, rate: float,
     return x
 
 
+@pytest.mark.long
 def test_three_workers_in_three_dimensions() -> None:
     """Spec 7.3: top-1 diverges without memory and converges with it (226 and 3e-13 measured)."""
     directions = [np.array(a, float) for a in ((-3, 2, 2), (2, -3, 2), (2, 2, -3))]
@@ -527,6 +532,7 @@ def _quadratics(codec: Codec, rate: float, steps: int) -> float:
     return float(np.linalg.norm(found - best) / np.linalg.norm(best))
 
 
+@pytest.mark.long
 def test_heterogeneous_quadratics() -> None:
     """Spec 7.3: with memory the error is proportional to the rate (ratio within [3, 5]); without, a bias floor."""
     coarse = _quadratics(ErrorFeedback(TopK(0.1)), 0.02, 1000)
@@ -536,6 +542,7 @@ def test_heterogeneous_quadratics() -> None:
     assert _quadratics(TopK(0.1), 0.02, 1000) > 0.5
 
 
+@pytest.mark.long
 def test_memory_of_local_topk_stays_bounded() -> None:
     """Spec 7.3: four constant Gaussian gradients, n = 300, k = 15, 2000 rounds: below 15 ‖g‖ (8.8 measured)."""
     layout = Layout.flat(300)

@@ -56,6 +56,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", FORBIDDEN)
 def test_imports_go_down(room: str) -> None:
     path = ROOT / room
@@ -71,12 +72,14 @@ def test_imports_go_down(room: str) -> None:
     assert not wrong
 
 
+@pytest.mark.long
 def test_only_the_flower_rooms_know_flower() -> None:
     outside = [p for p in (ROOT / "fedcomp").rglob("*.py") if "flower" not in p.relative_to(ROOT).parts]
     wrong = [str(p.relative_to(ROOT)) for p in outside if any(n.split(".")[0] == "flwr" for n in imports(p))]
     assert not wrong
 
 
+@pytest.mark.long
 def test_private_flower_imports_stand_in_one_file() -> None:
     public = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
     wrong = []
@@ -90,6 +93,7 @@ def test_private_flower_imports_stand_in_one_file() -> None:
     assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "modules",
     [
@@ -130,6 +134,7 @@ KNOW_TORCH = {"dpsgd.py", "optimizers.py"}
 """The files of fedcomp/privacy that are about Opacus and torch, and import them at once."""
 
 
+@pytest.mark.long
 def test_privacy_brings_neither_torch_nor_opacus() -> None:
     """The promise of a run on numpy alone is computed without them; who samples loads Opacus when it is asked."""
     room = ROOT / "fedcomp" / "privacy"
@@ -148,6 +153,7 @@ assert not heavy, heavy
     assert knowing <= KNOW_TORCH
 
 
+@pytest.mark.long
 def test_privacy_draws_from_its_own_entropy_alone() -> None:
     """Noise from numpy's or torch's generators can be drawn again by whoever seeds them."""
     banned = ("np.random", "numpy.random", "random.", "torch.normal", "torch.rand", "torch.Generator", "time.time")
@@ -165,6 +171,7 @@ READS_PICKLES = {"fedcomp/tasks/planetoid.py"}
 """Published data files are pickles; they are read after their SHA-256 was compared, by an unpickler of six names."""
 
 
+@pytest.mark.long
 def test_no_pickle_and_no_global_randomness_in_the_product() -> None:
     """No pickle on any wire or in any state; no global random state."""
     banned_imports = {"pickle", "cloudpickle", "dill", "shelve", "random"}

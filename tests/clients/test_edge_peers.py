@@ -37,6 +37,7 @@ def node_config(*options: str) -> dict[str, object]:
 # What the app is told.
 
 
+@pytest.mark.long
 def test_the_app_finds_address_and_store_under_the_names_it_looks_for(tmp_path: Path) -> None:
     config = node_config("--peer", "127.0.0.1:9100", "--peer-store", str(tmp_path / "with space"))
     assert config == {
@@ -162,6 +163,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_listener_leaves_when_the_node_is_killed_although_its_helper_lives_on(start, tmp_path, number) -> None:
     node = start()
@@ -183,6 +185,7 @@ def test_the_listener_leaves_when_the_node_is_killed_although_its_helper_lives_o
         sender.send(str(config[PEER_ADDRESS]), parcel)
 
 
+@pytest.mark.long
 def test_the_listener_leaves_when_the_node_ends_by_itself(start, tmp_path) -> None:
     node = start("--peer-store", str(tmp_path / "store"), ends=True)
     node.started()
@@ -191,6 +194,7 @@ def test_the_listener_leaves_when_the_node_ends_by_itself(start, tmp_path) -> No
     assert (tmp_path / "store").is_dir()  # a folder that was named stays
 
 
+@pytest.mark.long
 def test_nothing_but_the_node_holds_the_pipe(start) -> None:
     node = start()
     _, helper, _ = node.started()
@@ -204,6 +208,7 @@ def test_nothing_but_the_node_holds_the_pipe(start) -> None:
     assert (holds(node.process.pid), holds(listener), holds(helper)) == (1, 1, 0)
 
 
+@pytest.mark.long
 def test_a_node_whose_port_is_taken_does_not_start(start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

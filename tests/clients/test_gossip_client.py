@@ -230,6 +230,7 @@ def test_instructions_survive_the_way_through_a_message(column, row, mail, retur
     assert gossip.take_instruction(Message(content, 1, "train")) == sent
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.lists(numbers, min_size=1, max_size=3), letters), max_size=4),

@@ -45,6 +45,7 @@ def test_b2_all_mods_of_the_package_are_tested_here() -> None:
     assert known <= FACTORIES.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FACTORIES)
 def test_b2_a_run_with_the_mod_without_parentheses_is_the_run_with_them(name: str) -> None:
     """Before, every reply was "compression() takes from 0 to 1 positional arguments but 3 were given"."""

@@ -35,6 +35,7 @@ def clt_round(codec: ScaleCom, states: list, updates: list[Update], leader: int,
     return [fixed.decode(frame, layout) for frame, _ in done], [state for _, state in done], supports
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("selector", ["exact", "chunk"])
 def test_memory_is_beta_times_what_was_not_sent(beta: float, selector: str) -> None:
@@ -117,6 +118,7 @@ def test_average_case_of_a_support_that_misses() -> None:
     assert ScaleCom(0.5).contraction(LAYOUT) is None
 
 
+@pytest.mark.long
 def test_memory_norms_of_constant_gradients() -> None:
     """Spec 7.3: four clients with fixed Gaussian gradients, n = 300, k = 15. The rotating leader's memories stay below
     15 times the gradient over 2000 rounds; supports taken from the mean let them exceed 100."""

@@ -111,6 +111,7 @@ def check_arrives(scheme: Scheme, rate: float = 0.05, steps: int = 300) -> float
     return found
 
 
+@pytest.mark.long
 @named(
     apart(ErrorFeedback(TopK(1 / 3))),
     apart(ErrorFeedback(ChunkTop1(1 / 3))),
@@ -126,6 +127,7 @@ def test_7_3_three_workers_meet_with_memory(scheme: Scheme) -> None:
     check_arrives(scheme)
 
 
+@pytest.mark.long
 @named(
     led(ScaleCom(1 / 3)),
     led(ScaleCom(1 / 3, selector="chunk")),
@@ -137,6 +139,7 @@ def test_7_3_three_workers_meet_on_one_support_at_half_the_rate(scheme: Scheme) 
     check_arrives(scheme, 0.025, 600)
 
 
+@pytest.mark.long
 def test_7_3_three_workers_part_without_memory() -> None:
     """Top-1 alone goes where all three agree, away from the optimum: 226."""
     away = r"\|x\| = 226\.4"
@@ -167,11 +170,13 @@ def check_proportional(scheme: Scheme, time: float) -> None:
     assert 0.005 < fine < 0.008
 
 
+@pytest.mark.long
 def test_7_3_the_error_of_top_k_with_memory_is_proportional_to_the_rate() -> None:
     """Top-10 % on heterogeneous quadratics: .0253 at .02 and .0066 at .005."""
     check_proportional(apart(ErrorFeedback(TopK(0.1))), 12)
 
 
+@pytest.mark.long
 def test_7_3_without_memory_the_error_does_not_fall_with_the_rate() -> None:
     """The same error at both rates all along, down to a bias floor: .808 in the end, .800 after 600 steps at .02."""
     plain = apart(TopK(0.1))
@@ -197,6 +202,7 @@ def check_bounded(scheme: Scheme, bound: float) -> None:
     assert found < bound, f"the memory grows to {found:.0f} gradients"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("scheme", "bound"),
     [
@@ -211,6 +217,7 @@ def test_7_3_memories_stay_bounded(scheme: Scheme, bound: float) -> None:
     check_bounded(scheme, bound)
 
 
+@pytest.mark.long
 def test_7_3_memories_grow_where_nobody_takes_turns() -> None:
     """What cancels in the mean is never sent when the mean chooses, what one leader lacks hardly ever: above 100."""
     grows = r"grows to 1\d\d gradients"
@@ -311,12 +318,14 @@ TABLE = {
 FORGETFUL = led(ScaleCom(0.01, scope="global", memory=False))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["local top-k", "CLT-k"])
 def test_7_3_digits_with_memory_train_as_well_as_dense(name: str) -> None:
     """One percent of the coordinates, identical clients, one seed: at most 1.15 times the dense loss."""
     check_digits(*TABLE[name])
 
 
+@pytest.mark.long
 def test_7_3_digits_without_memory_train_three_times_worse() -> None:
     """Leaders choose as before, and what is not sent is lost."""
     caught(check_digits, FORGETFUL, 3.0, match="times the dense loss")

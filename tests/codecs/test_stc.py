@@ -167,6 +167,7 @@ def test_non_finite_values_name_their_tensor() -> None:
         STC(0.1).encode(given, {}, KEY)
 
 
+@pytest.mark.long
 def test_memory_makes_the_average_right() -> None:
     """With error feedback the mean of what is sent approaches a constant update, and a lost frame returns."""
     layout = Layout.flat(200)

@@ -18,6 +18,7 @@ from coding.bench.measuring import Claim, Prepared, Size, Times
 TINY = Size(generation=4096, repetitions=2, quick=True)
 
 
+@pytest.mark.long
 def test_json_is_one_document_with_every_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +81,7 @@ def test_only_a_failed_claim_that_gates_fails_the_run(
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_what_is_missing_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts.isal, "libraries", tuple)
     monkeypatch.setattr(parts.kernels, "tiers", lambda: ("swar", "numpy"))
@@ -103,6 +105,7 @@ def test_ratios_are_medians_within_repetitions() -> None:
     assert times.ratio(["a", "c"], ["b"]) == 1.0
 
 
+@pytest.mark.long
 def test_a_sample_begins_warm_unless_its_call_is_long() -> None:
     """Otherwise a method below a millisecond a call would be timed warm, one just above it cold."""
     seen: list[str] = []

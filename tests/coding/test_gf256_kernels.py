@@ -56,6 +56,7 @@ def test_bit_matrices_and_nibbles_give_every_product() -> None:
     np.testing.assert_array_equal(low ^ high, tables.products())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tier", HERE)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 9])
 def test_every_length_from_0_to_300_equals_galois(tier: str, n: int) -> None:
@@ -75,6 +76,7 @@ def test_every_length_from_0_to_300_equals_galois(tier: str, n: int) -> None:
         room[:] = 0xA5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tier", HERE)
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (64, 64), (5, 33), (130, 2), (1, 257)])
 def test_many_rows_equal_galois(tier: str, n: int, k: int) -> None:
@@ -82,6 +84,7 @@ def test_many_rows_equal_galois(tier: str, n: int, k: int) -> None:
     np.testing.assert_array_equal(matmul(a, b, tier=tier), oracle(a, b))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tier", HERE)
 def test_views_give_what_copies_give(tier: str) -> None:
     wide = drawn(3, 40, 900)
@@ -112,6 +115,7 @@ def test_views_give_what_copies_give(tier: str) -> None:
                 assert np.count_nonzero(room) == np.count_nonzero(expected)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(0, 12), k=st.integers(0, 12), size=st.integers(0, 700), seed=st.integers(0, 2**32), add=st.booleans()
@@ -171,6 +175,7 @@ def test_arguments_are_checked() -> None:
             wrong()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (5, 5, 10), (16, 16, 32), (20, 7, 7), (7, 20, 20), (65, 65, 130), (30, 40, 90)]
 )
@@ -352,6 +357,7 @@ def child(**variables: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variables", "tiers"),
     [
@@ -394,6 +400,7 @@ def test_the_disk_cache_keeps_targets_apart(tmp_path: Path) -> None:
     assert compiled() == second, "the same target finds its own code again"
 
 
+@pytest.mark.long
 def test_importing_is_cheap() -> None:
     code = "import sys, coding.kernels, coding.field, coding.bench; " + (
         "print([m for m in ('numba', 'llvmlite', 'galois', 'scipy') if m in sys.modules])"

@@ -15,6 +15,7 @@ from fedcomp.errors import ConfigError
 EDGES = [0, 1, -1, 127, -128, 128, 2**15 - 1, 2**15, -(2**31), 2**31, 2**62, -(2**62)]
 
 
+@pytest.mark.long
 @given(
     st.lists(st.sampled_from(EDGES), max_size=20),
     st.lists(
@@ -66,6 +67,7 @@ def test_a_sum_that_could_wrap_is_refused() -> None:
     assert once.merged(empty_sum(1)).largest == 2**62
 
 
+@pytest.mark.long
 def test_bytes_of_strangers_raise_typed_errors_only() -> None:
     good = empty_sum(4).plus(np.array([300, -2, 0, 9]), Part(1, 2, 3, 4, b"note")).to_bytes()
     for data, reason in (

@@ -149,6 +149,7 @@ def test_nodes_get_links_to_each_other_where_the_system_uses_them(system, linked
     assert asked == ([(3, True), (3, False)] if linked else [(3, False)])
 
 
+@pytest.mark.long
 def test_a_node_killed_on_purpose_is_not_missed(tmp_path, monkeypatch):
     sleeper = [sys.executable, "-c", "import subprocess, sys; subprocess.run(['sleep', '60'])"]
     deployment = Deployment(2)

@@ -78,6 +78,7 @@ def test_a_broken_benchmark_is_one_line(setup: Setup, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines()[-1] == "error: benchmark 'broken' broke: RuntimeError: no room"
 
 
+@pytest.mark.long
 def test_importing_and_listing_is_cheap() -> None:
     script = (
         "import sys, experiments.bench, experiments.bench.__main__ as m; code = m.main(['--list'])\n"

@@ -32,6 +32,7 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
     assert not specs or min(spec.seed for spec in specs) == config.seed
 
 
+@pytest.mark.long
 def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experiment) -> None:
     from experiments.systems import check
 
@@ -43,6 +44,7 @@ def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experimen
     assert set(experiment.options) <= used or experiment.measure is not None
 
 
+@pytest.mark.long
 def test_e2_the_smallest_size_is_one_and_can_run(experiment: Experiment) -> None:
     from experiments.systems import check
 

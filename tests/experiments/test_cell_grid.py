@@ -39,6 +39,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.long
 def test_a_cell_says_what_it_came_to() -> None:
     found = run_cells(CELLS, Say())
     assert list(found) == [c.name for c in CELLS]
@@ -55,6 +56,7 @@ def test_a_cell_says_what_it_came_to() -> None:
     assert wild.points[-1][1] == math.inf
 
 
+@pytest.mark.long
 def test_finished_cells_are_not_trained_again_and_read_the_same() -> None:
     kept: dict[str, object] = {}
     lines: list[str] = []

@@ -28,6 +28,7 @@ def updates(clients: int, round_: int = 1, size: int = 2000) -> list[Update]:
     return [Update(values.astype(np.float32), Layout.flat(size)) for values in drawn]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("system", "settings"),
     [
@@ -55,6 +56,7 @@ def test_a_system_ends_in_the_same_model_and_bytes_as_with_messages(system: str,
         assert [e.uplink for e in out.exchanges] == [r.uplink_payload_bytes for r in sent.rounds[1:]]
 
 
+@pytest.mark.long
 def test_the_downlink_of_a_shared_support_is_what_its_strategy_sends() -> None:
     spec = RunSpec("scalecom", rounds=4, clients=3, settings=ONE_STEP)
     sent, out = engines.run(spec), simulate(*Plan.of(spec))
@@ -77,6 +79,7 @@ def test_what_only_messages_can_do_is_refused() -> None:
         simulate(Plan(get_task("digits", model="cnn", batch_norm=True), 2, 1), Separate(Identity()))
 
 
+@pytest.mark.long
 def test_b6_without_support_wise_moments_the_server_steps_where_nothing_arrived() -> None:
     spec = RunSpec("topk", rounds=8, clients=3, settings=SMALL | {"feedback": True, "inner": "fedadam"})
     plan, scheme = Plan.of(spec)
@@ -103,6 +106,7 @@ def test_the_leader_rotates_and_nobody_else_chooses() -> None:
         assert not np.array_equal(moved.mean, done.mean)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("beta", "oracle"), [(1.0, False), (0.3, False), (1.0, True)])
 def test_nothing_is_lost_on_a_shared_support(beta: float, oracle: bool) -> None:
     scheme = Led(ScaleCom(0.05, beta=beta, scope="global"), oracle=oracle)

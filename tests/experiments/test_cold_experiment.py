@@ -55,6 +55,7 @@ def ran(one_problem: None) -> Ran:
     return config, results, cold.measure(config, results, Say(keep=kept.__setitem__)), kept, settings
 
 
+@pytest.mark.long
 def test_bits_are_those_of_the_letters(ran: Ran) -> None:
     _, _, findings, kept, _ = ran
     digest = 8 * 8
@@ -148,6 +149,7 @@ def test_c4_no_floor_is_claimed_by_theory_and_the_one_that_is_falls_with_the_ste
     assert fixed[0] > 3 * fixed[1] > 8 * fixed[2] > 0
 
 
+@pytest.mark.long
 def test_c4_runs_of_d_psgd_and_choco_end_at_the_fixed_point(problem: convex.Convex) -> None:
     from fedcomp.gossip import get_algorithm
     from fedcomp.gossip.topology import Complete

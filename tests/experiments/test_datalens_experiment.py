@@ -29,6 +29,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
     return config, results, datalens.measure(config, results, Say())
 
 
+@pytest.mark.long
 def test_no_budget_is_crossed_and_one_row_ends_where_its_budget_does(run) -> None:
     config, results, findings = run
     claims = {claim.name.partition(",")[0]: claim for claim in datalens.claims(config, results, findings)}

@@ -65,6 +65,7 @@ def ran(made: list[GraphCell]) -> Ran:
     return config, results, gcn.measure(config, results, Say(keep=kept.__setitem__)), kept, settings
 
 
+@pytest.mark.long
 def test_rows_are_what_messages_carried_and_rules_ask_for_fewer_in_their_order(ran: Ran) -> None:
     config, results, _, _, _ = ran
     found = {label.removeprefix(f"{CUT}: "): outcome(result) for label, result in results.items()}
@@ -220,6 +221,7 @@ def test_variance_ratios_are_those_worked_out_with_dense_matrices(karate: GraphT
     assert found.kept == pytest.approx(5)
 
 
+@pytest.mark.long
 def test_c5_rivals_fetch_as_many_rows_and_only_the_input_layer_pays_for_it(karate: GraphTask) -> None:
     size = {"seed": 7, "rounds": 40, "batch": 6}
     skew = SamplerSettings(n=12, mode="fixed", scale=4.0, layers=2)
@@ -238,6 +240,7 @@ def test_c5_rivals_fetch_as_many_rows_and_only_the_input_layer_pays_for_it(karat
     )
 
 
+@pytest.mark.long
 def test_bias_is_that_of_samplers_that_have_one(karate: GraphTask) -> None:
     part = karate.part(0, 2)
 

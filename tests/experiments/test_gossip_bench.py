@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from experiments.bench import BENCHMARKS, gossip
 
 
+@pytest.mark.long
 def test_the_quick_benchmark_measures_runs_letters_and_the_protocol() -> None:
     said: list[str] = []
     result = gossip.run(quick=True, progress=said.append)

@@ -67,6 +67,7 @@ def small() -> Small:
     return Small(config, results, findings, EXPERIMENT.claims(config, results, findings), used)
 
 
+@pytest.mark.long
 def test_every_setting_is_read(small: Small) -> None:
     assert set(EXPERIMENT.options) <= small.used
 

@@ -33,6 +33,7 @@ def run() -> tuple[Config, Findings, Read, dict[str, object]]:
     return config, findings, settings, kept
 
 
+@pytest.mark.long
 def test_every_setting_is_read_and_findings_survive_json(run) -> None:
     config, findings, settings, _ = run
     assert settings.read == set(privacy_audit.OPTIONS)

@@ -56,6 +56,7 @@ PRIVATE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRIVATE)
 def test_messages_change_nothing(name: str) -> None:
     """The model bit for bit, the bytes of all frames, the rounds made and every figure of the statement."""
@@ -88,6 +89,7 @@ def test_a_cell_is_plain_data_and_comes_back() -> None:
     assert found.uplink == found.frames * (longest + FILLED), "padded: a length that tells nothing"
 
 
+@pytest.mark.long
 def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
     settings = {key: SETTINGS[key] for key in ("task.hidden", "lr", "batch_size", "max_steps")}
     found = PrivateCell("dense", "identity", "digits", CLIENTS, 2, 5, settings).run()

@@ -82,6 +82,7 @@ def make(
     return summarise(TINY, config, specs, series, results, claims, "/somewhere/private/runs/x-tiny", findings), series
 
 
+@pytest.mark.long
 def test_the_page_loads_nothing_and_is_well_formed() -> None:
     text = render_html(*make())
     page = Page(text)
@@ -92,6 +93,7 @@ def test_the_page_loads_nothing_and_is_well_formed() -> None:
     assert "/somewhere/private" not in text
 
 
+@pytest.mark.long
 def test_the_page_holds_question_figures_claims_and_plots() -> None:
     summary, series = make()
     page = Page(render_html(summary, series))
@@ -127,6 +129,7 @@ def found(rows: int = 3) -> Findings:
     )
 
 
+@pytest.mark.long
 def test_the_page_shows_what_was_measured() -> None:
     summary, series = make(findings=found())
     text = render_html(summary, series)
@@ -151,6 +154,7 @@ def test_numbers_of_a_column_have_equally_many_decimals() -> None:
     assert aligned([]) == []
 
 
+@pytest.mark.long
 def test_long_tables_are_folded_and_many_rows_are_not_plotted() -> None:
     summary, series = make(findings=found(rows=25))
     assert Page(render_html(summary, series)).tags.count("details") == 1
@@ -162,6 +166,7 @@ def test_long_tables_are_folded_and_many_rows_are_not_plotted() -> None:
     assert Page(render_html(plain, {row["label"]: series["dense"] for row in many["rows"]})).tags.count("figure") == 2
 
 
+@pytest.mark.long
 def test_the_caption_says_how_long_the_rows_were() -> None:
     summary, series = make()
     assert "Totals over 5 rounds and 4 clients." in Page(render_html(summary, series)).text
@@ -169,6 +174,7 @@ def test_the_caption_says_how_long_the_rows_were() -> None:
     assert "Totals over 2 to 5 rounds and 4 to 8 clients." in Page(render_html(summary, series)).text
 
 
+@pytest.mark.long
 def test_a_page_without_rows_has_no_empty_table() -> None:
     summary, _ = make(findings=found())
     page = Page(render_html(summary | {"rows": []}, {}))
@@ -176,6 +182,7 @@ def test_a_page_without_rows_has_no_empty_table() -> None:
     assert "Uplink payload" not in page.text
 
 
+@pytest.mark.long
 def test_element_ids_that_are_referred_to_are_unique_on_the_page() -> None:
     text = render_html(*make())
     referred = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
@@ -184,12 +191,14 @@ def test_element_ids_that_are_referred_to_are_unique_on_the_page() -> None:
         assert len(re.findall(f'id="{re.escape(name)}"', text)) == 1
 
 
+@pytest.mark.long
 def test_a_page_of_no_rounds_and_no_claims() -> None:
     summary, series = make(rounds=0)
     assert verdict(summary).startswith("No round was run")
     assert "No round was run" in Page(render_html(summary, series)).text
 
 
+@pytest.mark.long
 def test_a_claim_without_a_value_and_one_without_a_bound_are_shown() -> None:
     claims = [Claim("lost", math.nan, ">=", 1.0, "test"), Claim("huge", math.inf, ">=", 1.0, "test")]
     summary, series = make(claims=claims)
@@ -199,6 +208,7 @@ def test_a_claim_without_a_value_and_one_without_a_bound_are_shown() -> None:
     assert "inf" in text
 
 
+@pytest.mark.long
 def test_a_goal_that_does_not_gate_is_no_failed_claim() -> None:
     claims = [Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")]
     summary = make(claims=claims)[0]
@@ -235,6 +245,7 @@ def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() ->
     assert (sparse["accuracy"], sparse["uplink_ratio"]) == (None, None)
 
 
+@pytest.mark.long
 def test_a_plot_draws_every_series_once_in_the_pages_colours() -> None:
     lines = [Series(f"line {i}", [0, 1, 2], [0.1 * i, math.nan, 0.5]) for i in range(3)]
     curves = Curves('accuracy "now"', "round", "%", lines)
@@ -245,6 +256,7 @@ def test_a_plot_draws_every_series_once_in_the_pages_colours() -> None:
     assert svg == line_plot(curves, salt="a")
 
 
+@pytest.mark.long
 def test_a_logarithmic_plot_leaves_out_what_has_no_logarithm() -> None:
     def draw(x: list[float], y: list[float]) -> str:
         return line_plot(Curves("t", "x", "y", [Series("a", x, y)], log_x=True, log_y=True, x_bytes=True), salt="s")
@@ -283,6 +295,7 @@ def test_e4_an_experiment_without_an_answer_is_answered_by_its_first_claim() -> 
         assert verdict(summary).startswith(said)
 
 
+@pytest.mark.long
 def test_e4_what_was_missed_stands_above_every_table_of_the_page() -> None:
     text = render_html(*make())
     answer, missed = text.index("Sparse sends 80000 bytes"), text.index("very many fewer bytes: 10, not")

@@ -46,6 +46,7 @@ def codec_of(name: str):
 
 # Coded gradient descent needs a linear task: tests/experiments/test_coded_training_experiment.py runs it. Private
 # systems say less of a round, and are in test_private_systems.py.
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, system in SYSTEMS.items() if not system.needs and not system.private])
 def test_every_system_runs_end_to_end(name, plain):
     ample = {key: value for key, value in AMPLE.items() if key in SYSTEMS[name].defaults}
@@ -70,6 +71,7 @@ def test_the_identity_codec_changes_no_bit(plain):
     assert {k: v.tobytes() for k, v in result.arrays.items()} == {k: v.tobytes() for k, v in plain.arrays.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", INNER)
 def test_every_inner_strategy_runs_plain_and_compressed(name):
     settings = SMALL | {"inner": name} | INNER_OPTIONS.get(name, {})
@@ -96,6 +98,7 @@ def test_the_proximal_term_reaches_the_clients():
     assert np.linalg.norm(final(10.0) - start) < 0.8 * np.linalg.norm(final(0.0) - start)
 
 
+@pytest.mark.long
 def test_downlink_and_memory_settings_reach_their_codecs():
     spec = RunSpec(
         "topk",
@@ -166,6 +169,7 @@ def test_check_finds_the_same_without_running():
         check(RunSpec("topk", settings={"codec.density": 2.0}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["fedavg", "identity", "topk"])
 def test_a_model_with_integer_buffers_keeps_them(name):
     settings = {"task.model": "cnn", "task.batch_norm": True, "max_steps": 2}

@@ -221,6 +221,7 @@ def test_wire_bytes_agree_with_flowers_own_walk_over_the_objects() -> None:
     assert ours < 2.4e6 + 5.3e6 + 1.1e6
 
 
+@pytest.mark.long
 def test_messages_are_rebuilt_exactly_as_flower_would() -> None:
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 

@@ -151,6 +151,7 @@ def test_another_protocol_version_is_not_read_any_further() -> None:
     assert found.protocol == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["generation", "pending", "session", "codec", "lineage", "layout"])
 @pytest.mark.parametrize("value", [None, "x", 7, b"x", [1]], ids=repr)
 def test_d5_a_damaged_description_begins_the_memory_anew(name: str, value) -> None:

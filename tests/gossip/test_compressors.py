@@ -158,6 +158,7 @@ def test_magnitudes_are_ranked_in_float64_before_they_are_rounded() -> None:
     assert np.flatnonzero(through(TopK(k=2), v)).tolist() == [0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1e-14, 1e-30, 1e30])
 @pytest.mark.parametrize("c", ALL, ids=repr)
 def test_innovations_keep_shrinking_at_any_size_the_wire_holds(c: Compressor, scale: float) -> None:
@@ -224,6 +225,7 @@ def worst_cases(n: int) -> list[NDArray[Any]]:
     return [spike, flat, steep, flat + 0.5 * draw(n), draw(n)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [1, 2, 3, 20])
 @pytest.mark.parametrize("c", [*ALL, Dithered(4), FromCodec({"id": "topk", "density": 0.25})], ids=repr)
 def test_declared_contractions_hold_and_are_reached(c: Compressor, n: int) -> None:
@@ -267,6 +269,7 @@ def test_dithered_is_the_published_formula(bits: int, dtype: str) -> None:
         assert np.array_equal(through(Dithered(bits), v), expected.astype(dtype))
 
 
+@pytest.mark.long
 def test_dithered_is_unbiased() -> None:
     v = draw(12)
     c = Dithered(2)

@@ -147,6 +147,7 @@ def test_letters_with_another_model_or_of_the_closing_phase_are_refused() -> Non
         absorb(state, [letter(push)], ("z",), Identity(), complete=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("c", EVERY, ids=repr)
 def test_mutated_letters_are_refused_or_letters(c: Compressor, dtype: str) -> None:

@@ -132,6 +132,7 @@ def small(*, kind: str = "sym", nodes: int = 12, degree: float = 3.0, seed: int 
 ROWS = np.array([0, 2, 3])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1.0, 2.0, 16.0])
 @pytest.mark.parametrize("keep_self", [False, True])
 def test_7_01_poisson_is_exactly_unbiased(scale: float, keep_self: bool) -> None:
@@ -142,6 +143,7 @@ def test_7_01_poisson_is_exactly_unbiased(scale: float, keep_self: bool) -> None
     assert np.abs(over_subsets(run, count) - truth(part, ROWS)).max() < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("weight", ["count", "l2sq"])
 @pytest.mark.parametrize("mode", ["matched", "measured", "worst"])
 def test_7_01_poisson_is_exactly_unbiased_by_every_rule_and_weight(weight: str, mode: str) -> None:
@@ -150,6 +152,7 @@ def test_7_01_poisson_is_exactly_unbiased_by_every_rule_and_weight(weight: str, 
     assert np.abs(over_subsets(run, count) - truth(part, ROWS)).max() < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1.0, 3.0, 16.0])
 @pytest.mark.parametrize("keep_self", [False, True])
 def test_7_01_multinomial_is_exactly_unbiased(scale: float, keep_self: bool) -> None:
@@ -166,6 +169,7 @@ def test_7_01_the_harness_fails_for_local_only() -> None:
     assert np.abs(run(np.zeros(0)) - truth(part, ROWS)).max() > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_7_01_the_harness_fails_for_clipped_weights(scale: float) -> None:
     part = small()
@@ -198,6 +202,7 @@ def test_7_01_the_harness_fails_for_ladies(renormalise: bool) -> None:
     assert np.linalg.norm(mean - exact) > 0.03 * np.linalg.norm(exact)
 
 
+@pytest.mark.long
 def test_ladies_draws_one_after_the_other_without_replacement() -> None:
     part, n, draws = small(), 2, 1500
     exact = truth(part, ROWS)
@@ -214,6 +219,7 @@ def test_ladies_draws_one_after_the_other_without_replacement() -> None:
     assert (np.abs(seen / draws - expected) < 4.0 * np.sqrt(expected * (1.0 - expected) / draws)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("keep_self", [False, True])
 def test_7_01_node_wise_poisson_is_exactly_unbiased(scale: float, keep_self: bool) -> None:
@@ -226,6 +232,7 @@ def test_7_01_node_wise_poisson_is_exactly_unbiased(scale: float, keep_self: boo
     assert np.abs(over_subsets(run, count) - truth(part, rows)).max() < EXACT
 
 
+@pytest.mark.long
 def test_7_01_node_wise_is_exactly_unbiased_in_a_row_without_owned_neighbours() -> None:
     lists = normalised(np.zeros(4, int), np.arange(2, 6), 6, "mean", self_loops=False)
     part = cut(lists, toy_owner(6, 3), np.ones((6, 1)))[0]
@@ -238,6 +245,7 @@ def test_7_01_node_wise_is_exactly_unbiased_in_a_row_without_owned_neighbours() 
         assert np.abs(found - truth(part, rows)).max() < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["fixed", "matched", "measured"])
 def test_7_01_node_wise_multinomial_is_exactly_unbiased(mode: str) -> None:
     part, rows = apart()
@@ -268,6 +276,7 @@ def test_7_01_boundary_is_exactly_unbiased(q: float) -> None:
     assert np.abs(found - truth(part, ROWS)).max() < EXACT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep_self", [False, True])
 def test_7_01_fastgcn_is_exactly_unbiased(keep_self: bool) -> None:
     part = small(nodes=9, degree=2.0)
@@ -300,6 +309,7 @@ def test_remote_rows_do_not_keep_their_own_columns(sampler: str) -> None:
     assert bare.columns.tolist() == [2]
 
 
+@pytest.mark.long
 def test_7_03_two_linear_layers_are_unbiased_with_independent_draws_and_not_with_shared_ones() -> None:
     nodes, draws = 4, 500
     src, dst = np.triu_indices(nodes, 1)

@@ -165,6 +165,7 @@ def counted(part: Part, settings: SamplerSettings, draws: int) -> tuple[np.ndarr
     return np.array([int((~part.owned(one.columns)).sum()) for one in found]), found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from experiments.bench import sparsifiers as other
 from experiments.bench.kernels import DENSITIES, Measured, measure
@@ -33,6 +34,7 @@ def test_a_slow_kernel_fails_its_claims() -> None:
     assert all("density 0.01" in name for name in failed)
 
 
+@pytest.mark.long
 def test_every_method_is_measured() -> None:
     vector = layered(60_000)
     scales = [np.abs(layer).mean() for layer in np.array_split(vector, LAYERS)]
@@ -69,6 +71,7 @@ def test_the_other_sparsifiers_fail_when_slow() -> None:
     assert not any("read passes" in claim.name for claim in other.density_claims(times, 0.01, against_limit=False))
 
 
+@pytest.mark.long
 def test_the_torch_forms_do_the_same() -> None:
     """A comparison with something that does less would be worth nothing."""
     import torch
@@ -84,6 +87,7 @@ def test_the_torch_forms_do_the_same() -> None:
         assert np.setxor1d(ours, theirs).size <= 2
 
 
+@pytest.mark.long
 def test_every_sparsifier_is_measured() -> None:
     vector = layered(30_000)
     told: list[str] = []

@@ -25,10 +25,12 @@ def caught(name: str) -> None:
     assert [v for v in wrong if not v.ok], wrong
 
 
+@pytest.mark.long
 def test_mutant_no_clip_is_caught() -> None:
     caught("no clip")
 
 
+@pytest.mark.long
 def test_mutant_clip_per_tensor_is_caught() -> None:
     caught("clip per tensor")
 
@@ -37,38 +39,47 @@ def test_mutant_clip_before_adding_the_residual_is_caught() -> None:
     caught("clip before memory")
 
 
+@pytest.mark.long
 def test_mutant_noise_on_the_mean_with_wrong_n_is_caught() -> None:
     caught("noise on the mean")
 
 
+@pytest.mark.long
 def test_mutant_noise_per_client_and_divided_is_caught() -> None:
     caught("noise per client")
 
 
+@pytest.mark.long
 def test_mutant_noise_cast_to_integer_buffers_is_caught() -> None:
     caught("noise in integers")
 
 
+@pytest.mark.long
 def test_mutant_weights_by_num_examples_is_caught() -> None:
     caught("weights")
 
 
+@pytest.mark.long
 def test_mutant_c_instead_of_2c_for_replace_is_caught() -> None:
     caught("C for 2C")
 
 
+@pytest.mark.long
 def test_mutant_forgot_sqrt_k_is_caught() -> None:
     caught("no root of k")
 
 
+@pytest.mark.long
 def test_mutant_one_event_per_batch_is_caught() -> None:
     caught("event per batch")
 
 
+@pytest.mark.long
 def test_mutant_accountant_reset_each_round_is_caught() -> None:
     caught("accountant reset")
 
 
+@pytest.mark.long
 def test_mutant_support_of_private_top_k_left_un_noised_is_caught() -> None:
     caught("private support")
 
@@ -77,22 +88,27 @@ def test_mutant_same_seed_each_round_is_caught() -> None:
     caught("same seed")
 
 
+@pytest.mark.long
 def test_mutant_metric_leak_is_caught() -> None:
     caught("metric leak")
 
 
+@pytest.mark.long
 def test_mutant_flowers_adaptive_clipping_sign_is_caught() -> None:
     caught("Flower's sign")
 
 
+@pytest.mark.long
 def test_mutant_uncentred_norm_bits_is_caught() -> None:
     caught("uncentred bits")
 
 
+@pytest.mark.long
 def test_2_6_mutant_top_k_support_of_the_private_sum_with_noise_on_the_support_is_caught() -> None:
     caught("private support, low rank")
 
 
+@pytest.mark.long
 def test_mutant_separate_clipping_of_both_low_rank_products_is_caught() -> None:
     caught("separate clips")
 

@@ -83,6 +83,7 @@ def weight(result: Any) -> np.ndarray:
     return result.arrays["weight"].numpy()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [None, TopK(density=1.0)])
 def test_disjoint_records_cost_what_the_dearest_client_spent_and_not_the_sum(codec):
     strategy = record_dp(codec=codec)
@@ -146,6 +147,7 @@ def says(**fields: Any) -> Callable[[RecordDict], None]:
     return change
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("codec", [None, TopK(density=1.0)])
 @pytest.mark.parametrize(
     "lie",
@@ -187,6 +189,7 @@ def holds(change: Callable[[np.ndarray], Array] | None, name: str | None = None)
     return alter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "lie",
     [
@@ -315,6 +318,7 @@ def test_books_in_a_file_outlive_the_server(tmp_path: Path):
         record_dp(rate=0.2).load_state_dict(state)
 
 
+@pytest.mark.long
 def test_a_run_that_repeats_a_round_pays_for_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = {"task.hidden": "16", "max_steps": 2, "insecure_deterministic": True}
     spec = RunSpec("record-dp", rounds=2, clients=2, settings=settings)

@@ -72,6 +72,7 @@ def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", [0, 1])
 def test_b3_variances_stay_positive_and_the_report_says_so(index: int, caplog: pytest.LogCaptureFixture) -> None:
     """Without a counter nothing tells a variance from a weight: error feedback would carry it below zero."""
@@ -85,6 +86,7 @@ def test_b3_variances_stay_positive_and_the_report_says_so(index: int, caplog: p
     assert "ArrayRecord(model.state_dict())" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", [0, 1])
 def test_b3_torch_statistics_without_names_are_averaged_as_values(index: int) -> None:
     """What FedAvg makes of variances: all clients are near .02 after two rounds, compressed ones would lag behind."""

@@ -36,6 +36,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> str:
     return hashlib.sha256(b"".join(a.tobytes() for a in arrays.values())).hexdigest()
 
 
+@pytest.mark.long
 def test_digits_mlp_learns() -> None:
     task = _task("digits")
     model = task.model(0)
@@ -49,6 +50,7 @@ def test_digits_mlp_learns() -> None:
     assert after["num-examples"] == len(task.test) == 355
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_digits_cnn_learns(batch_norm: bool) -> None:
     task = _task("digits", model="cnn", batch_norm=batch_norm)
@@ -58,6 +60,7 @@ def test_digits_cnn_learns(batch_norm: bool) -> None:
     assert ("norm1.num_batches_tracked" in model.state_dict()) is batch_norm
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["logistic", "svm"])
 def test_linear_models_learn_breast_cancer(kind: str) -> None:
     task = _task("breast-cancer", model=kind, l2=1e-3)
@@ -66,6 +69,7 @@ def test_linear_models_learn_breast_cancer(kind: str) -> None:
     assert task.evaluate(model, task.test)["accuracy"] > 0.95
 
 
+@pytest.mark.long
 def test_wifi_learns() -> None:
     task = _task("wifi")
     model = task.model(0)
@@ -73,6 +77,7 @@ def test_wifi_learns() -> None:
     assert task.evaluate(model, task.test)["accuracy"] > 0.85
 
 
+@pytest.mark.long
 def test_char_lstm_beats_the_unigram_entropy() -> None:
     task = _task("tiny-shakespeare", speakers=4, hidden=48)
     model = task.model(0)
@@ -256,6 +261,7 @@ for name, options in (("digits", dict(partition="dirichlet:0.5")), ("digits", di
 """
 
 
+@pytest.mark.long
 def test_two_processes_give_the_same_bits() -> None:
     started = [
         subprocess.Popen([sys.executable, "-c", SCRIPT.format(threads=threads)], stdout=subprocess.PIPE, text=True)
@@ -267,6 +273,7 @@ def test_two_processes_give_the_same_bits() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(name for name in TASKS if not task_class(name).needs))
 def test_global_generators_are_untouched_and_irrelevant(name: str) -> None:
     task = _task(name)
@@ -279,6 +286,7 @@ def test_global_generators_are_untouched_and_irrelevant(name: str) -> None:
     assert _digest(to_arrays(task.model(7))) != _digest(to_arrays(task.model(8)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_clients_cover_the_training_split(name: str) -> None:
     # Some graphs are made for a number of owners.
@@ -415,6 +423,7 @@ def test_the_quickstarts_cnn_takes_digits_enlarged_to_its_shape() -> None:
     torch.testing.assert_close(model(x), model(colours), rtol=0.0, atol=0.0)
 
 
+@pytest.mark.long
 def test_documented_parameter_counts() -> None:
     counts = {
         ("digits", "mlp"): 85_002,
@@ -430,6 +439,7 @@ def test_documented_parameter_counts() -> None:
         load_arrays(_task(name, model=kind).model(1), arrays)
 
 
+@pytest.mark.long
 def test_importing_the_package_loads_no_torch() -> None:
     code = (
         "import sys, fedcomp.tasks, fedcomp.timing\n"

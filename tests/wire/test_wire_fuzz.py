@@ -54,11 +54,13 @@ def test_mutants_are_reproducible_and_differ_from_the_specimen() -> None:
     assert len(set(first) - set(SMALL[3].frames)) > 450
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("specimen", SMALL, ids=NAMES)
 def test_small_frames(specimen: Specimen) -> None:
     check(fuzz(specimen, SMALL, 8_192, seed=1), specimen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", range(len(SMALL)), ids=NAMES)
 def test_large_tensors(which: int) -> None:
     large = specimens(120_000)
