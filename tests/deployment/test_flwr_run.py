@@ -22,12 +22,15 @@ def test_e1_a_documented_run_gets_its_eight_nodes_from_flower(
     (command,) = (c for c in commands(ROOT / "docs" / "gossip.md") if c.words[:2] == ("flwr", "run"))
     words = [re.sub(r"\brounds=\d+", "rounds=1", word) for word in command.words]
     assert words != list(command.words)
+    # As in an activated environment: `flwr` starts `flower-superlink` by its bare name.
+    programs = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), os.environ.get("PATH", os.defpath)]))
     # A user who has a local SuperLink of the usual ports keeps it.
     for name, port in zip(("SUPERLINK_HTTP_API", "CONTROL_API"), free_ports(2), strict=True):
         monkeypatch.setenv(f"FLWR_LOCAL_{name}_PORT", str(port))
     try:
         done = subprocess.run(
-            [str(Path(sys.executable).with_name(words[0])), *words[1:]],
+            [str(programs / words[0]), *words[1:]],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -37,5 +40,5 @@ def test_e1_a_documented_run_gets_its_eight_nodes_from_flower(
     finally:
         for pid in processes_with("FLWR_HOME", str(flower_home)):
             os.kill(pid, signal.SIGTERM)
-    assert "(8 simulated SuperNodes)" in done.stdout
+    assert "(8 simulated SuperNodes)" in done.stdout, done.stdout + done.stderr
     assert re.search(r"choco: accuracy 0\.\d+, uplink [1-9]\d* payload bytes", done.stdout), done.stdout + done.stderr
