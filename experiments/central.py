@@ -20,7 +20,7 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from experiments.parts import INNER_PREFIX, TASK_PREFIX, make_inner
+from experiments.parts import INNER_PREFIX, TASK_PREFIX, make_inner, policy
 from experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
 from experiments.spec import RunSpec
 from experiments.systems import TRAINING, get_system
@@ -28,7 +28,7 @@ from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
-from fedcomp.layout import Layout, Update, Vector
+from fedcomp.layout import DensityPolicy, Layout, Update, Vector
 from fedcomp.rng import Key
 from strategies.adaptive import has_moments
 from strategies.means import aggregate_once
@@ -69,6 +69,8 @@ class Plan:
     everywhere : bool
         Leave a strategy's moments to themselves on all coordinates, as Flower does and the drop-in pair does not; see
         :mod:`strategies.adaptive`.
+    policy : DensityPolicy, optional
+        Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
     """
 
     task: Task
@@ -79,6 +81,7 @@ class Plan:
     every: int = 0
     server: Mapping[str, Any] = field(default_factory=dict)
     everywhere: bool = False
+    policy: DensityPolicy | None = None
 
     @classmethod
     def of(cls, spec: RunSpec) -> tuple[Plan, Scheme]:
@@ -105,7 +108,8 @@ class Plan:
         training = {key: settings[key] for key in TRAINING if settings[key]}
         codec = getattr(system.make_strategy(settings, spec.seed), "codec", Identity())
         every = int(settings["evaluate_every"])
-        plan = cls(get_task(spec.task, **options), spec.clients, spec.rounds, spec.seed, training, every, server)
+        task, dense = get_task(spec.task, **options), policy(settings)
+        plan = cls(task, spec.clients, spec.rounds, spec.seed, training, every, server, policy=dense)
         return plan, scheme_of(codec)
 
 
@@ -227,7 +231,7 @@ def simulate(plan: Plan, scheme: Scheme, on_point: Callable[[Point], object] | N
     model = task.model(plan.seed)
     # Views of the one model's own memory: a client's training begins by copying the shared model into them.
     views = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-    layout = Layout.of(views, cast_floats=not scheme.lossless)
+    layout = Layout.of(views, plan.policy, cast_floats=not scheme.lossless)
     if layout.exact:
         raise ConfigError(
             f"the model has {len(layout.exact)} buffers that are no weights, first {layout.exact[0].name!r}; "

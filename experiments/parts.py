@@ -1,4 +1,4 @@
-"""The parts that strategies of the table are made of: Flower's inner strategies and codecs, from settings.
+"""The parts that strategies of the table are made of: Flower's inner strategies, codecs, density policies.
 
 Settings below a prefix are the parameters of the part of that name, which checks them itself.
 """
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
     from fedcomp.codecs import Codec
+    from fedcomp.layout import DensityPolicy
 
 Settings = Mapping[str, Scalar]
 
@@ -25,9 +26,13 @@ INNER_PREFIX: Final = "inner."
 CODEC_PREFIX: Final = "codec."
 FEEDBACK_PREFIX: Final = "feedback."
 DOWNLINK_PREFIX: Final = "downlink."
+POLICY_PREFIX: Final = "policy."
 PLAIN_PREFIXES: Final = (TASK_PREFIX, INNER_PREFIX)
 CODEC_PREFIXES: Final = (*PLAIN_PREFIXES, CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX)
 """Settings below these belong to the task, the inner strategy and the codecs, which check them themselves."""
+
+PAIR_PREFIXES: Final = (*CODEC_PREFIXES, POLICY_PREFIX)
+"""Those of a system that is the drop-in pair, which also asks what travels dense."""
 
 INNER: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -141,3 +146,21 @@ def downlink(settings: Settings) -> Codec | None:
             f"settings {sorted(options)} below {DOWNLINK_PREFIX!r} need a codec, for instance downlink=topk"
         )
     return None
+
+
+def policy(settings: Settings) -> DensityPolicy | None:
+    """Return :class:`fedcomp.layout.SmallDense` with the parameters below ``policy.``, None where there are none.
+
+    Raises
+    ------
+    ConfigError
+        For parameters that it does not have, or that are out of range.
+    """
+    from fedcomp.layout import SmallDense
+
+    options = below(settings, POLICY_PREFIX)
+    allowed = ("min_size", "share")
+    for key in options:
+        if key not in allowed:
+            raise ConfigError(f"the density policy has no parameter {key!r}{nearest(key, allowed)}")
+    return SmallDense(**options) if options else None

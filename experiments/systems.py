@@ -19,12 +19,14 @@ from experiments.parts import (
     CODEC_PREFIX,
     CODEC_PREFIXES,
     DOWNLINK_PREFIX,
+    PAIR_PREFIXES,
     PLAIN_PREFIXES,
     TASK_PREFIX,
     Settings,
     below,
     downlink,
     make_inner,
+    policy,
     uplink,
 )
 from experiments.private_systems import make_private, private_settings
@@ -238,6 +240,7 @@ def _compressed(settings: Settings, seed: int, *, codec: str) -> Strategy:
         uplink(settings, codec),
         downlink(settings),
         feedback=False,  # decided by the settings alone
+        policy=policy(settings),
         seed=seed,
     )
 
@@ -375,7 +378,7 @@ def _system(row: Row) -> System:
     if row.strategy == "coded":
         defaults = {"downlink": "", "feedback": False, "codec": row.codec, **CODED, **row.defaults}
         make_coded = functools.partial(_coded, row=row)
-        return System(row.name, row.title, row.paper, row.summary, make_coded, defaults, CODEC_PREFIXES)
+        return System(row.name, row.title, row.paper, row.summary, make_coded, defaults, PAIR_PREFIXES)
     if row.strategy == "coded_linear":
         make_linear = functools.partial(_coded_linear, row=row)
         needs = {"task": "linear"}
@@ -399,7 +402,7 @@ def _system(row: Row) -> System:
         return System(row.name, row.title, row.paper, row.summary, _shared_support, row.defaults, own)
     make = functools.partial(_compressed, codec=row.codec) if row.codec else _plain
     extra = {"downlink": ""} if row.codec else {}
-    prefixes = CODEC_PREFIXES if row.codec else PLAIN_PREFIXES
+    prefixes = PAIR_PREFIXES if row.codec else PLAIN_PREFIXES
     return System(row.name, row.title, row.paper, row.summary, make, {**extra, **row.defaults}, prefixes)
 
 

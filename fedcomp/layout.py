@@ -113,6 +113,8 @@ class SmallDense:
     share: float = 0.01
 
     def __post_init__(self) -> None:
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ConfigError(f"min_size must be a number of values of at least 0, got {self.min_size!r}")
         if not 0.0 <= self.share <= 1.0:
             raise ConfigError(f"share must be in [0, 1], got {self.share!r}: the part of all values that may be dense")
 

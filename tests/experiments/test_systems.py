@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from experiments import engines
+from experiments.central import Plan
 from experiments.parts import INNER
 from experiments.spec import RunSpec
 from experiments.systems import COMMON, SYSTEMS, System, check, get_system
 from fedcomp.errors import ConfigError
+from fedcomp.layout import SmallDense
 
 SMALL = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "momentum": 0.9, "lr": 0.05}
 # Values that let two rounds of a sparse codec, or two steps of a vote, show that they learn; one per setting.
@@ -96,6 +98,38 @@ def test_the_proximal_term_reaches_the_clients():
 
     start = np.concatenate([array.ravel() for array in initial(2).values()])
     assert np.linalg.norm(final(10.0) - start) < 0.8 * np.linalg.norm(final(0.0) - start)
+
+
+def test_policy_settings_reach_the_policy_with_and_without_messages():
+    def resolved(**policy):
+        return get_system("topk").resolve({f"policy.{key}": value for key, value in policy.items()})
+
+    make = get_system("topk").make_strategy
+    assert make(resolved(), 0).policy is None
+    assert make(resolved(share=0.5), 0).policy == SmallDense(share=0.5)
+    assert make(resolved(min_size=10), 0).policy == SmallDense(10)
+    plan, _ = Plan.of(RunSpec("topk", settings={"policy.share": 1.0}))
+    assert plan.policy == SmallDense(share=1.0)
+    for settings, told in (
+        ({"size": 10}, "no parameter 'size'; did you mean 'min_size'"),
+        ({"share": 2.0}, "share must be in"),
+        ({"min_size": 1.5}, "min_size must be a number"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            make(resolved(**settings), 0)
+    with pytest.raises(ConfigError, match=r"no setting 'policy\.share'"):
+        get_system("fedavg").resolve({"policy.share": 0.5})
+
+
+@pytest.mark.long
+def test_a_policy_decides_what_travels_dense():
+    bytes_up = {
+        share: engines.run(
+            RunSpec("topk", rounds=1, clients=2, settings=SMALL | {"policy.share": share})
+        ).uplink_payload_bytes
+        for share in (0.0, 1.0)
+    }
+    assert bytes_up[0.0] < bytes_up[1.0]
 
 
 @pytest.mark.long
