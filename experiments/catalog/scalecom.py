@@ -334,6 +334,7 @@ EXPERIMENT = Experiment(
     rounds=10,
     clients=8,
     answer=answer,
+    minutes=2.2,
     quick=(
         "rounds=2",
         "clients=3",

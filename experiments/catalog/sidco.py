@@ -408,6 +408,7 @@ EXPERIMENT = Experiment(
     rounds=250,
     clients=8,
     answer=answer,
+    minutes=3.2,
     quick=(
         "rounds=2",
         "clients=2",

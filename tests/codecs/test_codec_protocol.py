@@ -280,14 +280,14 @@ def test_structured_random_frames(codec: Codec) -> None:
     honest = _tensors(codec.encode(update(layout), codec.init(layout), KEY)[0])
     own = [(t.kind, type(t.values), isinstance(t.index, wire.Seeded)) for t in honest]
     refused = 0
-    for _ in range(1000):
+    for _ in range(500):
         tensors = [_random_tensor(rng, t.size, t) for t in honest]
         if _refused(codec, wire.encode(tensors), layout):
             refused += 1
         else:
             assert [(t.kind, type(t.values), isinstance(t.index, wire.Seeded)) for t in tensors] == own
             assert all(t.values.k <= e.most_values for t, e in zip(tensors, codec.schema(layout), strict=True))
-    assert 400 < refused < 1000
+    assert 200 < refused < 500
 
 
 @pytest.mark.long

@@ -63,6 +63,8 @@ RUN_BY = {
 FEWER: dict[str, dict[str, Any]] = {
     "experiments.catalog.sumcode": {"FEDERATIONS": (5, 10), "MASKED": (5, 10), "CHECKED": {"share": 5, "mask": 5}},
     "experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
+    "experiments.catalog.coded_dropout": {"LIVES": (12.0, 40.0), "SIZES": (2_000, 5_000)},
+    "experiments.catalog.gcn": {"SCALES": (4.0, 8.0), "SWEEP": (1.0, 1.5)},
 }
 """Lists of an experiment that no setting shortens: module, names and what they are while it is tested."""
 
