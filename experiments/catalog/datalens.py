@@ -444,6 +444,7 @@ EXPERIMENT = Experiment(
     rounds=60,
     clients=10,
     answer=answer,
+    minutes=5.3,
     quick=(
         "rounds=4",
         "clients=2",
