@@ -394,13 +394,16 @@ def _fixed(values: Mapping[str, float], layer: TensorSpec) -> float:
 
 def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
     """Return what came out, in this run's figures."""
-    values, layers = findings.values, compressed_layers(results[DENSE])
-    loss = values[f"loss/{ADACOMP}"] / values[f"loss/{DENSE}"]
+    values, layers = findings.values, judged_layers(config, results[DENSE])
     found = []
     for which in GOALS:
         ratios = [values[f"ratio/{ADACOMP}/{layer.name}"] for layer in layers if kind(layer) == which]
-        found.append(f"{min(ratios, default=math.nan):.0f} times fewer bytes in {which} layers")
-    return f"AdaComp found {' and '.join(found)}, at {loss:.2f} times the train loss of dense averaging."
+        found.append(f"{min(ratios, default=math.nan):.0f} times fewer bytes in the {which} layer")
+    whole, kept = (values[f"loss/{label}"] / values[f"loss/{DENSE}"] for label in (ADACOMP, KEPT))
+    return (
+        f"AdaComp found {' and '.join(found)}, at {whole:.2f} times the train loss of dense averaging, and "
+        f"{kept:.2f} times where layers below 1024 elements stay dense."
+    )
 
 
 EXPERIMENT = Experiment(
