@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.engines.superlink import project_root
+from experiments.engines.superlink import TASK_POLL, project_root
 
 _CUSTOM = """
 import sys, time
@@ -17,7 +17,7 @@ _sleep = time.sleep
 
 def sleep(seconds):
     # An idle SuperNode looks for messages every three seconds.
-    _sleep(0.1 if seconds == 3 and sys.argv[0].endswith("flower-supernode") else seconds)
+    _sleep(0.3 if seconds == 3 and sys.argv[0].endswith("flower-supernode") else seconds)
 
 
 time.sleep = sleep
@@ -25,10 +25,11 @@ time.sleep = sleep
 
 
 def quicken(patch: pytest.MonkeyPatch, folder: Path, *, project: bool = True) -> None:
-    """Let no process that is started from now on oversleep.
+    """Let no process that is started from now on oversleep, and none look so often that looking is most of its work.
 
     With ``project`` all of them know the project, as where it was installed; without, apps have but their bundle.
     """
     (folder / "sitecustomize.py").write_text(_CUSTOM, encoding="utf-8")
     known = [str(folder), str(project_root())] if project else [str(folder)]
     patch.setenv("PYTHONPATH", os.pathsep.join(known))
+    patch.setenv(TASK_POLL, "0.2")
