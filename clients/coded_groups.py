@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from clients.coded_shards import PAYLOAD, REASON, SHARED, Shards
 from clients.messages import CallNext
 from coding.errors import CodingError
 from coding.packet import Packet
@@ -23,18 +24,10 @@ from fedcomp.flower.protocol import EXACT, UPDATE
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
-if TYPE_CHECKING:
-    from clients.coded_relay import RelayClient
-
-PAYLOAD = "payload"
-SHARED = "shared"
-REASON = 300
-"""Characters of a reason that travels to the server, which keeps no more."""
-
 _LONGEST_SPEC = 1 << 24
 
 
-def join(client: RelayClient, call_next: CallNext) -> Message:
+def join(client: Shards, call_next: CallNext) -> Message:
     """Train unless that was done already, and hand the reply to the aggregator: the other half of its round begins."""
     exchange, fields = client.exchange, client.fields
     own, aggregator = (fields.integer(name, most=2**32 - 1) for name in ("index", "aggregator"))
@@ -80,7 +73,7 @@ def join(client: RelayClient, call_next: CallNext) -> Message:
     return exchange.reply(header, content)
 
 
-def add_up(client: RelayClient) -> Message:
+def add_up(client: Shards) -> Message:
     """Add what the members of the group sent, and share the sum."""
     exchange = client.exchange
     terms = client.terms()
@@ -103,7 +96,7 @@ class _Aggregation:
     A member whose reply cannot be used is left out, and says so in ``failed``; the others' sum does not suffer.
     """
 
-    def __init__(self, client: RelayClient) -> None:
+    def __init__(self, client: Shards) -> None:
         self.exchange = client.exchange
         fields = client.fields
         self.own = fields.integer("index", most=2**32 - 1)

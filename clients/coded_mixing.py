@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from flwr.app import Message, RecordDict
 
-from clients.coded_groups import PAYLOAD, REASON, SHARED
+from clients.coded_shards import PAYLOAD, REASON, SHARED, Shards
 from clients.messages import CallNext
 from coding.code import payload_digest
 from coding.errors import CodingError
@@ -15,13 +15,10 @@ from coding.mixing import MAX_CLIENTS, MixPlan
 from coding.relay import RelayPlan
 from fedcomp.flower.coded import MIXED, Fields, pack_content, put_bundle
 
-if TYPE_CHECKING:
-    from clients.coded_relay import RelayClient
-
 _MOST = 1 << 12
 
 
-def mix_in(client: RelayClient, call_next: CallNext) -> Message:
+def mix_in(client: Shards, call_next: CallNext) -> Message:
     """Train unless that was done already, and hand the whole reply, as one symbol, to every relay."""
     exchange = client.exchange
     mix = _plan(client.fields, exchange.round)
@@ -48,7 +45,7 @@ def mix_in(client: RelayClient, call_next: CallNext) -> Message:
     return exchange.reply(header, content)
 
 
-def combine(client: RelayClient) -> Message:
+def combine(client: Shards) -> Message:
     """Answer with combinations of the symbols held here."""
     exchange, fields = client.exchange, client.fields
     mix = _plan(fields, exchange.round)

@@ -21,7 +21,7 @@ from coding.packet import Mode, cauchy_rows
 
 
 class MdsEncoder(Encoder):
-    """Systematic Cauchy code, or its Cauchy rows alone; see :func:`coding.code.encoder`."""
+    """Systematic Cauchy code, or its Cauchy rows alone; see :func:`coding.encoder.encoder`."""
 
     code: ClassVar[CodeName] = "mds"
 

@@ -176,7 +176,8 @@ def _shard_table(target: float, order: int | None) -> list[str]:
 
 def packet_table(payload_len: int, symbols: int) -> list[str]:
     """Return the lengths of real packets of a payload, one line per way to name the coefficients."""
-    from coding.code import CodeName, encoder
+    from coding.code import CodeName
+    from coding.encoder import encoder
     from coding.rlnc import Recoder
 
     payload = bytes(payload_len)

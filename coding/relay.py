@@ -16,8 +16,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from coding.code import GENERATION_BYTES, CodeName, Encoder, encoder, payload_digest, shape_of
+from coding.code import GENERATION_BYTES, CodeName, Encoder, payload_digest, shape_of
 from coding.decoder import Decoder
+from coding.encoder import encoder
 from coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
 from coding.packet import DIGEST_BYTES, Packet, PacketLimits
 from coding.plan import shards as shards_for

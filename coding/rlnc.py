@@ -28,7 +28,7 @@ __all__ = ["Decoder", "DecoderStats", "Recoder", "RlncEncoder"]
 
 
 class RlncEncoder(Encoder):
-    """Random code, the symbols themselves first in mode "systematic"; see :func:`coding.code.encoder`."""
+    """Random code, the symbols themselves first in mode "systematic"; see :func:`coding.encoder.encoder`."""
 
     code: ClassVar[CodeName] = "rlnc"
 

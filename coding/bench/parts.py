@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from coding import kernels
 from coding.bench.measuring import Calls, Claim, Prepared, Size, Times
-from coding.code import encoder
 from coding.decoder import Decoder
+from coding.encoder import encoder
 from coding.field import GF256
 from coding.kernels import dispatch, isal, tables
 from coding.packet import Packet, PacketLimits

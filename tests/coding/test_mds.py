@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coding.code import encoder, payload_digest
+from coding.code import payload_digest
 from coding.elimination import rank
+from coding.encoder import encoder
 from coding.errors import NotDecodable
 from coding.packet import Mode, Packet, PacketLimits, cauchy_rows
 from coding.rlnc import Decoder, Recoder

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.code import encoder
+from coding.encoder import encoder
 from coding.errors import NotDecodable, PacketError
 from coding.packet import FIELDS, HEADER_BYTES, Mode, Packet, PacketLimits, cauchy_rows, shorter_mode
 from coding.rlnc import Decoder

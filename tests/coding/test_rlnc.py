@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coding import decoder as decoder_module
-from coding.code import encoder, shape_of, symbols_for
+from coding.code import shape_of, symbols_for
+from coding.encoder import encoder
 from coding.errors import CorruptGeneration, NotDecodable, PacketError
 from coding.field import GF256
 from coding.packet import Mode, Packet, PacketLimits
