@@ -417,6 +417,7 @@ EXPERIMENT = Experiment(
     rounds=150,
     clients=4,
     answer=answer,
+    minutes=3.2,
     quick=(
         "rounds=3",
         "clients=2",

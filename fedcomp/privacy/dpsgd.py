@@ -11,6 +11,7 @@ noise. This file and the optimisers import torch and Opacus; nobody imports them
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -163,7 +164,10 @@ class PrivateTraining:
         self.optimizer.zero_grad(set_to_none=True)
         if len(batch[0]):
             held = _buffers(self.module)
-            self._reduced(loss(self.module, batch), len(batch[0])).backward()
+            with warnings.catch_warnings():
+                # Opacus hooks every layer, and the first one's inputs need no gradients: nothing is missed.
+                warnings.filterwarnings("ignore", message="Full backward hook is firing")
+                self._reduced(loss(self.module, batch), len(batch[0])).backward()
             for owner, name, buffer, before in held:
                 # Written in place, or exchanged for another one.
                 owner._buffers[name] = buffer

@@ -31,8 +31,6 @@ from experiments.record_training import RecordCell, RecordOutcome
 from fedcomp.privacy.accounting import noise_multiplier_for
 from fedcomp.privacy.statement import Statement
 
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-
 SMALL = ("seeds=1", "workers=1", "task.hidden=6", "rate=1.0", "delta=1e-4")
 """All records in every batch, so that the noise is calibrated in closed form."""
 
