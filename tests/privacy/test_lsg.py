@@ -17,6 +17,8 @@ from fedcomp.privacy.lsg import Plan, carriers, fraction, kept, project, reconst
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
 
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return Key(seed, "normal").generator().standard_normal(shape)

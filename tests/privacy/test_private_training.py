@@ -33,6 +33,8 @@ from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import topk_stochastic_sign
 from fedcomp.rng import Key
 
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
 
 @pytest.mark.long
 def test_1_9_three_hundred_poisson_steps_with_empty_batches_are_all_paid_for() -> None:
