@@ -253,7 +253,7 @@ class Usual:
 
 
 def match_replies(
-    sent: list[Sent], replies: Iterable[Message], report: RoundReport, holders: Holders | None = None
+    sent: list[Sent], replies: Iterable[Message], report: RoundReport, holders: Holders
 ) -> Iterator[tuple[Sent, Message]]:
     """Yield each message with its first reply, in the order of partition ids; count the rest in ``report``.
 
@@ -263,8 +263,9 @@ def match_replies(
 
     Parameters
     ----------
-    holders : Holders, optional
-        Who held which partition before; default nobody.
+    holders : Holders
+        Who held which partition before: the run's own in every exchange of a round, or a new one where nobody's past
+        may count.
     """
     by_id = {s.message.metadata.message_id: s for s in sent if s.message.metadata.message_id}
     by_node = {s.node: s for s in sent}
@@ -286,7 +287,7 @@ def match_replies(
         for node, (_, reply) in first.items()
         if not (reply.has_error() and reply.error.code in GONE)
     }
-    for node, reason in (Holders() if holders is None else holders).settle(order, answers).items():
+    for node, reason in holders.settle(order, answers).items():
         report.reject(node, reason)
         del first[node]
     for node, (_, reply) in list(first.items()):

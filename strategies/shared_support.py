@@ -488,7 +488,7 @@ class SharedSupport(ExchangeStrategy):
             asked = self._query(client, now, leader=True)
             now.silent.add(client.sent.node)
             replies = yield [asked.message]
-            for each, reply in match_replies([asked], replies, now.report):
+            for each, reply in match_replies([asked], replies, now.report, self._holders):
                 try:
                     self._check_answer(each, reply, now, client)
                 except FedcompError as reason:
@@ -505,7 +505,7 @@ class SharedSupport(ExchangeStrategy):
             return
         asked = [self._query(client, now, leader=False) for client in waiting.values()]
         replies = yield [each.message for each in asked]
-        for each, reply in match_replies(asked, replies, now.report):
+        for each, reply in match_replies(asked, replies, now.report, self._holders):
             client = waiting[each.node]
             try:
                 self._check_answer(each, reply, now, client)

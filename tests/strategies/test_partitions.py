@@ -187,6 +187,27 @@ def test_d1_where_the_engine_knows_a_claim_in_a_reply_decides_nothing() -> None:
         assert len(strategy.reports[1].rejected) == refused
 
 
+@pytest.mark.parametrize("blind", [False, True], ids=["the engine knows", "what nodes say"])
+def test_d1_a_claim_in_an_answer_to_a_query_drives_out_no_holder(blind: bool) -> None:
+    """Honest in training, a twin in the second exchange: before, that evicted the honest node, on any engine."""
+
+    def liar(msg: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(msg, context)
+        if context.node_config["partition-id"] == 3 and "query" in msg.metadata.message_type:
+            reply.content["fedcomp.node"]["partition-id"] = 2
+        return reply
+
+    grid = (Blind if blind else InProcessGrid)(
+        answer_queries(client_app([liar, shared_support(), compression()])), 4, seed=4
+    )
+    strategy = SharedSupport(ScaleCom(density=0.5), fraction_evaluate=0.0)
+    play(strategy, grid, 2)
+    for report in strategy.reports.values():
+        assert grid.node_id_of(2) not in report.rejected
+        assert report.rejected.keys() <= {grid.node_id_of(3)}
+    assert bool(strategy.reports[1].rejected) == blind
+
+
 def test_d1_contest() -> None:
     """Of one partition: its only node; the one that held it; nobody. Every refused node is named with its rivals."""
     held, refused = contest({11: 0, 12: 1, 13: 1, 14: 2, 15: 2}, {1: 13, 2: 99})
