@@ -158,8 +158,8 @@ def hold_variances(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArr
     """Give values of variances that are no longer positive the value they had; return the names of their tensors.
 
     A variance that is compressed like a weight can turn negative: what error feedback kept back arrives after the
-    variance has moved on. A vector whose values were all positive is taken for one; if it is not, its values that
-    would cross zero stay for a round.
+    variance has moved on. A vector without negative values, more than half of them positive, is taken for one (a dead
+    unit's variance is exactly zero); if it is not, its values that would cross zero stay for a round.
 
     Parameters
     ----------
@@ -169,7 +169,8 @@ def hold_variances(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArr
     held = []
     for name, new in after.items():
         old = before[name]
-        if (old > 0).all() and (crossed := new <= 0).any():
+        crossed = (new < 0) | ((new == 0) & (old > 0))
+        if (old >= 0).all() and 2 * np.count_nonzero(old) > old.size and crossed.any():
             new[crossed] = old[crossed]
             held.append(name)
     return held

@@ -25,6 +25,9 @@ from fedcomp.flower.records import to_arrays, to_record
 
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 
+Arrived = Mapping[str, NDArray[np.bool_]]
+"""By tensor, in its shape: of which values something arrived."""
+
 _MOMENTS: Final = ("m_t", "v_t")
 """Where Flower's FedOpt strategies keep their first and second moments, by tensor; None before the first round."""
 
@@ -34,27 +37,39 @@ def has_moments(strategy: Strategy) -> bool:
     return all(hasattr(strategy, name) for name in _MOMENTS)
 
 
-def step_on_support(inner: Strategy, mean: ArrayRecord, step: Callable[[], Outcome]) -> Outcome:
-    """Return what ``step`` returns, with moments and model changed only where ``mean`` differs from the model.
+def arrived_in(mean: ArrayRecord, inner: Strategy) -> Arrived:
+    """Return where ``mean``, a mean of the clients' models, differs from the model ``inner`` steps from.
+
+    Means are made in float32: a wider model's values are compared in it, or all of them would differ.
+    """
+    model: Mapping[str, NDArray[Any]] = inner.current_arrays  # type: ignore[attr-defined]
+
+    def news(name: str, array: NDArray[Any]) -> NDArray[np.bool_]:
+        pair = array, model[name]
+        narrow = [a.astype(np.float32) if a.dtype.kind == "f" else a for a in pair]
+        return np.asarray(narrow[0] != narrow[1])
+
+    return {name: news(name, array) for name, array in to_arrays(mean).items()}
+
+
+def step_on_support(inner: Strategy, arrived: Arrived, step: Callable[[], Outcome]) -> Outcome:
+    """Return what ``step`` returns, with moments and model changed only where something arrived.
 
     Parameters
     ----------
     inner : Strategy
-        A strategy with moments (:func:`has_moments`); any other steps as it does.
-    mean : ArrayRecord
-        The mean of the clients' models: the model itself on every coordinate of which nothing arrived.
+        A strategy with moments (:func:`has_moments`).
+    arrived : mapping of name to array of bool
+        Where.
     step : callable
-        Runs ``inner``'s own aggregation on ``mean``.
+        Runs ``inner``'s own aggregation.
     """
-    if not has_moments(inner):
-        return step()
     # The strategies replace these dictionaries and their arrays, and write into none of them.
     held: dict[str, Mapping[str, NDArray[Any]] | None] = {name: getattr(inner, name) for name in _MOMENTS}
     model: Mapping[str, NDArray[Any]] = dict(inner.current_arrays)  # type: ignore[attr-defined]
     arrays, metrics = step()
     if arrays is None:
         return arrays, metrics
-    arrived = {name: array != model[name] for name, array in to_arrays(mean).items()}
     for moment, before in held.items():
         after: Mapping[str, NDArray[Any]] = getattr(inner, moment)
         setattr(inner, moment, {k: np.where(arrived[k], v, before[k] if before else 0) for k, v in after.items()})

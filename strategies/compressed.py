@@ -31,6 +31,7 @@ from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
 from fedcomp.versions import Broadcast
 from fedcomp.wire import FILLED, Frame
+from strategies.adaptive import Outcome, has_moments, step_on_support
 from strategies.flower_dp import promises, require_clip_holds, require_clip_is_seen
 from strategies.guard import Norms
 from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
@@ -713,7 +714,15 @@ class Compressed(Strategy):
             arrival.message.content = RecordDict({**decoded, **arrival.content})
             messages.append(arrival.message)
         report.changed = int(np.count_nonzero(changed[: layout.compressed_size]))
-        return self.inner.aggregate_train(server_round, [*messages, *errors])
+
+        def step() -> Outcome:
+            return self.inner.aggregate_train(server_round, [*messages, *errors])
+
+        if has_moments(self.inner) and self.codec.sparse(layout):
+            where = {t.name: changed[t.slice].reshape(t.shape) for t in layout.tensors}
+            where |= {t.name: np.ones(t.shape, np.bool_) for t in layout.exact}
+            return step_on_support(self.inner, where, step)
+        return step()
 
     def _vote(self, plain: Arrays, key: Key) -> Frame:
         """Return the vote of a client without the mod: what the codec makes of its update.

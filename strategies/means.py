@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 
 from fedcomp.flower.logs import flowers
-from strategies.adaptive import Outcome, step_on_support
+from strategies.adaptive import Outcome, arrived_in, has_moments, step_on_support
 
 _WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
 """Flower's aggregations that see the replies only through their weighted mean."""
@@ -32,6 +32,23 @@ _RECEIVED: Final = "%s: Received %s results and %s failures"
 def is_mean(strategy: Strategy) -> bool:
     """Whether the strategy aggregates as one of Flower's weighted means does."""
     return type(strategy).aggregate_train in _WEIGHTED_MEANS
+
+
+def adds_to_mean(strategy: Strategy) -> bool:
+    """Whether the strategy is a weighted mean, or one of Flower's with something about it: to save the model, say.
+
+    Its own ``aggregate_train`` has to be named in every one that stands in for it, as ``super().aggregate_train``: one
+    that is not makes something else of the replies.
+    """
+    for cls in type(strategy).__mro__:
+        method = vars(cls).get("aggregate_train")
+        if method in _WEIGHTED_MEANS:
+            return True
+        own = cls.__module__.partition(".")[0] != "flwr"
+        named = getattr(getattr(method, "__code__", None), "co_names", ())
+        if method is not None and not (own and "aggregate_train" in named):
+            return False
+    return False
 
 
 def weight_key_of(strategy: Strategy) -> str | None:
@@ -85,7 +102,9 @@ def aggregate_once(
 
     try:
         with _counts(received):
-            return step_on_support(inner, arrays, step) if sparse else step()
+            if sparse and has_moments(inner):
+                return step_on_support(inner, arrived_in(arrays, inner), step)
+            return step()
     finally:
         inner.train_metrics_aggr_fn = metrics_of  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ from fedcomp.flower.logs import log
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from strategies.adaptive import has_moments
-from strategies.means import MEANS, is_mean
+from strategies.means import MEANS, adds_to_mean
 from strategies.wrapping import held
 
 _LARGE: Final = Layout.flat(1 << 16)
@@ -50,7 +50,7 @@ def _warn_of_own_coordinates(rule: Strategy, codec: Codec) -> None:
     what was in it is lost. ``python -m experiments.run sparsifiers`` prints how far each rule gets with each kind of
     codec.
     """
-    if is_mean(rule) or not codec.sparse(_LARGE) or codec.common_support(_LARGE, Key(0)) is not None:
+    if adds_to_mean(rule) or not codec.sparse(_LARGE) or codec.common_support(_LARGE, Key(0)) is not None:
         return
     log.warning(
         "%s looks at single replies, and with %r each client lists coordinates of its own: most replies are zero at "

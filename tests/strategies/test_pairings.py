@@ -47,11 +47,32 @@ def test_b7_a_rule_that_is_no_mean_is_warned_of_own_coordinates(rule, codec, cap
     assert "RandomK" in text
 
 
+class Saving(FedAvg):
+    """A mean all the same."""
+
+    def aggregate_train(self, server_round, replies):
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.saved = arrays
+        return arrays, metrics
+
+
+class Picking(FedAvg):
+    """Takes one reply for all."""
+
+    def aggregate_train(self, server_round, replies):
+        return next(iter(next(iter(replies)).content.array_records.values())), None
+
+
+def test_b7_a_rule_of_ones_own_that_is_no_mean_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    (text,) = warnings(caplog, Picking(), TopK(0.01))
+    assert "Picking looks at single replies" in text
+
+
 def test_b7_pairs_that_make_sense_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for rule in ROBUST:
         for codec in COMMON:
             assert warnings(caplog, rule, codec) == []
-    for mean in (FedAvg(), FedAdam(), DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 1.0, 5)):
+    for mean in (FedAvg(), FedAdam(), Saving(), DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 1.0, 5)):
         assert warnings(caplog, mean, TopK(0.01)) == []
 
 

@@ -73,13 +73,21 @@ def lowest(strategy, mod, initial: ArrayRecord, rounds: int = 8) -> list[float]:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dead", [0, 3])
 @pytest.mark.parametrize("index", [0, 1])
-def test_b3_variances_stay_positive_and_the_report_says_so(index: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a counter nothing tells a variance from a weight: error feedback would carry it below zero."""
+def test_b3_variances_stay_positive_and_the_report_says_so(
+    index: int, dead: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a counter nothing tells a variance from a weight: error feedback would carry it below zero.
+
+    A unit that never fires has a variance of exactly zero, and its neighbours' are variances all the same.
+    """
     strategy, mod = list(strategies())[index]
+    arrays = [array.numpy().copy() for array in norm_layer(counter=False).values()]
+    arrays[4][:dead] = 0.0
     with caplog.at_level(logging.WARNING, logger="flwr.fedcomp"):
-        found = lowest(strategy, mod, norm_layer(counter=False))
-    assert min(found) > 0.0
+        found = lowest(strategy, mod, ArrayRecord(arrays))
+    assert min(found) >= 0.0 if dead else min(found) > 0.0
     notes = [note for report in strategy.reports.values() for note in report.notes]
     assert any("would no longer have been positive" in note for note in notes), "the variances never came near zero"
     assert "named by position" in caplog.text
