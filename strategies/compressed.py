@@ -550,7 +550,10 @@ class Compressed(Strategy):
     def _accept(self, arrays: ArrayRecord, consumed: list[tuple[int, int, int]], report: RoundReport) -> bool:
         """Return whether the aggregate can be the new model; if so, acknowledge (node, sequence, generation)."""
         if not finite_where(arrays, self._model):
-            report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
+            report.notes.append(
+                "the aggregate is not finite: some update was too large to be added, or the server's own step divides "
+                "by zero; the model is kept"
+            )
             return False
         report.used += len(consumed)
         self._acknowledge(consumed)

@@ -38,6 +38,8 @@ class Client:
         Its values on the support, once they are here.
     sample : tuple of two float32 arrays, or None
         Its memory and its memory plus update at the probed coordinates.
+    payload : int
+        Bytes of payload in what it answered, both exchanges together.
     """
 
     sent: Sent
@@ -48,6 +50,7 @@ class Client:
     frame: Frame | None = None
     exact: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     sample: tuple[Vector, Vector] | None = None
+    payload: int = 0
 
 
 @dataclass

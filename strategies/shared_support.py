@@ -27,7 +27,7 @@ from fedcomp.codecs import get_codec
 from fedcomp.codecs.scalecom import ScaleCom, open_support
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import NODE_RECORD, put_frame, take_node
+from fedcomp.flower.payload import NODE_RECORD, payload_bytes, put_frame, take_node
 from fedcomp.flower.protocol import (
     LEADS,
     LOOKS_AHEAD,
@@ -63,7 +63,7 @@ from strategies.replies import (
     text,
     weight_of,
 )
-from strategies.round_log import RoundLog
+from strategies.round_log import RoundLog, require_usable
 from strategies.shared_replies import Client, Round
 from strategies.statistics import hold_in_step, warn_of_missing_names
 
@@ -197,8 +197,16 @@ class SharedSupport(ExchangeStrategy):
     def round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
-        """Train, agree on a support, gather the values on it; return the new model and the clients' metrics."""
+        """Train, agree on a support, gather the values on it; return the new model and the clients' metrics.
+
+        Raises
+        ------
+        NoUsableReply
+            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
+        """
         outcome = yield from self._exchanges(server_round, arrays, config, grid)
+        if not any(report.used for report in self.reports.values()):
+            require_usable(self.reports[server_round])
         self._log.conclude(self.reports[server_round])
         return outcome
 
@@ -423,7 +431,8 @@ class SharedSupport(ExchangeStrategy):
         if partition is None:
             raise Rejected("the reply does not say which partition it comes from")
         partition = self._partitions.setdefault(sent.node, partition)
-        client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition)
+        payload = payload_bytes(reply)
+        client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition, payload=payload)
         client.sample = now.sample_in(reply)
         self._note_version(sent.node, reply)
         self._note_header(client, reply, now)
@@ -529,6 +538,7 @@ class SharedSupport(ExchangeStrategy):
         if integer(header, "generation") != client.generation:
             raise Rejected("the client's memory is not the one it trained with")
         client.sent = asked
+        client.payload += payload_bytes(reply)
         self._note_header(client, reply, now)
 
     def _aggregate(self, now: Round) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -587,6 +597,8 @@ class SharedSupport(ExchangeStrategy):
         for client in senders:
             self._holds[client.sent.node] = version
         report.used = report.compressed = len(senders)
+        report.payload_bytes = sum(client.payload for client in senders)
+        report.model_bytes = len(senders) * sum(array.nbytes for array in self._model.values())
         report.account(now.fixed, layout, [client.frame for client in senders if client.frame is not None])
         report.changed = int(np.count_nonzero(out.vector[: layout.compressed_size]))
         record = to_record(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
