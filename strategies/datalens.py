@@ -19,7 +19,7 @@ noise, the generator and all it makes, is post-processing.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -33,7 +33,6 @@ from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import SENDS, Lesson
 from fedcomp.flower.logs import log
-from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import LENGTHS
 from fedcomp.flower.records import to_arrays, to_record
@@ -47,6 +46,8 @@ from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
+from strategies.partitions import Holders
+from strategies.replies import RoundReport, Sent, match_replies
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -93,7 +94,7 @@ class LessonReport:
     lost : list of str
         Why there is no answer, one entry for each client without one.
     refused : list of str
-        Why votes were left out.
+        Why votes were left out, those of nodes that declare one partition among them.
     moved : float
         Fraction of the pixels whose noisy sum passed the threshold.
     """
@@ -378,13 +379,17 @@ class DataLens(ExchangeStrategy):
         if self.sampling.kind == "capped" and not chosen:
             self._warn(f"round {server_round}: every client that is online has taken part as often as it may")
             return None, None
-        report = self.lessons[server_round] = LessonReport(server_round, asked=len(chosen))
         self._sequence = lesson.sequence
         config["server-round"] = server_round
         messages = [self._message(node, lesson, config, arrays, images) for node in chosen]
+        # Made in each round: whom earlier rounds prefer would make one client's part in the sum depend on another's.
+        holders = Holders()
+        holders.meet(grid)
         replies = yield Push(messages, self.deadline)
         total = PrivateSum(self.mechanism((self.images, lesson.pixels)), (self.images, lesson.pixels))
-        self._collect(total, lesson, messages, replies, report)
+        sent = [Sent(message, message.metadata.dst_node_id, lesson.sequence) for message in messages]
+        matched = RoundReport(server_round, sent=len(sent))
+        report = self._collect(total, lesson, match_replies(sent, replies, matched, holders), matched)
         noisy = total.release(
             self.privacy,
             round=server_round,
@@ -398,8 +403,9 @@ class DataLens(ExchangeStrategy):
         moments = student.start() if self._moments is None else self._moments
         after, self._moments = student.step(generator, moments, lesson.key, targets)
         if self.withholds:
-            report = self.lessons[server_round] = LessonReport(server_round, moved=report.moved)
+            self.lessons[server_round] = LessonReport(server_round, moved=report.moved)
             return to_record(after), MetricRecord({"datalens.moved": report.moved})
+        self.lessons[server_round] = report
         return to_record(after), report.metrics()
 
     @property
@@ -443,30 +449,25 @@ class DataLens(ExchangeStrategy):
         return Message(content, node, datalens.TYPE)
 
     def _collect(
-        self,
-        total: PrivateSum,
-        lesson: Lesson,
-        messages: list[Message],
-        replies: list[Message],
-        report: LessonReport,
-    ) -> None:
+        self, total: PrivateSum, lesson: Lesson, replies: Iterable[tuple[Sent, Message]], matched: RoundReport
+    ) -> LessonReport:
         """Add the votes of every reply that can be verified; whoever sent another one is left out whole."""
-        asked = dict(addressed(messages))
-        silent = set(asked.values())
-        for reply in replies:
-            node = asked[reply.metadata.reply_to_message_id]
-            silent.discard(node)
+        report = LessonReport(matched.round, asked=matched.sent)
+        for sent, reply in replies:
             if reply.has_error():
                 report.lost.append(str(reply.error.reason))
                 continue
             try:
-                total.add_all(node, self._votes(reply, lesson))
+                total.add_all(sent.node, self._votes(reply, lesson))
             except FedcompError as error:
-                report.refused.append(f"{type(error).__name__}: {error}")
+                matched.reject(sent.node, f"{type(error).__name__}: {error}")
         report.answered = len(total.participants)
-        report.lost += ["nothing came back in time"] * len(silent)
-        for reason in sorted({*report.lost, *report.refused}):
+        report.lost += ["nothing came back in time"] * matched.lost
+        report.refused = list(matched.rejected.values())
+        # That a client failed says that it had been drawn.
+        for reason in () if self.withholds else sorted({*report.lost, *report.refused}):
             log.warning("round %d: a client's votes are not in the sum: %s", report.round, reason)
+        return report
 
     def _votes(self, reply: Message, lesson: Lesson) -> NDArray[np.int8]:
         """Return the votes of a client, int8 ``(teachers, B, pixels)``.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import datalens_toy
 import numpy as np
 import pytest
 from coded_runs import coded_app
@@ -26,6 +27,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from strategies.coded import CodedFedAvg
 from strategies.compressed import Compressed
+from strategies.datalens import LessonReport
 from strategies.dp_fedavg import DpFedAvg
 from strategies.partitions import Holders, contest
 from strategies.replies import RoundReport, Usual, agreeing
@@ -143,6 +145,37 @@ def test_d1_in_a_private_round_twins_are_left_out_whoever_was_there_before(pair:
     held, twin = grid.node_id_of(2), grid.add_node(TWIN)
     play(strategy, grid, 2, start=2, arrays=arrays)
     assert strategy.reports[2].rejected.keys() == {held, twin}
+
+
+@pytest.mark.parametrize("teachers", [1, 3])
+def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: int, caplog) -> None:
+    """Before, all four copies of one partition were added: with several teachers its records counted four times."""
+
+    def played(copied: tuple[int, ...]) -> LessonReport:
+        strategy = datalens_toy.strategy(teachers=teachers, adjacency="replace" if teachers > 1 else "zero_out")
+        config = lambda p: {"partition-id": 0 if p in copied else p}  # noqa: E731
+        grid = MeteredGrid(Blind(datalens_toy.client(), 4, seed=2, node_config=config), Ledger())
+        strategy.start(grid, datalens_toy.model(), num_rounds=1, timeout=9)
+        return strategy.lessons[1]
+
+    with caplog.at_level(logging.WARNING, "fedcomp"):
+        report = played((0, 1, 2, 3))
+    assert (report.asked, report.answered, len(report.refused)) == (4, 0, 4)
+    assert all("4 nodes declare partition 0" in reason for reason in report.refused)
+    assert any("4 nodes declare partition 0" in message for message in caplog.messages)
+    report = played((0, 2))
+    assert (report.answered, len(report.refused), report.lost) == (2, 2, [])
+    assert played(()).refused == []
+
+
+def test_d1_in_a_round_of_datalens_the_holder_of_an_earlier_round_is_not_preferred() -> None:
+    strategy = datalens_toy.strategy(adjacency="zero_out", clients=4)
+    grid = Blind(datalens_toy.client(), 3, seed=2, node_config=lambda p: {"partition-id": 2 if p >= TWIN else p})
+    fit(strategy, MeteredGrid(grid, Ledger()), datalens_toy.model(), 1, timeout=9)
+    assert strategy.lessons[1].answered == 3
+    grid.add_node(TWIN)
+    fit(strategy, MeteredGrid(grid, Ledger()), datalens_toy.model(), 2, start_round=2, timeout=9)
+    assert (strategy.lessons[2].answered, len(strategy.lessons[2].refused)) == (2, 2)
 
 
 CODED = {

@@ -9,16 +9,20 @@ from typing import Any
 
 import datalens_toy
 import pytest
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
 from private_runs import inner
 from toy import client_app, model
 
 from clients.compressed import compression
+from clients.datalens import answer_datalens
 from clients.messages import find_announcement
 from clients.private import private
 from experiments import engines
 from experiments.spec import RunSpec
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
+from fedcomp.flower.datalens import Lesson
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.sampling import Sampling
 from strategies.compressed import Compressed
@@ -123,6 +127,46 @@ def test_a8_a_generators_rounds_tell_nothing_of_who_voted() -> None:
             shown = dict(result.train_metrics_clientapp[1])
             assert ("datalens.answered" in shown) == distinct
         assert (len(seen) > 1) == distinct
+
+
+def told_of_a_generator(sampling: Sampling, seed: int, caplog: pytest.LogCaptureFixture) -> tuple[str, int]:
+    """Return the log of a round in which the first six clients fail if drawn, and how many of them were drawn."""
+
+    def failing(message: Message, context: Context, lesson: Lesson) -> datalens_toy.ToyEnsemble:
+        if int(context.node_config["partition-id"]) < NODES // 2:
+            raise RuntimeError("its own words")
+        return datalens_toy.ensemble(message, context, lesson)
+
+    strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
+    over = datalens_toy.grid(answer_datalens(ClientApp(), failing), nodes=NODES)
+    fail = {over.node_id_of(partition) for partition in range(NODES // 2)}
+    # What a client logs is on its own node; here that is the same process.
+    logging.getLogger("flwr.fedcomp").addFilter(_of_the_server)
+    caplog.clear()
+    try:
+        with caplog.at_level(logging.INFO, "flwr"):
+            strategy.start(over, datalens_toy.model(), num_rounds=1, timeout=9)
+    finally:
+        logging.getLogger("flwr.fedcomp").removeFilter(_of_the_server)
+    log = re.sub(r"finished in [0-9.]+s|0x[0-9a-f]+", "", "\n".join(caplog.messages))
+    return log, len(fail & set(strategy.privacy.entries[0].participants))
+
+
+def _of_the_server(record: logging.LogRecord) -> bool:
+    return "this client failed" not in record.getMessage()
+
+
+def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before, the line that a client's votes are missing was there if and only if one that fails had been drawn."""
+    few = Sampling("poisson", rate=0.15)
+    runs = [told_of_a_generator(few, seed, caplog) for seed in range(6)]
+    assert len({drawn > 0 for _, drawn in runs}) == 2, "in some runs a failing client was drawn, in others none"
+    assert len({log for log, _ in runs}) == 1
+    shown, drawn = told_of_a_generator(SHOWN, 1, caplog)
+    assert drawn > 0
+    assert "votes are not in the sum" in shown
 
 
 SETTINGS = {
