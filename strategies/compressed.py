@@ -83,7 +83,7 @@ class Compressed(Strategy):
         Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
     guard : Norms, optional
         Refuses updates that are far longer, or weigh far more, than is usual; default nobody does. Not with a private
-        strategy, which bounds every update itself.
+        strategy that bounds every update itself, as all do but local privacy.
     record : str, optional
         Name of the ArrayRecord that is the model, where messages of the inner strategy hold several. The others pass
         through as they are, unchecked and uncompressed, in both directions; so do those that replies hold beside the
@@ -137,7 +137,7 @@ class Compressed(Strategy):
         private = inner if isinstance(inner, PrivateStrategy) else None
         if guard is not None and not isinstance(guard, Norms):
             raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
-        if guard is not None and (private is not None or promises(inner)):
+        if guard is not None and (promises(inner) if private is None else private.bounds_updates):
             raise ConfigError(
                 f"{type(inner).__name__} bounds every update by itself, and a guard would make one client's part in "
                 "the private sum depend on the others'; leave guard out"
@@ -416,7 +416,8 @@ class Compressed(Strategy):
         arrivals: list[Arrival] = []
         errors: list[Message] = []
         bare = self._private is not None
-        start = None if bare else self._reference(self._layout.flatten(self._model))
+        bounded = self._private is not None and self._private.bounds_updates
+        start = None if bounded else self._reference(self._layout.flatten(self._model))
         # A plain update among votes, or on a support shared by all, is made what the others' are.
         encoded = self.codec.votes or (bare and self.codec.common_support(self._layout, key) is not None)
         for sent, reply in match_replies(self._sent, replies, report, self._holders):
@@ -436,11 +437,14 @@ class Compressed(Strategy):
                 report.reject(sent.node, str(reason))
                 errors.append(Message(Error(_APP_RAISED, str(reason)), reply_to=sent.message))
         if self._private is not None:
-            return self._aggregate_private(server_round, self._private, arrivals, report, key)
+            arrivals = self._bared(self._private, arrivals, report)
         past = [self.reports[r] for r in sorted(self.reports) if r < server_round]
-        checked, arrivals = arrivals, consistent(arrivals, report, self._usual["train"], self.guard, past)
+        usual = self._usual["train"] if self._private is None else None
+        checked, arrivals = arrivals, consistent(arrivals, report, usual, self.guard, past)
         # An outlier is dropped for good: put back into its client's memory, it would come again and again.
         self._acknowledge([(a.sent.node, a.sequence, a.generation) for a in checked if a.outlier])
+        if self._private is not None:
+            return self._aggregate_private(server_round, self._private, arrivals, report, key)
         if not arrivals:
             return None, None
         self._account(arrivals, report)
@@ -666,10 +670,8 @@ class Compressed(Strategy):
             sparse=self.codec.sparse(layout),
         )
 
-    def _aggregate_private(
-        self, server_round: int, private: PrivateStrategy, arrivals: list[Arrival], report: RoundReport, key: Key
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Hand the decoded updates, one after the other, to the private sum.
+    def _bared(self, private: PrivateStrategy, arrivals: list[Arrival], report: RoundReport) -> list[Arrival]:
+        """Return the arrivals of a private round without all but their updates; reject what nobody privatised.
 
         What a reply says decides about itself alone: names of records and metrics are not put to a majority.
         """
@@ -677,7 +679,12 @@ class Compressed(Strategy):
             arrival.record, arrival.content, arrival.memory = self._record_name, RecordDict(), None
             if arrival.plain is not None and not private.takes_plain:
                 report.reject(arrival.sent.node, "an update that its client did not privatise; its app lacks the mod")
-        arrivals = consistent([a for a in arrivals if a.sent.node not in report.rejected], report)
+        return [arrival for arrival in arrivals if arrival.sent.node not in report.rejected]
+
+    def _aggregate_private(
+        self, server_round: int, private: PrivateStrategy, arrivals: list[Arrival], report: RoundReport, key: Key
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Hand the decoded updates, one after the other, to the private sum."""
         if private.pad and (longest := self.codec.longest(self._layout)) is not None:
             report.padded_bytes = longest + FILLED
         start = self._reference(self._layout.flatten(self._model))

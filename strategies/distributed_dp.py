@@ -73,6 +73,7 @@ class NoisyMean(PrivateStrategy):
     """
 
     takes_plain: ClassVar[bool] = False
+    bounds_updates: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -5,6 +5,9 @@ drop-in pair with :class:`fedcomp.privacy.local.Privatise` before the codec. The
 trust; the price is that every message carries noise of its own: the mean of n has sqrt(n) times as much as under a
 trusted server, and twice that, because two messages may be as far apart as 2C.
 
+Clip and noise are each client's own doing. One that leaves them out may send anything finite: reports name the norm of
+every message, and a guard refuses what is far out of the ordinary. Both are post-processing of messages.
+
 What the ledger counts is messages: each client that is asked releases one, whether it arrives or not, and the event is
 written down before anybody is asked. Who took part is known to the server, so no sampling amplifies anything.
 """
@@ -27,6 +30,7 @@ from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
 from fedcomp.privacy.sampling import Sampling
 from strategies.compressed import Compressed
+from strategies.guard import Norms
 from strategies.private import Outcome, PrivateStrategy
 from strategies.replies import RoundReport
 
@@ -58,6 +62,7 @@ class LocalMean(PrivateStrategy):
     """
 
     takes_plain: ClassVar[bool] = False
+    bounds_updates: ClassVar[bool] = False
     peers_may_see: ClassVar[bool] = True
 
     def __init__(self, inner: Strategy, privatise: Privatise, **promise: Any) -> None:
@@ -162,6 +167,7 @@ def local_dp(
     feedback: bool = False,
     downlink: Codec | dict[str, Any] | None = None,
     policy: DensityPolicy | None = None,
+    guard: Norms | None = None,
     insecure_deterministic: bool = False,
     seed: int = 0,
     **promise: Any,
@@ -177,8 +183,8 @@ def local_dp(
         See :class:`fedcomp.privacy.local.Privatise`; ``releases`` is the limit that clients are asked to keep.
     feedback : bool
         Remember what of the *noised* update was not sent.
-    downlink, policy, seed
-        See :class:`strategies.compressed.Compressed`.
+    downlink, policy, guard, seed
+        See :class:`strategies.compressed.Compressed`. Without a guard one client that does not clip ruins the model.
     **promise
         See :class:`LocalMean`.
 
@@ -195,4 +201,4 @@ def local_dp(
     if feedback and not last.remembers:
         last = ErrorFeedback(last)
     mean = LocalMean(inner, first, seed=seed, **promise)
-    return Compressed(mean, chain(first, last), downlink, feedback=False, policy=policy, seed=seed)
+    return Compressed(mean, chain(first, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

@@ -121,6 +121,11 @@ class PrivateStrategy(Strategy):
     takes_plain: ClassVar[bool] = True
     """Whether the dense reply of a client without the mod may be added."""
 
+    bounds_updates: ClassVar[bool] = True
+    """Whether the sum bounds what a client adds to it, whatever that sends. Then reports name no norms and no guard is
+    taken: who is refused for what others sent would break the bound on its influence. False where clients bound and
+    noise their updates themselves: the promise is kept by then, but nothing here stops one that does not."""
+
     peers_may_see: ClassVar[bool] = False
     """Whether other clients may hold what a client sends, as the relays of coded rounds do."""
 

@@ -167,8 +167,8 @@ class RoundReport:
         travel as values; all of them with a lossless codec.
     norms, weights : dict
         Euclidean norm of each update as it arrived (of a vote, of the vote), and the weight it was given with: of all
-        that could be used, those a guard then refused included. Empty in private rounds, and where sums are decoded
-        instead of updates.
+        that could be used, those a guard then refused included. Empty in private rounds that bound every update (all
+        but those of local privacy), and where sums are decoded instead of updates.
     """
 
     round: int

@@ -15,6 +15,8 @@ from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from clients.app import app as generic
+from clients.coded import answer_coded
+from clients.coded import coded as coded_mod
 from clients.compressed import compression
 from clients.private import private
 from clients.shared_support import answer_queries, shared_support
@@ -23,14 +25,24 @@ from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
+from fedcomp.layout import Layout, Update
+from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.votes import TopkSign
+from fedcomp.rng import Key
 from fedcomp.tasks import get_task
 from strategies.coded import CodedFedAvg
 from strategies.compressed import Compressed
+from strategies.distributed_dp import NoisyMean
 from strategies.dp_fedavg import DpFedAvg
 from strategies.guard import Norms
+from strategies.local_dp import LocalMean, local_dp
+from strategies.lsg import Lsg
 from strategies.replies import RoundReport
 from strategies.shared_support import SharedSupport
+from strategies.topagg import TopAgg
 
 log = logging.getLogger("fedcomp")
 ONES = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
@@ -248,6 +260,73 @@ def test_d2_a_private_round_tells_nothing_and_takes_no_guard() -> None:
     play(strategy, client_app([compression(), private()]), rounds=1)
     assert strategy.reports[1].compressed == 5
     assert (strategy.reports[1].norms, strategy.reports[1].weights) == ({}, {})
+
+
+def forged(culprit: int, when: int, value: float) -> Any:
+    """Return a mod, outside of all others, whose node puts a frame of its own making in place of the noised one."""
+
+    def hostile(msg: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(msg, context)
+        if number(msg) == when and context.node_config["partition-id"] == culprit:
+            layout = Layout.of({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+            vector = np.full(layout.size, value, np.float32)
+            put_frame(reply.content, UPDATE, QSGD(levels=7).encode(Update(vector, layout), {}, Key(0))[0])
+        return reply
+
+    return hostile
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["pair", "relay"])
+def test_d2_a_hostile_message_of_local_privacy_is_named_and_with_a_guard_refused(coded: bool) -> None:
+    """Nobody bounds what a client noised itself: before, the model was ruined and nobody named."""
+
+    def run(**options: Any) -> tuple[Compressed, ArrayRecord, int]:
+        promise = {"clip": 1.0, "noise_multiplier": 4.0, "population": 5, "delta": 1e-3}
+        pair = local_dp(bare_mean(), QSGD(levels=7), **promise, insecure_deterministic=True, **options)
+        mods = [forged(1, 2, 1e25), compression(), private()]
+        strategy = CodedFedAvg(pair, construction="relay") if coded else pair
+        arrays, node = play(strategy, answer_coded(client_app([coded_mod(), *mods])) if coded else client_app(mods))
+        return pair, arrays, node
+
+    bare, ruined, node = run()
+    assert np.abs(stack(ruined)).max() > 1e22
+    assert max(bare.reports[2].norms, key=bare.reports[2].norms.__getitem__) == node
+    assert bare.reports[2].norms[node] > 1e26 > 1e23 * sorted(bare.reports[2].norms.values())[-2]
+    assert set(bare.reports[2].weights.values()) == {1.0}
+
+    guarded, arrays, node = run(guard=Norms())
+    assert [set(found.rejected) for found in guarded.reports.values()] == [set(), {node}, set()]
+    assert "times the usual" in guarded.reports[2].rejected[node]
+    assert [found.used for found in guarded.reports.values()] == [5, 4, 5]
+    assert np.abs(stack(arrays)).max() < 1e3
+    assert guarded.inner.privacy.epsilon() == bare.inner.privacy.epsilon()
+    assert [len(entry.participants) for entry in guarded.inner.privacy.entries] == [5, 5, 5]
+
+
+def test_d2_who_bounds_updates_says_so() -> None:
+    """A strategy that adds a vote or a vector of any size must say that it does."""
+    assert {made.__name__: made.bounds_updates for made in (DpFedAvg, Lsg, TopAgg, LocalMean, NoisyMean)} == {
+        "DpFedAvg": True,
+        "Lsg": True,
+        "TopAgg": True,
+        "LocalMean": False,
+        "NoisyMean": False,
+    }
+    layout, huge = Layout.flat(4), np.full(4, 1e25, np.float32)
+    options: dict[str, Any] = {"noise_multiplier": 1.0, "population": 5}
+    strategies = [
+        DpFedAvg(bare_mean(), clip=1.0, **options),
+        TopAgg(bare_mean(), TopkSign(k=2), server_lr=1.0, **options),
+        Lsg(bare_mean(), clip=1.0, rank=0, **options),
+    ]
+    for strategy in strategies:
+        admit = strategy.mechanism(layout, 1).admit
+        try:
+            given = admit(strategy.contribution(huge, layout, 1))
+        except Unbounded:
+            continue
+        usual = admit(strategy.contribution(np.full(4, 0.5, np.float32), layout, 1))
+        assert np.linalg.norm(given) <= 1.02 * np.linalg.norm(usual)
 
 
 def test_d2_a_coded_sum_says_that_a_guard_sees_nothing_there() -> None:
