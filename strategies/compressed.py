@@ -189,9 +189,9 @@ class Compressed(Strategy):
             return getattr(inner, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute where it is: on the inner strategy when only that one has it."""
+            """Set an attribute of this strategy here; any other, new ones included, on the inner strategy."""
             inner = self.__dict__.get("inner")
-            own = inner is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(inner, name)
+            own = inner is None or name in self.__dict__ or hasattr(type(self), name)
             object.__setattr__(self if own else inner, name, value)
 
     @property

@@ -69,12 +69,18 @@ def loop_of(inner: Strategy, outer: Strategy) -> Strategy:
     """Return a strategy that starts as ``inner`` does and in whose loop ``outer`` takes the place of the hooks.
 
     It shares all attributes with ``inner``, in both directions, so that what the loop keeps is found there. Only the
-    hooks differ, and only for the loop: ``outer`` may call those of ``inner``.
+    hooks differ, and only for the loop: ``outer`` may call those of ``inner``. A hook that the loop sets itself, around
+    the one it found, stands for the loop alone: in ``inner`` it would be called by ``outer``, which it calls.
     """
+    replaced: dict[str, Any] = {}
 
     def hook(name: str) -> property:
         # A property also stands before a hook that was put into the instance.
-        return property(lambda _: getattr(outer, name))
+        return property(
+            lambda _: replaced[name] if name in replaced else getattr(outer, name),
+            lambda _, value: replaced.__setitem__(name, value),
+            lambda _: replaced.pop(name),
+        )
 
     kind = type(inner)
     looped: Any = type(kind.__name__, (kind,), {name: hook(name) for name in _HOOKS})

@@ -192,10 +192,51 @@ def test_b5_attributes_are_read_called_and_set_where_they_are() -> None:
     strategy.seed, strategy.label = 4, "mine"
     assert strategy.seed == 4
     assert not hasattr(inner, "seed")
-    assert not hasattr(inner, "label")
+    assert inner.label == strategy.label == "mine"
+    assert "label" not in vars(strategy)
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = strategy.no_such_thing
     assert copy.copy(strategy).twice() == "bb"
+
+
+def test_b5_an_attribute_that_a_loop_waits_for_is_set_through_the_wrapper() -> None:
+    """Before: the round was trained, and then the loop failed with "'S' object has no attribute 'save_path'"."""
+
+    class S(FedAvg):
+        save_path: str
+
+        def start(self, *args, **kwargs):
+            result = super().start(*args, **kwargs)
+            self.saved_to = self.save_path
+            return result
+
+    strategy = Compressed(S(**ONE, fraction_evaluate=0.0), TopK(0.05))
+    strategy.save_path = "x"
+    strategy.start(InProcessGrid(client_app([compression()]), 2, seed=4), model(), num_rounds=1, timeout=9)
+    assert strategy.saved_to == strategy.inner.save_path == "x"
+
+
+def test_b5_a_loop_that_wraps_a_hook_itself_runs_compressed() -> None:
+    """Before: "property 'aggregate_train' of 'S' object has no setter"."""
+
+    class S(FedAvg):
+        def start(self, *args, **kwargs):
+            usual = self.aggregate_train
+
+            def logged(server_round, replies):
+                self.seen = [*getattr(self, "seen", []), server_round]
+                return usual(server_round, replies)
+
+            self.aggregate_train = logged  # type: ignore[method-assign]
+            return super().start(*args, **kwargs)
+
+    strategy = Compressed(S(**ONE, fraction_evaluate=0.0), TopK(0.05))
+    for rounds in (2, 1):
+        grid = InProcessGrid(client_app([compression()]), 2, seed=4)
+        strategy.start(grid, model(), num_rounds=rounds, timeout=9)
+    assert strategy.seen == [1, 2, 1], "what one run wraps is not wrapped again by the next"
+    assert [report.compressed for report in strategy.reports.values()] == [2, 2]
+    assert "aggregate_train" not in {**vars(strategy), **vars(strategy.inner)}
 
 
 def test_b5_attributes_that_are_handed_through_are_not_taken_for_the_wrappers_own() -> None:
