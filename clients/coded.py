@@ -13,7 +13,6 @@ last act before the handler returns.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -28,6 +27,7 @@ from clients.peers import peer_link
 from clients.private import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import ACTIONS, CODED, HELLO, PARCELS, Fields, fields_of, put_fields
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
 from fedcomp.flower.protocol import STALE
 from fedcomp.flower.state import StaleMessage
@@ -53,7 +53,6 @@ MAX_STORE_BYTES: Final = 64 * 1024 * 1024
 KEEPS_ROUNDS: Final = 2
 """Parcels of this many rounds are kept: the newest one this node was told about, and the one before."""
 
-_LOG: Final = logging.getLogger(__name__)
 _IDENTITY: Final = "fedcomp.coded.identity"
 _META: Final = "fedcomp.coded.meta"
 _OWN: Final = "fedcomp.coded.own"
@@ -266,7 +265,7 @@ class Exchange:
                 return MemoryStore.from_arrays({k: a.numpy() for k, a in held.items()}, self.max_store_bytes)
             except TransportError:
                 # The limit was lowered since: what no longer fits is lost to the code, as if this relay had been away.
-                _LOG.warning("what this node keeps exceeds the new limit of %d bytes: dropped", self.max_store_bytes)
+                log.warning("what this node keeps exceeds the new limit of %d bytes: dropped", self.max_store_bytes)
         return MemoryStore(self.max_store_bytes)
 
     def enter(self) -> None:

@@ -11,7 +11,6 @@ and of the message, so that a message may be delivered twice.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +27,7 @@ from coding.errors import PacketError
 from coding.transport import MAX_STORE_BYTES, Parcel, PeerTransport, deliver
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import linear
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PARTITION_KEY, PayloadError, put_frame, put_node, take_frame
 
 Real = NDArray[np.float64]
@@ -38,8 +38,6 @@ _ID: Final = 8
 _MOST: Final = 2**31 - 1
 _PARTITION_KIND: Final = 0
 _WAIT_SECONDS: Final = 5.0
-
-_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def _share(msg: Message, context: Context, header: ConfigRecord, rows: RowsOf) -
         said["sent"] = [delivery.handed_over for delivery in deliveries]
         failed = [str(delivery.error) for delivery in deliveries if delivery.error is not None]
         if failed:
-            _LOG.warning("device %d could not hand over its partition %d times: %s", device, len(failed), failed[0])
+            log.warning("device %d could not hand over its partition %d times: %s", device, len(failed), failed[0])
     put_node(out, device)
     return Message(out, reply_to=msg)
 
@@ -203,7 +201,7 @@ def _delivered(link: PeerTransport, shapes: Mapping[int, tuple[int, int]], plan:
         try:
             j, x = unpack_partition(parcel.body, plan, shapes)
         except PacketError as error:
-            _LOG.warning("a parcel of device %d was passed over: %s", parcel.source, error)
+            log.warning("a parcel of device %d was passed over: %s", parcel.source, error)
             continue
         parts[j] = x
     return parts

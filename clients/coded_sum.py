@@ -13,7 +13,6 @@ round, must not get by them: which sets this node added, and in which round it s
 from __future__ import annotations
 
 import json
-import logging
 import struct
 from typing import Any, Final
 
@@ -32,6 +31,7 @@ from fedcomp import wire
 from fedcomp.codecs import FixedPoint, fixed_point_of, get_codec
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM, SUM_SHARD, put_bundle, take_bundle
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import EXACT, UPDATE, Announcement
 
@@ -44,7 +44,6 @@ _RUNS: Final = 64
 
 _LONGEST_PLAN: Final = 4096
 _REASON: Final = 300
-_LOG: Final = logging.getLogger(__name__)
 
 
 class SumCodeClient:
@@ -147,11 +146,11 @@ class SumCodeClient:
         found = [record[key] for record in content.metric_records.values() if key in record]
         value = found[0] if len(found) == 1 else None
         if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
-            _LOG.warning("metric %r is %r: it cannot be the weight in a coded sum", key, value)
+            log.warning("metric %r is %r: it cannot be the weight in a coded sum", key, value)
             raise ConfigError(f"metric {key!r} is no whole number >= 0, as the weight in a coded sum must be")
         if value > plan.max_weight:
             # The number itself stays here: the server is to learn of weights no more than their sum.
-            _LOG.warning("metric %r is %s, more than the %d for which the sum has room", key, value, plan.max_weight)
+            log.warning("metric %r is %s, more than the %d for which the sum has room", key, value, plan.max_weight)
             raise ConfigError(
                 f"metric {key!r} is more than the {plan.max_weight} for which the sum has room; raise max_weight, "
                 "lower the codec's levels, or use weighted=False"

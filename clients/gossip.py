@@ -8,7 +8,6 @@ already answers from memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import gossip
+from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PARTITION_KEY, put_node
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real
@@ -30,7 +30,6 @@ from fedcomp.rng import Key
 
 Arrays = Mapping[str, NDArray[Any]]
 
-_LOG: Final = logging.getLogger(__name__)
 _NOTHING: Final = Layout((), (), ())
 
 
@@ -141,7 +140,7 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     local = _Lazy(lambda: problem(msg, context, setup), layout, own)
     memory, answer = handle(algorithm, None if kept is None else kept.memory, instruction, local, start, layout)
     if answer.failed:
-        _LOG.warning("node %d sent nothing in iteration %d: %s", instruction.node, instruction.iteration, answer.failed)
+        log.warning("node %d sent nothing in iteration %d: %s", instruction.node, instruction.iteration, answer.failed)
     reply = RecordDict()
     gossip.put_answer(reply, answer)
     put_node(reply, instruction.node)

@@ -34,6 +34,7 @@ FORBIDDEN = {
     "fedcomp/privacy": {"flwr", "fedcomp.flower", "fedcomp.tasks", "fedcomp.gossip", "fedcomp.timing", "numba"},
     "fedcomp/timing": {"flwr", "torch", "fedcomp.flower"},
     "fedcomp/errors.py": {"flwr", "torch", "numpy", "fedcomp"},
+    "fedcomp/logs.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/rng.py": {"flwr", "torch", "fedcomp"},
     "fedcomp/layout.py": {"flwr", "torch", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.flower", "fedcomp.tasks"},
     "fedcomp/exact.py": {"flwr", "torch", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.flower", "fedcomp.tasks"},

@@ -8,7 +8,6 @@ expose code that depends on their order, and a virtual clock turns byte counts i
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from fedcomp.flower._private import (
 from fedcomp.flower.faults import NO_FAULT, Delivery, Fault, FaultPlan, corrupt, resolve
 from fedcomp.flower.nodes import GridError, Links, Node, NodeConfig, NodeLinks, Nodes
 from fedcomp.flower.payload import round_of
+from fedcomp.logs import log
 from fedcomp.rng import Key
 
 ClientCall = Callable[[Message, Context], Message]
@@ -46,7 +46,6 @@ ClientCall = Callable[[Message, Context], Message]
 
 Compute = float | Callable[[Delivery], float]
 
-_LOG: Final = logging.getLogger(__name__)
 _SNAPSHOT: Final = "grid snapshot"
 
 
@@ -215,7 +214,7 @@ class InProcessGrid(Grid):
             node_id = message.metadata.dst_node_id
             node = self._nodes.get(node_id)
             if node is None:
-                _LOG.warning("message to unknown node %d dropped", node_id)
+                log.warning("message to unknown node %d dropped", node_id)
                 set_message_id(message, "")
                 ids.append("")
                 continue
@@ -420,11 +419,11 @@ class InProcessGrid(Grid):
             except SystemExit as error:
                 # A deployment's app process would be gone without a reply and without a context to store. Only an
                 # interrupt is for the run itself.
-                _LOG.warning("client of partition %d ended its process (%s)", node.partition, error.code, exc_info=True)
+                log.warning("client of partition %d ended its process (%s)", node.partition, error.code, exc_info=True)
                 failure = ErrorCode.CLIENT_APP_CRASHED, "ClientApp stopped responding."
             except Exception as error:
                 # Engines turn whatever an app raises into an error reply; the traceback would be lost without the log.
-                _LOG.warning("client of partition %d raised", node.partition, exc_info=True)
+                log.warning("client of partition %d raised", node.partition, exc_info=True)
                 failure = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{error}'>"
         if failure is None and work.run_config != run_config:
             failure = ErrorCode.UNKNOWN, "The app changed context.run_config; the simulation engine refuses that."

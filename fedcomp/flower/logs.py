@@ -10,5 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from fedcomp.logs import log
+
 flowers: Final = logging.getLogger("flwr")
-log: Final = flowers.getChild("fedcomp")
+__all__ = ["flowers", "log"]

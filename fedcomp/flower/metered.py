@@ -10,7 +10,6 @@ and never moves or merges what another node online is known by.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from fedcomp.flower import store
 from fedcomp.flower._private import SUPERLINK_NODE_ID, Packer, Run, set_source
 from fedcomp.flower.ledger import Direction, Ledger
 from fedcomp.flower.payload import payload_bytes, round_of, take_node
+from fedcomp.logs import log
 
 PartitionOf = Callable[[int], "int | None"]
 Addressed = tuple[str, int]
@@ -75,7 +75,6 @@ def engine_lookup(grid: Grid) -> PartitionOf:
     return partition_lookup(grid)
 
 
-_LOG: Final = logging.getLogger(__name__)
 _REMEMBERED: Final = 10_000
 """How many unanswered messages are remembered for replies that come late."""
 
@@ -367,7 +366,7 @@ class MeteredGrid(Grid):
                 holders = holders or {self.partition_of(n): n for n in self.inner.get_node_ids()}
                 holder = holders.setdefault(claim, node_id)
                 if holder != node_id:
-                    _LOG.warning("node %d claims partition %d, which node %d holds: ignored", node_id, claim, holder)
+                    log.warning("node %d claims partition %d, which node %d holds: ignored", node_id, claim, holder)
                     continue
                 partition = claim
             self._learn(node_id, partition)

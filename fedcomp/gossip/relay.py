@@ -30,8 +30,7 @@ from fedcomp.gossip.protocol import Action, Answer, Instruction, Start, check
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import Phase, Traffic
 from fedcomp.gossip.tuning import Watch
-
-log = logging.getLogger("fedcomp")
+from fedcomp.logs import log
 
 _REASON: Final = 300
 """Characters of a node's own words that are kept."""

@@ -9,7 +9,6 @@ The file holds who took part. Under Poisson sampling that is a secret of the gua
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections import Counter
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedcomp.errors import ConfigError
+from fedcomp.logs import log
 from fedcomp.privacy.accounting import (
     Cost,
     Profile,
@@ -34,8 +34,6 @@ from fedcomp.privacy.events import Adjacency, Event, check_adjacency
 from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.sampling import Sampling
-
-log = logging.getLogger("fedcomp")
 
 UNCOUNTED: Final = (
     "events that were cut off at the end of the ledger's file, which an earlier release began without counting them"

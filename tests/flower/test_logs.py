@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from flwr.common.logger import FLOWER_LOGGER
+
+from fedcomp.flower import logs
+from fedcomp.logs import log
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,11 +39,17 @@ def test_b1_an_info_line_appears_beside_flowers_own_without_configuration() -> N
 
 @pytest.mark.long
 def test_b1_no_layer_that_runs_inside_flower_logs_under_a_name_that_is_not_shown() -> None:
-    """A logger called after the package has no handler: its INFO lines are lost, as those of the strategies were."""
-    lost = [
+    """A logger called after the package has no handler: its INFO lines are lost, and its warnings come bare."""
+    makers = {
         str(path.relative_to(ROOT))
-        for path in sorted((ROOT / "strategies").rglob("*.py"))
+        for package in ("strategies", "clients", "fedcomp")
+        for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "getLogger"
-    ]
-    assert not lost, "use fedcomp.flower.logs.log"
+    }
+    assert makers == {"fedcomp/logs.py", "fedcomp/flower/logs.py"}, "use fedcomp.logs.log"
+
+
+def test_b1_there_is_one_logger_and_it_is_a_child_of_flowers() -> None:
+    assert logs.log is log
+    assert log.parent is logs.flowers is FLOWER_LOGGER

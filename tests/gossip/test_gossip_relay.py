@@ -244,7 +244,7 @@ def test_c1_a_node_whose_figures_cannot_be_is_named_in_report_and_log(caplog: py
 
     relay = relay_of("choco", iterations=12)
     nodes = Liar(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
-    with caplog.at_level("WARNING", "fedcomp"):
+    with caplog.at_level("WARNING", "flwr.fedcomp"):
         run(relay, nodes)
     assert [event[1] for event in relay.report.doubted] == [3]
     assert "weight is nan" in relay.report.doubted[0][2]
@@ -357,7 +357,7 @@ def pushed(config: dict[str, Any], share: float | None, caplog: pytest.LogCaptur
     relay = Relay(algorithm, graph, iterations=12, session="s", seed=0, largest=largest)
     nodes = Forger(algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
     nodes.share = share
-    with caplog.at_level("WARNING", "fedcomp"):
+    with caplog.at_level("WARNING", "flwr.fedcomp"):
         run(relay, nodes)
     return relay, nodes
 

@@ -312,7 +312,7 @@ def test_d1_of_two_nodes_that_claim_a_vertex_from_the_start_none_is_seated(caplo
     """Before, the one whose id came first was, and which of two devices trained was a matter of chance."""
     inner = Blind(client(), NODES + 1, seed=2, node_config=lambda p: {"partition-id": min(p, 3)})
     relay = strategy("sparse-push", nodes=NODES, observe_every=1)
-    with inner, caplog.at_level("WARNING", "fedcomp"):
+    with inner, caplog.at_level("WARNING", "flwr.fedcomp"):
         fit(relay, MeteredGrid(inner), model(), 3, timeout=9)
     claims = relay.gossip[1].events["unknown"]
     assert len(claims) == 2

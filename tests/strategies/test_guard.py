@@ -44,7 +44,7 @@ from strategies.replies import RoundReport
 from strategies.shared_support import SharedSupport
 from strategies.topagg import TopAgg
 
-log = logging.getLogger("fedcomp")
+log = logging.getLogger("flwr.fedcomp")
 ONES = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 Client = Callable[[Message, Context], Message]
 

@@ -86,7 +86,7 @@ def test_d1_twins_are_both_refused_and_named_in_report_and_log(path: str, caplog
     strategy, app = (make() for make in MEANS[path])
     grid = grid_of(app, 3)
     twins = {grid.node_id_of(2), grid.add_node(TWIN)}
-    with caplog.at_level(logging.WARNING, "fedcomp"):
+    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         arrays = play(strategy, grid, 2)
     for report in strategy.reports.values():
         assert report.rejected.keys() == twins

@@ -199,7 +199,7 @@ def test_a5_under_a_cap_no_more_node_ids_are_asked_than_there_are_clients(caplog
     # A client came back as 7, then as 8: one more id is possible, a fifth is not.
     assert asked(strategy, [1, 2, 7], 2) == [1, 2, 7]
     play(strategy, vectors(0), server_round=2, nodes=[1, 2, 7], size=4)
-    with caplog.at_level(logging.WARNING, "fedcomp"):
+    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         assert asked(strategy, [1, 2, 3, 8], 3) == [3]
     assert [r.message for r in caplog.records if "node 8 is not asked" in r.message]
     assert set(strategy.privacy.participations) == {1, 2, 3, 7}
