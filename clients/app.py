@@ -31,7 +31,6 @@ from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import models, put_node
 from fedcomp.flower.record_dp import RECORD_DP, Plan
 from fedcomp.flower.records import to_arrays
-from fedcomp.privacy.errors import PrivacyError
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -244,11 +243,11 @@ class Job:
 
         Raises
         ------
-        PrivacyError
+        ConfigError
             When this node only trains with noise, and it is for something else.
         """
         if self.guarded and not noised:
-            raise PrivacyError(
+            raise ConfigError(
                 f"this node has a privacy budget of its own ({OWN_BUDGET} in its node configuration): it trains with "
                 "noise (record-dp), and does nothing else with its records"
             )

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Final
 from flwr.app import ConfigRecord, Context
 
 from clients.edge import LEDGER_FILE, OWN_BUDGET
-from fedcomp.errors import ConfigError, FedcompError
+from clients.private import ABOUT_SETTINGS
+from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.record_dp import Account, Plan, compact, steps_in
 from fedcomp.privacy.entropy import make_entropy
@@ -79,11 +80,12 @@ def train_privately(
     BudgetExceeded
         When the training would cross the budget, the plan's or the node's. No record was looked at.
     ConfigError
-        When the model or the task cannot be trained privately, or delta is too large for so few records.
+        When the model or the task cannot be trained privately, delta is too large for so few records, or the node has
+        a budget of its own and the plan's noise would come from a seed.
     LedgerError
         When the node's ledger is of another run, or damaged.
     PrivacyError
-        When the node has a budget of its own and the plan's noise would come from a seed; or the training broke.
+        When the training broke; the reason is in this node's log alone.
     """
     import torch
     from torch.utils.data import TensorDataset
@@ -143,10 +145,10 @@ def train_privately(
 
 @contextmanager
 def _reasons_stay() -> Iterator[None]:
-    """Keep what an unforeseen exception says on this node: Flower sends it to the server, and it may quote a record."""
+    """Keep what an exception says on this node: Flower sends it to the server, and it may quote a record."""
     try:
         yield
-    except FedcompError:
+    except ABOUT_SETTINGS:
         raise
     except Exception:
         log.exception("the private training of this node broke")
@@ -168,9 +170,7 @@ def _own(plan: Plan, context: Context) -> Plan:
     if isinstance(own, bool) or not isinstance(own, int | float) or not 0.0 < own < math.inf:
         raise ConfigError(f"{OWN_BUDGET} of this node is {own!r}; expected an epsilon above 0")
     if plan.insecure:
-        raise PrivacyError(
-            "the server plans noise from a seed that it knows; a node with a budget of its own draws its"
-        )
+        raise ConfigError("the server plans noise from a seed that it knows; a node with a budget of its own draws its")
     return replace(plan, budget=min(float(own), plan.budget or math.inf))
 
 

@@ -22,13 +22,14 @@ from fedcomp.flower.protocol import RESYNC, STALE
 from fedcomp.flower.record_dp import RECORD_DP
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
-from fedcomp.privacy.errors import PrivacyError
+from fedcomp.privacy.errors import BudgetExceeded, LedgerError
 
 STAYS: Final = "the client could not answer; its reason stays on the node"
 """All that a server is told of a private round that failed on a client."""
 
-ABOUT_SETTINGS: Final = (ConfigError, PrivacyError, StateError, LayoutError, PayloadError)
-"""Errors of this project that are about settings, budgets, models and messages, and quote no record."""
+ABOUT_SETTINGS: Final = (ConfigError, BudgetExceeded, LedgerError, StateError, LayoutError, PayloadError)
+"""Errors of this project that are about settings, budgets, models and messages alone: no text of theirs holds a figure
+that was worked out from records, as those about a contribution do (its norm, how many of its values are finite)."""
 
 _BEFORE_THE_APP: Final = (RESYNC, STALE, NOT_WITHOUT_NOISE)
 """How the reasons begin for which our other mods refuse a message before the app has seen it."""
@@ -44,7 +45,7 @@ def private() -> Mod:
     and every other record are left out; integer buffers and running statistics go back as they came. What goes wrong
     after the message was read is in this node's log alone: the server gets an error with the text :data:`STAYS`,
     whether the app raised, with whichever words, or returned an error, or its update could not be sent. So does the
-    server of a training with record-level privacy; there :data:`ABOUT_SETTINGS` pass.
+    server of a training with record-level privacy; there only :data:`ABOUT_SETTINGS` pass.
 
     Examples
     --------

@@ -182,8 +182,9 @@ class PrivateTraining:
             return value
         if value.shape != (records,):
             raise ConfigError(
-                f"loss_reduction='none' means one loss for each of {records} records, and the loss has shape "
-                f"{tuple(value.shape)}; use reduction='none', or say how it is reduced"
+                # How many records were drawn is nobody's to know, and the server may be told of settings.
+                f"loss_reduction='none' means one loss for each record of a batch, and the loss has {value.ndim} axes, "
+                "or another length; use reduction='none', or say how it is reduced"
             )
         return value.sum()
 

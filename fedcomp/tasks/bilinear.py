@@ -61,7 +61,7 @@ class BilinearTeachers:
         self, data: Split, owner: NDArray[np.int64], count: int, *, classes: int, adam: Adam | None = None
     ) -> None:
         if owner.shape != (len(data),) or (owner.size and not 0 <= owner.min() <= owner.max() < count):
-            raise ConfigError(f"expected one owner of 0 to {count - 1} for each of {len(data)} records")
+            raise ConfigError(f"expected one owner of 0 to {count - 1} for each record")
         pixels = data.x.shape[1]
         self.adam = adam
         self.rows = torch.zeros(classes, count, pixels)

@@ -348,7 +348,7 @@ class Teachers:
         key: Key,
     ) -> None:
         if owner.shape != (len(data),) or (owner.size and not 0 <= owner.min() <= owner.max() < count):
-            raise ConfigError(f"expected one owner of 0 to {count - 1} for each of {len(data)} records")
+            raise ConfigError(f"expected one owner of 0 to {count - 1} for each record")
         self.count, self.classes, self.adam, self.batch, self.key = count, classes, adam, batch, key
         self._make, self._data = make, data
         self._module = models.build(make, 0)

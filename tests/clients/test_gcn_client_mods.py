@@ -28,7 +28,6 @@ from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.state import Replica
 from fedcomp.graphs.base import Part
 from fedcomp.graphs.ids import encode_ids
-from fedcomp.privacy.errors import PrivacyError
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from strategies.compressed import Compressed
 
@@ -187,5 +186,5 @@ def test_the_generic_app_refuses_tasks_without_a_graph_and_rows_of_guarded_nodes
     nodes = generic()
     nodes.contexts[1] = node(1, 3, **{OWN_BUDGET: 1.0})
     asked = {"ids": {0: encode_ids(nodes.parts[1].ids[:1])}}
-    with pytest.raises(PrivacyError, match="budget of its own"):
+    with pytest.raises(ConfigError, match="budget of its own"):
         nodes.tell(1, message(gcn.ROWS_TYPE, Fetch("s", "rows", "dense-f32"), asked))

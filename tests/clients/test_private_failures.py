@@ -23,18 +23,21 @@ from clients.lsg import lsg
 from clients.private import STAYS, private
 from clients.topagg import topagg
 from fedcomp.codecs import Codec, TopK, chain
-from fedcomp.errors import NonFiniteUpdate
+from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import Lesson
 from fedcomp.flower.lsg import Ask
-from fedcomp.flower.payload import take_frame
+from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC, Announcement, announce
 from fedcomp.flower.record_dp import RECORD_DP, Plan
-from fedcomp.privacy.errors import BudgetExceeded
+from fedcomp.privacy.accounting import Unaccountable
+from fedcomp.privacy.bounds import round_conditionally
+from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError, Unbounded
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
+from fedcomp.rng import Key
 
 WORDS = "patient 4711 has a broken record"
 SIZE = 40
@@ -78,6 +81,7 @@ def answer(msg: Message, arrays: dict[str, np.ndarray]) -> Message:
 FAILURES = (raise_value, raise_own, raise_ours, return_error, return_another)
 
 LOCAL = chain(Privatise(1.0, 2.0), TopK(density=0.5))
+LESSON = Lesson("s", 1, 77, IMAGES, PIXELS, 2, 4, 0.0, True, 2, 3, 30, 0.001, 0.5, 5)
 POLICY = LocalPolicy(noise_multiplier=2.0, releases=3)
 
 PATHS: dict[str, tuple[list[Any], Codec | None, bool]] = {
@@ -146,8 +150,6 @@ def test_a9_what_the_pair_refuses_before_the_app_keeps_its_words() -> None:
 
 
 def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    lesson = Lesson("s", 1, 77, IMAGES, PIXELS, 2, 4, 0.0, True, 2, 3, 30, 0.001, 0.5, 5)
-
     def reading(msg: Message, context: Context, lesson: Lesson) -> Any:
         raise ValueError(WORDS)
 
@@ -158,7 +160,7 @@ def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
     for own in (reading, learning):
         content = RecordDict({datalens.MODEL: generator()})
-        lesson.put(content)
+        LESSON.put(content)
         context = node()
         with server(), caplog.at_level(logging.ERROR, "flwr.fedcomp"):
             reply = answer_datalens(ClientApp(), own)(Message(content, 2, datalens.TYPE), context)
@@ -171,21 +173,69 @@ def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert take_frame(honest.content, datalens.VOTES) is not None
 
 
+OF_SETTINGS = (ConfigError, BudgetExceeded, LedgerError, StateError, LayoutError, PayloadError)
+OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError, ValueError)
+
+
+def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
+    plan = Plan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
+    with server():
+        message = Message(RecordDict({"config": ConfigRecord({RECORD_DP: plan})}), 1, "train")
+        return app_of([compression(), private()], act)(message, node())
+
+
+def among_teachers(act: Callable[[Message], Message]) -> Message:
+    content = RecordDict({datalens.MODEL: generator()})
+    LESSON.put(content)
+    with server():
+        message = Message(content, 2, datalens.TYPE)
+        return answer_datalens(ClientApp(), lambda msg, context, lesson: act(msg))(message, node())  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("send", [with_record_level_privacy, among_teachers])
+@pytest.mark.parametrize("kind", [*OF_SETTINGS, *OF_DATA], ids=lambda kind: kind.__name__)
+def test_a9_errors_of_settings_are_told_and_those_with_figures_of_the_data_are_not(
+    send: Callable[[Callable[[Message], Message]], Message], kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, every error about privacy was told, and what cannot be bounded is told with its norm."""
+
+    def act(msg: Message) -> Message:
+        raise kind("a rounding of a vector of norm 4711 steps met no bound")
+
+    with caplog.at_level(logging.ERROR, "flwr.fedcomp"):
+        if kind in OF_SETTINGS:
+            with pytest.raises(kind, match="4711"):
+                send(act)
+            return
+        reply = send(act)
+    assert (reply.error.code, reply.error.reason) == (2, STAYS)
+    assert "4711" in caplog.text
+
+
+@pytest.mark.parametrize("vector", [np.full(5, 3.0), np.full(5, np.nan)], ids=["too long", "not finite"])
+def test_a9_figures_of_an_update_that_has_no_bound_stay_on_the_node(
+    vector: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
+    def act(msg: Message) -> Message:
+        round_conditionally(vector, 1.0, Key(1, "draws"))
+        raise AssertionError("not reached")
+
+    with caplog.at_level(logging.ERROR, "flwr.fedcomp"):
+        reply = with_record_level_privacy(act)
+    assert (reply.error.code, reply.error.reason) == (2, STAYS)
+    assert "Unbounded" in caplog.text
+
+
 def test_a9_a_training_with_record_level_privacy_tells_of_settings_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the app does around the training, such as reading its records; a budget that is spent is said."""
-    plan = Plan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
-
-    def send(act: Callable[[Message], Message]) -> Message:
-        with server(), caplog.at_level(logging.ERROR, "flwr.fedcomp"):
-            message = Message(RecordDict({"config": ConfigRecord({RECORD_DP: plan})}), 1, "train")
-            return app_of([compression(), private()], act)(message, node())
 
     def spent(msg: Message) -> Message:
         raise BudgetExceeded("epsilon 8 is spent")
 
     for act in FAILURES[:-1]:
-        reply = send(act)
+        with caplog.at_level(logging.ERROR, "flwr.fedcomp"):
+            reply = with_record_level_privacy(act)
         assert (reply.error.code, reply.error.reason) == (2, STAYS)
         assert "4711" in caplog.text
     with pytest.raises(BudgetExceeded, match="is spent"):
-        send(spent)
+        with_record_level_privacy(spent)
