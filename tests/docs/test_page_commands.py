@@ -3,12 +3,12 @@
 Commands are collected from the pages (:mod:`page_reading`) and parsed as a shell would. Each runs in this process,
 through the function its program starts with. Tiny means, and every rule stands in this file:
 
-- ``experiments.run``: ``--quick`` is added; the sizes that a command gives itself (``--rounds``, ``--clients``,
-  ``seeds``) and settings that change no figure (``workers``) are left out; the engine is ``inprocess`` (Ray and the
-  SuperLink have their own tests of the same rows); and lists that no setting shortens are cut as in :data:`FEWER`. A
-  command whose options are all among another's is run with that one. ``full=true`` and ``tune=true``, which take long
-  at any size, and what is for the files of ``FEDCOMP_DATA``, which are not there, are checked but not run: tests of
-  their experiments do so with fewer parts.
+- ``experiments.run``: the arguments are checked as they are written. To run, ``--quick`` is added; the sizes that a
+  command gives itself (``--rounds``, ``--clients``, ``seeds``) and settings that change no figure (``workers``) are
+  left out; the engine is ``inprocess`` (Ray and the SuperLink have their own tests of the same rows); and lists that
+  no setting shortens are cut as in :data:`FEWER`. A command whose options are all among another's is run with that
+  one. ``full=true`` and ``tune=true``, which take long at any size, and what is for the files of ``FEDCOMP_DATA``,
+  which are not there, are checked but not run: tests of their experiments do so with fewer parts.
 - ``fedcomp.tasks``: one epoch, and one task where the command has none. ``coding.plan --measure``: 20 draws.
 - ``make``: ``make -n``. ``pytest``: there are tests that it would select.
 - ``pip``: what it names is declared. ``clients.edge`` and ``coding.listener``: what they would start is prepared.
@@ -32,12 +32,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import typer
 from page_reading import PAGES, ROOT, Command, commands
 
 from experiments.bench import BENCHMARKS
 from experiments.catalog import CATALOG, get_experiment
+from experiments.experiment import Config
+from experiments.run import app
 from experiments.run import main as run_experiment
+from fedcomp.errors import ConfigError
 
 ALL = [command for page in PAGES for command in commands(page)]
 PLACEHOLDERS = {
@@ -136,6 +141,39 @@ def largest() -> list[Command]:
         if not any(name == other and options < more for other, more in plain.values())
     }
     return list(kept.values())[::-1]
+
+
+def written(command: Command) -> Config:
+    """Return what a command asks for as it is written, by the program's own parser."""
+    given = typer.main.get_command(app).make_context("page", arguments(command, 3)).params
+    return get_experiment(given["name"] or "quickstart").configure(
+        engine=given["engine"],
+        rounds=given["rounds"],
+        clients=given["clients"],
+        seed=given["seed"] or 0,
+        assignments=given["set_"] or (),
+        budget=given["budget"],
+        quick=given["quick"],
+    )
+
+
+@pytest.mark.parametrize("command", EXPERIMENTS, ids=at)
+def test_e1_the_arguments_of_an_experiment_are_valid_as_written(command: Command) -> None:
+    """What the tiny run below leaves out or replaces is looked at here."""
+    config = written(command)
+    name, options = asked(command)
+    assert config.experiment == (name or "quickstart")
+    assert ("--quick" in options) == config.quick
+
+
+@pytest.mark.parametrize(
+    "words", ["--engine superlnik", "--rounds many", "--clients 0", "--set workers=lots", "--sed 3", "--budget -1"]
+)
+def test_e1_a_wrong_argument_on_a_page_would_be_found(words: str) -> None:
+    """Before: the first four were dropped unread, and the tiny run passed."""
+    command = Command("page.md", 1, (), ("python", "-m", "experiments.run", "gcn", *words.split()), "")
+    with pytest.raises((ConfigError, click.UsageError)):
+        written(command)
 
 
 LONG = {"adacomp", "coded_dropout", "datalens", "gcn", "privacy_audit", "scalecom", "sidco", "sumcode"}
