@@ -52,6 +52,7 @@ from strategies.replies import (
     agreeing,
     consistent,
     match_replies,
+    shorten,
 )
 from strategies.round_log import RoundLog, require_usable
 from strategies.statistics import hold_in_record, warn_of_missing_names
@@ -622,6 +623,12 @@ class Compressed(Strategy):
         self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: RoundReport
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Sum all frames into one buffer with Flower's own weights, and hand the mean to the inner strategy."""
+        # All replies have the same ones. The inner strategy sees the mean of the models in their place.
+        if unread := sorted(arrivals[0].content.array_records):
+            report.notes.append(
+                f"replies hold the ArrayRecords {shorten(str(unread))} beside the model, which {type(self.inner).__name__} does not "
+                "read: they were sent for nothing, unless its train_metrics_aggr_fn, which is given them, uses them"
+            )
         total = sum(a.weight for a in arrivals)
         if total <= 0:
             for arrival in arrivals:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAdam, FedAvg
 from toy import fedavg, model, stack, update
 
 from clients.compressed import compression
@@ -162,6 +162,37 @@ def test_b9_without_a_name_several_records_are_refused_with_the_remedy() -> None
     private_one.ask = ask  # type: ignore[method-assign]
     with pytest.raises(ConfigError, match="a private round exchanges the model and nothing else"):
         play(pair, [compression(), private()])
+
+
+def test_b9_a_mean_that_does_not_read_the_other_records_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Before: plain Flower refuses such replies, and here they were used without a word about the rest of them."""
+    shown: list[set[str]] = []
+
+    def collect(contents, key):
+        shown.extend(set(content.array_records) for content in contents)
+        return MetricRecord({"n": len(contents)})
+
+    app = controlled_app([with_control, compression()])
+    for mean in (fedavg(fraction_evaluate=0.0, train_metrics_aggr_fn=collect), FedAdam(**ONE, fraction_evaluate=0.0)):
+        caplog.clear()
+        strategy = Compressed(mean, TopK(0.05))
+        strategy.start(InProcessGrid(app, 3, seed=4), model(), num_rounds=3, timeout=9)
+        name = type(mean).__name__
+        for report in strategy.reports.values():
+            assert report.used == 3
+            (note,) = report.notes
+            assert note.startswith(f"replies hold the ArrayRecords ['change'] beside the model, which {name} does not")
+        assert sum("['change']" in record.getMessage() for record in caplog.records) == 1, "once, and not every round"
+    assert shown == 9 * [{"change"}], "as the page says, the function of the metrics is shown them"
+    reading = Compressed(Controlled(fraction_evaluate=0.0), TopK(0.05), record="arrays")
+    play(reading, [compression()])
+    assert [report.notes for report in reading.reports.values()] == [[], [], []], "a strategy that is given them"
+
+
+def with_control(msg: Message, context: Context, call_next) -> Message:
+    """Give the app its control variate on the client, so that the server's messages hold the model alone."""
+    msg.content["control"] = ArrayRecord({"v": Array(np.ones(SIZE))})
+    return call_next(msg, context)
 
 
 def test_b9_a_reply_that_lacks_what_the_others_have_costs_its_own_update_only() -> None:
