@@ -626,8 +626,9 @@ class Compressed(Strategy):
         # All replies have the same ones. The inner strategy sees the mean of the models in their place.
         if unread := sorted(arrivals[0].content.array_records):
             report.notes.append(
-                f"replies hold the ArrayRecords {shorten(str(unread))} beside the model, which {type(self.inner).__name__} does not "
-                "read: they were sent for nothing, unless its train_metrics_aggr_fn, which is given them, uses them"
+                f"replies hold the ArrayRecords {shorten(str(unread))} beside the model, which "
+                f"{type(self.inner).__name__} does not read: they were sent for nothing, "
+                "unless its train_metrics_aggr_fn, which is given them, uses them"
             )
         total = sum(a.weight for a in arrivals)
         if total <= 0:
