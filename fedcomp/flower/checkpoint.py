@@ -10,15 +10,18 @@ No pickle: a checkpoint can be read without trusting it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -33,6 +36,10 @@ T = TypeVar("T")
 
 _KIND: Final = "checkpoint"
 _NUMPY: Final = "numpy.ndarray"
+_KINDS: Final = ((bool, np.bool_), Real, str, (bytes, bytearray), list, tuple, dict)
+"""What may stand for each other in a strategy's attributes; of anything else the type decides. The order matters: a
+bool is a number to Python."""
+
 _HISTORY: Final = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
@@ -241,7 +248,12 @@ def capture_strategy(strategy: Any) -> dict[str, Any]:
 
 
 def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
-    """Put ``strategy`` into the state :func:`capture_strategy` returned.
+    """Put ``strategy``, built as for a new run, into the state :func:`capture_strategy` returned.
+
+    A strategy without ``state_dict()`` takes over attributes that it has already, of itself or by its class, and that
+    are plain data there: any whole or real number in place of another, a value of the same type in place of any other,
+    and any plain value where the attribute is None. So what such a strategy keeps from round to round has to be there
+    when its constructor is done; with ``state_dict()`` it decides by itself.
 
     Raises
     ------
@@ -254,16 +266,45 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
             "with the strategy the run was started with"
         )
     with _checked(f"the checkpoint's {type(strategy).__qualname__}"):
-        if "state_dict" in state:
+        if callable(getattr(strategy, "state_dict", None)):
             strategy.load_state_dict(state["state_dict"])
             return
-        for name, value in state["attributes"].items():
-            own = getattr(type(strategy), name, None)
-            if callable(own) or isinstance(own, property):
-                raise CheckpointError(f"it would replace {name!r}, which belongs to the class and is no state")
+        attributes, nested = state["attributes"], state["nested"]
+        for name, value in attributes.items():
+            _require_fits(name, _own(strategy, name), value)
+        for name in nested:
+            if not isinstance(_own(strategy, name), Strategy):
+                raise CheckpointError(f"it holds a strategy as {name!r}, which is none here")
+        for name, value in attributes.items():
             setattr(strategy, name, value)
-        for name, inner in state["nested"].items():
-            restore_strategy(getattr(strategy, name), inner)
+        for name, inner in nested.items():
+            restore_strategy(_own(strategy, name), inner)
+
+
+def _own(strategy: Any, name: Any) -> Any:
+    """Return an attribute as it stands, of the strategy or its class, nothing computed; an Ellipsis without one."""
+    if not isinstance(name, str) or name.startswith("__"):
+        return ...
+    return inspect.getattr_static(strategy, name, ...)
+
+
+def _require_fits(name: Any, own: Any, value: Any) -> None:
+    """Raise when ``value`` cannot take the place of a strategy's ``own``."""
+    if own is ... or not store.is_plain(own):
+        raise CheckpointError(
+            f"it would set {name!r}, which is no state of this strategy as it was built: it has no such attribute, or "
+            "it is a method, a property, a function or configuration. Set what is to be restored in the constructor, "
+            "or give the strategy state_dict() and load_state_dict()"
+        )
+    if own is not None and _kind(own) != _kind(value):
+        raise CheckpointError(
+            f"it would set {name!r}, {type(own).__name__} in this strategy, to a {type(value).__name__}; resume with "
+            "the strategy the run was started with"
+        )
+
+
+def _kind(value: Any) -> Any:
+    return next((kind for kind in _KINDS if isinstance(value, kind)), type(value))
 
 
 def _is_configuration(value: Any) -> bool:

@@ -435,6 +435,76 @@ def test_d5_a_strategys_state_of_another_structure_is_refused(
     assert callable(strategy.configure_train)
 
 
+FUNCTION = {"type": "function", "attributes": {}, "nested": {}}
+
+
+@pytest.mark.parametrize(
+    ("attributes", "nested", "said"),
+    [
+        ({"__dict__": {}}, {}, "'__dict__'"),
+        ({"__doc__": "x"}, {}, "'__doc__'"),
+        ({"fraction_train": "x"}, {}, "'fraction_train', float.* a str"),
+        ({"train_metrics_aggr_fn": 3}, {}, "'train_metrics_aggr_fn'"),
+        ({}, {"train_metrics_aggr_fn": FUNCTION}, "'train_metrics_aggr_fn'"),
+        ({}, {"fraction_train": FUNCTION}, "'fraction_train'"),
+        ({"nobodys": 3}, {}, "'nobodys'"),
+        ({"_abc_impl": 3}, {}, "'_abc_impl'"),
+        ({"fraction_train": True}, {}, "bool"),
+        ({"fraction_train": None}, {}, "NoneType"),
+        ({"min_train_nodes": [2]}, {}, "list"),
+        ({"weighted_by_key": b"num-examples"}, {}, "bytes"),
+        ({"weighted_by_key": 3}, {}, "int"),
+        ({"accept": 1}, {}, "bool"),
+        ({"accept": "yes"}, {}, "bool"),
+        ({"seen": {}}, {}, "list"),
+    ],
+    ids=str,
+)
+def test_d5_a_plain_strategys_forged_attributes_are_refused(
+    attributes: dict[str, Any], nested: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """Before, all of them were set, and the run went on with whatever they were."""
+    path = tmp_path / "run.ckpt"
+    path.write_bytes(saved(strategy={"type": "Counting", "attributes": attributes, "nested": nested}))
+    strategy = Counting(**ONE)
+    before = dict(vars(strategy))
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load(path).apply(strategy)
+    assert vars(strategy) == before
+
+
+ONE = {"min_train_nodes": 1, "min_available_nodes": 1}
+
+
+class Counting(FedAvgM):
+    """A user's strategy: a flag, a list, what is None at first, and what only the class has at first."""
+
+    best: float = 0.0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.accept = True
+        self.seen: list[int] = []
+        self.momentum: Any = 0
+        self.worst: float | None = None
+
+
+def test_d5_what_a_strategy_of_its_kind_may_hold_is_restored(tmp_path: Path) -> None:
+    """Numbers of either kind, what the constructor left None, and what the class gives the default of."""
+    used, fresh = Counting(**ONE), Counting(**ONE)
+    used.seen, used.momentum, used.worst, used.best = [1, 2], np.float32(0.5), 3, 2
+    used.fraction_train = 1
+    used.accept = np.bool_(False)  # a comparison of numpy numbers
+    used.current_arrays, used.momentum_vector = model(), [np.ones(3)]
+    path = tmp_path / "run.ckpt"
+    checkpoint.save(path, server_round=1, arrays=model(), strategy=used)
+    checkpoint.load(path).apply(fresh)
+    assert (fresh.accept, fresh.seen, fresh.momentum, fresh.worst, fresh.best) == (np.False_, [1, 2], 0.5, 3, 2)
+    assert fresh.fraction_train == 1
+    assert fresh.current_arrays == model()
+    assert np.array_equal(fresh.momentum_vector[0], np.ones(3))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["codecs", "session", "sequence", "peers", "reports", "inner", "holders", "usual", "broadcast/version"]
