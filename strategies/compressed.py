@@ -40,6 +40,7 @@ from strategies.partitions import Holders
 from strategies.private import PrivateStrategy
 from strategies.private_updates import decoded_updates
 from strategies.replies import (
+    NOT_FINITE,
     Arrays,
     Arrival,
     Peer,
@@ -555,10 +556,7 @@ class Compressed(Strategy):
     def _accept(self, arrays: ArrayRecord, consumed: list[tuple[int, int, int]], report: RoundReport) -> bool:
         """Return whether the aggregate can be the new model; if so, acknowledge (node, sequence, generation)."""
         if not finite_where(arrays, self._model):
-            report.notes.append(
-                "the aggregate is not finite: some update was too large to be added, or the server's own step divides "
-                "by zero; the model is kept"
-            )
+            report.notes.append(NOT_FINITE)
             return False
         report.used += len(consumed)
         self._acknowledge(consumed)

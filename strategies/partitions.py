@@ -66,6 +66,8 @@ class Holders:
 
     Attributes
     ----------
+    known : dict of int to int
+        The partition of each node of which the engine itself knows it.
     claims : dict of int to int
         The partition each node declared last.
     held : dict of int to int
@@ -75,7 +77,7 @@ class Holders:
     """
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self.known: dict[int, int] = {}
         self.claims: dict[int, int] = {}
         self.held: dict[int, int] = {}
         self.silent: set[int] = set()
@@ -83,9 +85,8 @@ class Holders:
     def meet(self, grid: Grid) -> None:
         """Forget the nodes that are not online any more, and learn which partitions the engine knows."""
         present, lookup = set(grid.get_node_ids()), engine_lookup(grid)
-        known = {node: partition for node in present if (partition := lookup(node)) is not None}
-        self._known = set(known)
-        self.claims = {node: partition for node, partition in self.claims.items() if node in present} | known
+        self.known = {node: partition for node in present if (partition := lookup(node)) is not None}
+        self.claims = {node: partition for node, partition in self.claims.items() if node in present} | self.known
         self.silent &= present
 
     def settle(self, asked: Iterable[int], answers: Mapping[int, int | None]) -> dict[int, str]:
@@ -100,7 +101,7 @@ class Holders:
         """
         self.silent = (self.silent | set(asked)) - answers.keys()
         for node, partition in answers.items():
-            if partition is not None and node not in self._known:
+            if partition is not None and node not in self.known:
                 self.claims[node] = partition
         meant = {n: p for n, p in self.claims.items() if n not in self.silent and p != n % PARTITIONS}
         self.held, refused = contest(meant, self.held)

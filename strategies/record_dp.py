@@ -22,18 +22,32 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
-from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
+from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
 from fedcomp.layout import Layout
 from fedcomp.privacy.parallel import ParallelLedger
 from fedcomp.privacy.statement import Statement, make_statement
+from strategies.guard import Norms
 from strategies.means import MEANS, is_mean, weight_key_of
+from strategies.partitions import Holders
 from strategies.private_nodes import Shown, online
-from strategies.replies import Rejected, RoundReport, read_plain
+from strategies.replies import (
+    NOT_FINITE,
+    Arrival,
+    Rejected,
+    RoundReport,
+    Sent,
+    match_replies,
+    ordinary,
+    read_plain,
+    require_finite,
+)
+from strategies.round_log import RoundLog, require_usable
 
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -62,6 +76,8 @@ class RecordDp(Strategy):
     records : int
         Public number of records of all clients together. 0: learnt by :meth:`declare_records`, which whoever runs the
         rounds calls.
+    guard : Norms, optional
+        Refuses updates that are far longer than is usual; default nobody does. The pair has one of its own.
 
     Attributes
     ----------
@@ -74,7 +90,7 @@ class RecordDp(Strategy):
         For a plan that promises nothing, and for inner strategies that would release more than models.
     """
 
-    def __init__(self, inner: Strategy, plan: Plan, *, records: int = 0) -> None:
+    def __init__(self, inner: Strategy, plan: Plan, *, records: int = 0, guard: Norms | None = None) -> None:
         mean = getattr(inner, "inner", inner)
         if not isinstance(mean, Strategy) or not is_mean(mean):
             raise ConfigError(
@@ -91,15 +107,24 @@ class RecordDp(Strategy):
             raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
         if isinstance(plan.steps, bool) or not isinstance(plan.steps, int) or plan.steps < 1:
             raise ConfigError(f"steps={plan.steps!r} is not valid: a whole number of steps per training, at least 1")
+        if guard is not None and not isinstance(guard, Norms):
+            raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
+        if guard is not None and not is_mean(inner):
+            raise ConfigError(
+                f"{type(inner).__name__} checks the updates: write Compressed(..., guard=...) around the mean"
+            )
         self.inner = inner
         self.plan = plan
+        self.guard = guard
         self.clients = 0
         self.privacy = self._books(records)
         self._weight = str(weight_key_of(mean) or "num-examples")
-        self._claimed: dict[int, tuple[str, int]] = {}
+        self._claimed: dict[int, dict[str, int]] = {}
         self._parties: dict[int, int] = {}
         self._asked: list[int] = []
-        self._messages: list[Message] = []
+        self._sent: list[Sent] = []
+        self._holders = Holders()
+        self._log = RoundLog(f"RecordDp({type(inner).__name__})")
         self._size = 0
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
@@ -120,7 +145,7 @@ class RecordDp(Strategy):
 
     @property
     def reports(self) -> dict[int, RoundReport]:
-        """The inner strategy's reports where it makes any, else what was refused here."""
+        """The inner strategy's reports where it makes any, else this one's."""
         found: dict[int, RoundReport] = getattr(self.inner, "reports", self._reports)
         return found
 
@@ -231,107 +256,139 @@ class RecordDp(Strategy):
         nodes = online(grid, getattr(self.inner, "inner", self.inner))
         able = [node for node in nodes if self._affords(node)]
         self._asked = nodes
-        self._messages = []
+        self._sent = []
+        self._holders.meet(grid)
         if not able:
             log.warning("RecordDp: no client is asked in round %d: %s", server_round, self.over(server_round))
             return []
         config[RECORD_DP] = self.plan.to_text()
         with Shown(grid, able).minima(getattr(self.inner, "inner", self.inner)) as shown:
-            self._messages = list(self.inner.configure_train(server_round, arrays, config, shown))
-        for message in self._messages[:1]:
+            messages = list(self.inner.configure_train(server_round, arrays, config, shown))
+        for message in messages[:1]:
             self._record_name = next(iter(message.content.array_records), self._record_name)
-        return self._messages
+        self._sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Write down what the replies cost, and let the inner strategy average those that say it."""
-        report = RoundReport(server_round, sent=len(self._messages))
+        """Write down what the replies cost, and let the inner strategy average those that say it.
+
+        Raises
+        ------
+        NoUsableReply
+            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
+        """
+        paid = self._paid(replies)
+        if not is_mean(self.inner):
+            # The drop-in pair matches and checks replies itself.
+            return self.inner.aggregate_train(server_round, paid)[0], MetricRecord()
+        report = RoundReport(server_round, sent=len(self._sent))
         self._reports[server_round] = report
-        sent = {message.metadata.message_id: message for message in self._messages}
-        # The drop-in pair matches and checks replies itself; Flower's means take what they are given.
-        plain = is_mean(self.inner)
+        arrays = self._averaged(server_round, paid, report)
+        if arrays is None and not any(earlier.used for earlier in self._reports.values()):
+            require_usable(report)
+        self._log.conclude(report)
+        return arrays, MetricRecord()
+
+    def _paid(self, replies: Iterable[Message]) -> list[Message]:
+        """Return the replies without what they cost, which is booked, and without metrics.
+
+        Whatever becomes of it, a training that was made was paid for. A reply that does not say what it cost becomes an
+        error.
+        """
+        asked = {sent.message.metadata.message_id: sent for sent in self._sent}
         passed: list[Message] = []
         answered: dict[str, Account] = {}
         for reply in replies:
-            asked = sent.get(reply.metadata.reply_to_message_id)
-            if reply.has_error() or (asked is None and not plain):
+            number = reply.metadata.reply_to_message_id
+            sent = asked.get(number)
+            # Whoever reads an answer to nothing that was asked in this round adds it; the next one counts it.
+            if sent is None or reply.has_error():
                 passed.append(reply)
                 continue
-            if asked is None:
-                # An answer to nothing that was asked in this round: whoever reads it adds it.
-                report.unmatched += 1
-                continue
-            node, again = asked.metadata.dst_node_id, asked.metadata.message_id in answered
             try:
                 account = Account.read(reply.content.get(RECORD_DP))
                 # The very same reply, delivered again, is no other training.
-                if answered.get(asked.metadata.message_id) != account:
-                    self._book(node, take_node(reply), account)
-                answered[asked.metadata.message_id] = account
-                if plain and again:
-                    report.duplicates += 1
-                    continue
-                if plain:
-                    reply.content = self._bare(reply)
-            except (WrongAccount, Rejected) as reason:
-                report.reject(node, str(reason))
-                passed.append(Message(Error(_REFUSED, str(reason)), reply_to=asked))
+                if answered.get(number) != account:
+                    self._book(sent.node, take_node(reply), account)
+                answered[number] = account
+            except WrongAccount as reason:
+                passed.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
                 continue
-            report.plain += 1
             surplus = [name for name, r in reply.content.items() if isinstance(r, MetricRecord) or name == RECORD_DP]
             for name in surplus:
                 del reply.content[name]
             reply.content["metrics"] = MetricRecord({self._weight: 1.0})
             passed.append(reply)
-        arrays, _ = self.inner.aggregate_train(server_round, passed)
-        if arrays is not None and plain:
-            arrays = restore_dtypes(arrays, self._model, [self._model])
-        return arrays, MetricRecord()
+        return passed
 
-    def _bare(self, reply: Message) -> RecordDict:
-        """Return what an inner mean may see of a reply: the model, checked, with the server's buffers.
+    def _averaged(self, server_round: int, replies: list[Message], report: RoundReport) -> ArrayRecord | None:
+        """Return the inner mean's model of the dense replies that can be used; None keeps the former one.
 
-        Flower's own means end the run when one reply is unlike the others, and take NaN for a number.
-
-        Raises
-        ------
-        Rejected
-            When it is not the model that was sent, or holds values that are not finite.
+        Flower's own means end the run when one reply is unlike the others, take NaN for a number, and add whoever
+        declares whichever partition: they get replies that were matched and checked as the pair's are, and of each the
+        model alone, with the server's buffers.
         """
         layout = Layout.of(self._model)
-        found = read_plain(reply, layout, self._model)
-        for tensor in layout.tensors:
-            if not np.isfinite(found[tensor.name]).all():
-                raise Rejected(f"tensor {tensor.name!r} holds non-finite values")
-        return RecordDict({self._record_name: to_record({name: found[name] for name in layout.order})})
+        start = layout.flatten(self._model)
+        arrivals: list[Arrival] = []
+        errors: list[Message] = []
+        for sent, reply in match_replies(self._sent, replies, report, self._holders):
+            try:
+                if reply.has_error():
+                    raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
+                found = read_plain(reply, layout, self._model)
+                require_finite(found, layout)
+            except Rejected as reason:
+                report.reject(sent.node, str(reason))
+                errors.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
+                continue
+            with np.errstate(over="ignore"):
+                length = norm(layout.flatten(found), start)
+            arrivals.append(Arrival(sent, reply, RecordDict(), self._record_name, {}, plain=found, norm=length))
+        past = [self._reports[r] for r in sorted(self._reports) if r < server_round]
+        arrivals = ordinary(arrivals, report, self.guard, past)
+        report.plain = len(arrivals)
+        for arrival in arrivals:
+            assert arrival.plain is not None
+            model = to_record({name: arrival.plain[name] for name in layout.order})
+            weight = MetricRecord({self._weight: arrival.weight})
+            arrival.message.content = RecordDict({arrival.record: model, "metrics": weight})
+        with np.errstate(over="ignore", invalid="ignore"):
+            arrays, _ = self.inner.aggregate_train(server_round, [*(a.message for a in arrivals), *errors])
+        if arrays is None:
+            return None
+        if not finite_where(arrays, self._model):
+            report.notes.append(NOT_FINITE)
+            return None
+        report.used = len(arrivals)
+        return restore_dtypes(arrays, self._model, [self._model])
 
-    def _book(self, node: int, party: int | None, account: Account) -> None:
+    def _book(self, node: int, declared: int | None, account: Account) -> None:
         """Write down what a client spent since it was last heard of.
+
+        Of nodes that declare one partition each is written down, used or not: their records may be the same.
 
         Raises
         ------
         WrongAccount
             When it is not clear on whose records.
         """
-        if party is None:
+        if declared is None:
             raise WrongAccount("the reply does not say whose records it is of")
+        # Where the engine knows whose they are, nobody can spend what is another's.
+        party = self._holders.known.get(node, declared)
         if self._parties.setdefault(node, party) != party:
             raise WrongAccount(f"the node answered for partition {self._parties[node]} before, now for {party}")
-        if any(held == party for other, held in self._parties.items() if other != node and other in self._asked):
-            # Or it could spend what is another's, which would then not be asked any more.
-            del self._parties[node]
-            raise WrongAccount(f"the node answers for partition {party}, which another node that is online holds")
-        run, known = self._claimed.get(party, ("", 0))
-        if run != account.run:
-            new = account.total
-        elif account.total - account.now < known:
-            # Put back to an older state, as a resumed run does with its clients: what was spent since stays spent.
-            new = account.now
-        else:
-            new = account.total - known
+        # By ledger: what one of two says was not spent before is not what the other one spent.
+        claims = self._claimed.setdefault(party, {})
+        known = claims.get(account.run, 0)
+        # Put back to an older state, as a resumed run does with its clients: what was spent since stays spent.
+        put_back = account.total - account.now < known
+        new = account.now if put_back else account.total - known
         self.privacy.record(self._event, round=self._next(), times=new, participants=[party])
-        self._claimed[party] = (account.run, account.total)
+        claims[account.run] = account.total
 
     def _next(self) -> int:
         """Return the first number of steps that no entry has: steps draw records of their own."""
@@ -359,9 +416,10 @@ class RecordDp(Strategy):
         return {
             "plan": self._settings(),
             "privacy": self.privacy.state_dict(),
-            "claimed": {str(party): list(claim) for party, claim in self._claimed.items()},
+            "claimed": {str(party): dict(claims) for party, claims in self._claimed.items()},
             "parties": {str(node): party for node, party in self._parties.items()},
             "asked": list(self._asked),
+            "holders": self._holders.state_dict(),
             "reports": {str(r): report.to_json() for r, report in self._reports.items()},
             "inner": capture_strategy(self.inner),
         }
@@ -380,8 +438,12 @@ class RecordDp(Strategy):
                 "same (the budget may differ)"
             )
         self.privacy.load_state_dict(state["privacy"])
-        self._claimed = {int(party): (str(run), int(total)) for party, (run, total) in state["claimed"].items()}
+        self._claimed = {
+            int(party): {str(run): int(total) for run, total in claims.items()}
+            for party, claims in state["claimed"].items()
+        }
         self._parties = {int(node): int(party) for node, party in state["parties"].items()}
         self._asked = [int(node) for node in state["asked"]]
+        self._holders.load_state_dict(state["holders"])
         self._reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
         restore_strategy(self.inner, state["inner"])

@@ -58,6 +58,13 @@ WITHHELD: Final = "private, who took part is withheld: the stated epsilon assume
 """What log and report say of a round whose participants are secret."""
 
 
+NOT_FINITE: Final = (
+    "the aggregate is not finite: some update was too large to be added, or the server's own step divides by zero; the "
+    "model is kept"
+)
+"""What a report says of a mean of finite updates that cannot be a model."""
+
+
 class Rejected(FedcompError):
     """A reply cannot be used; the message says why."""
 
@@ -407,22 +414,11 @@ def consistent(
 
     Parameters
     ----------
-    guard : Norms, optional
-        What decides which of them are out of the ordinary, by the reports of the rounds before, ``past``.
+    guard, past
+        As of :func:`ordinary`.
     """
     kept = agreeing([(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node, usual)
-    for arrival in kept:
-        if arrival.norm is not None:
-            report.norms[arrival.sent.node] = arrival.norm
-            report.weights[arrival.sent.node] = arrival.weight
-    if guard is not None:
-        found = guard.outliers(report, past)
-        for arrival in kept:
-            # Where all of several are refused nobody can tell which is one.
-            arrival.outlier = arrival.sent.node in found and not 1 < len(found) == len(kept)
-        for node, reason in found.items():
-            report.reject(node, reason)
-        kept = [arrival for arrival in kept if arrival.sent.node not in found]
+    kept = ordinary(kept, report, guard, past)
     for arrival in kept:
         node = arrival.sent.node
         report.plain += arrival.plain is not None
@@ -440,6 +436,32 @@ def consistent(
         if arrival.remark:
             report.notes.append(arrival.remark)
     return kept
+
+
+def ordinary(
+    arrivals: list[Arrival], report: RoundReport, guard: Norms | None = None, past: Sequence[RoundReport] = ()
+) -> list[Arrival]:
+    """Note norm and weight of each arrival in ``report``; return those that ``guard`` lets pass, and reject the others.
+
+    Parameters
+    ----------
+    guard : Norms, optional
+        What decides which of them are out of the ordinary, by the reports of the rounds before, ``past``; default
+        nobody is.
+    """
+    for arrival in arrivals:
+        if arrival.norm is not None:
+            report.norms[arrival.sent.node] = arrival.norm
+            report.weights[arrival.sent.node] = arrival.weight
+    if guard is None:
+        return arrivals
+    found = guard.outliers(report, past)
+    for arrival in arrivals:
+        # Where all of several are refused nobody can tell which is one.
+        arrival.outlier = arrival.sent.node in found and not 1 < len(found) == len(arrivals)
+    for node, reason in found.items():
+        report.reject(node, reason)
+    return [arrival for arrival in arrivals if arrival.sent.node not in found]
 
 
 def agreeing(
@@ -498,9 +520,7 @@ def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, m
         raise Rejected(f"reply holds the tensors {sorted(record)[:5]}..., expected {sorted(layout.order)[:5]}...")
     plain = {t.name: _read_array(record[t.name], t) for t in (*layout.tensors, *layout.exact)}
     exact = {t.name: check_exact(plain[t.name], t, model[t.name]) for t in layout.exact}
-    for t in layout.tensors:
-        if not np.isfinite(plain[t.name]).all():
-            raise Rejected(f"tensor {t.name!r} holds non-finite values")
+    require_finite(plain, layout)
     return Arrival(sent, reply, rest, name, exact, plain=plain)
 
 
@@ -539,6 +559,19 @@ def read_plain(reply: Message, layout: Layout, model: Arrays) -> Arrays:
         raise Rejected(f"reply lacks the tensors {missing[:5]}")
     found = {t.name: _read_array(record[t.name], t) for t in layout.tensors}
     return found | {t.name: model[t.name] for t in layout.exact}
+
+
+def require_finite(arrays: Arrays, layout: Layout) -> None:
+    """Check the tensors of the vector.
+
+    Raises
+    ------
+    Rejected
+        When one of them holds NaN or infinity.
+    """
+    for t in layout.tensors:
+        if not np.isfinite(arrays[t.name]).all():
+            raise Rejected(f"tensor {t.name!r} holds non-finite values")
 
 
 def _plain(sent: Sent, reply: Message, plain: Arrays) -> Arrival:

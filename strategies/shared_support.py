@@ -50,6 +50,7 @@ from strategies.cohort import draw_cohort
 from strategies.guard import Norms
 from strategies.partitions import Holders
 from strategies.replies import (
+    NOT_FINITE,
     Peer,
     Rejected,
     RoundReport,
@@ -583,7 +584,7 @@ class SharedSupport(ExchangeStrategy):
             layout.round_to_dtypes(moved)  # a finite float32 may be infinite as float16
             finite = bool(np.isfinite(moved).all())
         if not finite:
-            report.notes.append("the aggregate is not finite: some update was too large to be added; the model is kept")
+            report.notes.append(NOT_FINITE)
             return None, None
         assert now.supports is not None
         mean = now.codec.mean(now.supports, now.number)

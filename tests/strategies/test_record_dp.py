@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import pytest
 import toy
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg, FedMedian
+from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian
 
 from clients.compressed import compression
 from experiments import engines, serve
 from experiments.spec import RunSpec
 from fedcomp.codecs import TopK
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import ConfigError, NoUsableReply, StateError
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import NODE_RECORD, put_node
@@ -28,6 +29,7 @@ from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.accounting import compose
 from strategies.compressed import Compressed
+from strategies.guard import Norms
 from strategies.record_dp import RecordDp
 
 PLAN = Plan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
@@ -231,7 +233,26 @@ def test_buffers_of_clients_are_no_part_of_a_model_without_the_pair():
     assert (int(steps), steps.dtype) == (5, np.dtype(np.int64))
 
 
-def test_a_node_cannot_spend_what_is_anothers():
+class Blind(InProcessGrid):
+    """Knows no more of its nodes than a deployment does: what they say."""
+
+    def partition_of(self, node_id: int) -> None:
+        return None
+
+
+TWIN = 7
+"""Nodes of this partition and those after it declare partition 2."""
+
+
+def blind(clients: int, alter: Alter | None = None) -> Blind:
+    config = lambda p: {"partition-id": 2 if p >= TWIN else p}  # noqa: E731
+    return Blind(client(alter, [compression()]), clients, seed=4, node_config=config)
+
+
+BOTH = pytest.mark.parametrize("codec", [None, TopK(density=1.0)], ids=["dense", "pair"])
+
+
+def test_a_node_cannot_spend_what_is_anothers_where_the_engine_knows_whose_it_is():
     def alter(reply: RecordDict, server_round: int, partition: int) -> None:
         if partition == 1:
             put_node(reply, 0)
@@ -239,8 +260,72 @@ def test_a_node_cannot_spend_what_is_anothers():
 
     strategy = record_dp(budget=epsilon(6) + 1e-6)
     play(strategy, rounds=2, clients=2, alter=alter)
-    assert strategy.privacy.participations == {0: 6}
-    assert "which another node" in next(iter(strategy.reports[2].rejected.values()))
+    assert strategy.privacy.participations == {0: 6, 1: 10**6}
+
+
+@pytest.mark.long
+@BOTH
+def test_d1_both_of_two_twins_are_paid_for_and_neither_is_used(codec, caplog):
+    """Before, the first to arrive was averaged and the other one's training was not in the books."""
+    for reverse in (False, True):
+        strategy = record_dp(codec=codec)
+        with blind(3) as nodes:
+            twins = {nodes.node_id_of(2), nodes.add_node(TWIN)}
+            real, step = nodes.send_and_receive, -1 if reverse else 1
+            turned = lambda *given, real=real, step=step, **rest: list(real(*given, **rest))[::step]  # noqa: E731
+            nodes.send_and_receive = turned  # type: ignore[method-assign]
+            caplog.clear()
+            with caplog.at_level("WARNING", "flwr"):
+                result = strategy.start(nodes, toy.model(), num_rounds=2)
+        # Twice the mean of 0 and 1.
+        assert weight(result) == pytest.approx(1.0)
+        assert strategy.privacy.participations == {0: 6, 1: 6, 2: 12}
+        for report in strategy.reports.values():
+            assert report.rejected.keys() == twins
+            assert all("2 nodes declare partition 2" in reason for reason in report.rejected.values())
+            assert report.used == 2
+        (told,) = [m for m in caplog.messages if "declare partition 2" in m and "reply not used" in m]
+        assert all(str(node) in told for node in twins)
+
+
+@BOTH
+def test_d1_who_held_a_partition_keeps_it_and_the_newcomers_training_is_paid_for(codec):
+    strategy = record_dp(codec=codec)
+    with blind(3) as nodes:
+        arrays = fit(strategy, nodes, toy.model(), 1, timeout=9).arrays
+        held, twin = nodes.node_id_of(2), nodes.add_node(TWIN)
+        fresh = record_dp(codec=codec)
+        fresh.load_state_dict(strategy.state_dict())
+        for resumed in (strategy, fresh):
+            fit(resumed, nodes, arrays, 2, start_round=2, timeout=9)
+            assert resumed.reports[2].rejected.keys() == {twin}
+            assert f"only node {held}" in resumed.reports[2].rejected[twin]
+            assert resumed.privacy.participations[2] >= 9
+
+
+def test_d1_twins_with_ledgers_of_their_own_are_not_taken_for_one_that_forgot():
+    """Their replies alternate: what each ledger said before is known, so that nothing is paid for twice."""
+    replies = itertools.count()
+
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 2:
+            reply["record-dp"] = Account(f"ledger {next(replies) % 2}", 3, 3 * server_round).to_record()
+
+    strategy = record_dp()
+    config = lambda p: {"partition-id": 2 if p else 0}  # noqa: E731
+    with Blind(client(alter), 3, seed=4, node_config=config) as nodes:
+        result = fit(strategy, nodes, toy.model(), 4, timeout=9)
+    assert weight(result) == pytest.approx(0.0)
+    assert strategy.privacy.participations == {0: 4 * 3, 2: 2 * 4 * 3}
+
+
+@BOTH
+def test_d1_copies_of_one_configuration_end_the_run_in_its_first_round(codec):
+    strategy = record_dp(codec=codec)
+    grid = Blind(client(None, [compression()]), 3, seed=4, node_config=lambda p: {"partition-id": 0})
+    with grid as nodes, pytest.raises(NoUsableReply, match="3 x 3 nodes declare partition 0"):
+        fit(strategy, nodes, toy.model(), 2, timeout=9)
+    assert strategy.privacy.participations == {0: 9}
 
 
 def test_a_node_answers_for_one_partition():
@@ -249,9 +334,83 @@ def test_a_node_answers_for_one_partition():
             put_node(reply, 0)
 
     strategy = record_dp()
-    play(strategy, rounds=2, clients=2, alter=alter)
+    with blind(2, alter) as nodes:
+        fit(strategy, nodes, toy.model(), 2)
     assert strategy.privacy.participations == {0: 6, 1: 3}
     assert "answered for partition 1 before" in next(iter(strategy.reports[2].rejected.values()))
+
+
+def absurd(reply: RecordDict, server_round: int, partition: int) -> None:
+    if partition == 0:
+        name, record = next(iter(reply.array_records.items()))
+        reply[name] = ArrayRecord({key: Array(np.full_like(a.numpy(), 1e25)) for key, a in record.items()})
+
+
+@BOTH
+def test_d1_reports_say_how_long_each_update_was_with_which_weight_and_how_many_are_used(codec):
+    """Before, without a codec they were empty, and nothing told which update had ruined the model."""
+    strategy = record_dp(codec=codec)
+    with InProcessGrid(client(absurd), 3, seed=4) as nodes:
+        fit(strategy, nodes, toy.model(), 1)
+        ids = [nodes.node_id_of(p) for p in range(3)]
+    report, size = strategy.reports[1], 1212
+    assert report.norms == pytest.approx({ids[0]: 1e25 * size**0.5, ids[1]: size**0.5, ids[2]: 2 * size**0.5}, rel=1e-6)
+    assert report.weights == dict.fromkeys(ids, 1.0)
+    assert (report.sent, report.used, report.plain) == (3, 3, 3)
+
+
+def test_d1_a_guard_refuses_an_absurd_update_and_its_training_is_paid_for():
+    mean = FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
+    strategy = RecordDp(mean, PLAN, records=RECORDS, guard=Norms())
+    with InProcessGrid(client(absurd), 3, seed=4) as nodes:
+        result = fit(strategy, nodes, toy.model(), 2)
+        first = nodes.node_id_of(0)
+    assert weight(result) == pytest.approx(2 * 1.5)
+    assert all(report.rejected.keys() == {first} and report.used == 2 for report in strategy.reports.values())
+    assert "guard" in strategy.reports[1].rejected[first]
+    assert strategy.privacy.participations == {0: 6, 1: 6, 2: 6}
+    with pytest.raises(ConfigError, match=r"Compressed\(\.\.\., guard=\.\.\.\)"):
+        RecordDp(Compressed(mean, TopK(density=1.0)), PLAN, records=RECORDS, guard=Norms())
+    with pytest.raises(ConfigError, match="guard=3 is not valid"):
+        RecordDp(mean, PLAN, records=RECORDS, guard=3)  # type: ignore[arg-type]
+
+
+def test_d1_an_aggregate_that_is_not_finite_is_no_model():
+    """Each reply is finite; what the server's step makes of them is not."""
+    mean = FedAvgM(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1, server_learning_rate=1e20)
+    strategy = RecordDp(mean, PLAN, records=RECORDS)
+    with InProcessGrid(client(absurd), 3, seed=4) as nodes:
+        result = fit(strategy, nodes, toy.model(), 1)
+    assert weight(result) == pytest.approx(0.0)
+    assert (strategy.reports[1].used, len(strategy.reports[1].norms)) == (0, 3)
+    assert "not finite" in strategy.reports[1].notes[0]
+    assert strategy.privacy.participations == {0: 3, 1: 3, 2: 3}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({f"r{i}": ConfigRecord({"a": 1}) for i in range(70)}, "records; at most 64"),
+        ({"large": ConfigRecord({f"k{i}": 1 for i in range(2000)})}, "2000 entries; at most 1024"),
+        ({"large": ConfigRecord({"k": [1] * 70_000})}, "70000 numbers; at most 65536"),
+    ],
+    ids=["records", "entries", "numbers"],
+)
+def test_d4_limits_on_what_a_reply_holds(more, said, codec):
+    """Before, a reply of any size was read where no codec was used."""
+
+    def alter(reply: RecordDict, server_round: int, partition: int) -> None:
+        if partition == 2:
+            reply.update(more)
+
+    strategy = record_dp(codec=codec)
+    with InProcessGrid(client(alter), 3, seed=4) as nodes:
+        result = fit(strategy, nodes, toy.model(), 1)
+    assert weight(result) == pytest.approx(0.5)
+    (reason,) = strategy.reports[1].rejected.values()
+    assert said in reason
+    assert strategy.privacy.participations == {0: 3, 1: 3, 2: 3}
 
 
 def test_metrics_and_weights_of_clients_count_for_nothing():
