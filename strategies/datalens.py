@@ -34,7 +34,7 @@ from fedcomp.flower import datalens
 from fedcomp.flower.datalens import SENDS, Lesson
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
-from fedcomp.flower.privacy import LENGTHS
+from fedcomp.flower.privacy import LENGTHS, SECRET
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.privacy.entropy import Entropy, make_entropy
@@ -381,6 +381,8 @@ class DataLens(ExchangeStrategy):
             return None, None
         self._sequence = lesson.sequence
         config["server-round"] = server_round
+        if self.withholds:
+            config[SECRET] = True
         messages = [self._message(node, lesson, config, arrays, images) for node in chosen]
         # Made in each round: whom earlier rounds prefer would make one client's part in the sum depend on another's.
         holders = Holders()

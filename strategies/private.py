@@ -32,7 +32,7 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
-from fedcomp.flower.privacy import LENGTHS, PRIVATE, UNPADDED
+from fedcomp.flower.privacy import LENGTHS, PRIVATE, SECRET, UNPADDED
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.entropy import Entropy, make_entropy
@@ -419,6 +419,8 @@ class PrivateStrategy(Strategy):
         config[PRIVATE] = True
         if not self.pad:
             config[UNPADDED] = True
+        if self.withholds:
+            config[SECRET] = True
         with Shown(grid, chosen).minima(self.inner) as shown, unheard(self.withholds):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         self.opened(server_round, chosen)

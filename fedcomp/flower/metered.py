@@ -23,6 +23,7 @@ from fedcomp.flower import store
 from fedcomp.flower._private import SUPERLINK_NODE_ID, Packer, Run, set_source
 from fedcomp.flower.ledger import Direction, Ledger
 from fedcomp.flower.payload import payload_bytes, round_of, take_node
+from fedcomp.flower.privacy import is_secret
 from fedcomp.logs import log
 
 PartitionOf = Callable[[int], "int | None"]
@@ -86,6 +87,7 @@ class _Sent:
     node_id: int
     round: int
     message_type: str
+    secret: bool = False
 
 
 class MeteredGrid(Grid):
@@ -288,7 +290,7 @@ class MeteredGrid(Grid):
         """
         if not hasattr(self.inner, "snapshot"):
             raise StateError(f"{type(self.inner).__name__} has no snapshot(); only the in-process engine can resume")
-        sent = [[key, s.node_id, s.round, s.message_type] for key, s in self._sent.items()]
+        sent = [[key, s.node_id, s.round, s.message_type, s.secret] for key, s in self._sent.items()]
         return store.dumps(
             {"inner": self.inner.snapshot(), "sent": sent, "partitions": self._partitions}, "meter snapshot"
         )
@@ -328,7 +330,7 @@ class MeteredGrid(Grid):
             if not meta.message_id or meta.message_id not in accepted:
                 continue
             declared = self._round if self._round is not None else round_of(message)
-            sent = _Sent(meta.dst_node_id, declared or 0, meta.message_type)
+            sent = _Sent(meta.dst_node_id, declared or 0, meta.message_type, is_secret(message.content))
             self._sent[meta.message_id] = sent
             # Kept, for replies that come when the engine has forgotten the node.
             self._learn(sent.node_id, partition_lookup(self.inner)(sent.node_id))
@@ -347,7 +349,7 @@ class MeteredGrid(Grid):
                 arrived.setdefault(meta.message_id, (order[meta.reply_to_message_id], sent, reply))
         # First in the order the messages were sent, then in partition order: nothing depends on the order of arrival.
         in_order = sorted(arrived.values(), key=lambda item: item[0])
-        self._believe((sent.node_id, take_node(reply)) for _, sent, reply in in_order)
+        self._believe((sent, take_node(reply)) for _, sent, reply in in_order)
         in_order.sort(key=lambda item: self._place(item[1].node_id))
         packer = Packer()
         measured = getattr(self.inner, "wire_bytes", None)
@@ -356,17 +358,23 @@ class MeteredGrid(Grid):
         for reply in replies:
             self._sent.pop(reply.metadata.reply_to_message_id, None)
 
-    def _believe(self, claims: Iterable[tuple[int, int | None]]) -> None:
-        """Take over what nodes claim, as far as the engine does not know better and no node online holds it."""
+    def _believe(self, claims: Iterable[tuple[_Sent, int | None]]) -> None:
+        """Take over what nodes claim, as far as the engine does not know better and no node online holds it.
+
+        Of the replies of a secret round the log says nothing: its lines would follow who was drawn.
+        """
         lookup = partition_lookup(self.inner)
         holders: dict[int | None, int] = {}
-        for node_id, claim in claims:
+        for sent, claim in claims:
+            node_id = sent.node_id
             partition = lookup(node_id)
             if partition is None and claim is not None and node_id not in self._partitions:
                 holders = holders or {self.partition_of(n): n for n in self.inner.get_node_ids()}
                 holder = holders.setdefault(claim, node_id)
                 if holder != node_id:
-                    log.warning("node %d claims partition %d, which node %d holds: ignored", node_id, claim, holder)
+                    if not sent.secret:
+                        text = "node %d claims partition %d, which node %d holds: ignored"
+                        log.warning(text, node_id, claim, holder)
                     continue
                 partition = claim
             self._learn(node_id, partition)

@@ -2,7 +2,8 @@
 
 A private strategy puts :data:`PRIVATE` into the training configuration. Clients then send nothing but the update: no
 metrics, no number of examples, no statistics of their data (:mod:`clients.private`). Its frame is padded to a length
-that follows from codec, layout and policy alone, unless :data:`UNPADDED` says otherwise.
+that follows from codec, layout and policy alone, unless :data:`UNPADDED` says otherwise. Where who takes part is secret
+:data:`SECRET` is there, too, for whatever passes the messages on and has a log.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flwr.app import RecordDict
+
     from fedcomp.privacy.ledger import Ledger
     from fedcomp.privacy.statement import Statement
 
@@ -22,6 +25,9 @@ PRIVATE: Final = "private"
 
 UNPADDED: Final = "private-unpadded"
 """Key of the training configuration; True lets frames be as long as their updates make them."""
+
+SECRET: Final = "private-secret"
+"""Key of the training configuration; True where no log may follow who was sent the message."""
 
 LENGTHS: Final = "the length of every message, which follows what is in it (pad=False)"
 """What a statement does not extend to where frames are not padded."""
@@ -73,6 +79,11 @@ def find_private(strategy: Any) -> Private | None:
 def is_padded(config: Mapping[str, Any]) -> bool:
     """Whether a message's configuration asks for an update whose length tells nothing of it."""
     return is_private(config) and config.get(UNPADDED) is not True
+
+
+def is_secret(content: RecordDict) -> bool:
+    """Whether no log may follow who was sent a message with this content."""
+    return any(config.get(SECRET) is True for config in content.config_records.values())
 
 
 def is_private(config: Mapping[str, Any]) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 import datalens_toy
 import pytest
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from private_runs import inner
 from toy import client_app, model
 
@@ -24,6 +25,8 @@ from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.datalens import Lesson
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.privacy import SECRET as MARK
 from fedcomp.privacy.sampling import Sampling
 from strategies.compressed import Compressed
 from strategies.dp_fedavg import DpFedAvg
@@ -33,7 +36,22 @@ SECRET = Sampling("poisson", rate=0.5)
 SHOWN = Sampling("poisson", rate=0.5, reveal_participation=True)
 
 
-def told(sampling: Sampling, seed: int, pair: bool, caplog: pytest.LogCaptureFixture) -> tuple[str, str, list[int]]:
+class Blind(InProcessGrid):
+    """An engine that knows no partitions, as a deployment does not."""
+
+    def partition_of(self, node_id: int) -> int | None:
+        return None
+
+
+def twins(app: ClientApp | None = None) -> MeteredGrid:
+    """Return a metered grid of nodes whose configuration was copied: all of them declare partition 0."""
+    app = client_app([compression(), private()]) if app is None else app
+    return MeteredGrid(Blind(app, NODES, seed=4, node_config=lambda _partition: {"partition-id": 0}))
+
+
+def told(
+    sampling: Sampling, seed: int, pair: bool, caplog: pytest.LogCaptureFixture, grid: Grid | None = None
+) -> tuple[str, str, list[int]]:
     """Return what the log and the reports of a run say, and how many clients took part in each round."""
     strategy: Any = DpFedAvg(
         inner(),
@@ -49,8 +67,10 @@ def told(sampling: Sampling, seed: int, pair: bool, caplog: pytest.LogCaptureFix
     if pair:
         strategy = Compressed(strategy, TopK(0.05))
     caplog.clear()
+    if grid is None:
+        grid = InProcessGrid(client_app([compression(), private()]), NODES, seed=4)
     with caplog.at_level(logging.INFO, "flwr"):
-        strategy.start(InProcessGrid(client_app([compression(), private()]), NODES, seed=4), model(), num_rounds=ROUNDS)
+        strategy.start(grid, model(), num_rounds=ROUNDS)
     # The messages alone: what a handler writes before them, a time for one, is for who set the handler up.
     log = re.sub(r"finished in [0-9.]+s|0x[0-9a-f]+", "", "\n".join(caplog.messages))
     reports = json.dumps({r: report.to_json() for r, report in strategy.reports.items()})
@@ -65,6 +85,33 @@ def test_a8_log_and_reports_are_the_same_whoever_was_drawn(pair: bool, caplog: p
     assert len({reports for _, reports, _ in runs}) == 1
     assert len({log for log, _, _ in runs}) == 1
     assert "withheld" in runs[0][1]
+
+
+@pytest.mark.parametrize("pair", [True, False])
+def test_a8_the_log_of_nodes_with_one_configuration_names_nobody_who_was_drawn(
+    pair: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, the meter's log had a line for each of them that was drawn, with its id."""
+    runs = [told(SECRET, seed, pair, caplog, twins()) for seed in (1, 2, 3)]
+    assert len({tuple(counts) for _, _, counts in runs}) > 1, "different clients took part"
+    assert len({log for log, _, _ in runs}) == 1
+    assert "claims" not in runs[0][0]
+    # Where nothing rests on it the line is there.
+    assert "claims partition 0" in told(SHOWN, 1, pair, caplog, twins())[0]
+
+
+@pytest.mark.parametrize("secret", [True, False])
+def test_a8_a_meter_that_continues_knows_which_late_replies_are_secret(
+    secret: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The replies of a secret round may come after the meter was stored and restored."""
+    content = RecordDict({"config": ConfigRecord({MARK: secret, "server-round": 1}), "arrays": model()})
+    grid, again = twins(), twins()
+    ids = grid.push_messages([Message(content, node, "train") for node in grid.get_node_ids()])
+    again.restore(grid.snapshot())
+    with caplog.at_level(logging.INFO, "flwr"):
+        assert not any(reply.has_error() for reply in again.pull_messages(ids))
+    assert ("claims partition 0" in caplog.text) != secret
 
 
 @pytest.mark.long
@@ -167,6 +214,22 @@ def test_a8_a_generators_log_does_not_say_whether_a_failing_client_was_drawn(
     shown, drawn = told_of_a_generator(SHOWN, 1, caplog)
     assert drawn > 0
     assert "votes are not in the sum" in shown
+
+
+def test_a8_a_generators_log_names_no_node_with_a_copied_configuration(caplog: pytest.LogCaptureFixture) -> None:
+    def log(sampling: Sampling, seed: int) -> tuple[str, int]:
+        strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "flwr"):
+            strategy.start(twins(datalens_toy.client()), datalens_toy.model(), num_rounds=1, timeout=9)
+        said = re.sub(r"finished in [0-9.]+s|0x[0-9a-f]+", "", "\n".join(caplog.messages))
+        return said, len(strategy.privacy.entries[0].participants)
+
+    runs = [log(SECRET, seed) for seed in (1, 2, 3)]
+    assert len({count for _, count in runs}) > 1
+    assert len({said for said, _ in runs}) == 1
+    assert "claims" not in runs[0][0]
+    assert "claims partition 0" in log(SHOWN, 1)[0]
 
 
 SETTINGS = {
