@@ -19,6 +19,7 @@ from clients.shared_support import answer_queries, shared_support
 from fedcomp import wire
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import support_frame, support_id_of
+from fedcomp.errors import NoUsableReply
 from fedcomp.flower.faults import FaultPlan
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
@@ -285,23 +286,30 @@ def test_evaluation_without_any_weight_does_not_end_the_run() -> None:
 
 @pytest.mark.long
 def test_an_app_without_a_query_handler_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Rounds then hold the appointed leader's update only: the log says so, once for each node."""
-    grid = grid_of(3, client_app([shared_support()]))
+    """Its node's update is only there when it leads: the log says so, once; where all lack it, the run ends at once."""
+    bare = client_app([shared_support()])
+    with pytest.raises(NoUsableReply, match=r"3 x .*answer_queries"):
+        SharedSupport(ScaleCom(0.02)).start(grid_of(3, bare), model(), num_rounds=6, timeout=9)
+    honest = answer_queries(client_app([shared_support()]))
+
+    def mixed(msg: Message, context: Context) -> Message:
+        return (bare if context.node_config["partition-id"] == 1 else honest)(msg, context)
+
+    grid, strategy = grid_of(3, mixed), SharedSupport(ScaleCom(0.02))
     with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
-        strategy = SharedSupport(ScaleCom(0.02))
         strategy.start(grid, model(), num_rounds=6, timeout=9)
     told = [r.getMessage() for r in caplog.records if r.name == "flwr.fedcomp" and "answer_queries" in r.getMessage()]
-    refused = {node for report in strategy.reports.values() for node in report.rejected}
-    assert len(refused) >= 2
+    (refused,) = {node for report in strategy.reports.values() for node in report.rejected}
     # A node that was asked to lead in vain has a second reason.
-    assert all(1 <= sum(str(node) in text for text in told) <= 2 for node in refused)
-    assert all("answer_queries" in reason for reason in strategy.reports[3].rejected.values())
+    assert 1 <= sum(str(refused) in text for text in told) <= 2
+    assert "answer_queries" in strategy.reports[3].rejected[refused]
 
 
 def test_a_client_that_does_not_accept_the_codec_says_so() -> None:
     refusing = answer_queries(client_app([shared_support(["topk"]), compression(["topk"])]))
     strategy = SharedSupport(ScaleCom(0.02))
-    strategy.start(grid_of(2, refusing), model(), num_rounds=1, timeout=9)
+    with pytest.raises(NoUsableReply, match="needs 2 exchanges"):
+        strategy.start(grid_of(2, refusing), model(), num_rounds=1, timeout=9)
     assert all("needs 2 exchanges" in reason for reason in strategy.reports[1].rejected.values())
 
 
