@@ -58,6 +58,11 @@ def test_e2_the_smallest_size_is_one_and_can_run(experiment: Experiment) -> None
         check(spec)
 
 
+def test_e1_every_experiment_says_how_long_it_takes(experiment: Experiment) -> None:
+    """``--list`` and the first lines of a run print it, so that nobody starts hours without knowing."""
+    assert experiment.minutes > 0.0, "measure a run at the defaults and write minutes="
+
+
 def test_defaults_have_the_form_a_user_would_type(experiment: Experiment) -> None:
     for key, option in experiment.options.items():
         assert option.parse(key, str(option.default)) == option.default
