@@ -592,6 +592,7 @@ EXPERIMENT = Experiment(
     rounds=200,
     clients=20,
     answer=answer,
+    minutes=2.9,
     quick=(
         "rounds=3",
         "clients=8",

@@ -371,5 +371,6 @@ EXPERIMENT = Experiment(
     engines=("inprocess",),
     measure=measure,
     answer=answer,
+    minutes=31.0,
     quick=("rounds=2", "clients=24", "seeds=1", "images=2", "synthetic=20", "classifier_epochs=1"),
 )

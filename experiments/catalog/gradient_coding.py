@@ -428,6 +428,7 @@ EXPERIMENT = Experiment(
     rounds=30,
     clients=10,
     answer=answer,
+    minutes=0.9,
     quick=(
         "rounds=2",
         "clients=5",

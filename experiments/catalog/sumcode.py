@@ -364,6 +364,7 @@ EXPERIMENT = Experiment(
     rounds=4,
     clients=FEDERATIONS[0],
     answer=answer,
+    minutes=1.0,
     quick=(
         "rounds=1",
         "task.hidden=32",
