@@ -22,6 +22,7 @@ REASON: Final = 300
 """Characters of a reason that travels to the server, which keeps no more."""
 
 MOST_REASONS: Final = 16
+"""Reasons that one answer lists."""
 
 
 @dataclass(frozen=True)

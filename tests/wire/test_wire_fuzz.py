@@ -80,7 +80,7 @@ def fuzzed() -> Iterator[list[Future[FuzzResult]]]:
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.skipif(
+@pytest.mark.skipif(  # three minutes of computing for the same frames in every run; 8192 of each are always tried
     os.environ.get("HYPOTHESIS_PROFILE") != "deep",
     reason="a million and a half frames take three minutes of computing, the same ones in every run, and 8192 of each "
     "specimen are always tried: set HYPOTHESIS_PROFILE=deep",
