@@ -28,7 +28,7 @@ test-fast: $(STAMP)  ## the quick tests: without Ray, deployments, fuzzing, and 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	.ci/types
 
 bench: $(STAMP)  ## wire, kernels, engine, graphs, codes: ratios taken in one run
 	$(BIN)/python -m experiments.bench wire
@@ -39,13 +39,13 @@ bench: $(STAMP)  ## wire, kernels, engine, graphs, codes: ratios taken in one ru
 
 # torch first, by its exact version and from its own index where there is one: where the usual index serves no build for
 # processors alone, that version brings gigabytes of CUDA libraries.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedcomp needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) )torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m fedcomp.kernels
-	$(BIN)/python -m coding.kernels
+	$(BIN)/python -m fedcomp.coding.kernels
 	touch $(STAMP)
 
 clean:

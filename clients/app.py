@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.coded import answer_coded, coded
-from clients.coded_linear import LinearRows, answer_coded_linear
-from clients.compressed import compression
-from clients.datalens import answer_datalens
-from clients.dpsgd import train_privately
-from clients.edge import OWN_BUDGET
-from clients.gcn import Learner, answer_gcn
-from clients.gossip import answer_gossip
-from clients.local_dp import local_privacy
-from clients.lsg import lsg
-from clients.private import private
-from clients.shared_support import shared_support
+from fedcomp.clients.coded.linear import LinearRows, answer_coded_linear
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.edge import OWN_BUDGET
+from fedcomp.clients.gcn import Learner, answer_gcn
+from fedcomp.clients.gossip import answer_gossip
+from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.dpsgd import train_privately
+from fedcomp.clients.private.local_dp import local_privacy
+from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import models, put_node
 from fedcomp.flower.record_dp import RECORD_DP, Plan
@@ -219,7 +219,7 @@ class Job:
         if not isinstance(partition, int):
             raise ConfigError(
                 f"this node's partition-id is {partition!r}; start the SuperNode with --node-config "
-                "'partition-id=0 num-partitions=2', or with python -m clients.edge --partition 0 --of 2"
+                "'partition-id=0 num-partitions=2', or with python -m fedcomp.clients.edge --partition 0 --of 2"
             )
         clients = _integer(config, "clients", held)
         if isinstance(held, int) and held != clients:

@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from numpy.typing import NDArray
 
-from clients.messages import (
+from fedcomp.clients.messages import (
     MOD_FAILED_PRECONDITION,
     NOT_WITHOUT_NOISE,
     CallNext,
@@ -29,7 +29,7 @@ from clients.messages import (
     plain_content,
     receive,
 )
-from clients.private import discreet, only_update, wants_padding, wants_private
+from fedcomp.clients.private.mod import discreet, only_update, wants_padding, wants_private
 from fedcomp.errors import FedcompError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame

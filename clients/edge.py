@@ -1,4 +1,4 @@
-"""Entry point of an edge node: ``python -m clients.edge --superlink HOST:PORT --partition I --of N``.
+"""Entry point of an edge node: ``python -m fedcomp.clients.edge --superlink HOST:PORT --partition I --of N``.
 
 Starts Flower's SuperNode with the node configuration the generic client app reads, and with every switch that keeps it
 from talking to anybody but its SuperLink. The app itself arrives over the wire when a run starts.
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from coding.transport import MAX_STORE_BYTES, parse_host_port
+from fedcomp.coding.transport import MAX_STORE_BYTES, parse_host_port
 from fedcomp.errors import ConfigError
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 
@@ -83,7 +83,7 @@ def start_listener(listen: str, store: Path, store_bytes: int, env: Mapping[str,
     """
     closed, kept = os.pipe()
     answer, ready = os.pipe()
-    command = [sys.executable, "-m", "coding.listener", "--listen", listen, "--store", str(store)]
+    command = [sys.executable, "-m", "fedcomp.coding.listener", "--listen", listen, "--store", str(store)]
     command += ["--store-bytes", str(store_bytes), "--until-closed", str(closed), "--ready", str(ready)]
     command += ["--temporary"] if temporary else []
     # The listener must not hold the end whose closing it waits for.
@@ -139,7 +139,7 @@ def _prepare(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m clients.edge", description="Run one edge node.")
+    parser = argparse.ArgumentParser(prog="python -m fedcomp.clients.edge", description="Run one edge node.")
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="address of the SuperLink")
     parser.add_argument("--partition", required=True, type=int, metavar="I", help="this node's data: 0 to N-1")
     parser.add_argument("--of", required=True, type=int, metavar="N", help="number of partitions in the federation")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from flwr.app import Context
 
-from clients.edge import PEER_ADDRESS, PEER_STORE
+from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
 from fedcomp.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
-    from coding.transport import PeerTransport
+    from fedcomp.coding.transport import PeerTransport
 
 
 def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) -> PeerTransport:
@@ -33,7 +33,7 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
     StateError
         When there is neither an address nor a folder.
     """
-    from coding.transport import SpoolRoot, transport_of
+    from fedcomp.coding.transport import SpoolRoot, transport_of
 
     address, folder = (context.node_config.get(name) for name in (PEER_ADDRESS, PEER_STORE))
     if isinstance(address, str) and isinstance(folder, str):
@@ -43,7 +43,7 @@ def peer_link(context: Context, number: int, spools: str, max_store_bytes: int) 
     if not spools:
         raise StateError(
             "parcels travel between clients, but this node has no peer address: start it with "
-            "python -m clients.edge --peer HOST:PORT"
+            "python -m fedcomp.clients.edge --peer HOST:PORT"
         )
     # Only a folder that was marked on this very machine for simulated links is accepted.
     own = SpoolRoot(Path(spools), max_store_bytes).address(number)

@@ -14,7 +14,7 @@ import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.messages import (
+from fedcomp.clients.messages import (
     MOD_FAILED_PRECONDITION,
     CallNext,
     Mod,

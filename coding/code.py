@@ -17,10 +17,10 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import PacketError
-from coding.field import GF256
-from coding.packet import DIGEST_BYTES, Mode, Packet, PacketLimits
-from coding.stream import SplitMix64
+from fedcomp.coding.errors import PacketError
+from fedcomp.coding.field import GF256
+from fedcomp.coding.packet import DIGEST_BYTES, Mode, Packet, PacketLimits
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError, nearest
 
 GENERATION_BYTES = 1 << 20

@@ -41,9 +41,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.encodings import encoding_matrix
-from coding.errors import CorruptGeneration, IllConditioned, NotDecodable
-from coding.linearloss import LOSSES, losses, residuals
+from fedcomp.coding.encodings import encoding_matrix
+from fedcomp.coding.errors import CorruptGeneration, IllConditioned, NotDecodable
+from fedcomp.coding.linearloss import LOSSES, losses, residuals
 from fedcomp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import PacketError
+from fedcomp.coding.errors import PacketError
 
 Real = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.datacode import MAX_CONDITION, DataPlan, data_plan
+from fedcomp.coding.datacode import MAX_CONDITION, DataPlan, data_plan
 from fedcomp.errors import ConfigError
 
 _BATCH: Final = 4096
@@ -90,8 +90,8 @@ def decode_rate(
     Parameters
     ----------
     code : str or DataPlan
-        A plan: losses alone are random. A name of :data:`coding.encodings.CODES`: matrices are drawn, too, one for
-        every ``per_draw`` trials; with ``per_draw`` 1 the trials are independent.
+        A plan: losses alone are random. A name of :data:`fedcomp.coding.encodings.CODES`: matrices are drawn, too, one
+        for every ``per_draw`` trials; with ``per_draw`` 1 the trials are independent.
     lost, loss : int, float
         Exactly one of them; see the module.
 
@@ -100,7 +100,7 @@ def decode_rate(
     ConfigError
         When not exactly one loss model is given, or it is out of range.
     """
-    from coding.stream import SplitMix64, derive
+    from fedcomp.coding.stream import SplitMix64, derive
 
     if (lost is None) == (loss is None):
         raise ConfigError("give either lost (how many devices) or loss (the probability of each)")

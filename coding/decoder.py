@@ -1,9 +1,9 @@
 """The decoder: packets of one payload in any order, of any mode, of the random code or of Reed-Solomon.
 
-It has two phases. While packets arrive only their coefficients are eliminated (:mod:`coding.elimination`), and bodies
-are stored untouched; when they are enough, an e x e system is solved and one product per generation makes the e symbols
-that did not arrive as themselves. That costs e * K * S multiplications, as much as encoding e packets, instead of the
-K * K * S of eliminating bodies row by row as they arrive.
+It has two phases. While packets arrive only their coefficients are eliminated (:mod:`fedcomp.coding.elimination`), and
+bodies are stored untouched; when they are enough, an e x e system is solved and one product per generation makes the e
+symbols that did not arrive as themselves. That costs e * K * S multiplications, as much as encoding e packets, instead
+of the K * K * S of eliminating bodies row by row as they arrive.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.code import ALIGN, FIELD, PayloadHead, admit, payload_digest
-from coding.elimination import Basis, recovery
-from coding.errors import CorruptGeneration, NotDecodable, PacketError
-from coding.kernels import reduce
-from coding.packet import Mode, Packet, PacketLimits
+from fedcomp.coding.code import ALIGN, FIELD, PayloadHead, admit, payload_digest
+from fedcomp.coding.elimination import Basis, recovery
+from fedcomp.coding.errors import CorruptGeneration, NotDecodable, PacketError
+from fedcomp.coding.kernels import reduce
+from fedcomp.coding.packet import Mode, Packet, PacketLimits
 from fedcomp.errors import ConfigError
 
 ATTEMPTS = 8

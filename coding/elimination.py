@@ -2,7 +2,7 @@
 
 A :class:`Basis` keeps the row echelon form of the coefficient vectors that were independent when they came. One arrival
 costs O(K^2) whatever the symbols weigh: no payload byte is touched. :func:`recovery` solves for the symbols that
-are missing, when there are enough. Both are compiled on first use and cached on disk (:mod:`coding.gauss`).
+are missing, when there are enough. Both are compiled on first use and cached on disk (:mod:`fedcomp.coding.gauss`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
-from coding import kernels
-from coding.errors import NotDecodable
-from coding.kernels import tables
+from fedcomp.coding import kernels
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.kernels import tables
 from fedcomp.errors import ConfigError
 
 _ROWS_FOR_KERNEL = 12
@@ -113,6 +113,6 @@ def warm() -> None:
 
 @cache
 def _loops() -> ModuleType:
-    from coding import gauss
+    from fedcomp.coding import gauss
 
     return gauss

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from coding.code import ALIGN, CodeName, Encoder, EncoderMode
-from coding.mds import MdsEncoder
-from coding.rlnc import RlncEncoder
+from fedcomp.coding.code import ALIGN, CodeName, Encoder, EncoderMode
+from fedcomp.coding.mds import MdsEncoder
+from fedcomp.coding.rlnc import RlncEncoder
 from fedcomp.errors import ConfigError, nearest
 
 ENCODERS: Final[Mapping[str, Callable[..., Encoder]]] = {"rlnc": RlncEncoder, "mds": MdsEncoder}

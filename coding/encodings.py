@@ -1,6 +1,6 @@
 """Encoding matrices over the reals: which device combines which data partitions, with which coefficients.
 
-For :mod:`coding.datacode`, which says what they are used for. A zero is a partition that need not be sent.
+For :mod:`fedcomp.coding.datacode`, which says what they are used for. A zero is a partition that need not be sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def encoding_matrix(code: str, devices: int, partitions: int, *, density: float 
     density : float
         Probability of a nonzero coefficient, 1 for "mds" whatever is given, no meaning for "replication".
     seed : int
-        Names the draw; the stream is portable (:mod:`coding.stream`).
+        Names the draw; the stream is portable (:mod:`fedcomp.coding.stream`).
 
     Raises
     ------
@@ -109,14 +109,14 @@ def _balanced(rows: int, partitions: int, copies: int, seed: int) -> NDArray[np.
 
 
 def _uniform(shape: tuple[int, int], purpose: str, code: str, seed: int) -> Real:
-    from coding.stream import SplitMix64, derive
+    from fedcomp.coding.stream import SplitMix64, derive
 
     stream = SplitMix64(derive("datacode", purpose, code, shape[0], shape[1], seed))
     return stream.uniform(shape[0] * shape[1]).reshape(shape)
 
 
 def _normal(shape: tuple[int, int], code: str, seed: int) -> Real:
-    from coding.stream import SplitMix64, derive
+    from fedcomp.coding.stream import SplitMix64, derive
 
     stream = SplitMix64(derive("datacode", "coefficients", code, shape[0], shape[1], seed))
     return stream.normal(shape[0] * shape[1]).reshape(shape)

@@ -1,6 +1,6 @@
 """Finite fields: the arithmetic a code is written in, behind one interface.
 
-:class:`GF256` is here, the prime fields are in :mod:`coding.prime`. A packet names its field by ``code``;
+:class:`GF256` is here, the prime fields are in :mod:`fedcomp.coding.prime`. A packet names its field by ``code``;
 :func:`field_of` finds the field again. Note that addition in GF(2^8) is XOR: coded bytes decode to the bytes that were
 coded, and the XOR of two clients' bytes is not the sum of their numbers. What adds up is a prime field.
 """
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coding import kernels
-from coding.errors import NotDecodable
-from coding.kernels import tables
+from fedcomp.coding import kernels
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.kernels import tables
 from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from coding.stream import SplitMix64
+    from fedcomp.coding.stream import SplitMix64
 
 Bytes = NDArray[np.uint8]
 Elements = NDArray[Any]
@@ -87,7 +87,7 @@ class Field(Protocol):
 class GF256:
     """GF(2^8) with polynomial 0x11D and generator 2, the usual field of erasure codes (not that of AES).
 
-    Elements are bytes. Products of matrices are :func:`coding.kernels.matmul`.
+    Elements are bytes. Products of matrices are :func:`fedcomp.coding.kernels.matmul`.
     """
 
     name = "GF(2^8)"
@@ -189,7 +189,7 @@ def field_of(code: int) -> Field:
     """
     if code == GF256.code:
         return GF256()
-    from coding.prime import GF31, GF251, GF65521
+    from fedcomp.coding.prime import GF31, GF251, GF65521
 
     for field in (GF251, GF65521, GF31):
         if field.code == code:

@@ -1,4 +1,5 @@
-"""The compiled loops of :mod:`coding.elimination`; importing this file imports numba, so import it where it is used.
+"""The compiled loops of :mod:`fedcomp.coding.elimination`; importing this file imports numba, so import it where it is
+used.
 
 Rows are machine words of 8 field elements, in lines of 8 words, and a multiple of a row is an XOR of its doublings (x,
 2x, 4x ...): no tables of products, no special instructions, and LLVM makes vectors of it.
@@ -100,7 +101,7 @@ def arrange(cells: Any, vectors: Any, coded: Any, slot_of: Any, right: int) -> N
 def eliminate(words: Any, e: int, reciprocals: Any) -> bool:
     """Reduce the first ``e`` columns of ``words`` (e, lines of 8) to the identity; return False when they are singular.
 
-    Row by row; :func:`coding.kernels.reduce` is quicker from a dozen rows on.
+    Row by row; :func:`fedcomp.coding.kernels.reduce` is quicker from a dozen rows on.
     """
     cells = words.view(np.uint8)
     for p in range(e):

@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import CodingError, NotDecodable
-from coding.gradvalues import combine, solve_consistent
-from coding.stream import SplitMix64, derive
+from fedcomp.coding.errors import CodingError, NotDecodable
+from fedcomp.coding.gradvalues import combine, solve_consistent
+from fedcomp.coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from coding.prime import PrimeField
+    from fedcomp.coding.prime import PrimeField
 
 Vector = NDArray[Any]
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import CodingError
+from fedcomp.coding.errors import CodingError
 from fedcomp.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from coding.prime import PrimeField
+    from fedcomp.coding.prime import PrimeField
 
 Vector = NDArray[Any]
 Doubles = NDArray[np.float64]
@@ -192,7 +192,7 @@ def values_of(arithmetic: str, parts: int, limit: float) -> Values:
         return Reals()
     if arithmetic not in ARITHMETICS:
         raise ConfigError(f"unknown arithmetic {arithmetic!r}{nearest(arithmetic, ARITHMETICS)}")
-    from coding.prime import GF31, GF65521
+    from fedcomp.coding.prime import GF31, GF65521
 
     return FixedPoint(GF65521 if arithmetic == "gf65521" else GF31, parts, limit)
 

@@ -1,7 +1,7 @@
 """Losses of linear models as functions of one margin per example, elementwise, and their derivatives.
 
-The server's part of an iteration on coded data (:mod:`coding.datacode`): what is not linear happens here and nowhere
-else.
+The server's part of an iteration on coded data (:mod:`fedcomp.coding.datacode`): what is not linear happens here and
+nowhere else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The receiving end of TCP peer links: ``python -m coding.listener --listen HOST:PORT --store DIR``.
+"""The receiving end of TCP peer links: ``python -m fedcomp.coding.listener --listen HOST:PORT --store DIR``.
 
 Every connection brings one parcel, which is put into a spool and acknowledged when it is on disk. Whoever can reach the
 port can send, so nothing a peer does may cost more than its share: a parcel's size is checked before a byte of its body
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from coding.errors import PacketError, TransportError
-from coding.parcels import HEADER_BYTES, MAX_PARCEL_BYTES, MAX_STORE_BYTES, Parcel, StoreFull, parcel_length
-from coding.spool import Spool
-from coding.transport import BUSY, FAILED, FULL, KEPT, REFUSED, acknowledgement, parse_host_port
+from fedcomp.coding.errors import PacketError, TransportError
+from fedcomp.coding.parcels import HEADER_BYTES, MAX_PARCEL_BYTES, MAX_STORE_BYTES, Parcel, StoreFull, parcel_length
+from fedcomp.coding.spool import Spool
+from fedcomp.coding.transport import BUSY, FAILED, FULL, KEPT, REFUSED, acknowledgement, parse_host_port
 from fedcomp.errors import ConfigError, FedcompError
 
 _LOG: Final = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready = _Ready(args.ready)
         asyncio.run(serve(listen, store, limits, ready=ready, until_closed=args.until_closed))
     except FedcompError as error:
-        print(f"python -m coding.listener: {error}", file=sys.stderr)
+        print(f"python -m fedcomp.coding.listener: {error}", file=sys.stderr)
         return 1
     finally:
         if args.temporary:
@@ -272,7 +272,7 @@ class _Ready:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = Limits()
-    parser = argparse.ArgumentParser(prog="python -m coding.listener", description="Receive parcels of peers.")
+    parser = argparse.ArgumentParser(prog="python -m fedcomp.coding.listener", description="Receive parcels of peers.")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to listen, and nowhere else")
     parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="where parcels are kept")
     parser.add_argument("--store-bytes", type=int, default=MAX_STORE_BYTES, metavar="B", help="most bytes kept")

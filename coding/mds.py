@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.code import CodeName, Encoder, EncoderMode, check_mode
-from coding.packet import Mode, cauchy_rows
+from fedcomp.coding.code import CodeName, Encoder, EncoderMode, check_mode
+from fedcomp.coding.packet import Mode, cauchy_rows
 
 
 class MdsEncoder(Encoder):
-    """Systematic Cauchy code, or its Cauchy rows alone; see :func:`coding.encoder.encoder`."""
+    """Systematic Cauchy code, or its Cauchy rows alone; see :func:`fedcomp.coding.encoder.encoder`."""
 
     code: ClassVar[CodeName] = "mds"
 

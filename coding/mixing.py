@@ -4,7 +4,7 @@ Every client's payload, padded to a common length, is one symbol; relays that ho
 them, and from as many independent combinations as there are clients the server solves for all (as FedNC proposes, arXiv
 2305.03292; abstract). **All or nothing**: fewer combinations than clients determine, in general, nobody, and one that
 is wrong spoils everybody. A relay needs whole payloads, not K-th parts, so what clients hand to each other is K times
-that of a plain relay. Use :mod:`coding.relay` unless mixing itself is what is studied.
+that of a plain relay. Use :mod:`fedcomp.coding.relay` unless mixing itself is what is studied.
 
 A symbol is the payload's length (4 bytes, little endian), its digest (8 bytes), the payload, and zeros.
 """
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coding.code import payload_digest
-from coding.decoder import Decoder
-from coding.errors import CodingError, NotDecodable, PacketError
-from coding.packet import Mode, Packet, PacketLimits
-from coding.rlnc import Recoder
-from coding.stream import derive
+from fedcomp.coding.code import payload_digest
+from fedcomp.coding.decoder import Decoder
+from fedcomp.coding.errors import CodingError, NotDecodable, PacketError
+from fedcomp.coding.packet import Mode, Packet, PacketLimits
+from fedcomp.coding.rlnc import Recoder
+from fedcomp.coding.stream import derive
 from fedcomp.errors import ConfigError
 
 SOURCE = 2**32 - 1

@@ -2,7 +2,7 @@
 
 Forty fixed bytes, the coefficients in one of five forms, then the body; little-endian throughout, laid out byte by byte
 in ``docs/coding.md``. A packet is parsed under the receiver's own :class:`PacketLimits`: nothing is allocated from what
-a header claims, and only :class:`coding.errors.PacketError` comes out.
+a header claims, and only :class:`fedcomp.coding.errors.PacketError` comes out.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import PacketError
-from coding.field import GF256
-from coding.stream import MASK, SplitMix64, coefficients
+from fedcomp.coding.errors import PacketError
+from fedcomp.coding.field import GF256
+from fedcomp.coding.stream import MASK, SplitMix64, coefficients
 from fedcomp.errors import ConfigError
 
 MAGIC = 0x4C52
@@ -118,7 +118,7 @@ class Packet:
     payload_bytes : int
         Length of the whole payload; what follows it is padding.
     digest : bytes
-        8 bytes, see :func:`coding.code.payload_digest`.
+        8 bytes, see :func:`fedcomp.coding.code.payload_digest`.
     body : uint8 array of shape (generations, S)
     field : int
         Number of the finite field, 0 to 3, see :data:`FIELDS`.

@@ -20,7 +20,7 @@ offset bytes field
 ====== ===== ===========================================================
 
 The checksum finds accidents. It is no protection from somebody who changes a parcel on purpose: that is
-:mod:`coding.sealing`.
+:mod:`fedcomp.coding.sealing`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import PacketError, TransportError
+from fedcomp.coding.errors import PacketError, TransportError
 from fedcomp.errors import ConfigError, StateError
 
 MAGIC: Final = b"FCP1"

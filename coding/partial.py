@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import PacketError
+from fedcomp.coding.errors import PacketError
 from fedcomp.errors import ConfigError
 
 MAGIC = b"FPS1"

@@ -1,7 +1,8 @@
 """How many shards a payload needs: from the loss of relays and the wanted probability of decoding.
 
-``python -m coding.plan`` prints the tables of ``docs/coding.md``: with ``--measure TRIALS`` beside the formula's rate
-of singular matrices the one that the decoder's own elimination finds, with ``--payload BYTES`` the lengths of packets.
+``python -m fedcomp.coding.plan`` prints the tables of ``docs/coding.md``: with ``--measure TRIALS`` beside the
+formula's rate of singular matrices the one that the decoder's own elimination finds, with ``--payload BYTES`` the
+lengths of packets.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def shards(
 
 def measured_failure(symbols: int, extra: int, trials: int, seed: int = 0) -> float:
     """Return how many of ``trials`` sets of K + extra random packets over GF(2^8) did not have rank K, as a rate."""
-    from coding.elimination import rank
-    from coding.stream import SplitMix64, derive
+    from fedcomp.coding.elimination import rank
+    from fedcomp.coding.stream import SplitMix64, derive
 
     count = symbols + extra
     drawn = SplitMix64(derive(seed, symbols, extra)).bytes(trials * count * symbols).reshape(trials, count, symbols)
@@ -176,9 +177,9 @@ def _shard_table(target: float, order: int | None) -> list[str]:
 
 def packet_table(payload_len: int, symbols: int) -> list[str]:
     """Return the lengths of real packets of a payload, one line per way to name the coefficients."""
-    from coding.code import CodeName
-    from coding.encoder import encoder
-    from coding.rlnc import Recoder
+    from fedcomp.coding.code import CodeName
+    from fedcomp.coding.encoder import encoder
+    from fedcomp.coding.rlnc import Recoder
 
     payload = bytes(payload_len)
     found: dict[str, int] = {}
@@ -202,7 +203,7 @@ def packet_table(payload_len: int, symbols: int) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m coding.plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m fedcomp.coding.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--symbols", type=int, default=8, help="K of rank probabilities and packets")
     parser.add_argument("--target", type=float, default=0.999, help="probability of decoding in the table of shards")
     parser.add_argument("--measure", type=int, default=0, metavar="TRIALS", help="count singular matrices as well")

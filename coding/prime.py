@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coding.errors import NotDecodable
+from fedcomp.coding.errors import NotDecodable
 from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from coding.stream import SplitMix64
+    from fedcomp.coding.stream import SplitMix64
 
 Residues = NDArray[Any]
 """Elements of a prime field, 0 to p - 1, in the field's own unsigned dtype."""

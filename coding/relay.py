@@ -6,7 +6,8 @@ server asks relays for what they hold, as many of them as are needed and no more
 and leaves the others out whole: what is added up afterwards is bytes that were decoded and whose digest is right.
 Adding the packets themselves would be wrong, GF(2^8) adds by XOR (tests/coding/test_relay_plan.py shows it).
 
-Codes are :mod:`coding.rlnc` and :mod:`coding.mds`; construction: derived here, from network coding practice (recalled).
+Codes are :mod:`fedcomp.coding.rlnc` and :mod:`fedcomp.coding.mds`; construction: derived here, from network coding
+practice (recalled).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from coding.code import GENERATION_BYTES, CodeName, Encoder, payload_digest, shape_of
-from coding.decoder import Decoder
-from coding.encoder import encoder
-from coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
-from coding.packet import DIGEST_BYTES, Packet, PacketLimits
-from coding.plan import shards as shards_for
-from coding.plan import success
+from fedcomp.coding.code import GENERATION_BYTES, CodeName, Encoder, payload_digest, shape_of
+from fedcomp.coding.decoder import Decoder
+from fedcomp.coding.encoder import encoder
+from fedcomp.coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
+from fedcomp.coding.packet import DIGEST_BYTES, Packet, PacketLimits
+from fedcomp.coding.plan import shards as shards_for
+from fedcomp.coding.plan import success
 from fedcomp.errors import ConfigError
 
 DEFAULT_SYMBOLS: Final = 16

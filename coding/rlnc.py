@@ -1,12 +1,12 @@
 """RLNC over GF(2^8): random linear combinations of a payload's symbols, made by the source, remade by relays.
 
 Any K independent packets decode, whoever made them; K random ones are independent with probability 0.996, K+1 with
-0.99998 (``coding.plan``). The code has no fixed number of packets and, unlike Reed-Solomon, relays that hold several
-packets may send combinations of them (Ho and others, "A random linear network coding approach to multicast", IEEE
-Transactions on Information Theory 2006; recalled). It is no encryption: any K packets decode, and fewer still narrow
-the payload down.
+0.99998 (``fedcomp.coding.plan``). The code has no fixed number of packets and, unlike Reed-Solomon, relays that hold
+several packets may send combinations of them (Ho and others, "A random linear network coding approach to multicast",
+IEEE Transactions on Information Theory 2006; recalled). It is no encryption: any K packets decode, and fewer still
+narrow the payload down.
 
-Encoder and relay are here; the decoder, which is that of Reed-Solomon packets too, is :mod:`coding.decoder`.
+Encoder and relay are here; the decoder, which is that of Reed-Solomon packets too, is :mod:`fedcomp.coding.decoder`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.code import FIELD, CodeName, Encoder, EncoderMode, PayloadHead, admit, check_mode
-from coding.decoder import Decoder, DecoderStats
-from coding.elimination import Basis
-from coding.errors import NotDecodable
-from coding.packet import Mode, Packet, PacketLimits, shorter_mode
-from coding.stream import coefficient_rows, coefficients, derive
+from fedcomp.coding.code import FIELD, CodeName, Encoder, EncoderMode, PayloadHead, admit, check_mode
+from fedcomp.coding.decoder import Decoder, DecoderStats
+from fedcomp.coding.elimination import Basis
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.packet import Mode, Packet, PacketLimits, shorter_mode
+from fedcomp.coding.stream import coefficient_rows, coefficients, derive
 from fedcomp.errors import ConfigError
 
 __all__ = ["Decoder", "DecoderStats", "Recoder", "RlncEncoder"]
 
 
 class RlncEncoder(Encoder):
-    """Random code, the symbols themselves first in mode "systematic"; see :func:`coding.encoder.encoder`."""
+    """Random code, the symbols themselves first in mode "systematic"; see :func:`fedcomp.coding.encoder.encoder`."""
 
     code: ClassVar[CodeName] = "rlnc"
 

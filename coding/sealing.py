@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from coding.errors import SealError
+from fedcomp.coding.errors import SealError
 from fedcomp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def seal(
     recipient_public : bytes
         The 32 bytes of :attr:`Identity.public`.
     context : bytes
-        Bound to the box but not inside it; :attr:`coding.transport.Parcel.coordinates`.
+        Bound to the box but not inside it; :attr:`fedcomp.coding.transport.Parcel.coordinates`.
     ephemeral_only_for_test_vectors : Identity, optional
         Makes the box reproducible. Two boxes for one recipient from one such key share key and nonce, which gives both
         away; outside a test vector leave it out.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote, unquote
 
-from coding.errors import PacketError, TransportError
-from coding.parcels import (
+from fedcomp.coding.errors import PacketError, TransportError
+from fedcomp.coding.parcels import (
     HEADER_BYTES,
     MAX_STORE_BYTES,
     RUN_BYTES,
@@ -54,7 +54,7 @@ Files = list[tuple[str, int]]
 
 
 class Spool:
-    """Parcels as files in one directory; a :class:`~coding.parcels.ParcelStore`.
+    """Parcels as files in one directory; a :class:`~fedcomp.coding.parcels.ParcelStore`.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class Spool:
         return self._usage(self._names())[1]
 
     def put(self, parcel: Parcel) -> bool:
-        """Keep ``parcel``; return False when it was there already. See :class:`~coding.parcels.ParcelStore`."""
+        """Keep ``parcel``; return False when it was there already. See :class:`~fedcomp.coding.parcels.ParcelStore`."""
         data = parcel.to_bytes()
         path = self.directory / _file_name(parcel, data)
         with self._locked() as names:
@@ -283,7 +283,7 @@ class SpoolRoot:
         if not self.root.is_absolute() or not os.path.isfile(self.root / _MARK):
             raise ConfigError(
                 f"{root} is no folder for simulated peer links on this machine; peers of a deployment need "
-                "'python -m clients.edge --peer HOST:PORT', or use transport='hub'"
+                "'python -m fedcomp.clients.edge --peer HOST:PORT', or use transport='hub'"
             )
 
     @classmethod

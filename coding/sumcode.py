@@ -27,8 +27,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.errors import CorruptGeneration, NotDecodable
-from coding.prime import FIELDS, PrimeField, ReadBytes, Residues
+from fedcomp.coding.errors import CorruptGeneration, NotDecodable
+from fedcomp.coding.prime import FIELDS, PrimeField, ReadBytes, Residues
 from fedcomp.errors import ConfigError
 
 MODES: Final = ("share", "mask")
@@ -150,7 +150,7 @@ class SumPlan:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one shard's body; :data:`coding.sumshards.HEADER_BYTES` of header go before it."""
+        """Bytes of one shard's body; :data:`fedcomp.coding.sumshards.HEADER_BYTES` of header go before it."""
         return self.shard_symbols * self.field.symbol_bytes
 
     def config(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class SumPlan:
         Powers of one point would be shorter to write, but miss the errors that are polynomials with that root: with as
         many coefficients as there are points that is every point.
         """
-        from coding.stream import SplitMix64, derive
+        from fedcomp.coding.stream import SplitMix64, derive
 
         stream = SplitMix64(derive("sumcode/check", self.seed))
         return self.field.random((self.checks, self.length - self.checks), stream)
@@ -263,7 +263,7 @@ def mask(plan: SumPlan, read: ReadBytes = os.urandom) -> Residues:
 
 def predictable(seed: int) -> ReadBytes:
     """Return a source of bytes that everybody who knows ``seed`` can repeat: for tests, never for secrets."""
-    from coding.stream import SplitMix64, derive
+    from fedcomp.coding.stream import SplitMix64, derive
 
     stream = SplitMix64(derive("sumcode/predictable", seed))
     return lambda count: stream.bytes(count).tobytes()

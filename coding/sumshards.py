@@ -1,7 +1,7 @@
 """What travels in a coded sum, and what a relay does with it: shards, reports of what is held, one sum a round.
 
-The mathematics are in :mod:`coding.sumcode`; here are its bytes, and the rule that a relay adds once. Nothing here is
-kept in the process: :class:`Collected` and the shards live where the caller keeps them.
+The mathematics are in :mod:`fedcomp.coding.sumcode`; here are its bytes, and the rule that a relay adds once. Nothing
+here is kept in the process: :class:`Collected` and the shards live where the caller keeps them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from coding.errors import CodingError, NotDecodable, PacketError
-from coding.prime import ReadBytes, Residues
-from coding.sumcode import SumPlan
+from fedcomp.coding.errors import CodingError, NotDecodable, PacketError
+from fedcomp.coding.prime import ReadBytes, Residues
+from fedcomp.coding.sumcode import SumPlan
 
 SHARE: Final = 0
 SUM: Final = 1

@@ -2,7 +2,8 @@
 
 Flower has no messages between clients, so these links stand beside it. Two kinds, one interface:
 
-- ``tcp://host:port``: a listener (:mod:`coding.listener`) runs beside each SuperNode and puts what arrives into a
+- ``tcp://host:port``: a listener (:mod:`fedcomp.coding.listener`) runs beside each SuperNode and puts what arrives into
+  a
   spool; the client app, a new process for every message, sends from within and finds in the spool what came meanwhile.
 - ``spool:/folder``: a simulated link on one machine. Sending is putting a file into the receiver's spool.
 
@@ -22,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from coding.errors import TransportError
-from coding.parcels import (
+from fedcomp.coding.errors import TransportError
+from fedcomp.coding.parcels import (
     HEADER_BYTES,
     MAX_PARCEL_BYTES,
     MAX_STORE_BYTES,
@@ -34,7 +35,7 @@ from coding.parcels import (
     StoreFull,
     parcel_length,
 )
-from coding.spool import Spool, SpoolRoot, parse_spool
+from fedcomp.coding.spool import Spool, SpoolRoot, parse_spool
 from fedcomp.errors import ConfigError, nearest
 
 __all__ = [
@@ -410,7 +411,9 @@ def transport_of(
     if address.startswith("tcp:"):
         parse_tcp(address)
         if store is None:
-            raise ConfigError(f"{address} needs the folder its listener writes to; clients.edge calls it --peer-store")
+            raise ConfigError(
+                f"{address} needs the folder its listener writes to; fedcomp.clients.edge calls it --peer-store"
+            )
         return TcpTransport(address, Spool(store, max_store_bytes), max_parcel_bytes=max_parcel_bytes)
     raise ConfigError(f"peer address {address!r} is of no known kind{nearest(address, _ADDRESSES)}")
 

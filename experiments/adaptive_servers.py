@@ -1,8 +1,8 @@
 """The part of the experiment ``sparsifiers`` about the server: FedAvg, FedAdam and its kin on dense and sparse updates.
 
 Each row has the server's step size and tau that did best on a validation split of the training images, over one grid
-for all. What the drop-in pair does with a sparse mean (:mod:`strategies.adaptive`) stands beside Flower's own rule,
-which takes a coordinate of which nothing arrived for one without a gradient.
+for all. What the drop-in pair does with a sparse mean (:mod:`fedcomp.strategies.adaptive`) stands beside Flower's own
+rule, which takes a coordinate of which nothing arrived for one without a gradient.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Option
-from experiments.findings import Say, Table, mean
-from experiments.grid import Cell, Measured, run_cells
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Option
+from fedcomp.experiments.findings import Say, Table, mean
+from fedcomp.experiments.grid import Cell, Measured, run_cells
 
 SERVERS: Final = {"FedAvg": "fedavg", "FedAdam": "fedadam", "FedYogi": "fedyogi", "FedAdagrad": "fedadagrad"}
 DENSE: Final = "dense"

@@ -1,11 +1,11 @@
 """Compressed federated averaging without messages: many clients, one process, the same arithmetic.
 
 For grids too large to send as Flower messages, and for methods that cannot be sent at all because they need to see
-every client's update at once. Every client trains as :mod:`clients.app` does, encodes as :mod:`clients.compressed`
-does, and the frames are added as :class:`strategies.compressed.Compressed` adds them: a system that runs both ways ends
-in the same model bit for bit, with the same bytes of frames (``tests/experiments/test_central.py`` and the claims of
-the experiment ``sparsifiers``). What is left out is what does not change the model: messages, acknowledgements, lost
-replies.
+every client's update at once. Every client trains as :mod:`fedcomp.clients.app` does, encodes as
+:mod:`fedcomp.clients.compressed` does, and the frames are added as :class:`fedcomp.strategies.compressed.Compressed`
+adds them: a system that runs both ways ends in the same model bit for bit, with the same bytes of frames
+(``tests/experiments/test_central.py`` and the claims of the experiment ``sparsifiers``). What is left out is what does
+not change the model: messages, acknowledgements, lost replies.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from experiments.parts import INNER_PREFIX, TASK_PREFIX, make_inner, policy
-from experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
-from experiments.spec import RunSpec
-from experiments.systems import TRAINING, get_system
 from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.experiments.parts import INNER_PREFIX, TASK_PREFIX, make_inner, policy
+from fedcomp.experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.systems import TRAINING, get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector
 from fedcomp.rng import Key
-from strategies.adaptive import has_moments
-from strategies.means import aggregate_once
+from fedcomp.strategies.adaptive import has_moments
+from fedcomp.strategies.means import aggregate_once
 
 if TYPE_CHECKING:
     from fedcomp.tasks.base import Task
@@ -68,7 +68,7 @@ class Plan:
         The settings ``inner`` and ``inner.*`` of the server's strategy: empty for FedAvg, or one with moments.
     everywhere : bool
         Leave a strategy's moments to themselves on all coordinates, as Flower does and the drop-in pair does not; see
-        :mod:`strategies.adaptive`.
+        :mod:`fedcomp.strategies.adaptive`.
     policy : DensityPolicy, optional
         Decides per tensor what travels dense; default :class:`fedcomp.layout.SmallDense`.
     """

@@ -13,9 +13,9 @@ from rich.progress import ProgressColumn as Column
 from rich.table import Table
 from rich.text import Text
 
-from experiments.findings import LONG, Findings, HeatMap
-from experiments.findings import Table as FoundTable
-from experiments.report import (
+from fedcomp.experiments.findings import LONG, Findings, HeatMap
+from fedcomp.experiments.findings import Table as FoundTable
+from fedcomp.experiments.report import (
     aligned,
     duration,
     link_name,
@@ -26,7 +26,7 @@ from experiments.report import (
     short_bytes,
     shortfalls,
 )
-from experiments.spec import RoundRecord, RunSpec
+from fedcomp.experiments.spec import RoundRecord, RunSpec
 
 if TYPE_CHECKING:
     from types import TracebackType

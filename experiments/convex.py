@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.decentralised import Record
 from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.experiments.decentralised import Record
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.central import simulate
 from fedcomp.gossip.errors import Diverged, Saturated

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.findings import Say, largest
+from fedcomp.experiments.findings import Say, largest
 from fedcomp.privacy.accounting import (
     classical_epsilon,
     gaussian_epsilon,

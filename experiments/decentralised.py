@@ -2,7 +2,7 @@
 
 :func:`train` runs an algorithm on a task and says how good the nodes' models are and what was sent. The protocol is the
 one that runs over messages (:mod:`fedcomp.gossip.central`): the same letters, the same bits. Convex problems, whose
-optimum is known, are in :mod:`experiments.convex`.
+optimum is known, are in :mod:`fedcomp.experiments.convex`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.experiment import Option
-from experiments.findings import Table
 from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.experiments.experiment import Option
+from fedcomp.experiments.findings import Table
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.central import FaultPlan, Nodes, simulate
 from fedcomp.gossip.errors import Diverged
@@ -282,7 +282,7 @@ def _events(relay: Relay | None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class GossipCell:
-    """One training as plain data, for :func:`experiments.grid.run_cells`.
+    """One training as plain data, for :func:`fedcomp.experiments.grid.run_cells`.
 
     Attributes
     ----------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from experiments.findings import mean
+from fedcomp.experiments.findings import mean
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
     The memory is that of exact selection at the same density and scope, so that no estimate judges what another one
     left behind. Gradients are scaled by the step size, as updates are.
     """
-    from experiments.central import Separate
     from fedcomp.codecs import TopK
     from fedcomp.codecs.positional import stretches
+    from fedcomp.experiments.central import Separate
     from fedcomp.feedback import ErrorFeedback
     from fedcomp.layout import Layout, SmallDense, Update
 

@@ -1,8 +1,8 @@
 """What an experiment is: a question, the systems compared, the settings a user may change, and the claims.
 
-A module in :mod:`experiments.catalog` builds one :class:`Experiment`. It names no file and prints nothing;
-running it, storing it and reporting it are the work of :mod:`experiments.run`, :mod:`experiments.store` and
-:mod:`experiments.report`.
+A module in :mod:`fedcomp.experiments.catalog` builds one :class:`Experiment`. It names no file and prints nothing;
+running it, storing it and reporting it are the work of :mod:`experiments.run`, :mod:`fedcomp.experiments.store` and
+:mod:`fedcomp.experiments.report`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from experiments.claims import Claim
-from experiments.engines import ENGINES
-from experiments.findings import Findings, Say
-from experiments.private_systems import BUDGET
-from experiments.spec import RunResult, RunSpec
 from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.engines import ENGINES
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.private_systems import BUDGET
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
     from typing import Self
@@ -170,7 +170,7 @@ class Experiment:
     Parameters
     ----------
     name : str
-        The name on the command line and of the module in :mod:`experiments.catalog`.
+        The name on the command line and of the module in :mod:`fedcomp.experiments.catalog`.
     question : str
         One sentence that ends in a question mark.
     rows : callable
@@ -187,8 +187,9 @@ class Experiment:
     notes : str
         What a reader must know to judge the result; plain text, paragraphs parted by an empty line.
     measure : callable, optional
-        From the configuration, the results of the rows and a :class:`~experiments.findings.Say` to
-        :class:`~experiments.findings.Findings`; called when all rows are finished. Findings are empty without it.
+        From the configuration, the results of the rows and a :class:`~fedcomp.experiments.findings.Say` to
+        :class:`~fedcomp.experiments.findings.Findings`; called when all rows are finished. Findings are empty without
+        it.
     measures_privately : bool
         Whether what ``measure`` trains keeps the configuration's budget, so that there can be one without private rows.
     answer : callable, optional
@@ -311,7 +312,7 @@ def check_budget(budget: float | None) -> None:
 
 def within(spec: RunSpec, budget: float) -> RunSpec:
     """Return ``spec`` with ``budget``, or its own smaller one, if its system promises privacy; else as it is."""
-    from experiments.systems import get_system
+    from fedcomp.experiments.systems import get_system
 
     if not get_system(spec.system).private:
         return spec

@@ -1,7 +1,7 @@
 """What a measurement found beside the runs of systems: tables, curves, heat maps, pictures, and what the claims read.
 
 An experiment's ``measure`` returns :class:`Findings`. They are plain data: they go into ``summary.json`` and come back
-from there unchanged; :mod:`experiments.page` and :mod:`experiments.console` show them.
+from there unchanged; :mod:`fedcomp.experiments.page` and :mod:`fedcomp.experiments.console` show them.
 """
 
 from __future__ import annotations

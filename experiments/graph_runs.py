@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.findings import mean
-from experiments.private_central import quiet
-from experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.findings import mean
+from fedcomp.experiments.private_central import quiet
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 
 if TYPE_CHECKING:
     # Listing the experiments needs no Flower: it is imported when one is run.
@@ -44,7 +44,7 @@ _SUMMED: Final = (
 
 @dataclass(frozen=True)
 class GraphCell:
-    """One training, for :func:`experiments.grid.run_cells`.
+    """One training, for :func:`fedcomp.experiments.grid.run_cells`.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class GraphCell:
     task : str
     clients, rounds, seed : int
     settings : mapping
-        As of a :class:`~experiments.spec.RunSpec`.
+        As of a :class:`~fedcomp.experiments.spec.RunSpec`.
     """
 
     name: str
@@ -83,7 +83,7 @@ class GraphCell:
 
     def run(self) -> GraphRun:
         """Train."""
-        from experiments import engines
+        from fedcomp.experiments import engines
         from fedcomp.flower.offline import go_offline
 
         # Before Flower is imported for the first time, which here may be in a process of its own.

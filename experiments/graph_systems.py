@@ -1,8 +1,8 @@
 """The rows of the table that learn on graphs: what their settings are, and how they become a strategy.
 
-A row has ``strategy="graph"`` in :mod:`experiments.rows` and needs a task with a graph. What a sampler takes, its own
-settings check (:class:`fedcomp.graphs.settings.SamplerSettings`); how rows of features travel, the strategy does
-(:class:`strategies.gcn.SkewedGCN`).
+A row has ``strategy="graph"`` in :mod:`fedcomp.experiments.rows` and needs a task with a graph. What a sampler takes,
+its own settings check (:class:`fedcomp.graphs.settings.SamplerSettings`); how rows of features travel, the strategy
+does (:class:`fedcomp.strategies.gcn.strategy.SkewedGCN`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from experiments.parts import TASK_PREFIX, Settings, make_inner
-from experiments.private_systems import around
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.parts import TASK_PREFIX, Settings, make_inner
+from fedcomp.experiments.private_systems import around
 from fedcomp.graphs.base import GraphError
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
     from fedcomp.graphs.settings import SamplerSettings
+    from fedcomp.strategies.gcn.strategy import SkewedGCN
     from fedcomp.tasks.graph import GraphTask
-    from strategies.gcn import SkewedGCN
 
 GRAPH: Final[Settings] = MappingProxyType(
     {
@@ -53,7 +53,8 @@ GRAPH: Final[Settings] = MappingProxyType(
         "downlink": "",
     }
 )
-"""Settings of every graph row, with the meaning they have for the sampler and for :class:`strategies.gcn.SkewedGCN`.
+"""Settings of every graph row, with the meaning they have for the sampler and for
+:class:`fedcomp.strategies.gcn.strategy.SkewedGCN`.
 
 ``n`` is how many nodes a layer keeps, or one number for each layer, input layer first, separated by commas;
 ``variance_budget`` is D, how many times the variance of the unskewed sampler is allowed (``budget`` is an epsilon
@@ -77,7 +78,7 @@ def make_graph(settings: Settings, seed: int) -> Strategy:
     ConfigError
         For settings that sampler or strategy refuse, or that have no place where a round is a few sampled steps.
     """
-    from strategies.gcn import SkewedGCN
+    from fedcomp.strategies.gcn.strategy import SkewedGCN
 
     for key, default in _UNUSED.items():
         if settings[key] != default:

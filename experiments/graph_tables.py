@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.findings import Curves, Series, Table, mean
-from experiments.graph_runs import GraphRun
+from fedcomp.experiments.findings import Curves, Series, Table, mean
+from fedcomp.experiments.graph_runs import GraphRun
 
 if TYPE_CHECKING:
     from fedcomp.tasks.graph import GraphTask
@@ -40,7 +40,7 @@ Groups = Mapping[str, Sequence[GraphRun]]
 """Runs of all seeds, by :func:`name`."""
 
 Exact = Mapping[str, Mapping[str, float | None]]
-"""Figures of :class:`experiments.graph_variance.Ratios`, by :func:`name`."""
+"""Figures of :class:`fedcomp.experiments.graph_variance.Ratios`, by :func:`name`."""
 
 Own = Mapping[str, Any]
 
@@ -333,7 +333,7 @@ def cache_table(groups: Groups, skew: str) -> Table:
 
 def codec_sizes(task: GraphTask) -> list[dict[str, Any]]:
     """Return bytes per row of every codec that can hold the task's features, and of others, on some of them."""
-    from experiments.bench.graph_rows import row_table
+    from fedcomp.experiments.bench.graph_rows import row_table
 
     part = task.part(0, 2)
     lines = row_table(part.ids[:FRAME_ROWS], part.features[:FRAME_ROWS], repeats=1)

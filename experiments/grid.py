@@ -1,8 +1,8 @@
 """Many simulated trainings, one after another or on several cores, with every finished one kept.
 
 A cell is one training as plain data, so that it can be given to another process; :class:`Cell` one of
-:mod:`experiments.central`. What it comes to depends on the cell alone: the number of workers changes the time and
-nothing else.
+:mod:`fedcomp.experiments.central`. What it comes to depends on the cell alone: the number of workers changes the time
+and nothing else.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from experiments.findings import Say
-from experiments.report import duration
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.report import duration
 
 
 class Outcome(Protocol):
@@ -65,7 +65,7 @@ class Cell:
     task, options : str, mapping
         The task and its options.
     clients, rounds, seed, training, every, server, everywhere :
-        See :class:`experiments.central.Plan`.
+        See :class:`fedcomp.experiments.central.Plan`.
     oracle : bool
         For ScaleCom: select from the mean of all clients.
     """
@@ -85,10 +85,10 @@ class Cell:
 
     def run(self) -> Measured:
         """Train."""
-        from experiments.central import Led, Plan, Scheme, scheme_of, simulate  # brings torch
-        from experiments.private_central import quiet
         from fedcomp.codecs import get_codec
         from fedcomp.codecs.scalecom import ScaleCom
+        from fedcomp.experiments.central import Led, Plan, Scheme, scheme_of, simulate  # brings torch
+        from fedcomp.experiments.private_central import quiet
         from fedcomp.tasks import get_task
 
         codec = get_codec(dict(self.codec))
@@ -130,7 +130,7 @@ class Measured:
     loss, accuracy : float
         Of the final global model, on all training examples and on the test split. Infinite loss: it diverged.
     uplink, downlink : int
-        Bytes of all frames of the run, see :class:`experiments.schemes.Exchange`.
+        Bytes of all frames of the run, see :class:`fedcomp.experiments.schemes.Exchange`.
     kept, union, overlap : float
         Means over rounds (and clients): compressible values a client sent, coordinates at which the mean is not zero,
         1 - q/k of the shared support.

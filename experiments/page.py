@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from experiments.experiment import show_value
-from experiments.findings import LONG, Curves, Findings, HeatMap, Pictures, Series, Table
-from experiments.plots import line_plot, picture_sheet, swatch
-from experiments.report import (
+from fedcomp.experiments.experiment import show_value
+from fedcomp.experiments.findings import LONG, Curves, Findings, HeatMap, Pictures, Series, Table
+from fedcomp.experiments.plots import line_plot, picture_sheet, swatch
+from fedcomp.experiments.report import (
     COUNTED,
     aligned,
     duration,
@@ -25,7 +25,7 @@ from experiments.report import (
     shown_epsilon,
     verdict,
 )
-from experiments.spec import RoundRecord
+from fedcomp.experiments.spec import RoundRecord
 
 FEW = 8
 """Up to so many rows their accuracy is plotted also where an experiment has figures of its own."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.spec import Scalar
 from fedcomp.errors import ConfigError, nearest
+from fedcomp.experiments.spec import Scalar
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.findings import Curves, Pictures, Series
-from experiments.report import number, short_bytes
+from fedcomp.experiments.findings import Curves, Pictures, Series
+from fedcomp.experiments.report import number, short_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

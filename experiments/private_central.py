@@ -1,9 +1,10 @@
 """Private federated averaging without messages: the strategy's own round, with vectors in place of replies.
 
-For grids of trainings with hundreds of clients. The clients train and encode as :mod:`experiments.central` says; who is
-drawn, what is admitted, the ledger, the noise and the step are the strategy's own, through the methods that the drop-in
-pair calls. A run that is also made with messages ends in the same model bit for bit, with the same bytes of frames and
-the same statement; ``tests/experiments/test_private_central.py`` and the claims of the experiment ``topagg`` check it.
+For grids of trainings with hundreds of clients. The clients train and encode as :mod:`fedcomp.experiments.central`
+says; who is drawn, what is admitted, the ledger, the noise and the step are the strategy's own, through the methods
+that the drop-in pair calls. A run that is also made with messages ends in the same model bit for bit, with the same
+bytes of frames and the same statement; ``tests/experiments/test_private_central.py`` and the claims of the experiment
+``topagg`` check it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.parts import TASK_PREFIX, below
-from experiments.spec import RunSpec
-from experiments.systems import TRAINING, get_system
 from fedcomp.errors import ConfigError, NonFiniteUpdate
+from fedcomp.experiments.parts import TASK_PREFIX, below
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.systems import TRAINING, get_system
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.wire import FILLED
@@ -81,9 +82,9 @@ def simulate(spec: RunSpec) -> PrivateOutcome:
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.metered import partition_lookup
     from fedcomp.flower.records import to_arrays, to_record
+    from fedcomp.strategies.compressed import Compressed
+    from fedcomp.strategies.private.strategy import PrivateStrategy
     from fedcomp.tasks import get_task
-    from strategies.compressed import Compressed
-    from strategies.private import PrivateStrategy
 
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)
@@ -169,7 +170,7 @@ def simulate(spec: RunSpec) -> PrivateOutcome:
 
 @dataclass(frozen=True)
 class PrivateCell:
-    """One training of a private system as plain data, for :func:`experiments.grid.run_cells`.
+    """One training of a private system as plain data, for :func:`fedcomp.experiments.grid.run_cells`.
 
     Attributes
     ----------
@@ -179,7 +180,7 @@ class PrivateCell:
     task : str
     clients, rounds, seed : int
     settings : mapping
-        As of a :class:`~experiments.spec.RunSpec`.
+        As of a :class:`~fedcomp.experiments.spec.RunSpec`.
     """
 
     name: str
@@ -256,9 +257,9 @@ class Trained:
 
 
 def _without_privacy(spec: RunSpec) -> Trained:
-    """Train a row that promises nothing, as :func:`experiments.central.simulate` does."""
-    from experiments.central import Plan
-    from experiments.central import simulate as ordinary
+    """Train a row that promises nothing, as :func:`fedcomp.experiments.central.simulate` does."""
+    from fedcomp.experiments.central import Plan
+    from fedcomp.experiments.central import simulate as ordinary
 
     plan, scheme = Plan.of(spec)
     out = ordinary(plan, scheme)

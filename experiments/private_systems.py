@@ -1,7 +1,8 @@
 """The rows of the table that promise privacy: what their settings are, and how a row becomes a strategy.
 
-A row has ``strategy="private"`` in :mod:`experiments.rows`, and a function in :data:`MAKERS` under its name. Everything
-about the promise itself (sensitivity, noise, ledger, statement) is the strategy's; here settings become its arguments.
+A row has ``strategy="private"`` in :mod:`fedcomp.experiments.rows`, and a function in :data:`MAKERS` under its name.
+Everything about the promise itself (sensitivity, noise, ledger, statement) is the strategy's; here settings become its
+arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.parts import (
+from fedcomp.errors import ConfigError
+from fedcomp.experiments.parts import (
     CODEC_PREFIX,
     DOWNLINK_PREFIX,
     FEEDBACK_PREFIX,
@@ -21,8 +23,7 @@ from experiments.parts import (
     make_inner,
     uplink,
 )
-from experiments.rows import Row
-from fedcomp.errors import ConfigError
+from fedcomp.experiments.rows import Row
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -115,7 +116,7 @@ def around(strategy: Strategy, settings: Settings, seed: int) -> Strategy:
     ConfigError
         When there are parameters of a codec but no codec.
     """
-    from strategies.compressed import Compressed
+    from fedcomp.strategies.compressed import Compressed
 
     name = str(settings["codec"])
     if name:
@@ -129,7 +130,7 @@ def around(strategy: Strategy, settings: Settings, seed: int) -> Strategy:
 
 def _dp_fedavg(settings: Settings, seed: int) -> Strategy:
     from fedcomp.privacy.adaptive import AdaptiveClip
-    from strategies.dp_fedavg import DpFedAvg
+    from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
     first = float(settings["clip"])
     figures = {name: float(settings[key]) for name, key in _ADAPTIVE.items()}
@@ -145,7 +146,7 @@ _ADAPTIVE: Final = {"quantile": "quantile", "rate": "clip_rate", "count_noise": 
 def _random_mask(settings: Settings, seed: int) -> Strategy:
     from fedcomp.layout import Layout
     from fedcomp.rng import Key
-    from strategies.dp_fedavg import DpFedAvg
+    from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
     codec = uplink(settings, str(settings["codec"]))
     if codec.common_support(Layout.flat(2), Key(seed)) is None:
@@ -158,7 +159,7 @@ def _random_mask(settings: Settings, seed: int) -> Strategy:
 
 
 def _local_dp(settings: Settings, seed: int) -> Strategy:
-    from strategies.local_dp import local_dp
+    from fedcomp.strategies.private.local_dp import local_dp
 
     return local_dp(
         make_inner(settings),
@@ -172,7 +173,7 @@ def _local_dp(settings: Settings, seed: int) -> Strategy:
 
 
 def _lsg(settings: Settings, seed: int) -> Strategy:
-    from strategies.lsg import Lsg
+    from fedcomp.strategies.private.lsg import Lsg
 
     whole = ("rank", "schedule_rounds", "history", "count")
     return Lsg(
@@ -189,7 +190,7 @@ def _lsg(settings: Settings, seed: int) -> Strategy:
 
 def _distributed_dp(settings: Settings, seed: int) -> Strategy:
     from fedcomp.codecs import RandomK
-    from strategies.distributed_dp import DistributedDp
+    from fedcomp.strategies.private.distributed_dp import DistributedDp
 
     names = ("noise", "tolerated", "private", "count", "scale", "rotate", "feedback", "transport")
     own: dict[str, Any] = {name: settings[name] for name in names}
@@ -204,7 +205,7 @@ def _distributed_dp(settings: Settings, seed: int) -> Strategy:
 
 
 def _datalens(settings: Settings, seed: int) -> Strategy:
-    from strategies.datalens import DataLens, Student
+    from fedcomp.strategies.private.datalens import DataLens, Student
 
     unused = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 1, "batch_size": 32, "max_steps": 0}
     for key, default in {**unused, "inner": "fedavg"}.items():
@@ -237,7 +238,7 @@ def _datalens(settings: Settings, seed: int) -> Strategy:
 
 def _topagg(settings: Settings, seed: int) -> Strategy:
     from fedcomp.privacy.votes import TopkSign
-    from strategies.topagg import topagg
+    from fedcomp.strategies.private.topagg import topagg
 
     k = int(settings["k"])
     ballot = TopkSign(
@@ -253,7 +254,7 @@ def _topagg(settings: Settings, seed: int) -> Strategy:
 
 def _record_dp(settings: Settings, seed: int) -> Strategy:
     from fedcomp.flower.record_dp import Plan
-    from strategies.record_dp import RecordDp
+    from fedcomp.strategies.private.record_dp import RecordDp
 
     if settings["sampling"] != "everyone":
         raise ConfigError(

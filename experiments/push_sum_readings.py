@@ -1,7 +1,8 @@
 """Near misses of compressed push-sum, trained on the same task: what a first reading of the idea would program.
 
 Four of them, and why they look right (:data:`READINGS`). All n nodes are rows of one matrix here: nothing is sent, as
-what is asked is how far they come and not what they cost. Batches are those of :mod:`experiments.decentralised`.
+what is asked is how far they come and not what they cost. Batches are those of
+:mod:`fedcomp.experiments.decentralised`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.claims import Claim
+from fedcomp.experiments.claims import Claim
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
@@ -70,7 +71,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadingCell:
-    """One training, for :func:`experiments.grid.run_cells`.
+    """One training, for :func:`fedcomp.experiments.grid.run_cells`.
 
     Attributes
     ----------
@@ -79,7 +80,7 @@ class ReadingCell:
     reading : str
         One of :data:`READINGS`.
     topology, nodes, iterations, seed, task, options
-        As of :class:`experiments.decentralised.GossipCell`.
+        As of :class:`fedcomp.experiments.decentralised.GossipCell`.
     lr, momentum : float
     decay : bool
         The step size falls to zero along half a cosine.

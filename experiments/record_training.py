@@ -1,4 +1,4 @@
-"""Private trainings on records, many of them: one is a cell of a grid (:mod:`experiments.grid`).
+"""Private trainings on records, many of them: one is a cell of a grid (:mod:`fedcomp.experiments.grid`).
 
 The training is that of :func:`fedcomp.privacy.dpsgd.private_training`; what stands here is the data, the model, the
 statement, and how long a client's message with such a contribution would be.

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.findings import Say, Table, different_bytes
-from experiments.parts import TASK_PREFIX
-from experiments.spec import RunResult, RunSpec
-from experiments.systems import get_system
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.findings import Say, Table, different_bytes
+from fedcomp.experiments.parts import TASK_PREFIX
+from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.systems import get_system
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ def without_messages(spec: RunSpec) -> Central:
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.vector import flatten, unflatten
     from fedcomp.layout import Layout
+    from fedcomp.strategies.gossip.strategy import GossipRelay, mean_of
     from fedcomp.tasks import get_task
     from fedcomp.tasks.local import LocalObjective
-    from strategies.gossip import GossipRelay, mean_of
 
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)

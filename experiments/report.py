@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment
-from experiments.findings import Findings
-from experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.privacy.statement import Statement
 
 COUNTED = {

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Option
-from experiments.findings import Say, Table
-from experiments.parts import make_inner
-from experiments.private_central import quiet
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Option
+from fedcomp.experiments.findings import Say, Table
+from fedcomp.experiments.parts import make_inner
+from fedcomp.experiments.private_central import quiet
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> flo
     from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
-    from clients.compressed import compression
+    from fedcomp.clients.compressed import compression
     from fedcomp.flower.grid import InProcessGrid
-    from strategies.compressed import Compressed
+    from fedcomp.strategies.compressed import Compressed
 
     def drawn(partition: int) -> Any:
         uniform = Key(seed, "robust-rules/target", partition=partition).uniform(SIZE)

@@ -1,9 +1,9 @@
 """The rows of the table of systems: what each one is called, where it was published, and the settings it starts from.
 
-Data only; :mod:`experiments.systems` makes systems of it. ``codec`` is what clients send with, below
-:class:`strategies.compressed.Compressed`; a row without one is a strategy that sends whole models. Settings below
-``codec.`` are the codec's own parameters; only those that a user is likely to turn stand here with a default, the codec
-takes all of them.
+Data only; :mod:`fedcomp.experiments.systems` makes systems of it. ``codec`` is what clients send with, below
+:class:`fedcomp.strategies.compressed.Compressed`; a row without one is a strategy that sends whole models. Settings
+below ``codec.`` are the codec's own parameters; only those that a user is likely to turn stand here with a default, the
+codec takes all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from experiments.spec import Scalar
+from fedcomp.experiments.spec import Scalar
 
 
 class Row(NamedTuple):
@@ -20,28 +20,28 @@ class Row(NamedTuple):
     Attributes
     ----------
     name, title, paper, summary : str
-        As in :class:`experiments.systems.System`.
+        As in :class:`fedcomp.experiments.systems.System`.
     codec : str
         Id of the uplink's codec; empty for none.
     strategy : str
         The server's half: "compressed" (the drop-in pair, the default of rows with a codec), "shared_support",
         "coded_linear" (gradient descent on coded data), "gossip" (decentralised learning; the row's name is the
-        algorithm's), "private" (a promise of privacy; made by :mod:`experiments.private_systems`), "graph" (learning on
-        the parts of a graph; made by :mod:`experiments.graph_systems`), or "coded" (a construction around the drop-in
-        pair, or around the inner strategy itself where there is no codec).
+        algorithm's), "private" (a promise of privacy; made by :mod:`fedcomp.experiments.private_systems`), "graph"
+        (learning on the parts of a graph; made by :mod:`fedcomp.experiments.graph_systems`), or "coded" (a construction
+        around the drop-in pair, or around the inner strategy itself where there is no codec).
     construction : str
-        Of a coded row: which of :data:`strategies.coded.CONSTRUCTIONS`.
+        Of a coded row: which of :data:`fedcomp.strategies.coded.strategy.CONSTRUCTIONS`.
     task : str
         Of a private or graph row: the kind of task it needs ("generator", "graph"); empty for any that learns from
         records.
     defaults : mapping
         Settings beyond the common ones, with their defaults. Of a coded row, those that are not the drop-in pair's are
-        arguments of :class:`strategies.coded.CodedFedAvg`, or options of the construction; see
-        :data:`experiments.systems.CODED`. Of a gossip row, ``topology`` and the parameters of the algorithm that a user
-        is likely to turn; what else all of them have is :data:`experiments.systems.GOSSIP`. ``compressor`` is a
-        compressor's id, whose parameters are settings below ``compressor.``. Of a private row, what it has beyond
-        :data:`experiments.private_systems.PRIVATE`, or has another default for; with a setting ``codec`` it has those
-        of the drop-in pair as well, below ``codec.``, ``feedback.`` and ``downlink.``.
+        arguments of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`, or options of the construction; see
+        :data:`fedcomp.experiments.systems.CODED`. Of a gossip row, ``topology`` and the parameters of the algorithm
+        that a user is likely to turn; what else all of them have is :data:`fedcomp.experiments.systems.GOSSIP`.
+        ``compressor`` is a compressor's id, whose parameters are settings below ``compressor.``. Of a private row, what
+        it has beyond :data:`fedcomp.experiments.private_systems.PRIVATE`, or has another default for; with a setting
+        ``codec`` it has those of the drop-in pair as well, below ``codec.``, ``feedback.`` and ``downlink.``.
     """
 
     name: str

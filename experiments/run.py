@@ -18,17 +18,26 @@ from typing import Annotated, Any, Protocol, TextIO
 import typer
 from rich.console import Console
 
-from experiments import console as show
-from experiments import engines
-from experiments.catalog import CATALOG, get_experiment
-from experiments.commands import BROKEN, CLAIM_FAILED, INTERRUPTED, OK, WRONG_INPUT, clean_stdout, complain, invoke
-from experiments.experiment import Config, Experiment, check_budget, show_value
-from experiments.findings import Findings, Say
-from experiments.page import render_html
-from experiments.report import failed_claims, summarise, takes, verdict
-from experiments.spec import RoundRecord, RunResult, RunSpec
-from experiments.store import RunFolder, to_json_text, write_json, write_text
 from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.experiments import console as show
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import CATALOG, get_experiment
+from fedcomp.experiments.commands import (
+    BROKEN,
+    CLAIM_FAILED,
+    INTERRUPTED,
+    OK,
+    WRONG_INPUT,
+    clean_stdout,
+    complain,
+    invoke,
+)
+from fedcomp.experiments.experiment import Config, Experiment, check_budget, show_value
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.page import render_html
+from fedcomp.experiments.report import failed_claims, summarise, takes, verdict
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
 from fedcomp.flower.offline import go_offline
 
 DEFAULT = "quickstart"
@@ -37,7 +46,7 @@ RESUMABLE = frozenset({"inprocess"})
 
 
 class Engine(Protocol):
-    """Runs one row; :func:`experiments.engines.run` is the one that users meet."""
+    """Runs one row; :func:`fedcomp.experiments.engines.run` is the one that users meet."""
 
     def __call__(
         self,
@@ -52,7 +61,7 @@ class Engine(Protocol):
 
 
 def _check_row(spec: RunSpec) -> None:
-    from experiments.systems import check  # brings torch and Flower
+    from fedcomp.experiments.systems import check  # brings torch and Flower
 
     check(spec)
 
@@ -82,12 +91,14 @@ class Request:
     resume: str | None
     as_json: bool
     out: Path
+    program: str
+    """What the command is called by."""
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command(name="python -m experiments.run")
+@app.command()
 def command(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Experiment to run.", show_default=DEFAULT)] = None,
@@ -119,14 +130,29 @@ def command(
 ) -> None:
     """Run an experiment, write its report, and check its claims."""
     setup: Setup = context.obj or Setup()
-    request = Request(name, engine, rounds, clients, seed, budget, tuple(set_ or ()), quick, resume, as_json, out)
+    request = Request(
+        name,
+        engine,
+        rounds,
+        clients,
+        seed,
+        budget,
+        tuple(set_ or ()),
+        quick,
+        resume,
+        as_json,
+        out,
+        context.command_path,
+    )
     code = _list(setup, request) if list_ else _run(setup, request)
     raise typer.Exit(code)
 
 
-def main(arguments: Sequence[str] | None = None, *, setup: Setup | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, setup: Setup | None = None, program: str = "python -m experiments.run"
+) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
-    return invoke(app, "python -m experiments.run", arguments, setup or Setup())
+    return invoke(app, program, arguments, setup or Setup())
 
 
 def _list(setup: Setup, request: Request) -> int:
@@ -335,7 +361,7 @@ def _broken(folder: RunFolder, request: Request, error: Exception) -> int:
 
 def _resume_command(folder: RunFolder, request: Request) -> str:
     where = "" if request.out == Path("runs") else f" --out {request.out}"
-    return f"python -m experiments.run --resume {folder.name}{where}"
+    return f"{request.program} --resume {folder.name}{where}"
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """How the clients of a round agree on one update: each by itself, or all on the support that one of them chose.
 
-The arithmetic of a round's exchange without its messages, for :mod:`experiments.central`: what
-:mod:`clients.compressed` and :class:`strategies.compressed.Compressed` do with one update per client, and
-``clients/shared_support.py`` with ``strategies/shared_support.py`` do on a shared support.
+The arithmetic of a round's exchange without its messages, for :mod:`fedcomp.experiments.central`: what
+:mod:`fedcomp.clients.compressed` and :class:`fedcomp.strategies.compressed.Compressed` do with one update per client,
+and ``clients/shared_support.py`` with ``strategies/shared_support.py`` do on a shared support.
 """
 
 from __future__ import annotations

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from experiments.federation import Cohorts, wait_for_nodes
-from experiments.parts import TASK_PREFIX
-from experiments.private_systems import BUDGET
-from experiments.spec import PRIVACY_FILE, RoundRecord, RunResult, RunSpec, Scalar
-from experiments.systems import TRAINING, declare, get_system
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.federation import Cohorts, wait_for_nodes
+from fedcomp.experiments.parts import TASK_PREFIX
+from fedcomp.experiments.private_systems import BUDGET
+from fedcomp.experiments.spec import PRIVACY_FILE, RoundRecord, RunResult, RunSpec, Scalar
+from fedcomp.experiments.systems import TRAINING, declare, get_system
 from fedcomp.flower import checkpoint as checkpoints
 from fedcomp.flower.gossip import OBSERVE_TYPE as GOSSIP_OBSERVATION
 from fedcomp.flower.gossip import START_TYPE as GOSSIP_START
@@ -86,15 +86,15 @@ def serve(
     ----------
     spec : RunSpec
     grid : Grid
-        Any engine's, with at least ``spec.clients`` nodes that run :mod:`clients.app`.
+        Any engine's, with at least ``spec.clients`` nodes that run :mod:`fedcomp.clients.app`.
     on_round : callable, optional
         Called with each new round's record, round 0 (the initial model) first.
     checkpoint : Path, optional
         A file: the run continues from it when it exists, and replaces it after each round. In-process engine only.
     privacy : Path, optional
         The file in which a private system keeps what it released: an event is in it before its noisy value exists, and
-        what is in it already was paid. Default: :data:`experiments.spec.PRIVACY_FILE` beside the checkpoint; without
-        a checkpoint there is no file. Other systems leave it alone.
+        what is in it already was paid. Default: :data:`fedcomp.experiments.spec.PRIVACY_FILE` beside the checkpoint;
+        without a checkpoint there is no file. Other systems leave it alone.
 
     Raises
     ------

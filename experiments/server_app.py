@@ -15,9 +15,9 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from experiments.serve import serve
-from experiments.spec import PRIVACY_FILE, ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.serve import serve
+from fedcomp.experiments.spec import PRIVACY_FILE, ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.privacy.statement import Statement
 
 log = logging.getLogger("flwr")

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Option
-from experiments.findings import Say, Table, mean
-from experiments.grid import Cell, Measured, run_cells
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Option
+from fedcomp.experiments.findings import Say, Table, mean
+from fedcomp.experiments.grid import Cell, Measured, run_cells
 
 CLIENTS: Final = 10
 EXAMPLES: Final[int | None] = None

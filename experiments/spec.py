@@ -102,13 +102,13 @@ class RunSpec:
     Attributes
     ----------
     system : str
-        A name of the table in :mod:`experiments.systems`.
+        A name of the table in :mod:`fedcomp.experiments.systems`.
     label : str
         What the run is called in tables and plots; the system's name when empty.
     task : str
         A name known to :func:`fedcomp.tasks.get_task`.
     engine : str
-        A name of :data:`experiments.engines.ENGINES`.
+        A name of :data:`fedcomp.experiments.engines.ENGINES`.
     rounds : int
         At least 0; with 0 rounds the initial model is evaluated and nothing is sent.
     clients : int
@@ -116,7 +116,7 @@ class RunSpec:
     seed : int
         Names every random decision of the run, 0 to 2**63 - 1.
     settings : mapping of str to bool, int, float or str
-        Everything else; the known keys are listed by :meth:`experiments.systems.System.known_settings`.
+        Everything else; the known keys are listed by :meth:`fedcomp.experiments.systems.System.known_settings`.
 
     Raises
     ------

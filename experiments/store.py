@@ -27,10 +27,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.experiment import Config, Experiment
-from experiments.findings import finite
-from experiments.spec import PRIVACY_FILE, RESULT_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.errors import ConfigError, StateError, nearest
+from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.findings import finite
+from fedcomp.experiments.spec import PRIVACY_FILE, RESULT_FILE, RoundRecord, RunResult, RunSpec
 
 if TYPE_CHECKING:
     from typing import Self

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.graph_systems import GRAPH, check_graph, make_graph
-from experiments.parts import (
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.experiments.graph_systems import GRAPH, check_graph, make_graph
+from fedcomp.experiments.parts import (
     CODEC_PREFIX,
     CODEC_PREFIXES,
     DOWNLINK_PREFIX,
@@ -29,10 +30,9 @@ from experiments.parts import (
     policy,
     uplink,
 )
-from experiments.private_systems import make_private, private_settings
-from experiments.rows import ROWS, Row
-from experiments.spec import RunSpec, Scalar
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.experiments.private_systems import make_private, private_settings
+from fedcomp.experiments.rows import ROWS, Row
+from fedcomp.experiments.spec import RunSpec, Scalar
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -56,8 +56,8 @@ CODED: Final[Settings] = MappingProxyType(
         "spool": "",
     }
 )
-"""Settings of every coded row, with :class:`strategies.coded.CodedFedAvg`'s meaning; 0 and the empty text leave the
-choice to it. ``seal`` is "yes" or "no"."""
+"""Settings of every coded row, with :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`'s meaning; 0 and the empty
+text leave the choice to it. ``seal`` is "yes" or "no"."""
 
 GOSSIP: Final[Settings] = MappingProxyType(
     {
@@ -69,9 +69,9 @@ GOSSIP: Final[Settings] = MappingProxyType(
         "buffers": "dense",
     }
 )
-"""Settings of every gossip row, with :class:`strategies.gossip.GossipRelay`'s meaning; ``skew_rounds`` is a number or
-"auto", and ``deadline`` 0 leaves it to ``timeout``. A ``batch_size`` of 0 takes all of a node's examples. Below
-``algorithm.`` stand parameters of the algorithm that its row does not have."""
+"""Settings of every gossip row, with :class:`fedcomp.strategies.gossip.strategy.GossipRelay`'s meaning; ``skew_rounds``
+is a number or "auto", and ``deadline`` 0 leaves it to ``timeout``. A ``batch_size`` of 0 takes all of a node's
+examples. Below ``algorithm.`` stand parameters of the algorithm that its row does not have."""
 
 _PAIR: Final = ("codec", "feedback", "downlink")
 """Settings of the drop-in pair inside a coded row: the codec may be any, with its parameters below ``codec.``."""
@@ -99,7 +99,7 @@ COMMON: Final[Settings] = MappingProxyType(
 ``evaluate_every`` is the number of rounds between evaluations on the server's test split (the last round always is
 one); ``timeout`` is what a round's exchange may take and ``start_timeout`` how long the server waits for its nodes, in
 seconds; ``link`` is what :func:`fedcomp.timing.parse_link` reads, empty for no simulated time; ``inner`` is one of
-:data:`experiments.parts.INNER`.
+:data:`fedcomp.experiments.parts.INNER`.
 """
 
 
@@ -125,7 +125,7 @@ class System:
         What it asks of the task ("task": "linear", "generator" or "graph") and the topology ("topology": "graph", a
         setting of that name); empty means any task that learns from records, star topology.
     private : bool
-        Whether it promises privacy; its settings then include :data:`experiments.private_systems.PRIVATE`.
+        Whether it promises privacy; its settings then include :data:`fedcomp.experiments.private_systems.PRIVATE`.
     """
 
     name: str
@@ -233,7 +233,7 @@ def _plain(settings: Settings, seed: int) -> Strategy:
 
 
 def _compressed(settings: Settings, seed: int, *, codec: str) -> Strategy:
-    from strategies.compressed import Compressed
+    from fedcomp.strategies.compressed import Compressed
 
     return Compressed(
         make_inner(settings),
@@ -247,7 +247,7 @@ def _compressed(settings: Settings, seed: int, *, codec: str) -> Strategy:
 
 def _shared_support(settings: Settings, seed: int) -> Strategy:
     from fedcomp.codecs import get_codec
-    from strategies.shared_support import SharedSupport
+    from fedcomp.strategies.shared_support import SharedSupport
 
     if settings["inner"] != "fedavg":
         raise ConfigError(
@@ -262,7 +262,7 @@ def _shared_support(settings: Settings, seed: int) -> Strategy:
 
 
 def _coded(settings: Settings, seed: int, *, row: Row) -> Strategy:
-    from strategies.coded import CodedFedAvg
+    from fedcomp.strategies.coded.strategy import CodedFedAvg
 
     own: dict[str, Any] = {key: settings[key] for key in (*CODED, *row.defaults) if key not in _PAIR and "." not in key}
     for key in ("loss", "share_timeout", "collect_timeout", "spool"):
@@ -276,7 +276,7 @@ def _coded(settings: Settings, seed: int, *, row: Row) -> Strategy:
 
 def _coded_mean(settings: Settings, seed: int, *, row: Row) -> Strategy:
     """Return a construction that adds updates itself: around the inner strategy, with nothing compressed."""
-    from strategies.coded import CodedFedAvg
+    from fedcomp.strategies.coded.strategy import CodedFedAvg
 
     own: dict[str, Any] = {key: settings[key] for key in row.defaults}
     own["collect_timeout"] = own["collect_timeout"] or None
@@ -285,7 +285,7 @@ def _coded_mean(settings: Settings, seed: int, *, row: Row) -> Strategy:
 
 def _coded_linear(settings: Settings, seed: int, *, row: Row) -> Strategy:
     """Return full-batch gradient descent on coded data; loss and regulariser are the task's."""
-    from strategies.coded_linear import CodedLinearGD
+    from fedcomp.strategies.coded.linear import CodedLinearGD
 
     unused = {"momentum": 0.0, "weight_decay": 0.0, "epochs": 1, "batch_size": 32, "max_steps": 0, "inner": "fedavg"}
     for key, default in {**unused, "fraction_evaluate": 0.0}.items():
@@ -303,7 +303,7 @@ def _coded_linear(settings: Settings, seed: int, *, row: Row) -> Strategy:
 def _gossip(settings: Settings, seed: int, *, row: Row) -> Strategy:
     """Return the relay of a decentralised algorithm; every parameter of it is a setting, or has its own default."""
     from fedcomp.gossip import algorithm_class, get_algorithm
-    from strategies.gossip import GossipRelay
+    from fedcomp.strategies.gossip.strategy import GossipRelay
 
     unused = {"weight_decay": 0.0, "epochs": 1, "max_steps": 0, "inner": "fedavg"}
     for key, default in {**unused, "fraction": 1.0, "fraction_evaluate": 0.0}.items():

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coding.transport import Parcel, SpoolRoot
-from experiments.findings import mean
-from experiments.spec import RunResult, RunSpec
-from experiments.systems import get_system
+from fedcomp.coding.transport import Parcel, SpoolRoot
 from fedcomp.errors import StateError
+from fedcomp.experiments.findings import mean
+from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.systems import get_system
 from fedcomp.timing.dropout import Compute, Failures, Situation
 from fedcomp.timing.links import Link
 
@@ -81,8 +81,8 @@ class Life:
 
 def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
     """Run ``spec`` in ``world``; uploads keep what arrived of them in pieces of ``chunk`` bytes, 0 for not at all."""
-    from clients.app import app as client_app
-    from experiments.serve import serve
+    from fedcomp.clients.app import app as client_app
+    from fedcomp.experiments.serve import serve
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.vanishing import VanishingGrid
 
@@ -112,8 +112,8 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
 
 def relive(spec: RunSpec, life: Life) -> RunResult:
     """Run ``spec``, a system without coding, with the clients that trained in ``life`` and the updates in its sums."""
-    from clients.app import app as client_app
-    from experiments.serve import serve
+    from fedcomp.clients.app import app as client_app
+    from fedcomp.experiments.serve import serve
     from fedcomp.flower.faults import ScriptedFaults
     from fedcomp.flower.grid import InProcessGrid
 

@@ -29,17 +29,15 @@ from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_
 from fedcomp.flower.rounds import own_loop
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
-from fedcomp.versions import Broadcast
-from fedcomp.wire import FILLED, Frame
-from strategies.adaptive import Outcome, has_moments, step_on_support
-from strategies.flower_dp import promises, require_clip_holds, require_clip_is_seen
-from strategies.guard import Norms
-from strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
-from strategies.pairings import warn_of_pairing
-from strategies.partitions import Holders
-from strategies.private import PrivateStrategy
-from strategies.private_updates import decoded_updates
-from strategies.replies import (
+from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
+from fedcomp.strategies.pairings import warn_of_pairing
+from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.private.flower_dp import promises, require_clip_holds, require_clip_is_seen
+from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.strategies.private.updates import decoded_updates
+from fedcomp.strategies.replies import (
     NOT_FINITE,
     Arrays,
     Arrival,
@@ -55,9 +53,11 @@ from strategies.replies import (
     match_replies,
     shorten,
 )
-from strategies.round_log import RoundLog, require_usable
-from strategies.statistics import hold_in_record, warn_of_missing_names
-from strategies.wrapping import held, loop_of, require_inner
+from fedcomp.strategies.round_log import RoundLog, require_usable
+from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
+from fedcomp.strategies.wrapping import held, loop_of, require_inner
+from fedcomp.versions import Broadcast
+from fedcomp.wire import FILLED, Frame
 
 Named = dict[str, NDArray[Any]]
 
@@ -72,7 +72,7 @@ class Compressed(Strategy):
     inner : Strategy
         Any Flower 1.41 strategy that works through the ``configure_*``/``aggregate_*`` hooks, a private one included.
         With a codec that lists coordinates, FedAdam, FedYogi and FedAdagrad keep moments and steps to the coordinates
-        of which something arrived (:mod:`strategies.adaptive`).
+        of which something arrived (:mod:`fedcomp.strategies.adaptive`).
     codec : Codec or dict
         What clients send. The clients learn it from the server's messages.
     downlink : Codec or dict, optional

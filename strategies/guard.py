@@ -14,7 +14,7 @@ from fedcomp.errors import ConfigError
 
 
 class Measured(Protocol):
-    """What is known of a round, by node: a :class:`strategies.replies.RoundReport`."""
+    """What is known of a round, by node: a :class:`fedcomp.strategies.replies.RoundReport`."""
 
     norms: dict[int, float]
     weights: dict[int, float]

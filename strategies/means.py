@@ -1,7 +1,7 @@
 """Flower's weighted means, and how one of them takes over an average that was made elsewhere.
 
-Frames are summed in one buffer (:mod:`strategies.compressed`), or by the clients themselves (coded sums). Either way
-the inner strategy runs once, on one synthetic reply: FedAvg stores the mean, FedAdam makes its step from it.
+Frames are summed in one buffer (:mod:`fedcomp.strategies.compressed`), or by the clients themselves (coded sums).
+Either way the inner strategy runs once, on one synthetic reply: FedAvg stores the mean, FedAdam makes its step from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi, Strategy
 
 from fedcomp.flower.logs import flowers
-from strategies.adaptive import Outcome, arrived_in, has_moments, step_on_support
+from fedcomp.strategies.adaptive import Outcome, arrived_in, has_moments, step_on_support
 
 _WEIGHTED_MEANS: Final = tuple(strategy.aggregate_train for strategy in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi))
 """Flower's aggregations that see the replies only through their weighted mean."""
@@ -87,7 +87,7 @@ def aggregate_once(
         otherwise. None where that is not to be known.
     sparse : bool
         Whether the mean is the model itself wherever nothing arrived: an adaptive strategy then keeps to the rest
-        (:mod:`strategies.adaptive`).
+        (:mod:`fedcomp.strategies.adaptive`).
     """
     key = str(weight_key_of(inner))
     metrics_of = inner.train_metrics_aggr_fn  # type: ignore[attr-defined]

@@ -10,9 +10,9 @@ from fedcomp.codecs import Codec
 from fedcomp.flower.logs import log
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from strategies.adaptive import has_moments
-from strategies.means import MEANS, adds_to_mean
-from strategies.wrapping import held
+from fedcomp.strategies.adaptive import has_moments
+from fedcomp.strategies.means import MEANS, adds_to_mean
+from fedcomp.strategies.wrapping import held
 
 _LARGE: Final = Layout.flat(1 << 16)
 """A tensor that no policy sends dense: codecs are asked what they do with it."""

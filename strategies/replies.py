@@ -27,9 +27,9 @@ from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
 from fedcomp.flower.records import read_array
 from fedcomp.layout import Layout, TensorSpec, Vector
 from fedcomp.rng import Key
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.partitions import Holders
 from fedcomp.wire import Frame, tensor_bytes
-from strategies.guard import Norms
-from strategies.partitions import Holders
 
 T = TypeVar("T")
 Arrays = Mapping[str, NDArray[Any]]

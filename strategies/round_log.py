@@ -13,7 +13,7 @@ from typing import Final
 
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.logs import log
-from strategies.replies import WITHHELD, RoundReport
+from fedcomp.strategies.replies import WITHHELD, RoundReport
 
 _REASONS: Final = 8
 """Different reasons of one node that are told apart: error texts are the clients' own, and they may all differ."""

@@ -1,6 +1,6 @@
 """One round on a shared support: what came from each client, checked, and what the clients have in common.
 
-Nothing here adds anything to anything; see :mod:`strategies.shared_support` for the exchanges.
+Nothing here adds anything to anything; see :mod:`fedcomp.strategies.shared_support` for the exchanges.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import EXACT, PROBE, UPDATE
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
+from fedcomp.strategies.replies import Rejected, RoundReport, Sent
 from fedcomp.wire import Frame
-from strategies.replies import Rejected, RoundReport, Sent
 
 
 @dataclass

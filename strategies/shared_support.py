@@ -44,12 +44,10 @@ from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.layout import DensityPolicy, Layout, Update, policy_config
 from fedcomp.rng import Key
-from fedcomp.versions import Broadcast
-from fedcomp.wire import Frame
-from strategies.cohort import draw_cohort
-from strategies.guard import Norms
-from strategies.partitions import Holders
-from strategies.replies import (
+from fedcomp.strategies.cohort import draw_cohort
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.replies import (
     NOT_FINITE,
     Peer,
     Rejected,
@@ -64,9 +62,11 @@ from strategies.replies import (
     text,
     weight_of,
 )
-from strategies.round_log import RoundLog, require_usable
-from strategies.shared_replies import Client, Round
-from strategies.statistics import hold_in_step, warn_of_missing_names
+from fedcomp.strategies.round_log import RoundLog, require_usable
+from fedcomp.strategies.shared_replies import Client, Round
+from fedcomp.strategies.statistics import hold_in_step, warn_of_missing_names
+from fedcomp.versions import Broadcast
+from fedcomp.wire import Frame
 
 Named = dict[str, NDArray[Any]]
 MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
@@ -76,7 +76,9 @@ _CANDIDATES: Final = 4
 """How many clients are asked to lead in one round before it is given up."""
 
 _NO_HANDLER: Final = "No query function registered"
-_NO_HANDLER_HINT: Final = "the client's app has no query handler: wrap it in clients.shared_support.answer_queries()"
+_NO_HANDLER_HINT: Final = (
+    "the client's app has no query handler: wrap it in fedcomp.clients.shared_support.answer_queries()"
+)
 
 
 class SharedSupport(ExchangeStrategy):

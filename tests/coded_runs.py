@@ -11,8 +11,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result, Strategy
 from toy import client_app, model
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger

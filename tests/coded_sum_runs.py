@@ -10,8 +10,8 @@ import pytest
 from flwr.app import Context, Message
 from toy import client_app, fedavg, model
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of
 from fedcomp.flower.coded import (
     fields_of,
@@ -22,8 +22,8 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 SIZE = 1212
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})

@@ -10,12 +10,12 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from clients.datalens import answer_datalens
+from fedcomp.clients.private.datalens import answer_datalens
 from fedcomp.flower.datalens import Kept, Lesson
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.rng import Key
-from strategies.datalens import DataLens
+from fedcomp.strategies.private.datalens import DataLens
 
 NODES, PIXELS, IMAGES, SEED = 4, 12, 3, 5
 

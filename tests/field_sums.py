@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from coding.prime import GF65521
-from coding.stream import SplitMix64
-from coding.sumcode import SumPlan, contribution, predictable, shares
+from fedcomp.coding.prime import GF65521
+from fedcomp.coding.stream import SplitMix64
+from fedcomp.coding.sumcode import SumPlan, contribution, predictable, shares
 
 LEVELS = {251: 6, 65521: 127, 2**31 - 1: 32767}
 

@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.gossip import answer_gossip
+from fedcomp.clients.gossip import answer_gossip
 from fedcomp.flower.gossip import Kept, Setup
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -21,7 +21,7 @@ from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from strategies.gossip import GossipRelay
+from fedcomp.strategies.gossip.strategy import GossipRelay
 
 NODES, ROUNDS, SEED = 4, 4, 5
 SHAPES = {"weight": (8, 6), "bias": (6,), "norm.running_mean": (6,)}

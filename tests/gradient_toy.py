@@ -12,7 +12,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.coded import answer_coded, coded
+from fedcomp.clients.coded.mod import answer_coded, coded
 from fedcomp.rng import Key
 
 FEATURES = 12

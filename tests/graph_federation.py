@@ -15,8 +15,8 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from graph_toys import CLASSES, cut, toy_adjacency, toy_features, toy_owner
 from numpy.typing import NDArray
 
-from clients.compressed import compression
-from clients.gcn import Learner, answer_gcn
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.gcn import Learner, answer_gcn
 from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -26,8 +26,8 @@ from fedcomp.graphs.base import Part
 from fedcomp.graphs.plan import plan_round
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
-from strategies.gcn import SkewedGCN
-from strategies.gcn_report import GraphReport
+from fedcomp.strategies.gcn.report import GraphReport
+from fedcomp.strategies.gcn.strategy import SkewedGCN
 
 NODES, PARTS, DEGREE, FEATURES, HIDDEN, SEED, LR = 48, 4, 5.0, 6, 5, 3, 0.3
 
@@ -61,7 +61,7 @@ def network(values: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def learner(message: Message, context: Context) -> Learner:
-    """Return what :func:`clients.gcn.answer_gcn` wants: the message's model, and plain SGD."""
+    """Return what :func:`fedcomp.clients.gcn.answer_gcn` wants: the message's model, and plain SGD."""
     from torch.nn.functional import cross_entropy
 
     ((name, record),) = models(message.content).items()

@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from graph_toys import CLASSES
 from torch import nn
 
-from clients.gcn import Learner, answer_gcn
+from fedcomp.clients.gcn import Learner, answer_gcn
 from fedcomp.flower import gcn
 from fedcomp.flower.gcn import Ask, Fetch, Needs, Setup, put_frames, take_frames
 from fedcomp.flower.payload import models

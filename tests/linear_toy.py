@@ -8,13 +8,13 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.coded_linear import LinearRows, answer_coded_linear
-from coding.stream import SplitMix64
+from fedcomp.clients.coded.linear import LinearRows, answer_coded_linear
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.flower import linear
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
-from strategies.coded_linear import CodedLinearGD
+from fedcomp.strategies.coded.linear import CodedLinearGD
 
 FEATURES = 5
 

@@ -15,7 +15,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.layout import Layout
-from strategies.private import PrivateStrategy
+from fedcomp.strategies.private.strategy import PrivateStrategy
 
 
 class Room(Grid):

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from page_reading import ROOT
 
-from experiments.engines.superlink import TASK_POLL, project_root
+from fedcomp.experiments.engines.superlink import TASK_POLL
 
 _CUSTOM = """
 import sys, time
@@ -24,12 +25,9 @@ time.sleep = sleep
 """
 
 
-def quicken(patch: pytest.MonkeyPatch, folder: Path, *, project: bool = True) -> None:
-    """Let no process that is started from now on oversleep, and none look so often that looking is most of its work.
-
-    With ``project`` all of them know the project, as where it was installed; without, apps have but their bundle.
-    """
+def quicken(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let no process that is started from now on oversleep, and none look so often that looking is most of its work."""
     (folder / "sitecustomize.py").write_text(_CUSTOM, encoding="utf-8")
-    known = [str(folder), str(project_root())] if project else [str(folder)]
-    patch.setenv("PYTHONPATH", os.pathsep.join(known))
+    # The checkout that is tested, whatever else is installed.
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
     patch.setenv(TASK_POLL, "0.2")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import BENCHMARKS
-from experiments.catalog import CATALOG
+from fedcomp.experiments.bench import BENCHMARKS
+from fedcomp.experiments.catalog import CATALOG
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

@@ -10,14 +10,14 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg, Result
 from toy import client_app, fedavg, model, update
 
-from clients.topagg import topagg as mods
+from fedcomp.clients.private.topagg import topagg as mods
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
 from fedcomp.rng import Key
-from strategies.topagg import TopAgg, topagg
+from fedcomp.strategies.private.topagg import TopAgg, topagg
 
 SIZE = 1212
 NODES = 8

@@ -18,19 +18,21 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from coding.bench.measuring import Size
+from fedcomp.coding.bench.measuring import Size
 
 
-def main(arguments: Sequence[str] | None = None, *, size: Size | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, size: Size | None = None, program: str = "python -m coding.bench"
+) -> int:
     """Run the benchmark and print it; return 1 when a claim that gates fails, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m coding.bench", description="Costs of coding, as same-run ratios.")
+    parser = argparse.ArgumentParser(prog=program, description="Costs of coding, as same-run ratios.")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document and nothing else")
     parser.add_argument("--quick", action="store_true", help="smallest sizes; figures mean nothing and gate nothing")
     chosen = parser.parse_args(arguments)
     size = size or (Size(generation=4096, repetitions=3, quick=True) if chosen.quick else Size())
     # BLAS reads this when numpy is loaded; a second thread's time would not be counted.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from coding.bench.parts import run
+    from fedcomp.coding.bench.parts import run
 
     with _quiet_stdout(chosen.json):
         result = run(size, lambda line: print(f"  {line}", file=sys.stderr, flush=True))

@@ -13,15 +13,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coding import kernels
-from coding.bench.measuring import Calls, Claim, Prepared, Size, Times
-from coding.decoder import Decoder
-from coding.encoder import encoder
-from coding.field import GF256
-from coding.kernels import dispatch, isal, tables
-from coding.packet import Packet, PacketLimits
-from coding.prime import GF31, GF251, GF65521
-from coding.stream import SplitMix64
+from fedcomp.coding import kernels
+from fedcomp.coding.bench.measuring import Calls, Claim, Prepared, Size, Times
+from fedcomp.coding.decoder import Decoder
+from fedcomp.coding.encoder import encoder
+from fedcomp.coding.field import GF256
+from fedcomp.coding.kernels import dispatch, isal, tables
+from fedcomp.coding.packet import Packet, PacketLimits
+from fedcomp.coding.prime import GF31, GF251, GF65521
+from fedcomp.coding.stream import SplitMix64
 
 Bytes = NDArray[np.uint8]
 

@@ -3,11 +3,11 @@
 Several tiers give identical bytes, from GFNI and byte shuffles over plain 64-bit arithmetic down to numpy; the choice
 is made at first use from checked CPU features and never aborts on an old CPU. Kernels are single-threaded, release the
 GIL and are compiled into numba's disk cache. Importing this package compiles nothing and does not import numba;
-:func:`warm` makes everything ready ahead of time, as does ``python -m coding.kernels``.
+:func:`warm` makes everything ready ahead of time, as does ``python -m fedcomp.coding.kernels``.
 """
 
-from coding.kernels.dispatch import TIERS, best_tier, tiers, why_not
-from coding.kernels.product import matmul, reduce
-from coding.kernels.warming import warm
+from fedcomp.coding.kernels.dispatch import TIERS, best_tier, tiers, why_not
+from fedcomp.coding.kernels.product import matmul, reduce
+from fedcomp.coding.kernels.warming import warm
 
 __all__ = ["TIERS", "best_tier", "matmul", "reduce", "tiers", "warm", "why_not"]

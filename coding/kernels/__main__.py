@@ -1,10 +1,10 @@
-"""``python -m coding.kernels``: compile what this machine needs into the disk cache and say so in one line."""
+"""``python -m fedcomp.coding.kernels``: compile what this machine needs into the disk cache and say so in one line."""
 
-from coding.kernels import warm
+from fedcomp.coding.kernels import warm
 
 if __name__ == "__main__":
     tier, seconds = warm()
     if tier == "numpy":
-        print("coding.kernels: numba is missing or switched off; the numpy tier needs no compilation")
+        print("fedcomp.coding.kernels: numba is missing or switched off; the numpy tier needs no compilation")
     else:
-        print(f"coding.kernels: tier {tier} ready in {seconds:.2f} s")
+        print(f"fedcomp.coding.kernels: tier {tier} ready in {seconds:.2f} s")

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.kernels import portable, tables
+from fedcomp.coding.kernels import portable, tables
 from fedcomp.errors import ConfigError, nearest
 
 Bytes = NDArray[np.uint8]
@@ -47,7 +47,7 @@ PATIENCE: Final = 2**28
 
 Importing numba and loading a kernel from the disk cache costs a process half a second and more. That many products
 take numpy a fraction of it, and processes that handle one message and end are common among clients.
-:func:`coding.kernels.warm` ends the patience at once.
+:func:`fedcomp.coding.kernels.warm` ends the patience at once.
 """
 
 
@@ -72,7 +72,7 @@ def why_not(tier: str) -> str:
     if tier == "numpy":
         return ""
     if tier == "isal":
-        from coding.kernels import isal
+        from fedcomp.coding.kernels import isal
 
         return "" if isal.libraries() else "ISA-L is not installed (libisal.so.2, or the copy in PyECLib's wheel)"
     if reason := _no_compiler():
@@ -141,14 +141,14 @@ def load(tier: str) -> Loaded:
     if tier == "numpy":
         return Loaded(tier, portable.product, portable.reduce)
     if tier == "isal":
-        from coding.kernels import isal
+        from fedcomp.coding.kernels import isal
 
         return Loaded(tier, isal.libraries()[0].product, portable.reduce)
-    from coding.kernels import swar
+    from fedcomp.coding.kernels import swar
 
     if tier == "swar":
         return Loaded(tier, _swar_product(swar), _reduce(swar))
-    from coding.kernels import vectors
+    from fedcomp.coding.kernels import vectors
 
     return Loaded(tier, _vector_product(vectors, tier), _reduce(swar))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.kernels import tables
+from fedcomp.coding.kernels import tables
 
 Bytes = NDArray[np.uint8]
 
 
 def product(a: Bytes, b: Bytes, out: Bytes, accumulate: bool) -> None:
-    """Write ``a @ b``, or add it to what is in ``out``; see :data:`coding.kernels.dispatch.Product`.
+    """Write ``a @ b``, or add it to what is in ``out``; see :data:`fedcomp.coding.kernels.dispatch.Product`.
 
     ``bytes.translate`` multiplies a row by a constant 1.6 times as fast as a gather in numpy does (measured); the sum
     of two rows is taken eight bytes at a time.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.kernels.dispatch import Loaded, auto, load
+from fedcomp.coding.kernels.dispatch import Loaded, auto, load
 from fedcomp.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
@@ -27,7 +27,7 @@ def matmul(a: Bytes, b: Bytes, out: Bytes | None = None, *, tier: str = "auto", 
     out : uint8 array, shape (n, s), optional
         Where the product goes; may be a view with any strides, but overlap neither operand.
     tier : str
-        ``"auto"``, or one of :func:`coding.kernels.tiers`. All give the same bytes.
+        ``"auto"``, or one of :func:`fedcomp.coding.kernels.tiers`. All give the same bytes.
     accumulate : bool
         Add the product to what is in ``out`` instead of replacing it.
 

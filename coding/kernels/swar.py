@@ -14,7 +14,18 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from coding.kernels.lanes import I8, I64, address, compiled, copy, kernel, literal_intrinsic, load, offset, store
+from fedcomp.coding.kernels.lanes import (
+    I8,
+    I64,
+    address,
+    compiled,
+    copy,
+    kernel,
+    literal_intrinsic,
+    load,
+    offset,
+    store,
+)
 
 TILE: Final = 128
 """Bytes of a source that are treated at once."""

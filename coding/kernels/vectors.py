@@ -5,8 +5,8 @@ outputs pass over it (rows of a generation lie powers of two apart and would dis
 outputs and a few vectors, sums are kept in registers over all sources and stored once. With 512 bits two sources are
 added at a time: three-operand logic adds two products to a sum in one instruction.
 
-Asking LLVM for an intrinsic that its target lacks aborts the process. :mod:`coding.kernels.dispatch` decides, and
-nobody else calls what is made here.
+Asking LLVM for an intrinsic that its target lacks aborts the process. :mod:`fedcomp.coding.kernels.dispatch` decides,
+and nobody else calls what is made here.
 
 numba's cache holds each kernel once per target CPU name and feature string, so that a cache directory shared by
 different machines, or moved, never brings one machine's code to another. It looks at the file of the cached kernel, so
@@ -24,8 +24,20 @@ from numba import types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from coding.kernels import tables
-from coding.kernels.lanes import I8, I32, I64, address, copy, kernel, literal_intrinsic, load, offset, store, store_word
+from fedcomp.coding.kernels import tables
+from fedcomp.coding.kernels.lanes import (
+    I8,
+    I32,
+    I64,
+    address,
+    copy,
+    kernel,
+    literal_intrinsic,
+    load,
+    offset,
+    store,
+    store_word,
+)
 
 ROWS: Final = 4
 """Outputs whose sums are in registers at a time."""
@@ -64,8 +76,8 @@ SHAPES: Final = {
 }
 """A tile has the vectors that four outputs leave room for in 32 registers (512 bits, NEON) or 16 (the others).
 
-``neon`` has been compiled for aarch64, but never run; :func:`coding.kernels.dispatch.best` checks every product before
-a tier is used.
+``neon`` has been compiled for aarch64, but never run; :func:`fedcomp.coding.kernels.dispatch.best` checks every product
+before a tier is used.
 """
 
 NIBBLES: Final = 8 * 256

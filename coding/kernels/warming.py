@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from coding.kernels.dispatch import best_tier
-from coding.kernels.product import matmul, reduce
+from fedcomp.coding.kernels.dispatch import best_tier
+from fedcomp.coding.kernels.product import matmul, reduce
 
 
 def warm() -> tuple[str, float]:

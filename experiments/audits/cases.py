@@ -11,18 +11,18 @@ import numpy as np
 from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
-from experiments.audits.rounds import Answer, Rounds
-from experiments.audits.subjects import Data, Subject, Sums
-from experiments.private_central import quiet
+from fedcomp.experiments.audits.rounds import Answer, Rounds
+from fedcomp.experiments.audits.subjects import Data, Subject, Sums
+from fedcomp.experiments.private_central import quiet
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.audit import adversarial
 from fedcomp.privacy.events import Adjacency
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
-from strategies.dp_fedavg import DpFedAvg
-from strategies.private import PrivateStrategy
-from strategies.topagg import TopAgg
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.strategies.private.topagg import TopAgg
 
 Float32 = NDArray[np.float32]
 Int8 = NDArray[np.int8]

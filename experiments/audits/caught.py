@@ -9,19 +9,19 @@ from typing import Any, Final
 import numpy as np
 from flwr.app import ConfigRecord
 
-from experiments.audits import cases, mutants, systems
-from experiments.audits.flower_flaws import spread_norms
-from experiments.audits.rounds import nobody
-from experiments.audits.subjects import Subject
-from experiments.audits.systems import dealt_by_hash, dealt_with_a_wrap
-from experiments.audits.tiers import Verdict, tier_a, tier_b, tier_c, tier_d, tier_f
-from experiments.private_central import quiet
+from fedcomp.experiments.audits import cases, mutants, systems
+from fedcomp.experiments.audits.flower_flaws import spread_norms
+from fedcomp.experiments.audits.rounds import nobody
+from fedcomp.experiments.audits.subjects import Subject
+from fedcomp.experiments.audits.systems import dealt_by_hash, dealt_with_a_wrap
+from fedcomp.experiments.audits.tiers import Verdict, tier_a, tier_b, tier_c, tier_d, tier_f
+from fedcomp.experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_record
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.mechanism import GridGaussian, Votes
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 Verdicts = Callable[[], list[Verdict]]
 Both = tuple[Verdicts, Verdicts]

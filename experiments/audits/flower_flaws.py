@@ -22,8 +22,8 @@ from flwr.serverapp.strategy import (
 )
 from numpy.typing import NDArray
 
-from experiments.audits.rounds import nobody
-from experiments.private_central import quiet
+from fedcomp.experiments.audits.rounds import nobody
+from fedcomp.experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.audit import off_grid

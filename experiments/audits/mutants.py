@@ -15,8 +15,8 @@ import numpy as np
 from flwr.app import Message, MetricRecord
 from numpy.typing import NDArray
 
-from experiments.audits import cases
 from fedcomp.codecs import TopK
+from fedcomp.experiments.audits import cases
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout, Update
@@ -29,7 +29,7 @@ from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.noise import draw, gaussian
 from fedcomp.rng import Key
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

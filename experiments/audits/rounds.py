@@ -11,13 +11,13 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from experiments.audits.subjects import Data, Floats, Subject
-from experiments.private_central import quiet
+from fedcomp.experiments.audits.subjects import Data, Floats, Subject
+from fedcomp.experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
 from fedcomp.privacy.ledger import Ledger
-from strategies.private import PrivateStrategy
+from fedcomp.strategies.private.strategy import PrivateStrategy
 
 Make = Callable[[float | None, int], PrivateStrategy]
 """From a noise multiplier (None: the strategy's own) and a seed to a new strategy, with its population declared."""

@@ -2,7 +2,7 @@
 
 A subject runs the code path that a training uses, as often as it is asked to, and says what was claimed for it: the
 standard deviation of every coordinate of its output, what one round costs by the mechanism's own event, and the epsilon
-that the ledger gives. The tiers (:mod:`experiments.audits.tiers`) compare both.
+that the ledger gives. The tiers (:mod:`fedcomp.experiments.audits.tiers`) compare both.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
-from experiments.audits import cases
-from experiments.audits.mutants import NoClip, PrivateSupport
-from experiments.audits.rounds import Answer, Rounds
-from experiments.audits.subjects import DELTA, POPULATION, Data, Floats, Subject, new_ledger
-from experiments.private_central import quiet
 from fedcomp.codecs import RandomK
+from fedcomp.experiments.audits import cases
+from fedcomp.experiments.audits.mutants import NoClip, PrivateSupport
+from fedcomp.experiments.audits.rounds import Answer, Rounds
+from fedcomp.experiments.audits.subjects import DELTA, POPULATION, Data, Floats, Subject, new_ledger
+from fedcomp.experiments.private_central import quiet
 from fedcomp.flower import datalens
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import put_frame, put_node
@@ -34,10 +34,10 @@ from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.optimizers import MaskedOptimizer, PrivateOptimizer, TopAggOptimizer
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
+from fedcomp.strategies.private.datalens import DataLens
+from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.tasks.teachers import by_hash, wrapping_deal
-from strategies.datalens import DataLens
-from strategies.lsg import Lsg
-from strategies.private import PrivateStrategy
 
 RANK: Final = 2
 

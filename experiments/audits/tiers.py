@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.audits.subjects import DELTA, Subject
+from fedcomp.experiments.audits.subjects import DELTA, Subject
 from fedcomp.privacy.audit import audit_canary, audit_run, farthest, likeness, noise_scale, off_grid, project
 from fedcomp.rng import Key
 

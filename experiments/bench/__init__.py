@@ -9,10 +9,25 @@ from __future__ import annotations
 
 # Name on the command line -> module and what it measures.
 BENCHMARKS: dict[str, tuple[str, str]] = {
-    "wire": ("experiments.bench.wire", "size and speed of the FCW1 wire format against the naive ones"),
-    "kernels": ("experiments.bench.kernels", "selection, fused steps and threshold estimates against a read pass"),
-    "engine": ("experiments.bench.engine", "client rounds per second in process against Ray, memory of the server"),
-    "gossip": ("experiments.bench.gossip", "decentralised runs: time per edge as graphs grow, letters, the protocol"),
-    "graphs": ("experiments.bench.graphs", "a sampled step and a round as graphs grow, the sampler, row codecs"),
-    "noise": ("experiments.bench.noise", "exact integer noise against float noise and against rational arithmetic"),
+    "wire": (f"{__name__}.wire", "size and speed of the FCW1 wire format against the naive ones"),
+    "kernels": (
+        "fedcomp.experiments.bench.kernels",
+        "selection, fused steps and threshold estimates against a read pass",
+    ),
+    "engine": (
+        "fedcomp.experiments.bench.engine",
+        "client rounds per second in process against Ray, memory of the server",
+    ),
+    "gossip": (
+        "fedcomp.experiments.bench.gossip",
+        "decentralised runs: time per edge as graphs grow, letters, the protocol",
+    ),
+    "graphs": (
+        "fedcomp.experiments.bench.graphs",
+        "a sampled step and a round as graphs grow, the sampler, row codecs",
+    ),
+    "noise": (
+        "fedcomp.experiments.bench.noise",
+        "exact integer noise against float noise and against rational arithmetic",
+    ),
 }

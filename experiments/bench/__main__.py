@@ -14,9 +14,10 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from experiments import console as show
-from experiments.bench import BENCHMARKS
-from experiments.commands import (
+from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.experiments import console as show
+from fedcomp.experiments.bench import BENCHMARKS
+from fedcomp.experiments.commands import (
     BROKEN,
     CLAIM_FAILED,
     INTERRUPTED,
@@ -25,9 +26,8 @@ from experiments.commands import (
     complain,
     invoke,
 )
-from experiments.report import environment, failed_claims, verdict_of
-from experiments.store import to_json_text
-from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.experiments.report import environment, failed_claims, verdict_of
+from fedcomp.experiments.store import to_json_text
 from fedcomp.flower.offline import go_offline
 
 
@@ -56,9 +56,11 @@ def command(
     raise typer.Exit(_list(setup, as_json) if list_ else _bench(setup, name, quick, as_json))
 
 
-def main(arguments: Sequence[str] | None = None, *, setup: Setup | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, *, setup: Setup | None = None, program: str = "python -m experiments.bench"
+) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
-    return invoke(app, "python -m experiments.bench", arguments, setup or Setup())
+    return invoke(app, program, arguments, setup or Setup())
 
 
 def _list(setup: Setup, as_json: bool) -> int:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from experiments.claims import Claim
 from fedcomp.errors import FedcompError
+from fedcomp.experiments.claims import Claim
 from fedcomp.flower.offline import go_offline
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _measure(what: str, **options: Any) -> dict[str, Any]:
         target = Path(scratch, "result.json")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "FLWR_HOME": scratch, "RAY_USAGE_STATS_ENABLED": "0"}
-        code = f"from experiments.bench.engine import worker; worker({what!r}, {str(target)!r}, **{options!r})"
+        code = f"from fedcomp.experiments.bench.engine import worker; worker({what!r}, {str(target)!r}, **{options!r})"
         start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         seconds = time.perf_counter() - start
@@ -197,12 +197,12 @@ def _aggregation_memory(strategy: str, nodes: int) -> dict[str, Any]:
     """
     from flwr.app import ConfigRecord
 
-    from clients.compressed import compression
+    from fedcomp.clients.compressed import compression
     from fedcomp.codecs import TopK
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.metered import MeteredGrid
     from fedcomp.flower.payload import payload_bytes
-    from strategies.compressed import Compressed
+    from fedcomp.strategies.compressed import Compressed
 
     compressed = strategy == "compressed"
     server = Compressed(_fedavg(nodes), TopK(density=DENSITY)) if compressed else _fedavg(nodes)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.claims import Claim
+from fedcomp.experiments.claims import Claim
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -224,12 +224,12 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
     from flwr.app import Array, ArrayRecord, ConfigRecord
     from flwr.serverapp.strategy import FedAvg
 
-    from clients.app import app
-    from experiments.private_central import quiet
+    from fedcomp.clients.app import app
+    from fedcomp.experiments.private_central import quiet
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.rounds import fit
+    from fedcomp.strategies.gcn.strategy import SkewedGCN
     from fedcomp.tasks.arrays import to_arrays
-    from strategies.gcn import SkewedGCN
 
     options = {key: task.options[key] for key in ("nodes", "degree", "parts", "columns")}
     config: dict[str, Any] = {"task": task.name, "clients": PARTS, "seed": 0, "lr": 0.1}
@@ -265,7 +265,7 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
 
 def _codecs(quick: bool, say: Say) -> list[dict[str, Any]]:
     """Return bytes and microseconds per row of every codec, for dense rows and for rows of words."""
-    from experiments.bench.graph_rows import row_table
+    from fedcomp.experiments.bench.graph_rows import row_table
 
     count = 64 if quick else 512
     shapes = {

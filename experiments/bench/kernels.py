@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.bench.readpass import LAYERS, Times, Vector, layered, read_pass
-from experiments.bench.sparsifiers import sparsifiers
-from experiments.claims import Claim
 from fedcomp.codecs import TopK
+from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, read_pass
+from fedcomp.experiments.bench.sparsifiers import sparsifiers
+from fedcomp.experiments.claims import Claim
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import feedback_step, scatter_add, select_topk, warm
 from fedcomp.layout import Layout, Update

@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.bench.readpass import Times, Vector
-from experiments.claims import Claim
 from fedcomp.codecs.sidco import FIRST, estimate_threshold
+from fedcomp.experiments.bench.readpass import Times, Vector
+from fedcomp.experiments.claims import Claim
 from fedcomp.kernels import adaptive_step, select_above, select_adaptive, select_bins
 
 SLACK: Final = 1.25

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.claims import Claim
 from fedcomp import wire
+from fedcomp.experiments.claims import Claim
 from fedcomp.rng import Key
 from fedcomp.wire import backends
 from fedcomp.wire.bits import put_varint

@@ -5,31 +5,34 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from experiments.experiment import Experiment
 from fedcomp.errors import ConfigError, nearest
+from fedcomp.experiments.experiment import Experiment
 
 # Name on the command line -> module that defines EXPERIMENT.
 CATALOG: dict[str, str] = {
-    "quickstart": "experiments.catalog.quickstart",
-    "sparsifiers": "experiments.catalog.sparsifiers",
-    "sparse_study": "experiments.catalog.sparse_study",
-    "adacomp": "experiments.catalog.adacomp",
-    "sidco": "experiments.catalog.sidco",
-    "scalecom": "experiments.catalog.scalecom",
-    "coded_dropout": "experiments.catalog.coded_dropout",
-    "coded_training": "experiments.catalog.coded_training",
-    "gradient_coding": "experiments.catalog.gradient_coding",
-    "sumcode": "experiments.catalog.sumcode",
-    "sparse_push": "experiments.catalog.sparse_push",
-    "consensus": "experiments.catalog.consensus",
-    "cold": "experiments.catalog.cold",
-    "power_gossip": "experiments.catalog.power_gossip",
-    "topagg": "experiments.catalog.topagg",
-    "topagg_dpsgd": "experiments.catalog.topagg_dpsgd",
-    "privacy_audit": "experiments.catalog.privacy_audit",
-    "datalens": "experiments.catalog.datalens",
-    "datalens_mnist": "experiments.catalog.datalens_mnist",
-    "gcn": "experiments.catalog.gcn",
+    name: f"{__name__}.{name}"
+    for name in (
+        "quickstart",
+        "sparsifiers",
+        "sparse_study",
+        "adacomp",
+        "sidco",
+        "scalecom",
+        "coded_dropout",
+        "coded_training",
+        "gradient_coding",
+        "sumcode",
+        "sparse_push",
+        "consensus",
+        "cold",
+        "power_gossip",
+        "topagg",
+        "topagg_dpsgd",
+        "privacy_audit",
+        "datalens",
+        "datalens_mnist",
+        "gcn",
+    )
 }
 
 

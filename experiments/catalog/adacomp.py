@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, mean
-from experiments.parts import policy
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.parts import policy
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec
 
 if TYPE_CHECKING:
-    from experiments.central import Exchange, Scheme
     from fedcomp.codecs import AdaComp, State
+    from fedcomp.experiments.central import Exchange, Scheme
     from fedcomp.layout import Update
     from fedcomp.rng import Key
 
@@ -209,8 +209,8 @@ def watch(result: RunResult) -> dict[str, Any]:
     """Run AdaComp's row without messages, and return what its frames held and how far its final model differs."""
     from dataclasses import replace
 
-    from experiments.central import Plan, Separate, simulate
     from fedcomp.codecs import AdaComp
+    from fedcomp.experiments.central import Plan, Separate, simulate
 
     plan, scheme = Plan.of(result.spec)
     assert isinstance(scheme, Separate)

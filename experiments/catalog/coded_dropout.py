@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from coding.relay import RelayPlan
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
-from experiments.spec import RunResult, RunSpec
-from experiments.vanishing import World, live, relive, wasted
+from fedcomp.coding.relay import RelayPlan
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
+from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.vanishing import World, live, relive, wasted
 from fedcomp.rng import Key
 from fedcomp.timing import parse_link
 from fedcomp.timing.dropout import Compute, Fate, OnOff, Trace, in_turn, plain, relay, situation

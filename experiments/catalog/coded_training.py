@@ -1,7 +1,7 @@
 """Coded training: what does half the set-up traffic of an MDS code buy, and is what comes out the same model?
 
 The reconstruction of Lin et al. 2019 (arXiv:1910.10283, of which only the abstract was read) in
-:mod:`coding.datacode`. No figure for traffic stands without the decode probability beside it.
+:mod:`fedcomp.coding.datacode`. No figure for traffic stands without the decode probability beside it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from coding.datacode import CodedStep, DataPlan, data_plan, encode_rows
-from coding.datapacket import pack_partition
-from coding.decodability import decode_rate, guaranteed_losses, mds_probability, replication_probability
-from coding.errors import NotDecodable
-from coding.linearloss import residuals
-from coding.parcels import HEADER_BYTES
-from coding.stream import SplitMix64, derive
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table
-from experiments.spec import RunResult, RunSpec
+from fedcomp.coding.datacode import CodedStep, DataPlan, data_plan, encode_rows
+from fedcomp.coding.datapacket import pack_partition
+from fedcomp.coding.decodability import decode_rate, guaranteed_losses, mds_probability, replication_probability
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.linearloss import residuals
+from fedcomp.coding.parcels import HEADER_BYTES
+from fedcomp.coding.stream import SplitMix64, derive
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 Real = NDArray[np.float64]
 
@@ -242,11 +242,11 @@ def faulty(config: Config, loss: float) -> dict[str, Any]:
     """Run the strategy in process while every message of both phases is lost with probability ``loss``."""
     from flwr.app import Array, ArrayRecord, ConfigRecord
 
-    from clients.app import app
+    from fedcomp.clients.app import app
     from fedcomp.flower.faults import RandomFaults
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.rng import Key
-    from strategies.coded_linear import CodedLinearGD
+    from fedcomp.strategies.coded.linear import CodedLinearGD
 
     problem, k = Problem.of(config, "logistic"), partitions(config)
     strategy = CodedLinearGD(

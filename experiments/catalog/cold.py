@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from experiments.claims import Claim
-from experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, largest, mean
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, largest, mean
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
-    from experiments.convex import Convex
+    from fedcomp.experiments.convex import Convex
 
 TASK: Final = "digits-five"
 NIDS: Final = "NIDS"
@@ -64,7 +64,7 @@ Step = Callable[[float, float], Algorithm]
 
 @dataclass(frozen=True)
 class Course:
-    """How a run came to the optimum; see :class:`experiments.convex.ErrorCurve`.
+    """How a run came to the optimum; see :class:`fedcomp.experiments.convex.ErrorCurve`.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ def _floor(label: str, step: float) -> str:
 
 def fixed_points(problem: Convex, config: Config) -> dict[str, float]:
     """Return how far the fixed points of D-PSGD and CHOCO are from the optimum, by the names of their rows."""
-    from experiments.convex import fixed_point
+    from fedcomp.experiments.convex import fixed_point
     from fedcomp.gossip.topology import topology_of
 
     graph = topology_of(str(config.settings["topology"]), config.clients, config.seed)
@@ -237,7 +237,7 @@ def rows(config: Config) -> list[RunSpec]:
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Run everything on the convex problem, and compare the rows with the same runs in one process."""
-    from experiments.convex import Convex
+    from fedcomp.experiments.convex import Convex
     from fedcomp.tasks import get_task
 
     task = get_task(TASK, partition="sorted", l2=config.settings["l2"])
@@ -277,8 +277,8 @@ def _course(problem: Convex, make: Step, iterations: int, config: Config, *, dty
     """Run one algorithm from zero."""
     import numpy as np
 
-    from experiments.convex import error_curve
-    from experiments.decentralised import per_letter
+    from fedcomp.experiments.convex import error_curve
+    from fedcomp.experiments.decentralised import per_letter
     from fedcomp.gossip import get_algorithm
     from fedcomp.gossip.topology import topology_of
 
@@ -312,7 +312,7 @@ def _apart(config: Config, problem: Convex, result: RunResult) -> int:
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.topology import topology_of
     from fedcomp.gossip.vector import flatten, unflatten
-    from strategies.gossip import mean_of
+    from fedcomp.strategies.gossip.strategy import mean_of
 
     layout = problem.layout
     arrays = problem.objectives[0].start()

@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.averaging import FLOOR, READINGS, Track, average, by_matrices, reading, starts
-from experiments.claims import Claim
-from experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
-from experiments.experiment import Config, Experiment, Option, no_rows
-from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, largest
-from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.averaging import FLOOR, READINGS, Track, average, by_matrices, reading, starts
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, largest
+from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Edges, Topology, topology_of
 from fedcomp.gossip.vector import GossipPolicy

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from experiments.claims import Claim
-from experiments.datalens_published import DELTA, PUBLISHED, agreement, dealt, packed, published
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Pictures, Say, Series, Table, largest, mean, spread
-from experiments.spec import RunResult, RunSpec
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.datalens_published import DELTA, PUBLISHED, agreement, dealt, packed, published
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Pictures, Say, Series, Table, largest, mean, spread
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.accounting import noise_multiplier_for, releases_for
 from fedcomp.privacy.votes import entropy_bits, longest_rows
 from fedcomp.rng import Key

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option, no_rows
-from experiments.findings import Findings, Pictures, Say, Table, largest, mean, spread
-from experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, GeneratorOutcome, task_of
-from experiments.grid import run_cells
-from experiments.spec import RunResult
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Findings, Pictures, Say, Table, largest, mean, spread
+from fedcomp.experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, GeneratorOutcome, task_of
+from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.spec import RunResult
 
 TOPAGG: Final = "TopAgg votes"
 PLAIN: Final = "plain signs"
@@ -29,7 +29,7 @@ METHODS: Final[Mapping[str, str]] = {
     MEANS: "dp-sgd",
     DIRECT: "dp-fedavg",
 }
-"""What is compared, and what :class:`experiments.generator_training.GeneratorCell` calls it."""
+"""What is compared, and what :class:`fedcomp.experiments.generator_training.GeneratorCell` calls it."""
 
 TARGETS: Final = (1.0, 10.0, math.inf)
 """Epsilons. Without noise the settings are those of the one before: there is nothing to weigh them against."""

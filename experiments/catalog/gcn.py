@@ -9,16 +9,27 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from experiments import graph_tables as tables
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Findings, Say, largest, mean
-from experiments.graph_runs import SYSTEM, GraphCell, outcome
-from experiments.graph_systems import layer_sizes
-from experiments.graph_tables import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED, Groups, skewed
-from experiments.grid import run_cells
-from experiments.spec import RunResult, RunSpec
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import graph_tables as tables
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Findings, Say, largest, mean
+from fedcomp.experiments.graph_runs import SYSTEM, GraphCell, outcome
+from fedcomp.experiments.graph_systems import layer_sizes
+from fedcomp.experiments.graph_tables import (
+    CROSS,
+    CUT,
+    FULL,
+    LOCAL,
+    PARTITIONS,
+    RANDOM,
+    SHORT,
+    UNSKEWED,
+    Groups,
+    skewed,
+)
+from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -352,7 +363,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
 def _equal_rows(config: Config, graph: GraphTask) -> dict[str, dict[str, float]]:
     """Return q and n with which the rivals fetch as many rows as skew: on seeds that no training has."""
-    from experiments.graph_variance import as_many_rows, remote_inputs
+    from fedcomp.experiments.graph_variance import as_many_rows, remote_inputs
     from fedcomp.tasks import get_task
 
     few = {"n": str(config.settings["cross_n"]), "layers": 1}
@@ -372,8 +383,8 @@ def _equal_rows(config: Config, graph: GraphTask) -> dict[str, dict[str, float]]
 
 
 def _sampler(config: Config, own: Own) -> SamplerSettings:
-    from experiments.graph_systems import sampler_settings
-    from experiments.systems import get_system
+    from fedcomp.experiments.graph_systems import sampler_settings
+    from fedcomp.experiments.systems import get_system
 
     taken = {key: config.settings[key] for key in ("n", "fanout", "q")}
     return sampler_settings(get_system(SYSTEM).resolve({**taken, **own}))
@@ -381,7 +392,7 @@ def _sampler(config: Config, own: Own) -> SamplerSettings:
 
 def _variances(config: Config, graphs: Mapping[str, GraphTask]) -> dict[str, Any]:
     """Return exact ratios of the rules, of fixed scales, and along the budget."""
-    from experiments.graph_variance import measured
+    from fedcomp.experiments.graph_variance import measured
 
     wanted: dict[str, Own] = {label: own for label, own in rules(config).items() if own.get("sampler") is None}
     wanted |= {f"s = {s:g}": {"mode": "fixed", "scale": s} for s in SCALES}
@@ -398,7 +409,7 @@ def _variances(config: Config, graphs: Mapping[str, GraphTask]) -> dict[str, Any
 
 def _biases(config: Config, graph: GraphTask) -> dict[str, Any]:
     """Return the bias of every sampler on one batch of random parts."""
-    from experiments.graph_variance import bias_of
+    from fedcomp.experiments.graph_variance import bias_of
 
     mine, few = rules(config), {"n": str(config.settings["bias_n"])}
     wanted: dict[str, Own] = {label: mine[label] for label in (UNSKEWED, _budget(config))}

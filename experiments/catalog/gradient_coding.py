@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
 TASK = "digits"
@@ -143,8 +143,8 @@ def among_stragglers(config: Config, name: str, settings: Mapping[str, Any], spe
         in time; the final weights; and the largest difference between the clock and what :func:`replay` computes from
         the drawn times alone.
     """
-    from clients.app import app  # brings torch and Flower
-    from experiments.serve import serve
+    from fedcomp.clients.app import app  # brings torch and Flower
+    from fedcomp.experiments.serve import serve
     from fedcomp.flower.grid import InProcessGrid
 
     seconds = slowdown(config, speeds)

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from experiments.averaging import Track, average
-from experiments.claims import Claim
-from experiments.decentralised import (
+from fedcomp.experiments.averaging import Track, average
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.decentralised import (
     COST_CAPTION,
     COST_COLUMNS,
     COST_OPTIONAL,
@@ -27,10 +27,10 @@ from experiments.decentralised import (
     ratio,
     table_of,
 )
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
-from experiments.grid import run_cells
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
+from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.gossip.power_gossip import auto_rate
 from fedcomp.gossip.topology import Ring
 from fedcomp.layout import Layout
@@ -144,7 +144,8 @@ class Group:
         return any(run.diverged for run in self.runs)
 
     def late(self, name: str) -> float:
-        """Return a figure of :class:`experiments.decentralised.Point`, mean over the last third of the evaluations.
+        """Return a figure of :class:`fedcomp.experiments.decentralised.Point`, mean over the last third of the
+        evaluations.
 
         NaN when a run diverged. Nodes' own models go up and down with their last batches: one look is not enough.
         """
@@ -170,7 +171,7 @@ def best(sweep: Mapping[float, Group]) -> float:
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Sweep the consensus steps, train every row with its best one, average matrices, and run the rows without
     messages."""
-    from experiments.relayed import beside
+    from fedcomp.experiments.relayed import beside
     from fedcomp.tasks import get_task
 
     workers = int(config.settings["workers"])

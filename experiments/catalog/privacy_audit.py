@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option, no_rows
-from experiments.findings import Curves, Findings, Say, Series, Table, largest
-from experiments.spec import RunResult
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest
+from fedcomp.experiments.spec import RunResult
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
-    from experiments.audits.tiers import Verdict
+    from fedcomp.experiments.audits.tiers import Verdict
 
 OPTIONS = {
     "runs": Option(300, "runs of every attack, as many with the canary as without", least=50),
@@ -56,13 +56,13 @@ class Bench:
 
     def audits(self) -> dict[str, Audit]:
         """Return the verdicts of tiers A, B, C, E and F on every subject."""
-        from experiments.audits import cases, systems
+        from fedcomp.experiments.audits import cases, systems
 
         makers = {**cases.SUBJECTS, **systems.SUBJECTS}
         return {name: self.cell(f"audit/{name}", partial(self._audit, make)) for name, make in makers.items()}
 
     def _audit(self, make: Callable[[], Any]) -> Audit:
-        from experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
+        from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
 
         subject, seed = make(), self.config.seed
         confidence = float(self.config.settings["confidence"])
@@ -73,7 +73,7 @@ class Bench:
 
     def one_run(self) -> dict[str, Audit]:
         """Return the verdicts of tier D: a sum of votes, of clipped vectors, and one whose noise was forgotten."""
-        from experiments.audits.caught import whole_run
+        from fedcomp.experiments.audits.caught import whole_run
 
         count, guesses = self.count("canaries"), min(self.count("guesses"), self.count("canaries"))
         out = {}
@@ -87,7 +87,7 @@ class Bench:
 
     def mutants(self) -> dict[str, dict[str, Any]]:
         """Return every mutant with the verdicts on its original and on itself."""
-        from experiments.audits.caught import MUTANTS
+        from fedcomp.experiments.audits.caught import MUTANTS
 
         out = {}
         for name, mutant in MUTANTS.items():
@@ -146,9 +146,9 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
 
 def flower_findings(rounds: int) -> dict[str, Any]:
     """Return what the wrappers of the installed Flower do, as plain data."""
-    from experiments.audits import flower_flaws as flaws
-    from experiments.audits.caught import tracked
-    from strategies.dp_fedavg import DpFedAvg
+    from fedcomp.experiments.audits import flower_flaws as flaws
+    from fedcomp.experiments.audits.caught import tracked
+    from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
     floats, integers, dtype = flaws.integer_buffers()
     all_clipped, none_clipped = flaws.adaptive_noise()

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, mean
-from experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key

@@ -9,9 +9,9 @@ from itertools import product
 from statistics import median
 from typing import Any, Final
 
-from experiments.catalog.adacomp import train_loss
-from experiments.claims import Claim
-from experiments.estimates import (
+from fedcomp.experiments.catalog.adacomp import train_loss
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.estimates import (
     CHANGING,
     DENSITIES,
     FITS,
@@ -25,9 +25,9 @@ from experiments.estimates import (
     search,
     timing,
 )
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, mean
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, mean
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
 TASK: Final = "digits"

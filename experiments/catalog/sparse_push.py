@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from experiments.claims import Claim
-from experiments.decentralised import (
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.decentralised import (
     COST_CAPTION,
     COST_COLUMNS,
     COST_OPTIONAL,
@@ -23,11 +23,11 @@ from experiments.decentralised import (
     ratio,
     table_of,
 )
-from experiments.experiment import Config, Experiment, Option, Value
-from experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
-from experiments.grid import run_cells
-from experiments.push_sum_readings import LABELS, READINGS, Reading, ReadingCell, claims_of_readings
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.experiment import Config, Experiment, Option, Value
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
+from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.push_sum_readings import LABELS, READINGS, Reading, ReadingCell, claims_of_readings
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK: Final = "digits"
 SGP: Final = "SGP"
@@ -262,7 +262,7 @@ Group = Sequence[Trained]
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Train every row and every reading, and the systems that were run as messages once more without them."""
-    from experiments.relayed import beside
+    from fedcomp.experiments.relayed import beside
     from fedcomp.tasks import get_task
 
     settings = settings_of(config)

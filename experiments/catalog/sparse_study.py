@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option, no_rows
-from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, mean, spread
-from experiments.grid import Cell, Measured, run_cells
-from experiments.spec import RunResult
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, mean, spread
+from fedcomp.experiments.grid import Cell, Measured, run_cells
+from fedcomp.experiments.spec import RunResult
 
 TASK: Final = "digits"
 SELECTORS: Final[Mapping[str, str]] = {

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from experiments import adaptive_servers, robust_rules, small_cnn
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean, spread
-from experiments.grid import Cell, Measured, run_cells
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean, spread
+from fedcomp.experiments.grid import Cell, Measured, run_cells
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK: Final = "digits"
 DENSE: Final = "dense"
@@ -264,7 +264,7 @@ def _curves(partition: str, groups: Mapping[tuple[str, str], list[Measured]]) ->
 
 def _checks(results: Mapping[str, RunResult]) -> tuple[Table, dict[str, float]]:
     """Simulate the rows that were run as messages; return both sides' bytes and how many bytes of the models differ."""
-    from experiments.central import Plan, simulate
+    from fedcomp.experiments.central import Plan, simulate
 
     table: list[list[Any]] = []
     values: dict[str, float] = {}

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, mean
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK = "digits"
 SYSTEM = "sumcode"
@@ -186,10 +186,10 @@ def exact_rounds(config: Config, mode: str, clients: int, say: Say) -> dict[str,
     """
     from flwr.clientapp import ClientApp
 
-    from clients import app as generic  # brings torch and Flower
-    from clients.coded import answer_coded, coded
-    from clients.compressed import compression
-    from experiments.serve import serve
+    from fedcomp.clients import app as generic  # brings torch and Flower
+    from fedcomp.clients.coded.mod import answer_coded, coded
+    from fedcomp.clients.compressed import compression
+    from fedcomp.experiments.serve import serve
     from fedcomp.flower.grid import InProcessGrid
 
     rounds = int(config.settings["exact_rounds"])
@@ -237,8 +237,8 @@ class _Witness:
 
     def exact(self, spec: RunSpec, rounds: int) -> int:
         """Return in how many rounds the next model is the last one plus the mean of all frames."""
-        from experiments.systems import get_system
         from fedcomp.codecs import fixed_point_of
+        from fedcomp.experiments.systems import get_system
         from fedcomp.layout import Layout
 
         strategy: Any = get_system(SYSTEM).make_strategy(get_system(SYSTEM).resolve(spec.settings), spec.seed)

@@ -9,13 +9,13 @@ from functools import partial
 from itertools import product
 from typing import Any, Final
 
-from experiments.ballots import PUBLISHED, SHARES, agreement, drawn_difference, passing
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, largest, mean, spread
-from experiments.grid import run_cells
-from experiments.private_central import PrivateCell, Trained
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.ballots import PUBLISHED, SHARES, agreement, drawn_difference, passing
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, largest, mean, spread
+from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.private_central import PrivateCell, Trained
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
 FEDAVG: Final = "FedAvg, no privacy"
@@ -289,9 +289,9 @@ def _votes(config: Config, candidate: Mapping[str, Any], groups: Mapping[str, Se
 
 def _checks(results: Mapping[str, RunResult]) -> tuple[Table, dict[str, float]]:
     """Repeat the rows that were run as messages without them; return how many bytes differ."""
-    from experiments.central import Plan
-    from experiments.central import simulate as ordinary
-    from experiments.private_central import simulate
+    from fedcomp.experiments.central import Plan
+    from fedcomp.experiments.central import simulate as ordinary
+    from fedcomp.experiments.private_central import simulate
 
     table: list[list[Any]] = []
     values: dict[str, float] = {}

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option, no_rows
-from experiments.findings import Curves, Findings, Say, Series, Table, largest, mean, spread
-from experiments.grid import run_cells
-from experiments.record_training import TASK, RecordCell, RecordOutcome
-from experiments.spec import RunResult
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest, mean, spread
+from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.record_training import TASK, RecordCell, RecordOutcome
+from fedcomp.experiments.spec import RunResult
 
 DP_SGD: Final = "DP-SGD"
 TOPAGG: Final = "TopAgg"

@@ -14,7 +14,7 @@ from fedcomp.errors import ConfigError, nearest
 from fedcomp.flower.offline import go_offline
 
 if TYPE_CHECKING:
-    from experiments.spec import RoundRecord, RunResult, RunSpec
+    from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 
 ENGINES: Final[dict[str, str]] = {
     "inprocess": "clients run one after the other in this process; every message is really serialised",
@@ -43,7 +43,8 @@ def run(
         A file: when it exists the run continues from it, and it is replaced after each round. Only the in-process
         engine can do this; the others raise :class:`ConfigError`.
     privacy : Path, optional
-        The file in which a private system keeps what it released, on any engine; see :func:`experiments.serve.serve`.
+        The file in which a private system keeps what it released, on any engine; see
+        :func:`fedcomp.experiments.serve.serve`.
 
     Raises
     ------
@@ -54,9 +55,9 @@ def run(
         raise ConfigError(f"unknown engine {spec.engine!r}{nearest(spec.engine, ENGINES)}")
     # Flower reads its telemetry switch once, when it is first imported.
     go_offline()
-    from experiments.systems import check
+    from fedcomp.experiments.systems import check
 
     check(spec)
-    engine = importlib.import_module(f"experiments.engines.{spec.engine}")
+    engine = importlib.import_module(f"fedcomp.experiments.engines.{spec.engine}")
     result: RunResult = engine.run(spec, on_round=on_round, checkpoint=checkpoint, privacy=privacy)
     return result

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from flwr.app import Context, RecordDict
 
-from clients.app import app as client_app
-from experiments import server_app
-from experiments.spec import RoundRecord, RunResult, RunSpec
-from experiments.systems import get_system
+from fedcomp.clients.app import app as client_app
+from fedcomp.experiments import server_app
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.timing import parse_link
 
@@ -25,7 +25,7 @@ def run(
     checkpoint: Path | None = None,
     privacy: Path | None = None,
 ) -> RunResult:
-    """Run ``spec`` in this process. See :func:`experiments.engines.run`."""
+    """Run ``spec`` in this process. See :func:`fedcomp.experiments.engines.run`."""
     link = str(get_system(spec.system).resolve(spec.settings)["link"])
     results: list[RunResult] = []
     server = server_app.build(on_round=on_round, checkpoint=checkpoint, privacy=privacy, deliver=results.append)

@@ -18,10 +18,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from clients.app import app as client_app
-from experiments import server_app
-from experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.experiments import server_app
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 
 
 class SimulationError(FedcompError, RuntimeError):
@@ -35,7 +35,7 @@ def run(
     checkpoint: Path | None = None,
     privacy: Path | None = None,
 ) -> RunResult:
-    """Run ``spec`` under Ray. See :func:`experiments.engines.run`."""
+    """Run ``spec`` under Ray. See :func:`fedcomp.experiments.engines.run`."""
     if checkpoint is not None:
         raise ConfigError(
             "the ray engine cannot be resumed: the simulation keeps the clients' state to itself; use engine=inprocess"

@@ -14,15 +14,15 @@ import signal
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from clients import edge
-from experiments.engines.processes import (
+from fedcomp.clients import edge
+from fedcomp.errors import ConfigError
+from fedcomp.experiments.engines.processes import (
     Child,
     DeploymentError,
     free_ports,
@@ -31,7 +31,7 @@ from experiments.engines.processes import (
     tail,
     wait_for_port,
 )
-from experiments.spec import (
+from fedcomp.experiments.spec import (
     RESULT_FILE,
     ROUNDS_FILE,
     RoundRecord,
@@ -40,8 +40,7 @@ from experiments.spec import (
     Scalar,
     format_value,
 )
-from experiments.systems import get_system
-from fedcomp.errors import ConfigError
+from fedcomp.experiments.systems import get_system
 from fedcomp.flower.offline import OFFLINE_ENVIRONMENT
 
 CONNECTION: Final = "dep"
@@ -51,24 +50,8 @@ TASK_POLL: Final = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 """Environment variable: seconds between two looks of Flower's SuperExec, which starts a process per message."""
 
 
-def project_root() -> Path:
-    """Return the source checkout this package lies in, which is what ``flwr run`` bundles.
-
-    Raises
-    ------
-    ConfigError
-        When the package was installed without its project file.
-    """
-    root = Path(__file__).resolve().parents[2]
-    try:
-        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
-        project["tool"]["flwr"]["app"]["components"]["serverapp"]
-    except (OSError, KeyError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"the superlink engine bundles the project's source, but {root} is not a source checkout ({error}); clone "
-            "the repository and install it with 'pip install -e .', or use engine=inprocess"
-        ) from error
-    return root
+APP: Final = Path(__file__).resolve().parents[1] / "app"
+"""The Flower app that ``flwr run`` bundles: a few lines. The library is where its processes run, as on any node."""
 
 
 class Deployment:
@@ -155,9 +138,8 @@ class Deployment:
             return self._launch(f"SuperNode {node}", f"node-{node}", command)
         # The entry point itself: it starts the listener, and becomes the SuperNode.
         arguments += ["--peer", f"127.0.0.1:{self._peer_ports[node]}", "--peer-store", str(self.peer_store(node))]
-        command = [sys.executable, "-m", "clients.edge", *arguments]
-        # Where its modules are found, installed or not; the apps have those of their bundle.
-        return self._launch(f"SuperNode {node}", f"node-{node}", command, cwd=Path(edge.__file__).parents[1])
+        command = [sys.executable, "-m", "fedcomp.clients.edge", *arguments]
+        return self._launch(f"SuperNode {node}", f"node-{node}", command)
 
     def peer_store(self, node: int) -> Path:
         """Return the folder in which the listener of ``node`` keeps the parcels of other nodes."""
@@ -308,7 +290,7 @@ class Deployment:
         """Submit the app with ``config`` as its run configuration and follow it to its end; return the log."""
         overrides = self.folder / "run-config.toml"
         overrides.write_text("".join(f"{k} = {_toml(v)}\n" for k, v in config.items()), encoding="utf-8")
-        root = project_root() if project is None else project.resolve()
+        root = APP if project is None else project.resolve()
         arguments = ["run", str(root), CONNECTION, "--stream", "--run-config", str(overrides)]
         return self.flwr(*arguments, name="run", limit=limit, watch=watch)
 
@@ -336,7 +318,7 @@ def run(
     checkpoint: Path | None = None,
     privacy: Path | None = None,
 ) -> RunResult:
-    """Run ``spec`` on a fresh loopback deployment. See :func:`experiments.engines.run`."""
+    """Run ``spec`` on a fresh loopback deployment. See :func:`fedcomp.experiments.engines.run`."""
     if checkpoint is not None:
         raise ConfigError(
             "the superlink engine cannot be resumed: SuperNodes forget their state between runs; use engine=inprocess"

@@ -33,9 +33,9 @@ class FixedPoint(Wrapper):
     """Round what ``codec`` sends to multiples of one step, at random and without bias, and cut it at ``clip``.
 
     The frame is the codec's, with ``ceil(log2(2 levels + 1))`` bits for each of its float32 values; tensors that travel
-    dense are rounded like the others. Under error feedback, which :class:`strategies.compressed.Compressed` adds by
-    itself, what rounding and cutting change stays in the memory and is sent later: the scale then decides how soon, not
-    whether.
+    dense are rounded like the others. Under error feedback, which :class:`fedcomp.strategies.compressed.Compressed`
+    adds by itself, what rounding and cutting change stays in the memory and is sent later: the scale then decides how
+    soon, not whether.
 
     Parameters
     ----------

@@ -47,7 +47,7 @@ class GradientPlan:
     coefficients : bytes
         What the rows are multiplied with, in the little-endian number format of ``arithmetic``.
     arithmetic : str
-        Kind of numbers, a name that :func:`coding.gradvalues.values_of` knows.
+        Kind of numbers, a name that :func:`fedcomp.coding.gradvalues.values_of` knows.
     parts : int
         Number of rows in the sum of all partitions.
     limit : float

@@ -1,9 +1,9 @@
 """What the two sides of a private round agree on, and how a strategy says what it promises.
 
 A private strategy puts :data:`PRIVATE` into the training configuration. Clients then send nothing but the update: no
-metrics, no number of examples, no statistics of their data (:mod:`clients.private`). Its frame is padded to a length
-that follows from codec, layout and policy alone, unless :data:`UNPADDED` says otherwise. Where who takes part is secret
-:data:`SECRET` is there, too, for whatever passes the messages on and has a log.
+metrics, no number of examples, no statistics of their data (:mod:`fedcomp.clients.private.mod`). Its frame is padded to
+a length that follows from codec, layout and policy alone, unless :data:`UNPADDED` says otherwise. Where who takes part
+is secret :data:`SECRET` is there, too, for whatever passes the messages on and has a log.
 """
 
 from __future__ import annotations

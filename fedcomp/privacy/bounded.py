@@ -6,7 +6,7 @@ to integers is drawn again until their norm is bounded, too (Kairouz, Liu and St
 
 The noise is no part of the frame. What error feedback remembers is the difference between update and frame: with the
 noise in it, the next update would take the noise back, and over the rounds all of it would cancel out of the model.
-:mod:`clients.distributed_dp` adds the share to the integers on their way out.
+:mod:`fedcomp.clients.private.distributed_dp` adds the share to the integers on their way out.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Every pair of clients shares a seed; the one with the lower number adds the mask
 subtracts it, modulo M. The sum of all uploads is the sum of all vectors, and any single upload is uniform (Bonawitz et
 al., CCS 2017; recalled). Here one process deals the seeds, and hands those of a client that vanished to the server; in
 the protocol they come from key agreement and are recovered from secret shares. What really sums over clients in this
-project is :mod:`coding.sumcode`; this is here to check what noise and modulus do to a sum, without a network.
+project is :mod:`fedcomp.coding.sumcode`; this is here to check what noise and modulus do to a sum, without a network.
 """
 
 from __future__ import annotations

@@ -224,8 +224,9 @@ class TopkSign(PositionalCodec):
     among them Rice-coded gaps, a bitmap, and either of them for the absent indices; in its own order or, where that is
     shorter, in a scattered one (:data:`ORDER`).
 
-    Inside :class:`strategies.topagg.TopAgg` the server sums votes, adds noise and thresholds. Inside a plain weighted
-    mean the update is the mean vote, whose unit is votes: the inner strategy's server learning rate gives it a length.
+    Inside :class:`fedcomp.strategies.private.topagg.TopAgg` the server sums votes, adds noise and thresholds. Inside a
+    plain weighted mean the update is the mean vote, whose unit is votes: the inner strategy's server learning rate
+    gives it a length.
 
     Parameters
     ----------

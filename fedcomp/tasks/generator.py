@@ -2,9 +2,10 @@
 but its images.
 
 A generator does not learn from records. Its teachers do (:mod:`fedcomp.tasks.gan`), and say in which direction its
-images should move; :class:`strategies.datalens.DataLens` is how that is federated. So :meth:`GeneratorTask.train`
-refuses a generator, while evaluation trains a classifier on generated images alone and tests it, once, after its last
-epoch, on real ones that were held out. Taking the best epoch instead would choose on the test set.
+images should move; :class:`fedcomp.strategies.private.datalens.DataLens` is how that is federated. So
+:meth:`GeneratorTask.train` refuses a generator, while evaluation trains a classifier on generated images alone and
+tests it, once, after its last epoch, on real ones that were held out. Taking the best epoch instead would choose on the
+test set.
 """
 
 from __future__ import annotations

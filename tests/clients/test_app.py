@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from clients.app import app
+from fedcomp.clients.app import app
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import take_node
 from fedcomp.tasks import get_task
@@ -151,6 +151,6 @@ def test_the_app_holds_nothing_that_could_not_travel():
 
 @pytest.mark.long
 def test_importing_the_app_brings_neither_ray_nor_torch():
-    code = "import sys, clients.app; print([m for m in ('ray', 'torch', 'numba') if m in sys.modules])"
+    code = "import sys, fedcomp.clients.app; print([m for m in ('ray', 'torch', 'numba') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

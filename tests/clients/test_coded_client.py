@@ -11,12 +11,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, model
 
-from clients.app import app as generic_app
-from clients.coded import KEEPS_ROUNDS, answer_coded, coded
-from clients.compressed import compression
-from clients.shared_support import shared_support
-from coding.transport import HEADER_BYTES, MemoryStore, Parcel, SpoolRoot
+from fedcomp.clients.app import app as generic_app
+from fedcomp.clients.coded.mod import KEEPS_ROUNDS, answer_coded, coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import QSGD, TopK
+from fedcomp.coding.transport import HEADER_BYTES, MemoryStore, Parcel, SpoolRoot
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.coded import (
@@ -34,8 +34,8 @@ from fedcomp.flower.coded import (
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 RUN = b"run 0001"
 
@@ -241,7 +241,7 @@ def test_only_what_is_meant_for_this_relay_is_kept() -> None:
 
 
 def test_a_relay_hands_out_what_it_is_asked_for_and_keeps_it() -> None:
-    from coding.relay import RelayPlan, packet_hash
+    from fedcomp.coding.relay import RelayPlan, packet_hash
 
     app, ctx = coded_app(), context()
     of = {source: RelayPlan("mds", 2, 3, 1).packets(source, b"of %d" % source)[0] for source in (0, 2, 3)}
@@ -262,8 +262,8 @@ def test_a_relay_hands_out_what_it_is_asked_for_and_keeps_it() -> None:
 
 
 def test_fresh_shards_are_other_ones_of_the_same_payload() -> None:
-    from coding.packet import PacketLimits
-    from coding.relay import Collector, Commitment, Packet, RelayPlan
+    from fedcomp.coding.packet import PacketLimits
+    from fedcomp.coding.relay import Collector, Commitment, Packet, RelayPlan
 
     app, ctx = coded_app(), context()
     shared = say(app, ctx, train(1))

@@ -11,7 +11,7 @@ from datalens_toy import IMAGES, PIXELS, ToyEnsemble, ToyStudent, ToyTeachers, c
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.datalens import answer_datalens
+from fedcomp.clients.private.datalens import answer_datalens
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower._private import adopt_identity
@@ -197,7 +197,7 @@ def test_a_node_without_a_partition_and_a_damaged_memory_are_refused() -> None:
 
 
 def test_the_generic_app_has_real_teachers_and_keeps_their_optimiser() -> None:
-    from clients.app import app
+    from fedcomp.clients.app import app
     from fedcomp.tasks import get_task
     from fedcomp.tasks.arrays import to_arrays
 

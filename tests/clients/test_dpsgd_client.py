@@ -12,9 +12,9 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from clients.app import app
-from clients.dpsgd import train_privately
-from clients.edge import LEDGER_FILE
+from fedcomp.clients.app import app
+from fedcomp.clients.edge import LEDGER_FILE
+from fedcomp.clients.private.dpsgd import train_privately
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.record_dp import Account, Plan

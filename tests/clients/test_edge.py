@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.edge import prepare
+from fedcomp.clients.edge import prepare
 
 GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
 

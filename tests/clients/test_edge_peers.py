@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from flwr.common.config import parse_config_args
 
-from clients.edge import PEER_ADDRESS, PEER_STORE, prepare
-from coding.transport import DeliveryFailed, Parcel, Spool, TcpTransport, transport_of
-from experiments.engines.processes import processes_with
+from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE, prepare
+from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, TcpTransport, transport_of
+from fedcomp.experiments.engines.processes import processes_with
 
 HERE = Path(__file__).parents[2]
 GOOD = ["--superlink", "127.0.0.1:8000", "--partition", "1", "--of", "4", "--insecure"]
@@ -102,7 +102,7 @@ if {ends}:
 time.sleep(60)
 """
 
-ENTRY = "import sys; from clients import edge; edge.program = lambda name: sys.argv[1]; edge.main(sys.argv[2:])"
+ENTRY = "import sys; from fedcomp.clients import edge; edge.program = lambda name: sys.argv[1]; edge.main(sys.argv[2:])"
 
 
 class Node:
@@ -134,7 +134,7 @@ class Node:
 
     def listeners(self) -> list[int]:
         found = processes_with("NODE_MARK", self.mark)
-        return [pid for pid, command in found.items() if "coding.listener" in command]
+        return [pid for pid, command in found.items() if "fedcomp.coding.listener" in command]
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
     port, own = free_port(), free_port()
     arguments = ["--superlink", f"127.0.0.1:{free_port()}", "--partition", "0", "--of", "1", "--insecure"]
     arguments += ["--port", str(own), "--home", str(tmp_path), "--peer", f"127.0.0.1:{port}"]
-    command = [sys.executable, "-m", "clients.edge", *arguments]
+    command = [sys.executable, "-m", "fedcomp.clients.edge", *arguments]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=HERE, stdout=log, stderr=log, start_new_session=True)
 
@@ -237,7 +237,7 @@ def test_a_real_supernode_takes_its_listener_along(tmp_path: Path) -> None:
         wait_until(lambda: "flower-supernode" in family().get(process.pid, ""), 30)
         # Its helper has started, which could have taken over the pipe.
         wait_until(lambda: any("superexec" in command for command in family().values()), 60)
-        (listener,) = [pid for pid, command in family().items() if "coding.listener" in command]
+        (listener,) = [pid for pid, command in family().items() if "fedcomp.coding.listener" in command]
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
         process.kill()
         process.wait()

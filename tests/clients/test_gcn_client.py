@@ -31,8 +31,8 @@ from graph_nodes import (
 from graph_toys import toy_adjacency, toy_features, toy_parts
 from torch.nn.functional import cross_entropy
 
-import clients.gcn
-from clients.gcn import answer_gcn
+import fedcomp.clients.gcn
+from fedcomp.clients.gcn import answer_gcn
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import gcn, gcn_state
 from fedcomp.flower._private import adopt_identity
@@ -152,7 +152,7 @@ def test_7_11_the_rows_that_are_read_are_the_rows_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, structure: str, cache: str
 ) -> None:
     read: list[int] = []
-    plain = clients.gcn._reader
+    plain = fedcomp.clients.gcn._reader
 
     def spying(part: Part, ask: gcn.Ask) -> Any:
         def reader(frame: bytes, **options: Any) -> Any:
@@ -169,7 +169,7 @@ def test_7_11_the_rows_that_are_read_are_the_rows_that_were_asked_for(
         rows = nodes.rows(0, ask, wants)
         read.clear()
         with monkeypatch.context() as patched:
-            patched.setattr(clients.gcn, "_reader", spying)
+            patched.setattr(fedcomp.clients.gcn, "_reader", spying)
             nodes.carry_out(0, ask, rows)
         asked = ids_in(wants)
         assert asked
@@ -329,7 +329,7 @@ def test_norms_of_hidden_layers_are_those_that_training_saw() -> None:
     ask, wants, _ = nodes.plan(0, asking(settings))
     nodes.carry_out(0, ask, nodes.rows(0, ask, wants))
     kept = gcn_state.Kept.load(
-        nodes.contexts[0], replace(ask, round=2), nodes.parts[0], clients.gcn._reader(nodes.parts[0], ask)
+        nodes.contexts[0], replace(ask, round=2), nodes.parts[0], fedcomp.clients.gcn._reader(nodes.parts[0], ask)
     )
     (table,) = kept.hidden
     model = network(nodes.parts[0])

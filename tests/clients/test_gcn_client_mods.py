@@ -12,10 +12,10 @@ from flwr.serverapp.strategy import FedAvg
 from graph_nodes import FULL, Nodes, asking, client, initial, message, node, ready, values
 from graph_toys import toy_parts
 
-from clients.compressed import compression
-from clients.local_dp import local_privacy
-from clients.messages import receive
-from clients.private import private
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.messages import receive
+from fedcomp.clients.private.local_dp import local_privacy
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK, chain
 from fedcomp.errors import ConfigError
 from fedcomp.flower import gcn
@@ -29,7 +29,7 @@ from fedcomp.flower.state import Replica
 from fedcomp.graphs.base import Part
 from fedcomp.graphs.ids import encode_ids
 from fedcomp.privacy.local import LocalPolicy, Privatise
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ CONFIG = {"task": "synthetic-graph", "clients": 3, **{f"task.{name}": value for 
 
 
 def generic(**config: Any) -> Nodes:
-    from clients.app import app
+    from fedcomp.clients.app import app
     from fedcomp.tasks import get_task
 
     task = get_task("synthetic-graph", **OPTIONS)
@@ -179,7 +179,7 @@ def test_the_generic_app_owns_a_part_of_the_tasks_graph_and_trains_its_model() -
 
 
 def test_the_generic_app_refuses_tasks_without_a_graph_and_rows_of_guarded_nodes() -> None:
-    from clients.edge import OWN_BUDGET
+    from fedcomp.clients.edge import OWN_BUDGET
 
     with pytest.raises(ConfigError, match=r"'digits' has no graph.*'digits-graph'"):
         Nodes(generic().parts, generic().app, config={"task": "digits", "clients": 3}).hello(0)

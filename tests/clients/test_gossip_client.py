@@ -10,7 +10,7 @@ from gossip_toy import COUNTER, Pull, bits, client, grid, kept, made, model, str
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.gossip import answer_gossip
+from fedcomp.clients.gossip import answer_gossip
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import gossip
 from fedcomp.flower._private import adopt_identity

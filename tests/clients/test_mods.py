@@ -11,22 +11,22 @@ import pytest
 from flwr.app import Context, Message
 from toy import client_app, fedavg, model
 
-import clients
-from clients.coded import answer_coded
-from clients.compressed import compression
-from clients.messages import Mod
-from clients.private import private
+from fedcomp import clients
+from fedcomp.clients.coded.mod import answer_coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.messages import Mod
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 
 def factories() -> dict[str, object]:
     """Return everything public in ``clients`` that is annotated to return a mod."""
     found = {}
-    for info in pkgutil.iter_modules(clients.__path__, "clients."):
+    for info in pkgutil.walk_packages(clients.__path__, "fedcomp.clients."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             made_here = getattr(value, "__module__", "") == info.name

@@ -15,13 +15,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from private_runs import server
 
-from clients.coded import coded
-from clients.compressed import compression
-from clients.datalens import answer_datalens
-from clients.local_dp import local_privacy
-from clients.lsg import lsg
-from clients.private import STAYS, private
-from clients.topagg import topagg
+from fedcomp.clients.coded.mod import coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.local_dp import local_privacy
+from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.private.mod import STAYS, private
+from fedcomp.clients.private.topagg import topagg
 from fedcomp.codecs import Codec, TopK, chain
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback

@@ -10,9 +10,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from private_runs import server
 
-from clients.compressed import compression
-from clients.local_dp import local_privacy
-from clients.private import STAYS, private
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.local_dp import local_privacy
+from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.codecs import Identity, TopK, chain
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.payload import NODE_RECORD, frames, take_frame

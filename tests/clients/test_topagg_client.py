@@ -8,13 +8,13 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from topagg_runs import BALLOT, NODES, inner, run, strategy
 from toy import client_app, fedavg, model
 
-from clients.topagg import topagg
+from fedcomp.clients.private.topagg import topagg
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import NODE_RECORD
 from fedcomp.flower.protocol import UPDATE
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 
 def spied(only: bool = True):

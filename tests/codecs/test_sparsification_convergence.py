@@ -1,7 +1,8 @@
 """The convergence tests of the sparsifiers, 7.3: what memory is for, and what a memory must not do.
 
-Plain loops over codecs, and over the simulation of ``experiments.central`` where clients share a support. A check takes
-a scheme; the same scheme without memory, or with a leader that never changes, fails it. Where the tests are:
+Plain loops over codecs, and over the simulation of ``fedcomp.experiments.central`` where clients share a support. A
+check takes a scheme; the same scheme without memory, or with a leader that never changes, fails it. Where the tests
+are:
 
 =============  =======================================================================================================
 three workers  here; test_feedback.py::test_three_workers_in_three_dimensions
@@ -23,7 +24,6 @@ import numpy as np
 import pytest
 from wrong_codecs import NeverClears, caught
 
-from experiments.central import Led
 from fedcomp.codecs import (
     DGC,
     STC,
@@ -39,6 +39,7 @@ from fedcomp.codecs import (
     SIDCo,
     TopK,
 )
+from fedcomp.experiments.central import Led
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key

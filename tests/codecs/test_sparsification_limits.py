@@ -2,7 +2,8 @@
 
 Continues ``test_sparsification_deterministic.py``, whose first lines say where the tests of every number are. The round
 of a shared support is judged from outside, by the mean it delivers: the same check takes the codec's own exchanges, the
-simulation of ``experiments.central`` and two rounds that are not ScaleCom's. PowerSGD is no codec of this package yet.
+simulation of ``fedcomp.experiments.central`` and two rounds that are not ScaleCom's. PowerSGD is no codec of this
+package yet.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from wrong_codecs import (
     caught,
 )
 
-from experiments.central import Led
 from fedcomp import wire
 from fedcomp.codecs import (
     DGC,
@@ -48,6 +48,7 @@ from fedcomp.codecs import (
 )
 from fedcomp.codecs.scalecom import FixedSupport
 from fedcomp.errors import NonFiniteUpdate
+from fedcomp.experiments.central import Led
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update

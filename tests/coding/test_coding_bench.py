@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from coding import kernels
-from coding.bench import __main__ as bench
-from coding.bench import parts
-from coding.bench.measuring import Claim, Prepared, Size, Times
+from fedcomp.coding import kernels
+from fedcomp.coding.bench import __main__ as bench
+from fedcomp.coding.bench import parts
+from fedcomp.coding.bench.measuring import Claim, Prepared, Size, Times
 
 TINY = Size(generation=4096, repetitions=2, quick=True)
 

@@ -8,9 +8,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from coding.datacode import CONDITION_OF, MAX_CONDITION, CodedStep, DataPlan, Subset, data_plan, encode_rows
-from coding.datapacket import pack_partition, unpack_partition
-from coding.decodability import (
+from fedcomp.coding.datacode import CONDITION_OF, MAX_CONDITION, CodedStep, DataPlan, Subset, data_plan, encode_rows
+from fedcomp.coding.datapacket import pack_partition, unpack_partition
+from fedcomp.coding.decodability import (
     decodable,
     decode_rate,
     guaranteed_losses,
@@ -19,10 +19,10 @@ from coding.decodability import (
     replication_probability,
     single_loss_probability,
 )
-from coding.encodings import CODES, encoding_matrix
-from coding.errors import CorruptGeneration, IllConditioned, NotDecodable, PacketError
-from coding.linearloss import losses, residuals
-from coding.stream import SplitMix64
+from fedcomp.coding.encodings import CODES, encoding_matrix
+from fedcomp.coding.errors import CorruptGeneration, IllConditioned, NotDecodable, PacketError
+from fedcomp.coding.linearloss import losses, residuals
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 PLAN_ID = b"planplan"

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.elimination import Basis, rank
-from coding.field import GF256
-from coding.plan import failure
-from coding.stream import SplitMix64, coefficient_rows, derive
+from fedcomp.coding.elimination import Basis, rank
+from fedcomp.coding.field import GF256
+from fedcomp.coding.plan import failure
+from fedcomp.coding.stream import SplitMix64, coefficient_rows, derive
 from fedcomp.errors import ConfigError
 
 GF = galois.GF(2**8, irreducible_poly="x^8 + x^4 + x^3 + x^2 + 1")

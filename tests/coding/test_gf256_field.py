@@ -8,9 +8,9 @@ import galois
 import numpy as np
 import pytest
 
-from coding.errors import NotDecodable
-from coding.field import GF256, field_of
-from coding.stream import SplitMix64
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.field import GF256, field_of
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 ORACLE = galois.GF(2**8)

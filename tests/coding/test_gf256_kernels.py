@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coding import kernels
-from coding.kernels import dispatch, isal, matmul, portable, reduce, tables
+from fedcomp.coding import kernels
+from fedcomp.coding.kernels import dispatch, isal, matmul, portable, reduce, tables
 from fedcomp.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -338,7 +338,7 @@ def test_without_numba_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PROGRAM = """
 import numpy as np
-from coding import kernels
+from fedcomp.coding import kernels
 rng = np.random.default_rng(5)
 a, b = (rng.integers(0, 256, shape, dtype=np.uint8) for shape in ((9, 20), (20, 1003)))
 tier, _ = kernels.warm()
@@ -402,7 +402,7 @@ def test_the_disk_cache_keeps_targets_apart(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_importing_is_cheap() -> None:
-    code = "import sys, coding.kernels, coding.field, coding.bench; " + (
+    code = "import sys, fedcomp.coding.kernels, fedcomp.coding.field, coding.bench; " + (
         "print([m for m in ('numba', 'llvmlite', 'galois', 'scipy') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

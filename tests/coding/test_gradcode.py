@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from coding.errors import CodingError, NotDecodable
-from coding.gradcode import Assignment, Cyclic, FractionalRepetition, assignment
-from coding.gradvalues import combine
-from coding.prime import GF31, GF65521
-from coding.stream import SplitMix64
+from fedcomp.coding.errors import CodingError, NotDecodable
+from fedcomp.coding.gradcode import Assignment, Cyclic, FractionalRepetition, assignment
+from fedcomp.coding.gradvalues import combine
+from fedcomp.coding.prime import GF31, GF65521
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 SIZES = [(n, s) for n in range(1, 8) for s in range(n)] + [(8, 3), (9, 2), (10, 1), (10, 3)]

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.errors import CodingError
-from coding.gradvalues import SCALAR_STEP, FixedPoint, Reals, combine, solve_consistent, values_of
-from coding.prime import GF31, GF251, GF65521, PrimeField
-from coding.stream import SplitMix64
+from fedcomp.coding.errors import CodingError
+from fedcomp.coding.gradvalues import SCALAR_STEP, FixedPoint, Reals, combine, solve_consistent, values_of
+from fedcomp.coding.prime import GF31, GF251, GF65521, PrimeField
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 FIELDS = [GF65521, GF31]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from coding import transport as transport_module
-from coding.errors import TransportError
-from coding.transport import DeliveryFailed, Parcel, Spool, SpoolRoot, StoreFull, deliver, transport_of
+from fedcomp.coding import transport as transport_module
+from fedcomp.coding.errors import TransportError
+from fedcomp.coding.transport import DeliveryFailed, Parcel, Spool, SpoolRoot, StoreFull, deliver, transport_of
 from fedcomp.errors import ConfigError
 
 RUN = b"run-0001"

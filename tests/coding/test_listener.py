@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from coding import listener
-from coding.errors import TransportError
-from coding.transport import (
+from fedcomp.coding import listener
+from fedcomp.coding.errors import TransportError
+from fedcomp.coding.transport import (
     ACK,
     BUSY,
     FULL,
@@ -57,7 +57,15 @@ class Running:
         self.store = store
         closed, self.kept = os.pipe()
         answer, ready = os.pipe()
-        command = [sys.executable, "-m", "coding.listener", "--listen", f"127.0.0.1:{self.port}", "--store", str(store)]
+        command = [
+            sys.executable,
+            "-m",
+            "fedcomp.coding.listener",
+            "--listen",
+            f"127.0.0.1:{self.port}",
+            "--store",
+            str(store),
+        ]
         command += ["--until-closed", str(closed), "--ready", str(ready), *options]
         self.process = subprocess.Popen(
             command, pass_fds=(closed, ready), cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coding.code import payload_digest
-from coding.elimination import rank
-from coding.encoder import encoder
-from coding.errors import NotDecodable
-from coding.packet import Mode, Packet, PacketLimits, cauchy_rows
-from coding.rlnc import Decoder, Recoder
-from coding.stream import SplitMix64, derive
+from fedcomp.coding.code import payload_digest
+from fedcomp.coding.elimination import rank
+from fedcomp.coding.encoder import encoder
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.packet import Mode, Packet, PacketLimits, cauchy_rows
+from fedcomp.coding.rlnc import Decoder, Recoder
+from fedcomp.coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError
 
 GF = galois.GF(2**8, irreducible_poly="x^8 + x^4 + x^3 + x^2 + 1")

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from coding.errors import NotDecodable, PacketError
-from coding.mixing import FRAMING, MixPlan, Mixture
-from coding.stream import SplitMix64
+from fedcomp.coding.errors import NotDecodable, PacketError
+from fedcomp.coding.mixing import FRAMING, MixPlan, Mixture
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 PLAN = MixPlan(5, 1024, 3, seed=7)

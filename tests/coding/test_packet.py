@@ -24,11 +24,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.encoder import encoder
-from coding.errors import NotDecodable, PacketError
-from coding.packet import FIELDS, HEADER_BYTES, Mode, Packet, PacketLimits, cauchy_rows, shorter_mode
-from coding.rlnc import Decoder
-from coding.stream import SplitMix64
+from fedcomp.coding.encoder import encoder
+from fedcomp.coding.errors import NotDecodable, PacketError
+from fedcomp.coding.packet import FIELDS, HEADER_BYTES, Mode, Packet, PacketLimits, cauchy_rows, shorter_mode
+from fedcomp.coding.rlnc import Decoder
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 LIMITS = PacketLimits(max_symbols=64, max_symbol_bytes=4096, max_payload=1 << 16, max_generations=8)

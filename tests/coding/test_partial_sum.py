@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.errors import PacketError
-from coding.partial import Part, PartialSum, empty_sum
-from coding.stream import SplitMix64
+from fedcomp.coding.errors import PacketError
+from fedcomp.coding.partial import Part, PartialSum, empty_sum
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 EDGES = [0, 1, -1, 127, -128, 128, 2**15 - 1, 2**15, -(2**31), 2**31, 2**62, -(2**62)]

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coding.errors import NotDecodable
-from coding.prime import FIELDS, GF31, GF251, GF65521, PrimeField
-from coding.stream import SplitMix64
-from coding.sumcode import predictable
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.prime import FIELDS, GF31, GF251, GF65521, PrimeField
+from fedcomp.coding.stream import SplitMix64
+from fedcomp.coding.sumcode import predictable
 from fedcomp.errors import ConfigError
 
 ALL = pytest.mark.parametrize("field", [*FIELDS, PrimeField(3), PrimeField(257), PrimeField(1_000_003)], ids=repr)
@@ -182,8 +182,8 @@ def test_encoding_needs_no_galois() -> None:
     """Clients only encode; galois costs them a second and compiles."""
     code = """
 import sys, numpy as np
-from coding.prime import GF65521
-from coding.sumcode import SumPlan, contribution, shares
+from fedcomp.coding.prime import GF65521
+from fedcomp.coding.sumcode import SumPlan, contribution, shares
 plan = SumPlan(GF65521, 100, 7, 5, 6, 3, 2)
 assert shares(plan, contribution(plan, np.arange(100) % 7)).shape == (6, plan.shard_symbols)
 heavy = {"galois", "numba", "llvmlite"} & set(sys.modules)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.code import payload_digest
-from coding.decoder import Decoder
-from coding.errors import CorruptGeneration, NotDecodable
-from coding.packet import Mode, Packet
-from coding.relay import Collector, Commitment, RelayPlan, check, choose
-from coding.stream import SplitMix64
+from fedcomp.coding.code import payload_digest
+from fedcomp.coding.decoder import Decoder
+from fedcomp.coding.errors import CorruptGeneration, NotDecodable
+from fedcomp.coding.packet import Mode, Packet
+from fedcomp.coding.relay import Collector, Commitment, RelayPlan, check, choose
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 C, N, K = 10, 10, 7

@@ -25,14 +25,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coding import decoder as decoder_module
-from coding.code import shape_of, symbols_for
-from coding.encoder import encoder
-from coding.errors import CorruptGeneration, NotDecodable, PacketError
-from coding.field import GF256
-from coding.packet import Mode, Packet, PacketLimits
-from coding.rlnc import Decoder, Recoder
-from coding.stream import SplitMix64, derive
+from fedcomp.coding import decoder as decoder_module
+from fedcomp.coding.code import shape_of, symbols_for
+from fedcomp.coding.encoder import encoder
+from fedcomp.coding.errors import CorruptGeneration, NotDecodable, PacketError
+from fedcomp.coding.field import GF256
+from fedcomp.coding.packet import Mode, Packet, PacketLimits
+from fedcomp.coding.rlnc import Decoder, Recoder
+from fedcomp.coding.stream import SplitMix64, derive
 from fedcomp.errors import ConfigError
 
 GF = galois.GF(2**8, irreducible_poly="x^8 + x^4 + x^3 + x^2 + 1")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.errors import SealError
-from coding.parcels import Parcel
-from coding.sealing import OVERHEAD, Identity, seal
+from fedcomp.coding.errors import SealError
+from fedcomp.coding.parcels import Parcel
+from fedcomp.coding.sealing import OVERHEAD, Identity, seal
 from fedcomp.errors import ConfigError, FedcompError
 
 # RFC 7748, section 6.1.

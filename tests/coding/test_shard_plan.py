@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from coding import plan
-from coding.stream import SplitMix64
+from fedcomp.coding import plan
+from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
 NEEDED = {
@@ -85,7 +85,7 @@ def test_success_is_the_sum_over_all_ways_to_lose_shards(order: int | None) -> N
 
 def test_success_is_what_receivers_find() -> None:
     """Simulated losses and real coefficient vectors, decoded by rank: the binary case, where vectors do collide."""
-    from coding.elimination import rank
+    from fedcomp.coding.elimination import rank
 
     trials, symbols, count, loss = 4000, 4, 8, 0.3
     stream = SplitMix64(1)

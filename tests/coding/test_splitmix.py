@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.stream import GAMMA, MASK, SplitMix64, coefficient_rows, coefficients, derive
+from fedcomp.coding.stream import GAMMA, MASK, SplitMix64, coefficient_rows, coefficients, derive
 from fedcomp.errors import ConfigError
 
 WORDS = st.integers(0, MASK)

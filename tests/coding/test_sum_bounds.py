@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from field_sums import added, coded, plan_of, vectors
 
-from coding.errors import CorruptGeneration
-from coding.prime import FIELDS
-from coding.sumcode import (
+from fedcomp.coding.errors import CorruptGeneration
+from fedcomp.coding.prime import FIELDS
+from fedcomp.coding.sumcode import (
     SumPlan,
     contribution,
     decode,

@@ -12,10 +12,10 @@ from field_sums import added, coded, plan_of, vectors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
-from coding.prime import FIELDS, GF31, GF251, GF65521
-from coding.stream import SplitMix64
-from coding.sumcode import (
+from fedcomp.coding.errors import CodingError, CorruptGeneration, NotDecodable, PacketError
+from fedcomp.coding.prime import FIELDS, GF31, GF251, GF65521
+from fedcomp.coding.stream import SplitMix64
+from fedcomp.coding.sumcode import (
     SumPlan,
     choose_set,
     contribution,
@@ -25,7 +25,7 @@ from coding.sumcode import (
     prime_for,
     shares,
 )
-from coding.sumshards import (
+from fedcomp.coding.sumshards import (
     HEADER_BYTES,
     MASKED,
     SHARE,

@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coding import spool as spool_module
-from coding import transport as transport_module
-from coding.errors import CodingError, PacketError, TransportError
-from coding.transport import (
+from fedcomp.coding import spool as spool_module
+from fedcomp.coding import transport as transport_module
+from fedcomp.coding.errors import CodingError, PacketError, TransportError
+from fedcomp.coding.transport import (
     HEADER_BYTES,
     DeliveryFailed,
     MemoryStore,
@@ -298,8 +298,8 @@ def test_one_parcel_is_forgotten_and_the_others_stay(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from coding.errors import TransportError
-from coding.transport import Parcel, Spool
+from fedcomp.coding.errors import TransportError
+from fedcomp.coding.transport import Parcel, Spool
 store, refused = Spool(Path(sys.argv[1]), 50 * 136), 0
 for i in range(40):
     try:
@@ -325,8 +325,8 @@ def test_several_writers_never_exceed_the_limit_together(tmp_path: Path) -> None
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from coding import spool
-from coding.transport import Parcel, Spool
+from fedcomp.coding import spool
+from fedcomp.coding.transport import Parcel, Spool
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 spool.os.replace = die

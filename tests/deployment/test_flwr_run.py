@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from page_reading import ROOT, commands
 
-from experiments.engines.processes import free_ports, processes_with
+from fedcomp.experiments.engines.processes import free_ports, processes_with
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from quick_nodes import quicken
 
-from experiments.engines.superlink import Deployment
+from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from quick_nodes import quicken
 
-from experiments import engines
-from experiments.engines import superlink
-from experiments.engines.processes import DeploymentError, members
-from experiments.engines.superlink import Deployment, project_root
-from experiments.spec import RunSpec
-from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.engines import superlink
+from fedcomp.experiments.engines.processes import DeploymentError, members
+from fedcomp.experiments.engines.superlink import APP, Deployment
+from fedcomp.experiments.spec import RunSpec
 
 SPEC = RunSpec(
     "topk",
@@ -45,8 +44,7 @@ def processes_below(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch, tmp_path):
-    # The apps come in the bundle and from nowhere else.
-    quicken(monkeypatch, tmp_path, project=False)
+    quicken(monkeypatch, tmp_path)
     here = engines.run(replace(SPEC, engine="inprocess"))
     used: list[Deployment] = []
 
@@ -105,14 +103,8 @@ def test_a_node_that_dies_at_once_stops_the_deployment(monkeypatch):
     assert all(members(child.pid) == [] for child in deployment.children)
 
 
-def test_the_project_root_is_the_checkout():
-    assert (project_root() / "experiments" / "engines" / "superlink.py").exists()
-
-
-def test_an_installed_package_without_source_is_told_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(superlink, "__file__", str(tmp_path / "a" / "b" / "c" / "superlink.py"))
-    with pytest.raises(ConfigError, match="is not a source checkout"):
-        project_root()
+def test_the_bundle_is_a_few_kilobytes():
+    assert sum(path.stat().st_size for path in APP.rglob("*") if path.suffix in (".py", ".toml")) < 5_000
 
 
 def test_every_process_is_offline_and_has_a_home_of_its_own(tmp_path, monkeypatch):

@@ -22,8 +22,8 @@ from flwr.common.config import get_fused_config_from_dir, parse_config_args
 from flwr.supercore.constant import DEFAULT_SIMULATION_CONFIG
 from page_reading import PAGES, ROOT, Command, commands
 
-from experiments import server_app
-from experiments.spec import RunResult
+from fedcomp.experiments import server_app
+from fedcomp.experiments.spec import RunResult
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 
@@ -111,7 +111,7 @@ def test_e1_a_documented_run_finishes_on_the_nodes_it_gets(
 
 
 def run_project(start: Start) -> RunResult:
-    client_app = importlib.import_module("clients.app").app
+    client_app = importlib.import_module("fedcomp.clients.app").app
     config = {**start.config, "rounds": 1, "settings": f"{start.config['settings']} start_timeout=1"}
     results: list[RunResult] = []
     with InProcessGrid(client_app, start.nodes) as grid:

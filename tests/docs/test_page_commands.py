@@ -9,9 +9,10 @@ through the function its program starts with. Tiny means, and every rule stands 
   no setting shortens are cut as in :data:`FEWER`. A command whose options are all among another's is run with that
   one. ``full=true`` and ``tune=true``, which take long at any size, and what is for the files of ``FEDCOMP_DATA``,
   which are not there, are checked but not run: tests of their experiments do so with fewer parts.
-- ``fedcomp.tasks``: one epoch, and one task where the command has none. ``coding.plan --measure``: 20 draws.
+- ``fedcomp.tasks``: one epoch, and one task where the command has none. ``fedcomp.coding.plan --measure``: 20 draws.
 - ``make``: ``make -n``. ``pytest``: there are tests that it would select.
-- ``pip``: what it names is declared. ``clients.edge`` and ``coding.listener``: what they would start is prepared.
+- ``pip``: what it names is declared. ``fedcomp.clients.edge`` and ``fedcomp.coding.listener``: what they would start is
+  prepared.
 - What has a test that runs it is named in :data:`RUN_BY`; here its arguments are checked. ``flwr run`` is in
   ``test_flwr_commands``.
 
@@ -37,12 +38,12 @@ import pytest
 import typer
 from page_reading import PAGES, ROOT, Command, commands
 
-from experiments.bench import BENCHMARKS
-from experiments.catalog import CATALOG, get_experiment
-from experiments.experiment import Config
-from experiments.run import app
-from experiments.run import main as run_experiment
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.bench import BENCHMARKS
+from fedcomp.experiments.catalog import CATALOG, get_experiment
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.run import app
+from fedcomp.experiments.run import main as run_experiment
 
 ALL = [command for page in PAGES for command in commands(page)]
 PLACEHOLDERS = {
@@ -59,17 +60,21 @@ RUN_BY = {
     "coding.bench": "tests/coding/test_coding_bench.py",
     "experiments.bench gossip": "tests/experiments/test_gossip_bench.py",
     "experiments.bench graphs": "tests/experiments/test_graphs_bench.py",
-    "experiments.bench.graph_rows": "tests/experiments/test_graph_row_bench.py",
+    "fedcomp.experiments.bench.graph_rows": "tests/experiments/test_graph_row_bench.py",
     "examples/quickstart_pytorch/compare.py": "tests/examples/test_quickstart_pytorch.py",
     "examples/gossip_pytorch/run.py": "tests/examples/test_gossip_pytorch.py",
 }
 """Programs that a test of their own runs at tiny sizes."""
 
 FEWER: dict[str, dict[str, Any]] = {
-    "experiments.catalog.sumcode": {"FEDERATIONS": (5, 10), "MASKED": (5, 10), "CHECKED": {"share": 5, "mask": 5}},
-    "experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
-    "experiments.catalog.coded_dropout": {"LIVES": (12.0, 40.0), "SIZES": (2_000, 5_000)},
-    "experiments.catalog.gcn": {"SCALES": (4.0, 8.0), "SWEEP": (1.0, 1.5)},
+    "fedcomp.experiments.catalog.sumcode": {
+        "FEDERATIONS": (5, 10),
+        "MASKED": (5, 10),
+        "CHECKED": {"share": 5, "mask": 5},
+    },
+    "fedcomp.experiments.catalog.scalecom": {"FEDERATIONS": (2, 8)},
+    "fedcomp.experiments.catalog.coded_dropout": {"LIVES": (12.0, 40.0), "SIZES": (2_000, 5_000)},
+    "fedcomp.experiments.catalog.gcn": {"SCALES": (4.0, 8.0), "SWEEP": (1.0, 1.5)},
 }
 """Lists of an experiment that no setting shortens: module, names and what they are while it is tested."""
 
@@ -220,7 +225,7 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
 
 def leave_few_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the audit have two systems and two mutants: all of them are tests of their own (``-m audit``)."""
-    from experiments.audits import cases, caught, systems
+    from fedcomp.experiments.audits import cases, caught, systems
 
     monkeypatch.setattr(cases, "SUBJECTS", {"votes": cases.votes_sum})
     monkeypatch.setattr(systems, "SUBJECTS", {"message": systems.Messages})
@@ -238,7 +243,7 @@ def test_e1_every_experiment_stands_on_a_page() -> None:
 @pytest.mark.parametrize("command", distinct("python -m experiments.bench"), ids=at)
 def test_e1_a_benchmark_runs_at_its_smallest_size(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """``wire``, ``kernels`` and ``engine`` take long even so: here they are found, and measure nothing."""
-    from experiments.bench.__main__ import Setup, main
+    from fedcomp.experiments.bench.__main__ import Setup, main
 
     name = next((word for word in command.words[3:] if not word.startswith("--")), None)
     if name is None and "--list" not in command.words:
@@ -278,10 +283,10 @@ def test_e1_a_task_is_described_and_trained_for_one_epoch(command: Command, caps
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "command", [*distinct("python -m fedcomp.privacy"), *distinct("python -m coding.plan")], ids=at
+    "command", [*distinct("python -m fedcomp.privacy"), *distinct("python -m fedcomp.coding.plan")], ids=at
 )
 def test_e1_tables_are_printed(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    from coding import plan
+    from fedcomp.coding import plan
     from fedcomp.privacy.__main__ import main
 
     words = arguments(command, 3)
@@ -293,16 +298,16 @@ def test_e1_tables_are_printed(command: Command, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "command", [*distinct("python -m fedcomp.kernels"), *distinct("python -m coding.kernels")], ids=at
+    "command", [*distinct("python -m fedcomp.kernels"), *distinct("python -m fedcomp.coding.kernels")], ids=at
 )
 def test_e1_kernels_are_made_ready(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_module(f"{command.words[2]}.__main__", run_name="__main__")
     assert command.words[2] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", distinct("python -m clients.edge"), ids=at)
+@pytest.mark.parametrize("command", distinct("python -m fedcomp.clients.edge"), ids=at)
 def test_e1_a_node_would_start(command: Command, tmp_path: Path) -> None:
-    from clients.edge import prepare
+    from fedcomp.clients.edge import prepare
 
     words = arguments(command, 3)
     for i, word in enumerate(words):
@@ -314,9 +319,9 @@ def test_e1_a_node_would_start(command: Command, tmp_path: Path) -> None:
     assert line[1:3] == ["--superlink", "10.0.0.1:8000"]
 
 
-@pytest.mark.parametrize("command", distinct("python -m coding.listener"), ids=at)
+@pytest.mark.parametrize("command", distinct("python -m fedcomp.coding.listener"), ids=at)
 def test_e1_a_listener_would_start(command: Command) -> None:
-    from coding.listener import _parser
+    from fedcomp.coding.listener import _parser
 
     parsed = _parser().parse_args(arguments(command, 3))
     assert (parsed.listen, str(parsed.store)) == ("127.0.0.1:0", "spool")
@@ -419,8 +424,8 @@ def test_e1_no_command_escapes() -> None:
             assert len(re.findall(re.escape(program) + r"[ `]", text)) <= sum(k.startswith(program) for k in known), (
                 f"{page}: {program}"
             )
-    tested = ("experiments.run", "experiments.bench", "fedcomp.tasks", "fedcomp.privacy", "coding.plan")
-    tested += ("fedcomp.kernels", "coding.kernels", "clients.edge", "coding.listener", "pytest")
+    tested = ("experiments.run", "experiments.bench", "fedcomp.tasks", "fedcomp.privacy", "fedcomp.coding.plan")
+    tested += ("fedcomp.kernels", "fedcomp.coding.kernels", "fedcomp.clients.edge", "fedcomp.coding.listener", "pytest")
     modules = {command.words[2] for command in ALL if command.words[:2] == ("python", "-m")}
     assert modules <= {*tested, *RUN_BY}
     assert {command.words[0] for command in ALL} <= {"python", "flwr", "make", "pytest", "pip", "cd", "source", "."}

@@ -44,7 +44,7 @@ def test_the_apps_differ_by_two_lines_and_their_imports():
 
 def test_the_plain_app_knows_nothing_of_this_project():
     words = "\n".join("\n".join(lines) for name, lines in sources("plain").items() if name.endswith(".py"))
-    assert not any(name in words for name in ("fedcomp", "strategies", "clients.compressed"))
+    assert not any(name in words for name in ("fedcomp", "strategies", "fedcomp.clients.compressed"))
 
 
 def test_the_readme_shows_the_diff_and_the_command():

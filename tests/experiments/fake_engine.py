@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option, no_rows
-from experiments.findings import Curves, Findings, HeatMap, Say, Series, Table
-from experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
+from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table
+from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 
 DATA = {"note": "numbers made by formula", "used": "offline", "verified": False, "substitute": False}
 
@@ -152,4 +152,4 @@ MEASURED = Experiment(
     notes="Measured.",
 )
 
-CATALOG = {"tiny": TINY, "measured": MEASURED, "quickstart": "experiments.catalog.quickstart"}
+CATALOG = {"tiny": TINY, "measured": MEASURED, "quickstart": "fedcomp.experiments.catalog.quickstart"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment, Option
-from experiments.findings import Findings
-from experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment, Option
+from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.spec import RunResult, RunSpec
 
 COMMON = {"task.hidden": "16", "max_steps": 2, "insecure_deterministic": True}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from private_rows import small
 
-from experiments import engines, serve
+from fedcomp.experiments import engines, serve
 from fedcomp.privacy import journal
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import Mechanism

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.spec import RunSpec
-from experiments.systems import SYSTEMS
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.systems import SYSTEMS
 
 NAMES = tuple(name for name, system in SYSTEMS.items() if system.private)
 

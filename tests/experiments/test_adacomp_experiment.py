@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine
 
-from experiments import engines
-from experiments.catalog import adacomp
-from experiments.central import Separate
-from experiments.experiment import Config
-from experiments.findings import Curves, Findings, Say
-from experiments.spec import RoundRecord, RunResult
 from fedcomp.codecs import AdaComp
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import adacomp
+from fedcomp.experiments.central import Separate
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Curves, Findings, Say
+from fedcomp.experiments.spec import RoundRecord, RunResult
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import BENCHMARKS
-from experiments.bench.__main__ import Setup, main
+from fedcomp.experiments.bench import BENCHMARKS
+from fedcomp.experiments.bench.__main__ import Setup, main
 
 ROOT = Path(__file__).parents[2]
 
 MODULE = """
-from experiments.claims import Claim
+from fedcomp.experiments.claims import Claim
 
 def run(*, quick=False, progress=None):
     if progress is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_engine import TINY
 
-from experiments.catalog import CATALOG, get_experiment
-from experiments.experiment import Config, Experiment, Option
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.catalog import CATALOG, get_experiment
+from fedcomp.experiments.experiment import Config, Experiment, Option
 
 
 @pytest.fixture(params=sorted(CATALOG))
@@ -34,7 +34,7 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
 
 @pytest.mark.long
 def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experiment) -> None:
-    from experiments.systems import check
+    from fedcomp.experiments.systems import check
 
     specs = experiment.specs(experiment.configure())
     for spec in specs:
@@ -46,7 +46,7 @@ def test_every_row_can_run_and_every_setting_reaches_a_row(experiment: Experimen
 
 @pytest.mark.long
 def test_e2_the_smallest_size_is_one_and_can_run(experiment: Experiment) -> None:
-    from experiments.systems import check
+    from fedcomp.experiments.systems import check
 
     whole, quick = experiment.configure(), experiment.configure(quick=True)
     assert quick.quick

@@ -8,9 +8,9 @@ import math
 
 import pytest
 
-from experiments.findings import Say
-from experiments.grid import Cell, Measured, run_cells
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.grid import Cell, Measured, run_cells
 
 TOPK = {"id": "feedback", "codec": {"id": "topk", "density": 0.05}}
 

@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments import engines
-from experiments.central import Led, Plan, Separate, simulate, sum_frame
-from experiments.findings import different_bytes
-from experiments.spec import RunSpec
 from fedcomp.codecs import Identity, TopK, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.central import Led, Plan, Separate, simulate, sum_frame
+from fedcomp.experiments.findings import different_bytes
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 from fedcomp.tasks import get_task

@@ -10,14 +10,14 @@ import pytest
 from flwr.app import Message, RecordDict
 from noted_settings import Read
 
-from coding.transport import Parcel, SpoolRoot
-from experiments import engines
-from experiments.catalog import coded_dropout
-from experiments.catalog.coded_dropout import COPIES, MDS, PLAIN, RESUME, RLNC, Sizes
-from experiments.experiment import Config
-from experiments.findings import Findings, Say, different_bytes
-from experiments.spec import RunResult
-from experiments.vanishing import Life, PeerShards, World, live, relive
+from fedcomp.coding.transport import Parcel, SpoolRoot
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import coded_dropout
+from fedcomp.experiments.catalog.coded_dropout import COPIES, MDS, PLAIN, RESUME, RLNC, Sizes
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say, different_bytes
+from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.vanishing import Life, PeerShards, World, live, relive
 from fedcomp.flower.coded import put_fields
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.timing import Link

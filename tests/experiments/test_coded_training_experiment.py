@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from noted_settings import Read
 
-from experiments import engines
-from experiments.catalog import coded_training
-from experiments.catalog.coded_training import SCHEMES, SPARSE, Problem
-from experiments.experiment import Config
-from experiments.findings import Curves, Findings, Say
-from experiments.spec import RunResult, RunSpec
-from experiments.systems import check, get_system
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import coded_training
+from fedcomp.experiments.catalog.coded_training import SCHEMES, SPARSE, Problem
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Curves, Findings, Say
+from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.systems import check, get_system
 
 SMALL = ("parities=4", "draws=200", "trials=400", "faulty_rounds=4")
 LINEAR = {"parities": 2, "lr": 0.3, "task.l2": 0.001}

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from noted_settings import Read
 
-from experiments import convex, engines
-from experiments.catalog import cold
-from experiments.catalog.cold import GEOMETRIC, NIDS, TOP20, TWO_BITS, ZOOM
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
-from experiments.spec import RunResult
+from fedcomp.experiments import convex, engines
+from fedcomp.experiments.catalog import cold
+from fedcomp.experiments.catalog.cold import GEOMETRIC, NIDS, TOP20, TWO_BITS, ZOOM
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.spec import RunResult
 
 SMALL = ("most=14", "tolerance=0.09", "l2=5", "topology=complete", "energy_tx=2e-9", "energy_rx=1e-9")
 D = 65

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from noted_settings import Read
 
-from experiments import averaging
-from experiments.averaging import READINGS, Track, average, by_matrices, fitted, reading, starts
-from experiments.catalog import consensus
-from experiments.decentralised import Energy
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import averaging
+from fedcomp.experiments.averaging import READINGS, Track, average, by_matrices, fitted, reading, starts
+from fedcomp.experiments.catalog import consensus
+from fedcomp.experiments.decentralised import Energy
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Complete, DirectedRing, OnePeerExponential, Ring
 from fedcomp.layout import Layout

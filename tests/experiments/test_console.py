@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.console import row_groups
+from fedcomp.experiments.console import row_groups
 
 
 def test_rows_are_grouped_by_their_columns_in_order() -> None:

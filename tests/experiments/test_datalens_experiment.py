@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import engines
-from experiments.catalog import datalens
-from experiments.experiment import Config
-from experiments.findings import Findings, Pictures, Say
-from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import datalens
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Pictures, Say
+from fedcomp.experiments.spec import RunResult
 from fedcomp.privacy.accounting import releases_for
 from fedcomp.privacy.votes import entropy_bits
 

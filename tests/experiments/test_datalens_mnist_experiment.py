@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from noted_settings import Read
 
-from experiments.catalog import datalens_mnist as module
-from experiments.catalog.datalens_mnist import (
+from fedcomp.experiments.catalog import datalens_mnist as module
+from fedcomp.experiments.catalog.datalens_mnist import (
     CHOSEN,
     DIRECT,
     DP_SGD,
@@ -24,10 +24,10 @@ from experiments.catalog.datalens_mnist import (
     TOPAGG,
     label,
 )
-from experiments.claims import Claim
-from experiments.experiment import Config
-from experiments.findings import Findings, Pictures, Say
-from experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Pictures, Say
+from fedcomp.experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.statement import Statement
 
@@ -142,7 +142,7 @@ def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_lea
 
 @pytest.mark.long
 def test_f_settings_are_chosen_on_held_out_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments import generator_training
+    from fedcomp.experiments import generator_training
 
     seen: list[tuple[int, int, float]] = []
 
@@ -168,7 +168,7 @@ def test_f_settings_are_chosen_on_held_out_records_alone(monkeypatch: pytest.Mon
 @pytest.mark.long
 def test_f_without_noise_teachers_move_a_generator_towards_the_class_means() -> None:
     """Fresh or kept, by plain votes of all pixels: a wrong sign, or votes on another class's images, would not."""
-    from experiments.generator_training import _Training, _votes
+    from fedcomp.experiments.generator_training import _Training, _votes
 
     for rate in (0.0, 0.001):
         options = {"lr": 0.01, "k": 784, "beta": 0.0, "stochastic": 0, "teacher_lr": rate}

@@ -9,8 +9,9 @@ import math
 import numpy as np
 import pytest
 
-from experiments.convex import Convex, ErrorCurve, error_curve, fit_line, optimum
-from experiments.decentralised import (
+from fedcomp.errors import ConfigError
+from fedcomp.experiments.convex import Convex, ErrorCurve, error_curve, fit_line, optimum
+from fedcomp.experiments.decentralised import (
     COST_COLUMNS,
     ENERGY_OPTIONS,
     Energy,
@@ -22,9 +23,8 @@ from experiments.decentralised import (
     ratio,
     train,
 )
-from experiments.findings import Say, finite
-from experiments.grid import run_cells
-from fedcomp.errors import ConfigError
+from fedcomp.experiments.findings import Say, finite
+from fedcomp.experiments.grid import run_cells
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.central import simulate
 from fedcomp.gossip.local import FlatObjective

@@ -13,13 +13,13 @@ import pytest
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from clients.app import app as client_app
-from experiments import engines
-from experiments.engines import ray as simulation
-from experiments.federation import Cohorts, NodesMissing, wait_for_nodes
-from experiments.serve import serve
-from experiments.spec import RunResult, RunSpec
+from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.engines import ray as simulation
+from fedcomp.experiments.federation import Cohorts, NodesMissing, wait_for_nodes
+from fedcomp.experiments.serve import serve
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.flower.faults import Fault
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -33,7 +33,7 @@ def same(a, b) -> bool:
 
 
 def test_importing_the_engines_brings_neither_flower_nor_ray():
-    code = "import sys, experiments.engines; print([m for m in ('flwr', 'ray', 'torch') if m in sys.modules])"
+    code = "import sys, fedcomp.experiments.engines; print([m for m in ('flwr', 'ray', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -52,7 +52,7 @@ def test_rounds_are_reported_as_they_finish_and_add_up():
 
 @pytest.mark.long
 def test_the_virtual_clock_agrees_with_the_link_model_on_counted_bytes():
-    from experiments.serve import _rows
+    from fedcomp.experiments.serve import _rows
     from fedcomp.timing import parse_link, simulated_seconds
 
     settings = SMALL | {"link": "1mbit", "fraction_evaluate": 1.0}
@@ -278,8 +278,8 @@ def test_ray_gives_the_same_bits_as_this_process(system, on_ray):
 
 INTERRUPTED = """
 import os, signal
-from experiments import engines
-from experiments.spec import RunSpec
+from fedcomp.experiments import engines
+from fedcomp.experiments.spec import RunSpec
 
 def interrupt(record):
     if record.round == 1:

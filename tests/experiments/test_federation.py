@@ -9,8 +9,8 @@ import pytest
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from experiments.federation import Cohorts
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.federation import Cohorts
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from experiments.findings import (
+from fedcomp.experiments.findings import (
     Curves,
     Findings,
     HeatMap,
@@ -24,7 +24,7 @@ from experiments.findings import (
     mean,
     spread,
 )
-from experiments.plots import picture_sheet
+from fedcomp.experiments.plots import picture_sheet
 
 
 def everything() -> Findings:

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from noted_settings import Read
 
-from experiments import engines
-from experiments import graph_tables as tables
-from experiments.catalog import gcn
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
-from experiments.graph_runs import GraphCell, GraphRun, outcome
-from experiments.graph_tables import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
-from experiments.graph_variance import as_many_rows, bias_of, measured, remote_inputs, with_input_layer
-from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments import graph_tables as tables
+from fedcomp.experiments.catalog import gcn
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.graph_runs import GraphCell, GraphRun, outcome
+from fedcomp.experiments.graph_tables import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
+from fedcomp.experiments.graph_variance import as_many_rows, bias_of, measured, remote_inputs, with_input_layer
+from fedcomp.experiments.spec import RunResult
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.tasks import get_task
 from fedcomp.tasks.graph import GraphTask

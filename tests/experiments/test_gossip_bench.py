@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.bench import BENCHMARKS, gossip
+from fedcomp.experiments.bench import BENCHMARKS, gossip
 
 
 @pytest.mark.long

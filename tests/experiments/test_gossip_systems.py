@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments import engines
-from experiments.relayed import edge_bytes, without_messages
-from experiments.spec import RunResult, RunSpec
-from experiments.systems import SYSTEMS, check, get_system
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.relayed import edge_bytes, without_messages
+from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.experiments.systems import SYSTEMS, check, get_system
 from fedcomp.flower import gossip
 from fedcomp.gossip import ALGORITHMS
 from fedcomp.gossip.power_gossip import auto_rate

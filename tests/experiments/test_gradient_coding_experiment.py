@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from noted_settings import Read
 
-from experiments import engines
-from experiments.catalog import gradient_coding as module
-from experiments.catalog.gradient_coding import (
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import gradient_coding as module
+from fedcomp.experiments.catalog.gradient_coding import (
     DRAWN,
     EXPERIMENT,
     FIXED,
@@ -23,9 +23,9 @@ from experiments.catalog.gradient_coding import (
     schemes,
     slowdown,
 )
-from experiments.claims import Claim
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
 from fedcomp.rng import Key
 
 
@@ -76,7 +76,7 @@ def test_findings_survive_the_summary(small: tuple) -> None:
 @pytest.mark.long
 def test_a_wrong_decoder_fails_the_claims(small: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of the survivors, added up as if they were plain updates."""
-    from coding.gradcode import Cyclic, Decoding
+    from fedcomp.coding.gradcode import Cyclic, Decoding
 
     config, findings, _, _ = small
     settings = schemes(config)[coded(1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.bench.graph_rows import id_table, row_table
+from fedcomp.experiments.bench.graph_rows import id_table, row_table
 from fedcomp.graphs.ids import encode_ids
 from fedcomp.graphs.rowcodecs import ROW_CODECS
 from fedcomp.rng import Key

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from experiments import engines
-from experiments.graph_runs import outcome
-from experiments.graph_systems import layer_sizes, sampler_settings
-from experiments.spec import RunSpec
-from experiments.systems import check, get_system
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.graph_runs import outcome
+from fedcomp.experiments.graph_systems import layer_sizes, sampler_settings
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.systems import check, get_system
 
 SMALL = {"n": "8", "batch_size": 4}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
-from experiments.bench import BENCHMARKS, graphs
+from fedcomp.experiments.bench import BENCHMARKS, graphs
 
 
 @pytest.mark.long

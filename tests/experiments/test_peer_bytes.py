@@ -11,13 +11,13 @@ from flwr.app import ConfigRecord
 from rich.console import Console
 from toy import client_app
 
-from experiments import engines, serve
-from experiments.console import result_table
-from experiments.federation import Cohorts
-from experiments.page import render_html
-from experiments.report import summarise
-from experiments.spec import RoundRecord, RunSpec
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines, serve
+from fedcomp.experiments.console import result_table
+from fedcomp.experiments.federation import Cohorts
+from fedcomp.experiments.page import render_html
+from fedcomp.experiments.report import summarise
+from fedcomp.experiments.spec import RoundRecord, RunSpec
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 

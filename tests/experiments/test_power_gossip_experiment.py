@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from noted_settings import Read
 
-from experiments import engines
-from experiments.catalog import power_gossip as module
-from experiments.catalog.power_gossip import (
+from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import power_gossip as module
+from fedcomp.experiments.catalog.power_gossip import (
     CHANCE,
     CHOCO_SIGNS,
     CHOCO_TOP,
@@ -23,13 +24,12 @@ from experiments.catalog.power_gossip import (
     TUNED,
     Group,
 )
-from experiments.claims import Claim
-from experiments.decentralised import Point, Trained
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
-from experiments.relayed import beside, without_messages
-from experiments.spec import RunResult
-from fedcomp.errors import ConfigError
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.decentralised import Point, Trained
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.relayed import beside, without_messages
+from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.power_gossip import PowerGossip
 from fedcomp.gossip.traffic import Traffic
 

@@ -9,10 +9,10 @@ import math
 import pytest
 from noted_settings import Read
 
-from experiments.audits import cases, caught, systems
-from experiments.catalog import privacy_audit
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
+from fedcomp.experiments.audits import cases, caught, systems
+from fedcomp.experiments.catalog import privacy_audit
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
 
 SMALL = ("runs=60", "noise_runs=5", "canaries=150", "guesses=40", "clip_rounds=8", "float_draws=2000")
 

@@ -9,11 +9,11 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from experiments import engines
-from experiments.findings import different_bytes
-from experiments.private_central import PrivateCell, Trained, simulate
-from experiments.spec import RunSpec
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.findings import different_bytes
+from fedcomp.experiments.private_central import PrivateCell, Trained, simulate
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.votes import TopkSign, entropy_bits
 from fedcomp.rng import Key
@@ -132,7 +132,7 @@ def test_what_needs_messages_is_refused(asked: RunSpec, words: str) -> None:
     ],
 )
 def test_the_row_refuses_settings_that_are_no_vote(settings: dict, words: str) -> None:
-    from experiments.systems import check
+    from fedcomp.experiments.systems import check
 
     with pytest.raises(ConfigError, match=words):
         check(spec("topagg", **settings))

@@ -13,14 +13,14 @@ from flwr.app import Context, RecordDict
 from private_experiment import EXPERIMENT
 from private_rows import small
 
-from clients.app import app as client_app
-from experiments import console, engines, server_app
-from experiments.findings import Findings
-from experiments.page import render_html
-from experiments.report import promises
-from experiments.run import Setup, main
-from experiments.store import RunFolder
+from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import console, engines, server_app
+from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.page import render_html
+from fedcomp.experiments.report import promises
+from fedcomp.experiments.run import Setup, main
+from fedcomp.experiments.store import RunFolder
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.accounting import releases_for
 from fedcomp.privacy.errors import LedgerError
@@ -88,7 +88,7 @@ def test_a_run_that_is_not_interrupted_and_one_that_is_end_in_the_same_model(tmp
 
 @pytest.mark.long
 def test_a_round_that_is_made_again_is_paid_for_again(tmp_path, monkeypatch):
-    from experiments import serve
+    from fedcomp.experiments import serve
 
     spec = small("dp-fedavg", rounds=3, budget=5.0)
     allowed = releases_for(5.0, DELTA, 2.0)
@@ -177,7 +177,7 @@ def test_the_command_line_keeps_a_budget_and_says_why_a_row_ended(tmp_path, caps
 @pytest.mark.long
 def test_the_budget_of_a_resumed_run_can_be_set_anew(tmp_path, capsys, monkeypatch):
     """Ended by a lower budget between two rounds; the stored one holds where none is given."""
-    from experiments.run import RunFolder as Folder
+    from fedcomp.experiments.run import RunFolder as Folder
 
     append = Folder.append
 

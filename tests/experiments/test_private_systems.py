@@ -8,10 +8,10 @@ import math
 import pytest
 from private_rows import NAMES, small
 
-from experiments import engines
-from experiments.spec import RunSpec
-from experiments.systems import SYSTEMS, check
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.systems import SYSTEMS, check
 from fedcomp.privacy.statement import Statement
 
 COUNTS = {

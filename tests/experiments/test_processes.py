@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from experiments.engines.processes import (
+from fedcomp.experiments.engines.processes import (
     Child,
     DeploymentError,
     free_ports,
@@ -154,5 +154,5 @@ def test_a_child_that_is_gone_is_not_taken_for_whoever_has_its_id_now(tmp_path, 
     def strangers(pid):
         raise AssertionError("asked for the family of an id that is nobody's, or a stranger's")
 
-    monkeypatch.setattr("experiments.engines.processes.groups_below", strangers)
+    monkeypatch.setattr("fedcomp.experiments.engines.processes.groups_below", strangers)
     child.terminate()

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from fake_engine import DATA, TINY, FakeEngine
 
-from experiments.claims import Claim
-from experiments.findings import Curves, Findings, HeatMap, Series, Table
-from experiments.page import render_html
-from experiments.plots import line_plot
-from experiments.report import (
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Curves, Findings, HeatMap, Series, Table
+from fedcomp.experiments.page import render_html
+from fedcomp.experiments.plots import line_plot
+from fedcomp.experiments.report import (
     aligned,
     data_sentence,
     duration,
@@ -31,7 +31,7 @@ from experiments.report import (
     takes,
     verdict,
 )
-from experiments.spec import RoundRecord, RunResult
+from fedcomp.experiments.spec import RoundRecord, RunResult
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

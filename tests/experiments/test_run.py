@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from fake_engine import CATALOG, MEASURED, TINY, FakeEngine
 
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment
-from experiments.findings import Findings, Say
-from experiments.run import Setup, main
-from experiments.spec import RunResult
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.run import Setup, main
+from fedcomp.experiments.spec import RunResult
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +162,7 @@ def test_json_stays_pure_when_everybody_below_prints(tmp_path: Path) -> None:
     script.write_text(
         "import os, subprocess, sys\n"
         "from fake_engine import CATALOG, FakeEngine\n"
-        "from experiments.run import Setup, main\n"
+        "from fedcomp.experiments.run import Setup, main\n"
         "class Noisy(FakeEngine):\n"
         "    def __call__(self, spec, **options):\n"
         "        print('print')\n"
@@ -453,7 +453,7 @@ def test_flowers_logger_is_as_before_after_a_run(call: Caller) -> None:
 def test_listing_imports_neither_flower_nor_torch(tmp_path: Path) -> None:
     done = python(
         "-c",
-        "import sys; from experiments.run import main; code = main(['--list']);"
+        "import sys; from fedcomp.experiments.run import main; code = main(['--list']);"
         "heavy = {'flwr', 'torch', 'ray', 'numba', 'matplotlib'} & set(sys.modules);"
         "print(heavy, file=sys.stderr) if heavy else None; sys.exit(code or bool(heavy))",
         cwd=tmp_path,

@@ -8,10 +8,10 @@ import logging
 import pytest
 from flwr.app import Context, RecordDict
 
-from clients.app import app as client_app
-from experiments.server_app import app, build
-from experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
+from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.server_app import app, build
+from fedcomp.experiments.spec import ROUNDS_FILE, RoundRecord, RunResult, RunSpec
 from fedcomp.flower.grid import InProcessGrid
 
 SPEC = RunSpec("topk", rounds=2, clients=3, settings={"task.hidden": "16", "codec.density": 0.1})
@@ -55,13 +55,13 @@ def test_a_given_spec_wins_over_an_empty_run_configuration():
     assert results[0].spec == SPEC
 
 
-def test_the_projects_own_run_configuration_is_complete():
+def test_the_run_configuration_of_the_bundle_is_complete():
     import tomllib
 
-    from experiments.engines.superlink import project_root
-    from experiments.systems import check
+    from fedcomp.experiments.engines.superlink import APP
+    from fedcomp.experiments.systems import check
 
-    project = tomllib.loads((project_root() / "pyproject.toml").read_text())
+    project = tomllib.loads((APP / "pyproject.toml").read_text())
     config = project["tool"]["flwr"]["app"]["config"]
     # Flower refuses overrides of keys that are missing here, and the superlink engine overrides all of them.
     assert set(config) == {*RunSpec().to_run_config(), "out", "privacy"}

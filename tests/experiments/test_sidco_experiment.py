@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from noted_settings import Read
 
-from experiments import engines, estimates
-from experiments.catalog import sidco
-from experiments.experiment import Config
-from experiments.findings import Curves, Findings, HeatMap, Say
-from experiments.spec import RunResult
 from fedcomp.codecs.sidco import estimate_threshold
+from fedcomp.experiments import engines, estimates
+from fedcomp.experiments.catalog import sidco
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say
+from fedcomp.experiments.spec import RunResult
 from fedcomp.rng import Key
 
 pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")

@@ -8,12 +8,12 @@ import math
 import pytest
 from noted_settings import Read
 
-from experiments import adaptive_servers, engines, robust_rules, small_cnn
-from experiments.catalog import sparse_study, sparsifiers
-from experiments.claims import Claim
-from experiments.experiment import Config, Experiment
-from experiments.findings import Curves, Findings, HeatMap, Say
-from experiments.spec import RunResult
+from fedcomp.experiments import adaptive_servers, engines, robust_rules, small_cnn
+from fedcomp.experiments.catalog import sparse_study, sparsifiers
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say
+from fedcomp.experiments.spec import RunResult
 
 
 def run(experiment: Experiment, *assignments: str, **size: int) -> tuple[Config, Findings, list[Claim], set[str]]:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from noted_settings import Read
 
-from experiments import engines
-from experiments.catalog import sparse_push
-from experiments.catalog.sparse_push import (
+from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import sparse_push
+from fedcomp.experiments.catalog.sparse_push import (
     DIGRAPH,
     GRAPHS,
     IID,
@@ -23,11 +24,10 @@ from experiments.catalog.sparse_push import (
     TWO,
     Setting,
 )
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
-from experiments.push_sum_readings import READINGS, Reading, ReadingCell
-from experiments.spec import RunResult
-from fedcomp.errors import ConfigError
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.push_sum_readings import READINGS, Reading, ReadingCell
+from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.topology import topology_of
 

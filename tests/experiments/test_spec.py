@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.spec import (
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.experiments.spec import (
     RESULT_FILE,
     RoundRecord,
     RunResult,
@@ -23,7 +24,6 @@ from experiments.spec import (
     parse_value,
     save_arrays,
 )
-from fedcomp.errors import ConfigError, StateError
 
 scalars = st.one_of(st.booleans(), st.integers(-(2**63), 2**63), st.floats(allow_nan=False), st.text(max_size=20))
 names = st.from_regex(r"[a-z][a-z_]{0,8}(\.[a-z_]{1,8})?", fullmatch=True)

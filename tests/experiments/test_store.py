@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from fake_engine import TINY, FakeEngine
 
-from experiments import store
-from experiments.experiment import Experiment, Option
-from experiments.spec import RoundRecord
-from experiments.store import RunFolder, finite, to_json_text, write_text
 from fedcomp.errors import ConfigError, StateError
+from fedcomp.experiments import store
+from fedcomp.experiments.experiment import Experiment, Option
+from fedcomp.experiments.spec import RoundRecord
+from fedcomp.experiments.store import RunFolder, finite, to_json_text, write_text
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments import engines
-from experiments.catalog import sumcode
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
-from experiments.spec import RunResult
+from fedcomp.experiments import engines
+from fedcomp.experiments.catalog import sumcode
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.spec import RunResult
 
 SMALL = ("task.hidden=32", "max_steps=1", "exact_rounds=2")
 FEW = (5, 10)

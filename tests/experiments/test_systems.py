@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from experiments import engines
-from experiments.central import Plan
-from experiments.parts import INNER
-from experiments.spec import RunSpec
-from experiments.systems import COMMON, SYSTEMS, System, check, get_system
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.central import Plan
+from fedcomp.experiments.parts import INNER
+from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.systems import COMMON, SYSTEMS, System, check, get_system
 from fedcomp.layout import SmallDense
 
 SMALL = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "momentum": 0.9, "lr": 0.05}

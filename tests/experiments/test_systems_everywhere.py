@@ -12,12 +12,12 @@ from flwr.serverapp import Grid, ServerApp
 from private_rows import NAMES, small
 from quick_nodes import quicken
 
-from experiments import engines
-from experiments.engines import ray
-from experiments.engines.superlink import Deployment
-from experiments.serve import serve
-from experiments.spec import PRIVACY_FILE, RunResult, RunSpec
-from experiments.systems import SYSTEMS
+from fedcomp.experiments import engines
+from fedcomp.experiments.engines import ray
+from fedcomp.experiments.engines.superlink import Deployment
+from fedcomp.experiments.serve import serve
+from fedcomp.experiments.spec import PRIVACY_FILE, RunResult, RunSpec
+from fedcomp.experiments.systems import SYSTEMS
 from fedcomp.privacy.statement import Statement
 
 SETTINGS = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "max_steps": 4}

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from noted_settings import Read
 
-from experiments.catalog import topagg_dpsgd as module
-from experiments.catalog.topagg_dpsgd import (
+from fedcomp.experiments.catalog import topagg_dpsgd as module
+from fedcomp.experiments.catalog.topagg_dpsgd import (
     CHOSEN,
     DP_SGD,
     EXPERIMENT,
@@ -24,10 +24,10 @@ from experiments.catalog.topagg_dpsgd import (
     grid,
     label,
 )
-from experiments.claims import Claim
-from experiments.experiment import Config
-from experiments.findings import Findings, Say
-from experiments.record_training import RecordCell, RecordOutcome
+from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.record_training import RecordCell, RecordOutcome
 from fedcomp.privacy.accounting import noise_multiplier_for
 from fedcomp.privacy.statement import Statement
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-import experiments.catalog.topagg as module
-from experiments import engines
-from experiments.ballots import PUBLISHED, Published, agreement, drawn_difference, passing
-from experiments.catalog.topagg import EPSILONS, EXPERIMENT, FEDAVG, METHODS, SENT, multiplier
-from experiments.findings import Findings, Say
+import fedcomp.experiments.catalog.topagg as module
+from fedcomp.experiments import engines
+from fedcomp.experiments.ballots import PUBLISHED, Published, agreement, drawn_difference, passing
+from fedcomp.experiments.catalog.topagg import EPSILONS, EXPERIMENT, FEDAVG, METHODS, SENT, multiplier
+from fedcomp.experiments.findings import Findings, Say
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.events import FINE
 from fedcomp.privacy.gaussian import lattice_delta

@@ -36,7 +36,7 @@ from fedcomp.flower.nodes import GridError
 from fedcomp.flower.payload import STYPE
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 NODES, ROUNDS = 5, 6
 

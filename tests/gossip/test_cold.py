@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gossip_problems import Ran, dense_gossip, nids, problem, ring_weights, run, slope, view_of
 
-from experiments.convex import Convex
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.experiments.convex import Convex
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, Letter, State, View, deliver
 from fedcomp.gossip.cold import COLD

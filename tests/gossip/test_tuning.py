@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from gossip_problems import problem, ring_weights, run
 
-from experiments.decentralised import GossipCell
 from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate
+from fedcomp.experiments.decentralised import GossipCell
 from fedcomp.gossip import tuning
 from fedcomp.gossip.base import Algorithm, State
 from fedcomp.gossip.choco import CHOCO

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.bench import sparsifiers as other
-from experiments.bench.kernels import DENSITIES, Measured, measure
-from experiments.bench.readpass import LAYERS, Times, layered
+from fedcomp.experiments.bench import sparsifiers as other
+from fedcomp.experiments.bench.kernels import DENSITIES, Measured, measure
+from fedcomp.experiments.bench.readpass import LAYERS, Times, layered
 from fedcomp.kernels import select_bins
 
 

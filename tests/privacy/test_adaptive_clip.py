@@ -16,7 +16,7 @@ from fedcomp.privacy.entropy import SystemEntropy
 from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 CLIENTS = 40
 NORMS = np.exp(np.linspace(-1.0, 1.0, CLIENTS))  # median 1

@@ -7,8 +7,8 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from clients.private import private
-from experiments.audits.caught import MUTANTS, Mutant
+from fedcomp.clients.private.mod import private
+from fedcomp.experiments.audits.caught import MUTANTS, Mutant
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.privacy import PRIVATE
 

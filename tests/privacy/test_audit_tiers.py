@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.audits import cases, systems
-from experiments.audits.caught import whole_run
-from experiments.audits.rounds import Answer, Rounds, quiet
-from experiments.audits.subjects import Subject, Sums
-from experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
+from fedcomp.experiments.audits import cases, systems
+from fedcomp.experiments.audits.caught import whole_run
+from fedcomp.experiments.audits.rounds import Answer, Rounds, quiet
+from fedcomp.experiments.audits.subjects import Subject, Sums
+from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
 from fedcomp.privacy.audit import every_vote, likeness, neighbours, off_grid
 from fedcomp.privacy.entropy import SeededEntropy, SystemEntropy
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.rng import Key
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 pytestmark = pytest.mark.audit
 

@@ -10,8 +10,8 @@ import pytest
 from private_runs import federation, inner
 from toy import model, stack
 
-from clients.compressed import compression
-from clients.private import private
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK, chain, get_codec, get_transform
 from fedcomp.codecs.clip import Clip
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
@@ -24,10 +24,10 @@ from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.local_dp import LocalMean, local_dp
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import LocalMean, local_dp
 
 KEY = Key(1, "uplink", 1, 0)
 BASIC = {"clip": 1.0, "noise_multiplier": 2.0, "population": 4, "delta": 1e-3}

@@ -9,11 +9,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi
 from toy import client_app, model, stack
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, SmallDense
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
 WEIGHTS = 1200

@@ -12,14 +12,14 @@ from flwr.app import Context, Message
 from test_coded_hostile import NODES, attack, bundle, header, parcels, relay, uncoded
 from toy import fedavg
 
-from coding.packet import Packet, PacketLimits
-from coding.relay import Collector, Commitment, RelayPlan, packet_hash
-from coding.transport import SpoolTransport
 from fedcomp.codecs import FixedPoint, RandomK
+from fedcomp.coding.packet import Packet, PacketLimits
+from fedcomp.coding.relay import Collector, Commitment, RelayPlan, packet_hash
+from fedcomp.coding.transport import SpoolTransport
 from fedcomp.flower.coded import CODED, SHARD, pack_content
 from fedcomp.flower.faults import Delivery
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 EVIL = 1
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from quick_nodes import quicken
 
-from coding.transport import Parcel
-from experiments.engines.superlink import Deployment
+from fedcomp.coding.transport import Parcel
+from fedcomp.experiments.engines.superlink import Deployment
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 
@@ -80,7 +80,7 @@ def test_a_node_killed_after_sharing_is_in_the_sum_bit_for_bit(
 
         # The SuperNode, its listener, its helper and the process the app ran in: all of them, and while it ran.
         commands = " ".join(killer.processes.values())
-        for name in ("flower-supernode", "coding.listener", "flower-superexec", "flwr-clientapp"):
+        for name in ("flower-supernode", "fedcomp.coding.listener", "flower-superexec", "flwr-clientapp"):
             assert name in commands
         assert set(killer.processes) <= set(killer.killed)
         assert deployment.processes(VICTIM) == {}

@@ -22,9 +22,9 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.rounds import drive, fit
-from strategies.coded import CodedFedAvg
-from strategies.coded_gradients import _Collection
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.gradients import _Collection
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 Client = Callable[[Message, Context], Message]
 

@@ -12,11 +12,11 @@ from flwr.serverapp.strategy import FedAdam, FedMedian
 from test_conservation import residual
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
-from coding.partial import PartialSum
-from coding.transport import HEADER_BYTES
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import FixedPoint, RandomK, TopK
+from fedcomp.coding.partial import PartialSum
+from fedcomp.coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.coded import SUM, take_bundle
@@ -27,9 +27,9 @@ from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from strategies.coded import CodedFedAvg
-from strategies.coded_groups import groups_of
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.groups import groups_of
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 NODES = 9
 
@@ -218,7 +218,7 @@ def test_forged_and_damaged_replies_of_members_are_left_out_by_the_aggregator() 
     def dishonest(msg: Message, context: Context) -> Message:
         reply = app(msg, context)
         if msg.metadata.message_type == "train" and context.node_config["partition-id"] == 4:
-            from coding.transport import Parcel
+            from fedcomp.coding.transport import Parcel
             from fedcomp.flower.coded import PARCELS, put_bundle
 
             (data,) = take_bundle(reply.content, most=1, longest=1 << 20)

@@ -12,16 +12,16 @@ from coded_runs import after_sharing, before_sharing, bits, coded_app, either, r
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from toy import client_app, fedavg, model
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
-from coding.packet import Mode, Packet, PacketLimits
-from coding.relay import RelayPlan
-from coding.transport import Parcel, SpoolTransport
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
+from fedcomp.coding.packet import Mode, Packet, PacketLimits
+from fedcomp.coding.relay import RelayPlan
+from fedcomp.coding.transport import Parcel, SpoolTransport
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.coded import CODED, PARCELS, SHARD, pack_content, put_bundle, put_fields, take_bundle
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 Evil = Callable[[Message, RecordDict, Context], RecordDict | None]
 NODES = 6

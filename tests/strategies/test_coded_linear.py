@@ -21,15 +21,15 @@ from linear_toy import (
     vector,
 )
 
-from clients.app import app as generic_app
+from fedcomp.clients.app import app as generic_app
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
+from fedcomp.strategies.coded.linear import CodedLinearGD, LinearModel
 from fedcomp.tasks import get_task
-from strategies.coded_linear import CodedLinearGD, LinearModel
 
 
 @pytest.mark.long

@@ -22,17 +22,17 @@ from linear_toy import (
     vector,
 )
 
-import clients.coded_linear as coded_linear_client
-from clients.edge import PEER_ADDRESS, PEER_STORE
-from coding.listener import Limits, Listener
-from coding.spool import Spool
+import fedcomp.clients.coded.linear as coded_linear_client
+from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
+from fedcomp.coding.listener import Limits, Listener
+from fedcomp.coding.spool import Spool
 from fedcomp.flower import linear
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
-from strategies.coded_linear import CodedLinearGD
+from fedcomp.strategies.coded.linear import CodedLinearGD
 
 
 class Weighed(MeteredGrid):

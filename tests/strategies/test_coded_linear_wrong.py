@@ -27,7 +27,7 @@ from linear_toy import (
     with_vector,
 )
 
-from clients.coded_linear import LinearRows, answer_coded_linear
+from fedcomp.clients.coded.linear import LinearRows, answer_coded_linear
 from fedcomp.flower import linear
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
@@ -35,7 +35,7 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.rounds import fit
-from strategies.coded_linear import CodedLinearGD
+from fedcomp.strategies.coded.linear import CodedLinearGD
 
 
 def drop_header(reply: Message) -> None:

@@ -10,14 +10,14 @@ from coded_runs import after_sharing, before_sharing, bits, coded_app, either, r
 from flwr.app import Context, Message
 from toy import fedavg, model
 
-from coding.packet import Packet, PacketLimits
-from coding.sealing import OVERHEAD
-from coding.transport import HEADER_BYTES
 from fedcomp.codecs import QSGD
+from fedcomp.coding.packet import Packet, PacketLimits
+from fedcomp.coding.sealing import OVERHEAD
+from fedcomp.coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.coded import PARCELS, put_bundle, take_bundle
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 NODES = 6
 

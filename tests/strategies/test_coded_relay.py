@@ -15,12 +15,12 @@ from test_conservation import Sum, residual
 from test_sparsifiers_drop_in import EXACT, OTHERS, ROUNDED
 from toy import client_app, fedavg, model, stack
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
-from coding.packet import Packet, PacketLimits
-from coding.sealing import OVERHEAD
-from coding.transport import HEADER_BYTES, SpoolTransport
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.coding.packet import Packet, PacketLimits
+from fedcomp.coding.sealing import OVERHEAD
+from fedcomp.coding.transport import HEADER_BYTES, SpoolTransport
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower import checkpoint
@@ -31,8 +31,8 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 DEAD = list(combinations(range(10), 3))
 # Every registered codec of one exchange: tests/strategies/test_sparsifiers_drop_in.py checks that these are all.
@@ -78,8 +78,8 @@ def test_random_codes_do_the_same() -> None:
 
 def singular_seed() -> tuple[int, int, tuple[int, ...]]:
     """Return a seed, a source that is alive and three lost relays with which its shards have rank 6 of 7."""
-    from coding.elimination import rank
-    from coding.relay import RelayPlan
+    from fedcomp.coding.elimination import rank
+    from fedcomp.coding.relay import RelayPlan
 
     for seed in range(100):
         plan = RelayPlan("rlnc", 7, 10, 1, seed=seed)
@@ -123,7 +123,7 @@ def too_few(partition: int, shards: int):
         if parcel.source == partition:
             count[0] += 1
             if count[0] > shards:
-                from coding.transport import DeliveryFailed
+                from fedcomp.coding.transport import DeliveryFailed
 
                 raise DeliveryFailed("the link broke")
         return original(self, address, parcel)

@@ -30,15 +30,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, stack
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
-from coding.errors import SealError
-from coding.sealing import Identity
-from coding.sumcode import SumPlan
-from coding.sumshards import Shard
-from coding.transport import Parcel
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, FixedPoint, RandomBlock, RandomK, TopK
 from fedcomp.codecs import Identity as IdentityCodec
+from fedcomp.coding.errors import SealError
+from fedcomp.coding.sealing import Identity
+from fedcomp.coding.sumcode import SumPlan
+from fedcomp.coding.sumshards import Shard
+from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError
 from fedcomp.flower.coded import (
     MASKED_UPDATE,
@@ -53,8 +53,8 @@ from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 # The sum.
 

@@ -21,10 +21,10 @@ from coded_sum_runs import (
 from flwr.app import Context, Error, Message, RecordDict
 from toy import client_app, stack
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
-from coding.sumcode import SumPlan, contribution
-from coding.sumshards import TAG_BYTES, make_tag, set_digest
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
+from fedcomp.coding.sumcode import SumPlan, contribution
+from fedcomp.coding.sumshards import TAG_BYTES, make_tag, set_digest
 from fedcomp.flower.coded import (
     HELLO,
     PUT,
@@ -169,7 +169,7 @@ def test_a_client_that_shares_what_no_update_holds_spoils_the_round_and_not_the_
             vector[plan.length - plan.checks :] = plan.field.dot(plan.challenge(), data)
         return vector
 
-    monkeypatch.setattr("clients.coded_sum.contribution", lying)
+    monkeypatch.setattr("fedcomp.clients.coded.sums.contribution", lying)
     strategy, grid = coded_sum(), grid_of()
     result = run(strategy, grid, 1)
     assert not stack(result.arrays).any()
@@ -185,7 +185,7 @@ def test_a_tag_of_a_memory_from_the_future_is_refused(monkeypatch) -> None:
         made.append(sequence)
         return make_tag(sequence, 2**64 - 1 if len(made) == 3 else generation)
 
-    monkeypatch.setattr("clients.coded_sum.make_tag", lying)
+    monkeypatch.setattr("fedcomp.clients.coded.sums.make_tag", lying)
     strategy, grid = coded_sum(), grid_of()
     run(strategy, grid, 1)
     assert len(included(strategy, grid)) == NODES - 1

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import (
 )
 from toy import client_app, fedavg, model, stack, update
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.feedback import ErrorFeedback
@@ -32,7 +32,7 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 

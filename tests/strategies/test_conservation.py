@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fingerprint, model, stack
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.feedback import ErrorFeedback
@@ -23,7 +23,7 @@ from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 

@@ -29,7 +29,7 @@ from fedcomp.privacy.mechanism import GridGaussian, PrivateSum, Votes
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
-from strategies.datalens import DataLens
+from fedcomp.strategies.private.datalens import DataLens
 
 K, ROUNDS = 4, 5
 

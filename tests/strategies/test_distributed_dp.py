@@ -13,12 +13,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, stack
 
-from clients import coded_sum as coded_sum_client
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
-from clients.private import STAYS
-from coding.sumcode import SumPlan
+from fedcomp.clients.coded import sums as coded_sum_client
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import STAYS
 from fedcomp.codecs import FixedPoint, RandomK, TopK, fixed_point_of
+from fedcomp.coding.sumcode import SumPlan
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.coded import SUM, fields_of
@@ -31,8 +31,8 @@ from fedcomp.flower.protocol import UPDATE
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.sampling import Sampling
-from strategies.compressed import Compressed
-from strategies.distributed_dp import DistributedDp, NoisySum
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisySum
 
 NODES = 6
 CLIP = 500.0
@@ -259,7 +259,7 @@ def test_clients_refuse_to_share_in_the_clear() -> None:
 
 
 def test_a_bare_request_for_such_an_update_is_refused() -> None:
-    from strategies.compressed import Compressed
+    from fedcomp.strategies.compressed import Compressed
 
     codec = BoundedFixedPoint(RandomK(1.0), clip=CLIP, levels=1000, scale=128, sigma=50.0)
     grid = grid_of()

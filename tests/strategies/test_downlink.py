@@ -8,14 +8,14 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg
 from toy import client_app, fedavg, model, stack
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 DENSE = 4 * 1212
 

@@ -11,8 +11,8 @@ from flwr.clientapp import ClientApp
 from private_runs import federation, inner, play
 from toy import model, stack, update
 
-from clients.compressed import compression
-from clients.private import private
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, Identity, RandomBlock, RandomK, SignSGD, TopK, chain
 from fedcomp.codecs.clip import Clip
 from fedcomp.errors import ConfigError
@@ -22,10 +22,10 @@ from fedcomp.layout import Layout
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.local_dp import local_dp
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
 
 BASIC = {"noise_multiplier": 0.0, "population": 3, "delta": 1e-3}
 SIZE = 1212  # of the toy model

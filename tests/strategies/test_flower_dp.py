@@ -19,14 +19,14 @@ from flwr.serverapp.strategy import (
 )
 from toy import stack
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Clip, Codec, Identity, RandomK, TopK, chain
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 NODES, SIZE, CLIP = 4, 2000, 0.5
 

@@ -36,7 +36,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.graphs.base import Part
 from fedcomp.rng import Key
-from strategies.gcn import SkewedGCN
+from fedcomp.strategies.gcn.strategy import SkewedGCN
 
 DEADLINE = 5.0
 ALL = (SETUP_TYPE, PLAN_TYPE, ROWS_TYPE, TRAIN_TYPE, EVALUATE_TYPE)

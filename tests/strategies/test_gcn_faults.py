@@ -33,9 +33,9 @@ from fedcomp.flower.faults import Delivery
 from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE, Fetch, Needs
 from fedcomp.flower.payload import frames
 from fedcomp.privacy.local import Privatise
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
-from strategies.gcn import SkewedGCN
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.gcn.strategy import SkewedGCN
 
 FEW = 3
 """Owners of the runs below."""

@@ -29,7 +29,7 @@ from fedcomp.flower.gcn import (
 from fedcomp.flower.payload import frames, put_frame
 from fedcomp.graphs.ids import decode_ids, encode_ids
 from fedcomp.graphs.rowcodecs import encode_norms, get_row_codec
-from strategies.gcn import SkewedGCN
+from fedcomp.strategies.gcn.strategy import SkewedGCN
 
 LIAR, OTHERS = 1, [0, 2, 3]
 CODEC = get_row_codec("dense-f64")

@@ -36,10 +36,10 @@ from fedcomp.flower import checkpoint
 from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
 from fedcomp.graphs.base import Part
 from fedcomp.graphs.settings import SamplerSettings
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.gcn import SkewedGCN
-from strategies.gcn_report import GraphReport, feature_bytes
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.gcn.report import GraphReport, feature_bytes
+from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 NAMES = (
     *("remote_inputs", "rows_fetched", "feature_bytes_logical", "feature_bytes_link", "id_bytes", "setup_bytes"),

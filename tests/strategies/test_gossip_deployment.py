@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from quick_nodes import quicken
 
-from experiments.engines.superlink import Deployment
 from fedcomp.errors import ConfigError
+from fedcomp.experiments.engines.superlink import Deployment
 
 APP = Path(__file__).parent / "gossip_app"
 VICTIM = 3

@@ -17,7 +17,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD, STYPE, put_frame
 from fedcomp.flower.rounds import fit
-from strategies.gossip import GossipRelay
+from fedcomp.strategies.gossip.strategy import GossipRelay
 
 Change = Callable[[RecordDict], None]
 
@@ -223,7 +223,7 @@ def test_a_vertex_nobody_has_is_reported_in_the_first_round_too() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("told", ["nodes", "clients"])
 def test_the_first_round_waits_for_vertices_whose_node_is_late(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.gossip._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("fedcomp.strategies.gossip.strategy._POLL_SECONDS", 0.001)
 
     class Slow(InProcessGrid):
         calls = 0

@@ -19,7 +19,7 @@ from fedcomp.flower.rounds import drive, fit
 from fedcomp.gossip.central import FaultPlan
 from fedcomp.gossip.errors import Diverged, TopologyError
 from fedcomp.rng import Key
-from strategies.gossip import GossipRelay
+from fedcomp.strategies.gossip.strategy import GossipRelay
 
 
 def run(relay: GossipRelay, over: MeteredGrid, rounds: int = ROUNDS):

@@ -14,12 +14,12 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
-from clients.app import app as generic
-from clients.coded import answer_coded
-from clients.coded import coded as coded_mod
-from clients.compressed import compression
-from clients.private import private
-from clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.app import app as generic
+from fedcomp.clients.coded.mod import answer_coded
+from fedcomp.clients.coded.mod import coded as coded_mod
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.shared_support import answer_queries, shared_support
 from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -32,17 +32,17 @@ from fedcomp.layout import Layout, Update
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.private.distributed_dp import NoisyMean
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import LocalMean, local_dp
+from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.topagg import TopAgg
+from fedcomp.strategies.replies import RoundReport
+from fedcomp.strategies.shared_support import SharedSupport
 from fedcomp.tasks import get_task
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
-from strategies.distributed_dp import NoisyMean
-from strategies.dp_fedavg import DpFedAvg
-from strategies.guard import Norms
-from strategies.local_dp import LocalMean, local_dp
-from strategies.lsg import Lsg
-from strategies.replies import RoundReport
-from strategies.shared_support import SharedSupport
-from strategies.topagg import TopAgg
 
 log = logging.getLogger("flwr.fedcomp")
 ONES = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}

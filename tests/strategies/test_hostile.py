@@ -11,20 +11,20 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.serverapp.strategy import FedMedian, Strategy
 from toy import client_app, fedavg, model, stack, update
 
-from clients.compressed import compression
-from clients.private import private
-from clients.shared_support import answer_queries, shared_support
 from fedcomp import wire
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.shared_support import answer_queries, shared_support
 from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, weight_of
-from strategies.shared_support import SharedSupport
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.replies import MAX_ENTRIES, MAX_NUMBERS, MAX_RECORDS, weight_of
+from fedcomp.strategies.shared_support import SharedSupport
 
 Client = Callable[[Message, Context], Message]
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
@@ -310,8 +310,8 @@ def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, 
         read.append(len(content) + sum(len(record) for record in content.values()))
         return weight_of(content, key)
 
-    monkeypatch.setattr("strategies.replies.weight_of", watched)
-    monkeypatch.setattr("strategies.shared_support.weight_of", watched)
+    monkeypatch.setattr("fedcomp.strategies.replies.weight_of", watched)
+    monkeypatch.setattr("fedcomp.strategies.shared_support.weight_of", watched)
     run(strategy, evil, app=app, rounds=1)
     (reason,) = strategy.reports[1].rejected.values()
     assert said in reason

@@ -12,9 +12,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, model, update
 
-from clients.lsg import lsg
-from clients.private import private
 from fedcomp import wire
+from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.grid import InProcessGrid
@@ -27,9 +27,9 @@ from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout
 from fedcomp.privacy.lsg import Plan
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.lsg import Lsg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.lsg import Lsg
 
 NODES, SIZE, CULPRIT = 8, 1212, 3
 SHAPES = {"weight": (40, 30), "bias": (12,)}

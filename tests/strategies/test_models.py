@@ -9,7 +9,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 from toy import client_app, fedavg, model, stack
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
@@ -18,7 +18,7 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import DENSE, SmallDense
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 

@@ -23,7 +23,7 @@ from flwr.serverapp.strategy import (
 )
 from toy import client_app, fedavg, model, stack
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
@@ -31,10 +31,10 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import fit, own_loop
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.shared_support import SharedSupport
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.shared_support import SharedSupport
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 

@@ -18,12 +18,12 @@ from flwr.serverapp.strategy import (
     MultiKrum,
 )
 
-from experiments.robust_rules import MEDIAN, distance
 from fedcomp.codecs import DGC, QSGD, Clip, Codec, Identity, RandomBlock, RandomK, ScaledSign, TopK, chain
+from fedcomp.experiments.robust_rules import MEDIAN, distance
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 ROBUST = [FedMedian(), FedTrimmedAvg(), Krum(num_malicious_nodes=1), Bulyan(num_malicious_nodes=1)]
 OWN: list[Codec] = [TopK(0.01), RandomK(0.01, shared=False), chain(Clip(1.0), TopK(0.01))]

@@ -13,21 +13,21 @@ from private_runs import inner
 from test_distributed_dp import CLIP
 from toy import SHAPES, client_app, model
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
-from clients.lsg import lsg
-from clients.private import private
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.privacy import find_private
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
-from strategies.compressed import Compressed
-from strategies.distributed_dp import DistributedDp
-from strategies.dp_fedavg import DpFedAvg
-from strategies.local_dp import local_dp
-from strategies.lsg import Lsg
-from strategies.topagg import topagg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.distributed_dp import DistributedDp
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
+from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.topagg import topagg
 
 NODES, CAP, CULPRIT = 6, 2, 4
 PROMISE = {

@@ -16,22 +16,22 @@ from private_runs import Room
 from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, update
 
-from clients.compressed import compression
-from clients.private import private
-from clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.shared_support import answer_queries, shared_support
 from fedcomp.codecs import FixedPoint, Identity, RandomK, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
-from strategies.datalens import LessonReport
-from strategies.dp_fedavg import DpFedAvg
-from strategies.partitions import Holders, contest
-from strategies.replies import RoundReport, Usual, agreeing
-from strategies.shared_support import SharedSupport
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.partitions import Holders, contest
+from fedcomp.strategies.private.datalens import LessonReport
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.replies import RoundReport, Usual, agreeing
+from fedcomp.strategies.shared_support import SharedSupport
 
 TWIN = 7
 """Nodes of this partition and those after it declare partition 2."""

@@ -8,15 +8,15 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from private_runs import federation, inner
 from toy import model, stack
 
-from clients.compressed import compression
-from clients.private import private
 from fedcomp import wire
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import Identity, RandomK, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 NODES = 4
 CLIP = 1e5

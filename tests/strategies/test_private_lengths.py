@@ -12,11 +12,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from private_runs import inner
 
-from clients.compressed import compression
-from clients.datalens import answer_datalens
-from clients.lsg import lsg
-from clients.private import private
-from clients.topagg import topagg as topagg_mods
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.private.topagg import topagg as topagg_mods
 from fedcomp.codecs import QSGD, Codec, Identity, RandomK, TernGrad, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
@@ -25,10 +25,10 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import LENGTHS
 from fedcomp.privacy.votes import TopkSign
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.lsg import Lsg
-from strategies.topagg import topagg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.topagg import topagg
 
 NODES, SHAPE = 6, (60, 50)
 

@@ -13,8 +13,8 @@ from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian
 from private_runs import Room, arrays_of, asked, federation, inner, play, server
 from toy import model, stack, update
 
-from clients.compressed import compression
-from clients.private import private
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
@@ -24,8 +24,8 @@ from fedcomp.layout import Layout
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.errors import BudgetExceeded, LedgerError
 from fedcomp.privacy.sampling import Sampling
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 BASIC = {"clip": 1.0, "noise_multiplier": 0.0, "population": 10, "delta": 1e-3}
 SEEDED = {**BASIC, "noise_multiplier": 1.0, "insecure_deterministic": True}

@@ -16,11 +16,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian
 
-from clients.compressed import compression
-from experiments import engines, serve
-from experiments.spec import RunSpec
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
+from fedcomp.experiments import engines, serve
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import NODE_RECORD, put_node
@@ -28,9 +28,9 @@ from fedcomp.flower.record_dp import Account, Plan
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.accounting import compose
-from strategies.compressed import Compressed
-from strategies.guard import Norms
-from strategies.record_dp import RecordDp
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.private.record_dp import RecordDp
 
 PLAN = Plan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
 RECORDS = 1000

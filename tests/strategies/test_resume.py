@@ -9,7 +9,7 @@ import pytest
 from flwr.serverapp.strategy import FedAdam, FedAvgM
 from toy import client_app, model, stack
 
-from clients.compressed import compression
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import RandomFaults
@@ -18,7 +18,7 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 

@@ -14,9 +14,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, stack
 
-from clients.compressed import compression
-from clients.private import private
-from clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.shared_support import answer_queries, shared_support
 from fedcomp.codecs import Identity, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.faults import ScriptedFaults
@@ -24,11 +24,11 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.privacy.sampling import Sampling
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.replies import RoundReport
-from strategies.round_log import RoundLog
-from strategies.shared_support import SharedSupport
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.replies import RoundReport
+from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.shared_support import SharedSupport
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 

@@ -12,17 +12,17 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, update
 
-from clients.compressed import compression
-from experiments import engines
-from experiments.spec import RunSpec
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Identity, RandomK, TopK
+from fedcomp.experiments import engines
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
-from strategies.compressed import Compressed
-from strategies.replies import RoundReport
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.replies import RoundReport
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 INNER = {"mean": lambda: fedavg(fraction_evaluate=0.0), "dense": lambda: FedMedian(**ONE, fraction_evaluate=0.0)}

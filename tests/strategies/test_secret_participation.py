@@ -15,21 +15,21 @@ from flwr.serverapp import Grid
 from private_runs import inner
 from toy import client_app, model
 
-from clients.compressed import compression
-from clients.datalens import answer_datalens
-from clients.messages import find_announcement
-from clients.private import private
-from experiments import engines
-from experiments.spec import RunSpec
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.messages import find_announcement
+from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
+from fedcomp.experiments import engines
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.datalens import Lesson
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import SECRET as MARK
 from fedcomp.privacy.sampling import Sampling
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 NODES, ROUNDS = 12, 3
 SECRET = Sampling("poisson", rate=0.5)

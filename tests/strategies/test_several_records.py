@@ -9,16 +9,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
 from toy import fedavg, model, stack, update
 
-from clients.compressed import compression
-from clients.private import private
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, Identity, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 SIZE = 300

@@ -11,9 +11,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, fingerprint, model, stack, update
 
-from clients.compressed import compression
-from clients.shared_support import answer_queries, shared_support
 from fedcomp import wire
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.shared_support import answer_queries, shared_support
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import support_frame
 from fedcomp.errors import ConfigError, StateError
@@ -28,8 +28,8 @@ from fedcomp.flower.protocol import SUPPORT, UPDATE
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
-from strategies.shared_support import SharedSupport
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.shared_support import SharedSupport
 
 SIZE = 1212
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})

@@ -14,9 +14,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from toy import client_app, fedavg, model, stack
 
-from clients.compressed import compression
-from clients.shared_support import answer_queries, shared_support
 from fedcomp import wire
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.shared_support import answer_queries, shared_support
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import support_frame, support_id_of
 from fedcomp.errors import NoUsableReply
@@ -29,8 +29,8 @@ from fedcomp.flower.protocol import NEXT_SUPPORT, SUPPORT, UPDATE
 from fedcomp.flower.rounds import drive, fit
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
-from strategies.shared_support import SharedSupport
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.shared_support import SharedSupport
 
 LAYOUT = Layout.of({name: array.numpy() for name, array in model().items()})
 COMPRESSED = LAYOUT.compressed_size
@@ -373,7 +373,7 @@ def test_nodes_of_two_servers_lose_rounds_but_no_run_ends() -> None:
 
 def test_a_round_waits_until_enough_nodes_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Flower's own strategies do; the nodes of this grid come one per look."""
-    from strategies import cohort
+    from fedcomp.strategies import cohort
 
     looks: list[int] = []
 

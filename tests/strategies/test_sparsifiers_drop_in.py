@@ -10,8 +10,8 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from test_conservation import Sum, memory_of, residual
 from toy import client_app, fedavg, model, stack, update
 
-from clients.compressed import compression
 from fedcomp import wire
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import (
     DGC,
     STC,
@@ -41,7 +41,7 @@ from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 # Whatever they send of integer updates is integers: nothing is rounded anywhere.
 EXACT: tuple[Codec, ...] = (

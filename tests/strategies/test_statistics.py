@@ -10,13 +10,13 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 from toy import fedavg
 
-from clients.compressed import compression
-from clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.shared_support import answer_queries, shared_support
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
-from strategies.shared_support import SharedSupport
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.shared_support import SharedSupport
 
 WIDTH = 1500
 

@@ -24,8 +24,8 @@ from topagg_runs import (
 )
 from toy import client_app, fedavg, model
 
-from clients.compressed import compression
-from clients.topagg import topagg as mods
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.topagg import topagg as mods
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.privacy import find_private
@@ -33,9 +33,9 @@ from fedcomp.layout import Layout, Update
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign, entropy_bits, topk_stochastic_sign
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
-from strategies.dp_fedavg import DpFedAvg
-from strategies.topagg import TopAgg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.topagg import TopAgg
 
 FULL = TopkSign(k=SIZE, stochastic=False)
 

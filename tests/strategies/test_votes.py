@@ -18,8 +18,8 @@ from flwr.serverapp.strategy import (
 )
 from toy import client_app, fedavg, model, stack, update
 
-from clients.compressed import compression
 from fedcomp import wire
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Clip, ErrorFeedback, ScaledSign, SignSGD, TopK, chain
 from fedcomp.errors import ConfigError
 from fedcomp.flower.faults import RandomFaults
@@ -29,7 +29,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
 from fedcomp.rng import Key
-from strategies.compressed import Compressed
+from fedcomp.strategies.compressed import Compressed
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 STEP = np.float32(0.25)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from flwr.clientapp import ClientApp
 
-from clients.gossip import answer_gossip
+from fedcomp.clients.gossip import answer_gossip
 from gossip_digits.task import Net, load_data, load_test_data
 
 

@@ -4,8 +4,8 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedcomp.gossip.sparse_push import SparsePush
+from fedcomp.strategies.gossip.strategy import GossipRelay
 from gossip_digits.task import Net
-from strategies.gossip import GossipRelay
 
 app = ServerApp()
 

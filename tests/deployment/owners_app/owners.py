@@ -14,14 +14,14 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from clients.gcn import Learner, answer_gcn
+from fedcomp.clients.gcn import Learner, answer_gcn
 from fedcomp.flower.metered import MeteredGrid, partition_lookup
 from fedcomp.flower.payload import models
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.graphs.adjacency import FullStructure, normalised
 from fedcomp.graphs.base import Part
 from fedcomp.rng import Key
-from strategies.gcn import SkewedGCN
+from fedcomp.strategies.gcn.strategy import SkewedGCN
 
 OWNERS, NODES, FEATURES, CLASSES, LAST = 4, 40, 6, 3, 5
 VICTIM, LEARNERS = 3, (0, 1)

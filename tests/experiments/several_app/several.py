@@ -8,9 +8,9 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from clients.app import app as client
-from experiments.serve import serve
-from experiments.spec import PRIVACY_FILE, RunSpec
+from fedcomp.clients.app import app as client
+from fedcomp.experiments.serve import serve
+from fedcomp.experiments.spec import PRIVACY_FILE, RunSpec
 
 __all__ = ["client", "server"]
 

@@ -12,13 +12,13 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from clients.gossip import answer_gossip
+from fedcomp.clients.gossip import answer_gossip
 from fedcomp.flower.gossip import Setup
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.gossip import get_algorithm
 from fedcomp.rng import Key
-from strategies.gossip import GossipRelay
+from fedcomp.strategies.gossip.strategy import GossipRelay
 
 NODES, LAST = 4, 6
 PAUSED_AFTER, KILLED_AFTER = 1, 3

@@ -12,12 +12,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from clients.coded import answer_coded, coded
-from clients.compressed import compression
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD
 from fedcomp.flower.metered import MeteredGrid
-from strategies.coded import CodedFedAvg
-from strategies.compressed import Compressed
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
 
 SHAPES = {"weight": (300, 40), "bias": (40,)}
 

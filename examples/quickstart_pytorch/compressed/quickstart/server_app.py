@@ -5,8 +5,8 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from fedcomp.codecs import TopK
+from fedcomp.strategies.compressed import Compressed
 from quickstart.task import Net, load_test_data, test
-from strategies.compressed import Compressed
 
 app = ServerApp()
 

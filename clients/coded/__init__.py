@@ -1,0 +1,1 @@
+"""Rounds of coded replies, sums and gradients: the client's side."""

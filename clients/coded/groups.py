@@ -1,0 +1,190 @@
+"""The client half of groups: hand one's reply to the aggregator; as aggregator, add integers and share their sum."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedcomp.clients.coded.shards import PAYLOAD, REASON, SHARED, Shards
+from fedcomp.clients.messages import CallNext
+from fedcomp.codecs import fixed_point_of, get_codec
+from fedcomp.coding.errors import CodingError
+from fedcomp.coding.packet import Packet
+from fedcomp.coding.partial import Part, PartialSum, empty_sum
+from fedcomp.coding.sealing import KEY_BYTES, seal
+from fedcomp.coding.transport import Parcel, deliver
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower.coded import MEMBER, open_content, pack_content, put_bundle, take_bundle
+from fedcomp.flower.payload import NODE_RECORD, take_frame
+from fedcomp.flower.protocol import EXACT, UPDATE
+from fedcomp.layout import Layout, TensorSpec
+from fedcomp.rng import Key
+
+_LONGEST_SPEC = 1 << 24
+
+
+def join(client: Shards, call_next: CallNext) -> Message:
+    """Train unless that was done already, and hand the reply to the aggregator: the other half of its round begins."""
+    exchange, fields = client.exchange, client.fields
+    own, aggregator = (fields.integer(name, most=2**32 - 1) for name in ("index", "aggregator"))
+    longest = fields.integer("max-payload", least=1, most=2**32 - 1)
+    key = fields.data("keys", length=KEY_BYTES) if "keys" in fields else b""
+    (address,) = fields.texts("addresses", longest=1) or [""]
+    if exchange.numbers.get(SHARED) == exchange.round and PAYLOAD in exchange.arrays:
+        payload = exchange.arrays[PAYLOAD].tobytes()
+    else:
+        reply = call_next(exchange.plain_message(), exchange.context)
+        if reply.has_error():
+            return reply
+        payload = pack_content(reply.content)
+        if len(payload) > longest:
+            raise ConfigError(f"the reply has {len(payload)} bytes, more than the {longest} this round accepts")
+        exchange.numbers[SHARED] = exchange.round
+        exchange.arrays = {PAYLOAD: np.frombuffer(payload, np.uint8)}
+    header: dict[str, Any] = {}
+    content = RecordDict()
+    parcel = Parcel(exchange.run, exchange.round, MEMBER, own, aggregator, payload)
+    if own == aggregator:
+        header = exchange.news(key) if key else {}
+        try:
+            exchange.store.put(parcel)
+        except CodingError as error:
+            header["failed"] = [str(error)[:REASON]]
+    else:
+        if key:
+            try:
+                parcel = replace(parcel, body=seal(payload, key, parcel.coordinates))
+            except CodingError as error:
+                header["failed"] = [str(error)[:REASON]]
+        if "failed" in header:
+            address = ""  # a parcel that could not be sealed goes nowhere
+        elif exchange.transport is None:
+            put_bundle(content, [parcel.to_bytes()])
+        if exchange.transport is not None and address:
+            (delivery,) = deliver(exchange.transport, [(address, parcel)])
+            header["sent"] = [delivery.handed_over]
+            if delivery.error is not None:
+                header["failed"] = [str(delivery.error)[:REASON]]
+    exchange.save()
+    return exchange.reply(header, content)
+
+
+def add_up(client: Shards) -> Message:
+    """Add what the members of the group sent, and share the sum."""
+    exchange = client.exchange
+    terms = client.terms()
+    aggregation = _Aggregation(client)
+    payload = aggregation.run().to_bytes()
+    packets = terms.plan.packets(terms.source, payload)
+    exchange.arrays = {**exchange.arrays, client.array_of(terms.source): np.frombuffer(payload, np.uint8)}
+    content = RecordDict()
+    first = Packet.from_bytes(packets[0], terms.plan.limits)
+    sent = client.send(terms, packets, content)
+    failed = [*aggregation.failed, *sent.pop("failed")][: terms.plan.shards]
+    exchange.save()
+    header = {**sent, "failed": failed, "payload": first.payload_bytes, "digest": first.digest}
+    return exchange.reply(header, content)
+
+
+class _Aggregation:
+    """Reads the replies of a group's members and adds their integers.
+
+    A member whose reply cannot be used is left out, and says so in ``failed``; the others' sum does not suffer.
+    """
+
+    def __init__(self, client: Shards) -> None:
+        self.exchange = client.exchange
+        fields = client.fields
+        self.own = fields.integer("index", most=2**32 - 1)
+        self.sealed = fields.flag("seal")
+        self.weight = fields.text("weight", "")
+        members = fields.integers("members", most=2**32 - 1)
+        sequences = fields.integers("sequences")
+        if len(members) != len(sequences):
+            raise StateError(f"the plan has {len(sequences)} sequence numbers for {len(members)} members")
+        self.members = dict(zip(members, sequences, strict=True))
+        try:
+            spec = json.loads(fields.text("spec", longest=_LONGEST_SPEC))
+            self.codec = get_codec(spec["codec"])
+            tensors = [TensorSpec(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in spec["tensors"]]
+            self.key = Key(int(spec["seed"]), "uplink", self.exchange.round)
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateError(f"the description of the group's updates cannot be read: {error!r}") from error
+        self.layout = Layout(tuple(tensors))
+        self.fixed = fixed_point_of(self.codec)
+        self.failed: list[str] = []
+
+    def run(self) -> PartialSum:
+        """Return the sum over all members whose reply is here and sound, in the order of the plan."""
+        replies = self._replies()
+        total = empty_sum(self.fixed.count(self.layout))
+        for index, sequence in self.members.items():
+            if index not in replies:
+                continue
+            try:
+                total = total.plus(*self._member(index, sequence, replies[index]))
+            except FedcompError as error:
+                self.failed.append(f"member {index}: {error}"[:REASON])
+        return total
+
+    def _replies(self) -> dict[int, bytes]:
+        """Return the members' replies: those that came from the server with the message, and those that lie here."""
+        exchange = self.exchange
+        parcels = exchange.store.list(exchange.run, exchange.round)
+        for data in take_bundle(exchange.msg.content, most=len(self.members), longest=1 << 32):
+            try:
+                parcels.append(Parcel.from_bytes(data, exchange.max_store_bytes))
+            except FedcompError as error:
+                self.failed.append(str(error)[:REASON])
+        found: dict[int, bytes] = {}
+        for parcel in parcels:
+            place = (parcel.run, parcel.round, parcel.kind, parcel.destination)
+            if place != (exchange.run, exchange.round, MEMBER, self.own) or parcel.source not in self.members:
+                continue
+            try:
+                sealed = self.sealed and parcel.source != self.own
+                body = exchange.identity.open(parcel.body, parcel.coordinates) if sealed else parcel.body
+            except CodingError as error:
+                self.failed.append(f"member {parcel.source}: {error}"[:REASON])
+                continue
+            found.setdefault(parcel.source, body)
+        return found
+
+    def _member(self, index: int, sequence: int, reply: bytes) -> tuple[np.ndarray, Part]:
+        """Return a member's integers and its entry in the sum; everything about its frame is checked here."""
+        content = open_content(reply)
+        frame = take_frame(content, UPDATE)
+        if frame is None:
+            raise StateError(
+                "its reply holds no frame that could be added to others' (is compression() among its mods?)"
+            )
+        if EXACT in content:
+            raise StateError("its model has buffers that travel as values")
+        header = content.config_records.get(NODE_RECORD, ConfigRecord())
+        if header.get("sequence") != sequence:
+            raise StateError(f"its update answers message {header.get('sequence')!r}, expected {sequence}")
+        generation = header.get("generation", 0)
+        if isinstance(generation, bool) or not isinstance(generation, int) or not 0 <= generation < 2**63:
+            raise StateError(f"its generation is {generation!r}")
+        self.codec.verify(frame, self.layout, self.key)
+        note = pack_content(RecordDict(dict(content.metric_records.items())))
+        integers = self.fixed.integers(frame, self.layout)
+        return integers, Part(index, self._weight(content), sequence, generation, note)
+
+    def _weight(self, content: RecordDict) -> int:
+        if not self.weight:
+            return 1
+        found = [record[self.weight] for record in content.metric_records.values() if self.weight in record]
+        value = found[0] if len(found) == 1 else None
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value < 2**40
+            or value != int(value)
+        ):
+            raise StateError(f"metric {self.weight!r} is {value!r}; the weight in a group's sum is a whole number >= 0")
+        return int(value)

@@ -1,0 +1,327 @@
+"""The client half of coded rounds: one mod, no configuration, outside of all other mods.
+
+``app = answer_coded(ClientApp(mods=[coded(), compression()]))``. The mod takes the complete reply that the app and the
+other mods made and codes it; it keeps shards for others and answers the server's queries about them. Messages without a
+plan pass through untouched, so the same app serves plain servers.
+
+A construction's client half is a class named in :data:`HANDLERS`, made for each message as ``Class(exchange)`` and
+asked to ``answer(call_next)``. :class:`Exchange` is what it works with: the plan, who this node is, and its state.
+State is read from ``context.state`` (or the node's spool directory) and written once, by :meth:`Exchange.save`, as the
+last act before the handler returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from fedcomp.clients.edge import PEER_ADDRESS
+from fedcomp.clients.messages import (
+    MOD_FAILED_PRECONDITION,
+    CallNext,
+    Mod,
+    find_announcement,
+    mod_factory,
+    partition_of,
+)
+from fedcomp.clients.peers import peer_link
+from fedcomp.clients.private.mod import discreet, wants_private
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower.coded import ACTIONS, CODED, HELLO, PARCELS, Fields, fields_of, put_fields
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import NODE_RECORD, put_node
+from fedcomp.flower.protocol import STALE
+from fedcomp.flower.state import StaleMessage
+
+if TYPE_CHECKING:
+    from fedcomp.coding.sealing import Identity
+    from fedcomp.coding.transport import MemoryStore, ParcelStore, PeerTransport
+
+HANDLERS: Final[Mapping[str, str]] = {
+    "relay": "fedcomp.clients.coded.relay:RelayClient",
+    "sumcode": "fedcomp.clients.coded.sums:SumCodeClient",
+    "gradcode": "fedcomp.clients.coded.gradients:GradientCodeClient",
+    "noisysum": "fedcomp.clients.private.distributed_dp:NoisySumClient",
+}
+"""Where each construction's client half stands; imported when a message asks for it."""
+
+SUMMED_ONLY: Final = ("bounded",)
+"""Codecs whose integers get their noise behind the compression mod."""
+
+MAX_STORE_BYTES: Final = 64 * 1024 * 1024
+"""Default of what this node keeps for others."""
+
+KEEPS_ROUNDS: Final = 2
+"""Parcels of this many rounds are kept: the newest one this node was told about, and the one before."""
+
+_IDENTITY: Final = "fedcomp.coded.identity"
+_META: Final = "fedcomp.coded.meta"
+_OWN: Final = "fedcomp.coded.own"
+_STORE: Final = "fedcomp.coded.store"
+
+
+class Handler(Protocol):
+    """A construction's client half; made as ``Class(exchange)``."""
+
+    def answer(self, call_next: CallNext) -> Message:
+        """Answer the message of the exchange; ``call_next`` runs the app and the other mods, for training messages."""
+        ...
+
+
+@mod_factory
+def coded(max_store_bytes: int = MAX_STORE_BYTES) -> Mod:
+    """Return the mod; put it first.
+
+    Parameters
+    ----------
+    max_store_bytes : int
+        What this node keeps for others at most; the server may ask for less.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.compressed import compression
+    >>> app = answer_coded(ClientApp(mods=[coded(), compression()]))
+    """
+    if isinstance(max_store_bytes, bool) or not isinstance(max_store_bytes, int) or max_store_bytes < 0:
+        raise ConfigError(f"max_store_bytes={max_store_bytes!r} is not valid: it must be a whole number >= 0")
+
+    def coded_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        fields = fields_of(msg.content)
+        if fields is None:
+            if for_sums_only(msg.content):
+                reason = "updates that get their noise on the way into a sum are not sent without one"
+                return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)
+            return call_next(msg, context)
+        raised: list[Exception] = []
+        secret = wants_private(msg.content)
+
+        def guarded(message: Message, ctx: Context) -> Message:
+            try:
+                if secret:
+                    return discreet(msg, lambda: call_next(message, ctx))
+                return call_next(message, ctx)
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        try:
+            exchange = Exchange(msg, context, fields, max_store_bytes)
+            if exchange.kind == HELLO:
+                return exchange.hello()
+            return _handler(exchange).answer(guarded)
+        except StaleMessage as error:
+            return Message(Error(MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
+        except FedcompError as error:
+            if any(error is known for known in raised):
+                raise  # the app's own: it ends as it would without this mod
+            return Message(Error(MOD_FAILED_PRECONDITION, f"{type(error).__name__}: {error}"), reply_to=msg)
+
+    return coded_mod
+
+
+def answer_coded(app: ClientApp) -> ClientApp:
+    """Give ``app`` handlers for the queries of coded rounds, so that they reach its mods; return ``app``.
+
+    Flower looks for a handler before it runs any mod. These only refuse: the mod :func:`coded` answers in their place.
+    """
+
+    def refuse(msg: Message, context: Context) -> Message:
+        raise ConfigError("this app lacks the mod coded(); put it first in ClientApp(mods=[...])")
+
+    for action in ACTIONS:
+        app.query(action)(refuse)
+    return app
+
+
+def for_sums_only(content: RecordDict) -> bool:
+    """Whether a message announces a codec whose frames must not leave as they are."""
+    announcement = find_announcement(content)
+    config: Any = None if announcement is None else announcement.codec
+    while isinstance(config, Mapping):
+        if config.get("id") in SUMMED_ONLY:
+            return True
+        config = config.get("codec")
+    return False
+
+
+def _handler(exchange: Exchange) -> Handler:
+    name = exchange.fields.text("construction")
+    if name not in HANDLERS:
+        raise StateError(f"the server asks for construction {name!r}; this client knows {', '.join(sorted(HANDLERS))}")
+    module, _, attribute = HANDLERS[name].partition(":")
+    handler: Handler = getattr(importlib.import_module(module), attribute)(exchange)
+    return handler
+
+
+class Exchange:
+    """One message of a coded round, on the client.
+
+    Attributes
+    ----------
+    msg, context
+    fields : Fields
+        The server's plan, or the fields of its query.
+    kind : str
+        The message type.
+    run : bytes
+        Names the server's strategy object.
+    round : int
+    partition : int
+        Of this node.
+    numbers : dict
+        The construction's own scalars, kept from message to message (ConfigRecord values); empty in a new run.
+    arrays : dict of str to ndarray
+        Its own arrays, kept likewise.
+    store : ParcelStore
+        What this node keeps for others: in ``context.state``, or in the node's spool directory when shards travel
+        between peers.
+    transport : PeerTransport or None
+    """
+
+    def __init__(self, msg: Message, context: Context, fields: Fields, max_store_bytes: int = MAX_STORE_BYTES) -> None:
+        self.msg = msg
+        self.context = context
+        self.fields = fields
+        self.kind = msg.metadata.message_type
+        self.run = fields.data("run", length=8)
+        self.round = fields.integer("round", most=2**32 - 1)
+        self.partition = partition_of(context)
+        self.max_store_bytes = min(max_store_bytes, fields.integer("max-store", max_store_bytes))
+        meta = context.state.config_records.get(_META)
+        known = meta is not None and meta["run"] == self.run
+        own = context.state.array_records.get(_OWN) if known else None
+        self.newest = int(meta["newest"]) if known and meta is not None else 0  # type: ignore[arg-type]
+        """Newest round this node was told about in this run, as it was before this message."""
+        self.numbers: dict[str, Any] = (
+            {k.removeprefix("own."): v for k, v in meta.items() if k.startswith("own.")} if known and meta else {}
+        )
+        self.arrays: dict[str, NDArray[Any]] = {} if own is None else {k: a.numpy() for k, a in own.items()}
+        self._known = known
+        self._identity: Identity | None = None
+        self._store: ParcelStore | None = None
+        self._transport: PeerTransport | None = None
+
+    # Who this node is.
+
+    @property
+    def identity(self) -> Identity:
+        """The node's key pair: made at the first need, kept in the state by :meth:`save`."""
+        if self._identity is None:
+            from fedcomp.coding.sealing import Identity
+
+            held = self.context.state.config_records.get(_IDENTITY)
+            self._identity = Identity.generate() if held is None else Identity.from_bytes(bytes(held["key"]))  # type: ignore[arg-type]
+        return self._identity
+
+    @property
+    def transport(self) -> PeerTransport | None:
+        """This node's end of its peer links; None when shards travel through the server.
+
+        Raises
+        ------
+        StateError
+            When the node has none.
+        """
+        if self._transport is None and self.fields.text("transport", "hub") == "peers":
+            spools = self.fields.text("spool", "")
+            self._transport = peer_link(self.context, self.partition, spools, self.max_store_bytes)
+        return self._transport
+
+    def hello(self) -> Message:
+        """Answer who this node is."""
+        content = RecordDict()
+        put_node(content, self.partition)
+        put_fields(content, {"partition": self.partition, **self._self()})
+        self.save()
+        return Message(content, reply_to=self.msg)
+
+    def news(self, planned: bytes) -> dict[str, Any]:
+        """Return what has to be told anew when ``planned`` is not this node's public key: its state was lost."""
+        return {} if planned == self.identity.public else self._self()
+
+    def _self(self) -> dict[str, Any]:
+        """Return what peers need to reach this node: key and address. The server knows where simulated links lead."""
+        simulated = PEER_ADDRESS not in self.context.node_config
+        address = "" if self.transport is None or simulated else self.transport.address
+        return {"public": self.identity.public, "address": address}
+
+    # What it keeps.
+
+    @property
+    def store(self) -> ParcelStore:
+        """The parcels kept for others."""
+        if self._store is None:
+            self._store = self._memory() if self.transport is None else self.transport.store
+        return self._store
+
+    def _memory(self) -> MemoryStore:
+        """Return the store in the state; an empty one in a new run."""
+        from fedcomp.coding.errors import TransportError
+        from fedcomp.coding.transport import MemoryStore
+
+        held = self.context.state.array_records.get(_STORE) if self._known else None
+        if held is not None:
+            try:
+                return MemoryStore.from_arrays({k: a.numpy() for k, a in held.items()}, self.max_store_bytes)
+            except TransportError:
+                # The limit was lowered since: what no longer fits is lost to the code, as if this relay had been away.
+                log.warning("what this node keeps exceeds the new limit of %d bytes: dropped", self.max_store_bytes)
+        return MemoryStore(self.max_store_bytes)
+
+    def enter(self) -> None:
+        """Take note of the message's round: older ones are refused, parcels two rounds old are dropped.
+
+        Raises
+        ------
+        StaleMessage
+            When a message of a later round was answered already.
+        """
+        if self.round < self.newest:
+            raise StaleMessage(
+                f"this node already takes part in round {self.newest}; a message of round {self.round} came too late"
+            )
+        if self.round > self.newest:
+            self.store.drop_before(self.run, self.round - KEEPS_ROUNDS + 1)
+
+    def save(self) -> None:
+        """Write everything into the state; the last act before the answer. Another run's things are dropped."""
+        state = self.context.state
+        state[_IDENTITY] = ConfigRecord({"key": self.identity.to_bytes()})
+        numbers = {f"own.{name}": value for name, value in self.numbers.items()}
+        state[_META] = ConfigRecord({"run": self.run, "newest": max(self.newest, self.round), **numbers})
+        _put(state, _OWN, self.arrays)
+        memory = getattr(self._store, "to_arrays", None)
+        if memory is not None:
+            _put(state, _STORE, memory())
+        elif not self._known:
+            _put(state, _STORE, {})
+
+    # How it answers.
+
+    def plain_message(self) -> Message:
+        """Return the message as the app and the other mods would have got it without coding."""
+        content = RecordDict({k: v for k, v in self.msg.content.items() if k not in (CODED, PARCELS)})
+        self.msg.content = content
+        return self.msg
+
+    def reply(self, header: Mapping[str, Any], content: RecordDict | None = None) -> Message:
+        """Return the answer: a header, who answers, and what ``content`` holds."""
+        content = RecordDict() if content is None else content
+        if NODE_RECORD not in content:
+            put_node(content, self.partition)
+        put_fields(content, {"round": self.round, **header})
+        return Message(content, reply_to=self.msg)
+
+
+def _put(state: RecordDict, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    if arrays:
+        state[name] = ArrayRecord({k: Array(np.asarray(a)) for k, a in arrays.items()})
+    elif name in state:
+        del state[name]

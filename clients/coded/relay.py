@@ -1,0 +1,168 @@
+"""The client half of relayed shards: share one's own reply, keep what others share, hand it out when asked.
+
+A message that is delivered again is answered with the same shards, made of the stored reply: training twice could give
+other bytes, and shards of two payloads do not fit together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flwr.app import Message, RecordDict
+
+from fedcomp.clients.coded.groups import add_up, join
+from fedcomp.clients.coded.mixing import combine, mix_in
+from fedcomp.clients.coded.shards import MOST_REASONS, PAYLOAD, REASON, SHARED, Shards, Terms
+from fedcomp.clients.messages import CallNext
+from fedcomp.coding.code import MAX_SYMBOLS
+from fedcomp.coding.errors import CodingError, PacketError
+from fedcomp.coding.packet import DIGEST_BYTES, Packet, PacketLimits
+from fedcomp.coding.relay import packet_hash
+from fedcomp.coding.transport import Parcel
+from fedcomp.errors import FedcompError, StateError
+from fedcomp.flower.coded import COLLECT, PER_SOURCE, PUT, SHARD, SUM, pack_content, put_bundle, take_bundle
+
+_MOST_FRESH = 1024
+_UNKNOWN = bytes(DIGEST_BYTES)
+
+
+class RelayClient(Shards):
+    """Answers the messages of a relayed round."""
+
+    def answer(self, call_next: CallNext) -> Message:
+        """Train and share, keep, or hand out."""
+        kind = self.exchange.kind
+        self.exchange.enter()
+        if kind == PUT:
+            return self._keep()
+        if kind == COLLECT:
+            return combine(self) if "mix-bytes" in self.fields else self._hand_out()
+        if kind == SUM:
+            return add_up(self)
+        if kind.partition(".")[0] == "train":
+            if "mix-bytes" in self.fields:
+                return mix_in(self, call_next)
+            return join(self, call_next) if "aggregator" in self.fields else self._share(call_next)
+        raise StateError(f"a relayed round has no messages of type {kind!r}")
+
+    # Sharing.
+
+    def _share(self, call_next: CallNext) -> Message:
+        """Train unless that was done already, then share; the plan is checked whole before anything is done."""
+        exchange = self.exchange
+        terms = self.terms()
+        packets = self._stored(terms)
+        if packets is None:
+            reply = call_next(exchange.plain_message(), exchange.context)
+            if reply.has_error():
+                return reply
+            packets = self._code(terms, pack_content(reply.content))
+        content = RecordDict()
+        first = Packet.from_bytes(packets[0], terms.plan.limits)
+        header: dict[str, Any] = {
+            **self.news(terms),
+            **self.send(terms, packets, content),
+            "payload": first.payload_bytes,
+            "digest": first.digest,
+        }
+        exchange.save()
+        return exchange.reply(header, content)
+
+    def _code(self, terms: Terms, payload: bytes) -> list[bytes]:
+        """Code ``payload`` and keep what another delivery of the message is answered with."""
+        packets = terms.plan.packets(terms.source, payload)
+        exchange = self.exchange
+        exchange.numbers[SHARED] = exchange.round
+        # Private symbols are drawn anew by every encoder: then the shards themselves have to be kept.
+        kept = {f"{i}": np.frombuffer(p, np.uint8) for i, p in enumerate(packets)} if terms.plan.private else {}
+        exchange.arrays = kept or {PAYLOAD: np.frombuffer(payload, np.uint8)}
+        return packets
+
+    def _stored(self, terms: Terms) -> list[bytes] | None:
+        """Return the shards this node made in this round already; None when it did not."""
+        arrays = self.exchange.arrays
+        if self.exchange.numbers.get(SHARED) != self.exchange.round:
+            return None
+        if PAYLOAD in arrays:
+            return terms.plan.packets(terms.source, arrays[PAYLOAD].tobytes())
+        return [arrays[f"{i}"].tobytes() for i in range(len(arrays))]
+
+    # Keeping.
+
+    def _keep(self) -> Message:
+        """Put the parcels the server forwards into the store; what does not fit or belong is reported and dropped."""
+        exchange = self.exchange
+        index = self.fields.integer("index", most=2**32 - 1)
+        kept, refused = 0, []
+        # Each parcel is measured by itself: one that is too long must not cost the others.
+        for data in take_bundle(exchange.msg.content, most=1 << 16, longest=1 << 32):
+            try:
+                parcel = Parcel.from_bytes(data, exchange.max_store_bytes)
+                if (parcel.run, parcel.round, parcel.destination) != (exchange.run, exchange.round, index):
+                    raise StateError("a parcel of another run, round or destination")
+                exchange.store.put(parcel)
+                kept += 1
+            except FedcompError as error:
+                refused.append(str(error)[:REASON])
+        exchange.save()
+        return exchange.reply({"kept": kept, "refused": refused})
+
+    # Handing out.
+
+    def _hand_out(self) -> Message:
+        """Answer with the shards of the sources that are asked for, and with fresh shards of the own payload."""
+        exchange = self.exchange
+        wanted = set(self.fields.integers("sources", most=2**32 - 1))
+        index = self.fields.integer("index", 0, most=2**32 - 1)
+        bodies, held, refused = self.opened(index, SHARD, wanted)
+        packets = self._sound(bodies, refused)
+        fresh = self._fresh()
+        content = RecordDict()
+        put_bundle(content, [*packets, *fresh])
+        header: dict[str, Any] = {"fresh": len(fresh), "refused": refused[:MOST_REASONS]}
+        if exchange.transport is not None:
+            header["held"] = held
+        return exchange.reply(header, content)
+
+    def _sound(self, bodies: list[tuple[int, bytes]], refused: list[str]) -> list[bytes]:
+        """Return those bodies that are the packet their source announced; a few of each source that announced none.
+
+        Anybody may have put parcels in here; a flood of them must not crowd out the others' in one answer. What is left
+        out is told in ``refused``.
+        """
+        sources = self.fields.integers("sources", most=2**32 - 1)
+        joined = self.fields.data("hashes", _UNKNOWN * len(sources))
+        if len(joined) != DIGEST_BYTES * len(sources):
+            raise StateError(f"{len(joined)} bytes of hashes for {len(sources)} sources, {DIGEST_BYTES} each")
+        announced = {s: joined[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i, s in enumerate(sources)}
+        limits = PacketLimits(
+            max_symbol_bytes=2**32 - 1, max_payload=2**32 - 1, max_generations=2**16 - 1, max_symbols=MAX_SYMBOLS
+        )
+        found: dict[int, dict[bytes, None]] = {}
+        for source, body in bodies:
+            try:
+                packet = Packet.from_bytes(body, limits)
+                if packet.source != source:
+                    raise PacketError(f"a packet of source {packet.source} in its parcel")
+                if announced.get(source, _UNKNOWN) not in (_UNKNOWN, packet_hash(body)):
+                    raise PacketError(f"a packet that is not the one source {source} announced for this relay")
+            except CodingError as error:
+                refused.append(f"source {source}: {error}"[:REASON])
+                continue
+            held = found.setdefault(source, {})
+            if len(held) < PER_SOURCE:
+                held[body] = None
+        return [body for held in found.values() for body in held]
+
+    def _fresh(self) -> list[bytes]:
+        """Return further shards of what this node shared; none when that was in another round."""
+        exchange = self.exchange
+        count = self.fields.integer("fresh", 0, most=_MOST_FRESH)
+        if not count or exchange.numbers.get(SHARED) != exchange.round:
+            return []
+        source = self.fields.integer("source", most=2**32 - 1)
+        name = self.array_of(source) if self.fields.flag("sum") else PAYLOAD
+        if name not in exchange.arrays:
+            return []
+        return self.plan().fresh(source, exchange.arrays[name].tobytes(), count)

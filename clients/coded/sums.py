@@ -1,0 +1,336 @@
+"""The client half of coded sums: share one's own update so that nobody can read it, add up what others share.
+
+The update is what the compression mod made of it: a frame of integers (:class:`fedcomp.codecs.FixedPoint`), which the
+mod keeps as pending until a later message acknowledges it. Here the frame is taken out of the reply, and with it the
+weight and all metrics, unless the plan asks for these; what leaves are shards, or a masked vector and the shards of its
+mask. A message that is delivered again is coded again, under a tag of its own: the server sees to it that relays add
+shards of one tag.
+
+Two things are remembered for longer than a run, since a server that names another run, or sends an old message in a new
+round, must not get by them: which sets this node added, and in which round it shared its last update.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp import wire
+from fedcomp.clients.coded.mod import Exchange
+from fedcomp.clients.messages import CallNext, find_announcement
+from fedcomp.codecs import FixedPoint, fixed_point_of, get_codec
+from fedcomp.coding.errors import CodingError, NotDecodable, PacketError
+from fedcomp.coding.sealing import KEY_BYTES, seal
+from fedcomp.coding.sumcode import SumPlan, contribution, mask, shares
+from fedcomp.coding.sumshards import MASKED, SHARE, TAG_BYTES, Collected, Held, Shard, make_tag, read_tag, set_digest
+from fedcomp.coding.transport import Parcel, deliver
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM, SUM_SHARD, put_bundle, take_bundle
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
+from fedcomp.flower.protocol import EXACT, UPDATE, Announcement
+
+_BOOK: Final = "fedcomp.coded.sums"
+_ENTRY: Final = struct.Struct("<8sQ24s")
+"""Run, round and name of the last set that was added in the run."""
+
+_RUNS: Final = 64
+"""Runs for which one node adds up. Forgetting one would allow a second answer in it."""
+
+_LONGEST_PLAN: Final = 4096
+_REASON: Final = 300
+
+
+class SumCodeClient:
+    """Answers the messages of a coded sum."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.fields = exchange.fields
+
+    def answer(self, call_next: CallNext) -> Message:
+        """Train and share, report what is held, or add it up."""
+        kind = self.exchange.kind
+        self.exchange.enter()
+        if kind in (PUT, COLLECT):
+            return self._report()
+        if kind == SUM:
+            return self._add_up()
+        if kind.partition(".")[0] == "train":
+            return self._share(call_next)
+        raise StateError(f"a coded sum has no messages of type {kind!r}")
+
+    # Sharing.
+
+    def _share(self, call_next: CallNext) -> Message:
+        exchange = self.exchange
+        plan = self._plan()
+        announcement = find_announcement(exchange.msg.content)
+        if announcement is None:
+            raise StateError(
+                "the message announces no codec; a coded sum stands around fedcomp.strategies.compressed.Compressed"
+            )
+        self._require_unshared(announcement)
+        reply = call_next(exchange.plain_message(), exchange.context)
+        if reply.has_error():
+            return reply
+        codec, integers = self._integers(reply.content, announcement, plan)
+        header = reply.content.config_records[NODE_RECORD]
+        tag = make_tag(_number(header, "sequence"), _number(header, "generation", 0))
+        vector = contribution(plan, integers, self._weight(reply.content, plan), _cut(codec, integers, plan))
+        source = self.fields.integer("index", most=2**32 - 1)
+        content = RecordDict()
+        if plan.mode == "mask":
+            hidden = mask(plan)
+            masked = Shard(MASKED, 0, source, tag, plan.field.add(vector, hidden))
+            put_frame(content, MASKED_UPDATE, masked.to_bytes(plan))
+            vector = hidden
+        made = [Shard(SHARE, row, source, tag, body).to_bytes(plan) for row, body in enumerate(shares(plan, vector))]
+        if self.fields.flag("metrics"):
+            for name, record in reply.content.metric_records.items():
+                content[name] = record
+        answer: dict[str, Any] = {"tag": tag, **self._hand_over(plan, source, made, content)}
+        self._note(shared=name_of(announcement) + self._place())
+        exchange.save()
+        return exchange.reply(answer, content)
+
+    def _place(self) -> bytes:
+        return self.exchange.run + self.exchange.round.to_bytes(8, "little")
+
+    def _require_unshared(self, announcement: Announcement) -> None:
+        """Refuse to share the update of one message in a second round: two sums could differ by it alone."""
+        shared = self._noted("shared", b"")
+        name = name_of(announcement)
+        if shared.startswith(name) and shared != name + self._place():
+            raise StateError(
+                f"the update that answers message {announcement.sequence} was shared in another round; it is in one "
+                "sum at most"
+            )
+
+    def _noted(self, name: str, default: Any) -> Any:
+        return self.exchange.context.state.config_records.get(_BOOK, ConfigRecord()).get(name, default)
+
+    def _note(self, **entries: Any) -> None:
+        """Remember ``entries`` for as long as this node keeps its state, whatever run it takes part in."""
+        state = self.exchange.context.state
+        state[_BOOK] = ConfigRecord({**state.config_records.get(_BOOK, {}), **entries})
+
+    def _integers(
+        self, content: RecordDict, announcement: Announcement, plan: SumPlan
+    ) -> tuple[FixedPoint, NDArray[np.int64]]:
+        """Return the codec, and what the compression mod sent in steps of its grid."""
+        frame = take_frame(content, UPDATE)
+        if frame is None:
+            header = content.config_records.get(NODE_RECORD)
+            said = None if header is None else header.get("unsupported")
+            why = said if isinstance(said, str) else "is compression() among its mods, behind coded()?"
+            raise ConfigError(f"the app's reply holds no frame that could be added to others' ({why})")
+        if EXACT in content:
+            raise ConfigError("the model has buffers that travel as values; of these there is no coded sum")
+        codec = fixed_point_of(get_codec(announcement.codec))
+        if codec.levels != plan.bound:
+            raise StateError(f"the codec has {codec.levels} levels, the plan {plan.bound}")
+        # The frame was made in this very call: no limits have to be known for it.
+        return codec, codec.steps(wire.decode(frame))
+
+    def _weight(self, content: RecordDict, plan: SumPlan) -> int:
+        """Return the update's weight as an integer the plan has room for; 1 when all count the same."""
+        key = self.fields.text("weight", "")
+        if not key:
+            return 1
+        found = [record[key] for record in content.metric_records.values() if key in record]
+        value = found[0] if len(found) == 1 else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < 0:
+            log.warning("metric %r is %r: it cannot be the weight in a coded sum", key, value)
+            raise ConfigError(f"metric {key!r} is no whole number >= 0, as the weight in a coded sum must be")
+        if value > plan.max_weight:
+            # The number itself stays here: the server is to learn of weights no more than their sum.
+            log.warning("metric %r is %s, more than the %d for which the sum has room", key, value, plan.max_weight)
+            raise ConfigError(
+                f"metric {key!r} is more than the {plan.max_weight} for which the sum has room; raise max_weight, "
+                "lower the codec's levels, or use weighted=False"
+            )
+        return int(value)
+
+    def _hand_over(self, plan: SumPlan, source: int, made: list[bytes], content: RecordDict) -> dict[str, Any]:
+        """Keep the own shard, send the others; return what the header says of it."""
+        exchange = self.exchange
+        relays = self.fields.integers("relays", longest=plan.relays)
+        own = relays.index(source) if source in relays else None
+        keys = self._keys(plan)
+        header: dict[str, Any] = {}
+        if own is not None and keys:
+            header = exchange.news(keys[own])
+            keys[own] = exchange.identity.public
+        failed: list[str] = []
+        parcels = [self._parcel(source, row, body, keys.get(row)) for row, body in enumerate(made)]
+        if own is not None:
+            try:
+                exchange.store.put(parcels[own])
+            except CodingError as error:
+                failed.append(f"own shard: {error}"[:_REASON])
+        others = [parcel for parcel in parcels if parcel.destination != own]
+        if exchange.transport is None:
+            put_bundle(content, [parcel.to_bytes() for parcel in others])
+            return {**header, "failed": failed}
+        addresses = self.fields.texts("addresses", longest=plan.relays)
+        if len(addresses) != plan.relays:
+            raise StateError(f"the plan has {len(addresses)} addresses for {plan.relays} relays")
+        sent = [0] * plan.relays
+        outgoing = [(addresses[p.destination], p) for p in others if addresses[p.destination]]
+        for delivery in deliver(exchange.transport, outgoing):
+            sent[delivery.parcel.destination] = delivery.handed_over
+            if delivery.error is not None:
+                failed.append(f"relay {delivery.parcel.destination}: {delivery.error}"[:_REASON])
+        return {**header, "sent": sent, "failed": failed}
+
+    def _parcel(self, source: int, row: int, body: bytes, key: bytes | None) -> Parcel:
+        run, round_ = self.exchange.run, self.exchange.round
+        parcel = Parcel(run, round_, SUM_SHARD, source, row, body)
+        if key is None:
+            return parcel
+        return Parcel(run, round_, SUM_SHARD, source, row, seal(body, key, parcel.coordinates))
+
+    def _plan(self) -> SumPlan:
+        try:
+            config = json.loads(self.fields.text("plan", longest=_LONGEST_PLAN))
+        except ValueError as error:
+            raise StateError(f"the plan is no JSON document: {error}") from error
+        if not isinstance(config, dict):
+            raise StateError(f"the plan is a {type(config).__name__}, expected an object")
+        return SumPlan.from_config(config)
+
+    def _keys(self, plan: SumPlan) -> dict[int, bytes]:
+        """Return the relays' public keys; none when shards travel in the clear."""
+        if "keys" not in self.fields:
+            return {}
+        keys = self.fields.data("keys", length=KEY_BYTES * plan.relays)
+        return {i: keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(plan.relays)}
+
+    # Holding.
+
+    def _report(self) -> Message:
+        """Keep what the server forwards, and say what is held for this round."""
+        exchange = self.exchange
+        plan, row = self._plan(), self.fields.integer("row", most=2**16 - 1)
+        refused = []
+        longest = exchange.max_store_bytes
+        for data in take_bundle(exchange.msg.content, most=2 * plan.contributors, longest=longest):
+            try:
+                parcel = Parcel.from_bytes(data, longest)
+                if (parcel.run, parcel.round, parcel.destination) != (exchange.run, exchange.round, row):
+                    raise PacketError("a parcel of another run, round or relay")
+                exchange.store.put(parcel)
+            except FedcompError as error:
+                refused.append(str(error)[:_REASON])
+        held, sizes = self._held(plan, row, refused)
+        tags = {source: sorted(shards) for source, shards in held.items()}
+        report = Held.of(plan, tags, self.fields.integers("unknown", most=plan.contributors - 1))
+        exchange.save()
+        header: dict[str, Any] = {
+            "bitmap": report.bitmap,
+            "digest": report.digest,
+            "sources": [source for source, _ in report.details],
+            "tags": b"".join(tag for _, tag in report.details),
+            "refused": refused,
+        }
+        if exchange.transport is not None:
+            # What was handed over by contributors that can no longer say so themselves.
+            header["sizes"] = [sizes[source] for source, _ in report.details]
+        return exchange.reply(header)
+
+    def _held(
+        self, plan: SumPlan, row: int, refused: list[str]
+    ) -> tuple[dict[int, dict[bytes, Shard]], dict[int, int]]:
+        """Return the shards this relay can read, by source and tag, and the bytes of each source's parcels."""
+        exchange = self.exchange
+        sealed = self.fields.flag("seal")
+        held: dict[int, dict[bytes, Shard]] = {}
+        sizes: dict[int, int] = {}
+        for parcel in exchange.store.list(exchange.run, exchange.round):
+            if parcel.kind != SUM_SHARD or parcel.destination != row:
+                continue
+            try:
+                body = exchange.identity.open(parcel.body, parcel.coordinates) if sealed else parcel.body
+                shard = Shard.from_bytes(body, plan)
+                if (shard.kind, shard.relay, shard.source) != (SHARE, row, parcel.source):
+                    raise PacketError("the shard is not the one its parcel says")
+                if not 0 <= shard.source < plan.contributors:
+                    raise PacketError(f"the shard is of contributor {shard.source} of {plan.contributors}")
+                read_tag(shard.tag)
+            except FedcompError as error:
+                refused.append(f"source {parcel.source}: {error}"[:_REASON])
+                continue
+            held.setdefault(shard.source, {})[shard.tag] = shard
+            sizes[shard.source] = sizes.get(shard.source, 0) + len(parcel)
+        return held, sizes
+
+    # Adding.
+
+    def _add_up(self) -> Message:
+        """Answer with the sum over the frozen set; once a round, also when the server names other runs in between."""
+        exchange = self.exchange
+        plan, row = self._plan(), self.fields.integer("row", most=2**16 - 1)
+        held, _ = self._held(plan, row, [])
+        chosen = self._chosen(plan, held)
+        if set_digest(plan, exchange.round, chosen) != self.fields.data("set", length=TAG_BYTES):
+            # Said before the one answer of this round is spent.
+            raise NotDecodable("this relay holds other encodings than those that are to be added")
+        book = {entry[0]: entry for entry in map(_ENTRY.unpack, self._noted("sums", []))}
+        _, last, name = book.get(exchange.run, (exchange.run, 0, b""))
+        if exchange.round < last:
+            raise CodingError(f"this relay has added up round {last} of this run; round {exchange.round} is over")
+        if exchange.run not in book and len(book) == _RUNS:
+            raise CodingError(f"this relay has added up for {_RUNS} runs, and for no more with this state; restart it")
+        relay = Collected({last: name} if name else {})
+        shards = {source: held[source][tag] for source, tag in chosen.items() if tag in held.get(source, {})}
+        total = relay.add_up(plan, exchange.round, chosen, shards)
+        book[exchange.run] = (exchange.run, exchange.round, relay.answered[exchange.round])
+        self._note(sums=[_ENTRY.pack(*entry) for entry in book.values()])
+        content = RecordDict()
+        put_bundle(content, [total.to_bytes(plan)])
+        exchange.save()
+        return exchange.reply({}, content)
+
+    def _chosen(self, plan: SumPlan, held: dict[int, dict[bytes, Shard]]) -> dict[int, bytes]:
+        """Return source and tag of the frozen set; tags the server left out are those of the only encoding held."""
+        bitmap = np.frombuffer(self.fields.data("chosen"), np.uint8)
+        named = self.fields.integers("named", most=plan.contributors - 1)
+        tags = self.fields.data("tags", b"")
+        if len(tags) != TAG_BYTES * len(named) or bitmap.size != -(-plan.contributors // 8):
+            raise StateError("the set that is asked for is not written as one of this plan")
+        explicit = {source: tags[TAG_BYTES * i : TAG_BYTES * (i + 1)] for i, source in enumerate(named)}
+        chosen: dict[int, bytes] = {}
+        for source in np.flatnonzero(np.unpackbits(bitmap)).tolist():
+            encodings = held.get(source, {})
+            if source in explicit:
+                chosen[source] = explicit[source]
+            elif len(encodings) == 1:
+                (chosen[source],) = encodings
+            else:
+                raise CodingError(
+                    f"this relay holds {len(encodings)} encodings of contributor {source}; which is meant?"
+                )
+        return chosen
+
+
+def _cut(codec: FixedPoint, integers: NDArray[np.int64], plan: SumPlan) -> tuple[int, ...]:
+    """Return the share of values at the clip, in steps of the plan, rounded up: it shows in the sum."""
+    return tuple(-(-most * codec.saturated(integers) // max(1, integers.size)) for most in plan.extras)
+
+
+def name_of(announcement: Announcement) -> bytes:
+    """Return what names a training message: its session and sequence number."""
+    return announcement.session + b"/%d/" % announcement.sequence
+
+
+def _number(header: ConfigRecord, name: str, default: int | None = None) -> int:
+    value = header.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise StateError(f"the reply's header field {name!r} is {value!r}, expected a whole number")
+    return value

@@ -1,0 +1,1 @@
+"""What leaves a client under a privacy promise."""

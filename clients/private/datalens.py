@@ -1,0 +1,169 @@
+"""The client half of DataLens: teachers that learn on their own records and vote on generated images.
+
+Discriminators and their optimisers live in ``context.state``. A handler reads them, computes, and writes them as its
+last act, together with its answer: what breaks before leaves the node as it was, a message that arrives again is
+answered from memory without another step, and an answer that is lost costs its votes and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from numpy.typing import NDArray
+
+from fedcomp import wire
+from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet
+from fedcomp.errors import ConfigError
+from fedcomp.flower import datalens
+from fedcomp.flower.datalens import Kept, Lesson
+from fedcomp.flower.payload import PARTITION_KEY, put_frame, put_node
+from fedcomp.flower.state import StaleMessage
+from fedcomp.privacy.votes import encode_rows, longest_rows, topk_stochastic_sign
+from fedcomp.rng import Key
+
+Arrays = Mapping[str, NDArray[Any]]
+Faker = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+
+
+class Teachers(Protocol):
+    """Discriminators on this node's records, such as :class:`fedcomp.tasks.gan.Teachers`."""
+
+    def start(self) -> Mapping[str, NDArray[Any]]:
+        """Return the state of teachers that have learnt nothing."""
+        ...
+
+    def learn(
+        self, state: Arrays, fakes: Faker, key: Key, labels: NDArray[np.int64] | None = None
+    ) -> Mapping[str, NDArray[Any]]:
+        """Return the state after one step; images come from ``fakes``, of ``labels`` or of the records' own."""
+        ...
+
+    def gradients(self, state: Arrays, images: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the direction that would make each image more real, ``(teachers, B, pixels)``."""
+        ...
+
+
+class Student(Protocol):
+    """A generator to fill with the server's weights, such as :class:`fedcomp.tasks.gan.Student`."""
+
+    def images(self, arrays: Arrays, key: Key, count: int) -> NDArray[np.float32]:
+        """Return ``count`` images of the noise and labels that ``key`` names."""
+        ...
+
+    def labels(self, key: Key, count: int) -> NDArray[np.int64]:
+        """Return their labels."""
+        ...
+
+    def faker(self, arrays: Arrays, key: Key) -> Faker:
+        """Return what makes an image for each of the labels it is given."""
+        ...
+
+
+class Ensemble(Protocol):
+    """What a node has."""
+
+    @property
+    def teachers(self) -> Teachers: ...
+
+    @property
+    def student(self) -> Student: ...
+
+
+EnsembleOf = Callable[[Message, Context, Lesson], Ensemble]
+"""``ensemble(message, context, lesson)``: called only where a lesson is not answered from memory."""
+
+
+def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
+    """Give ``app`` the handler of a DataLens run; return ``app``.
+
+    What goes wrong while teachers are read, learn and vote stays on the node, unless it is about settings
+    (:data:`fedcomp.clients.private.mod.ABOUT_SETTINGS`).
+
+    Parameters
+    ----------
+    ensemble : callable
+        Returns this node's teachers. What it keeps between calls is lost in a deployment.
+    """
+
+    @app.train(datalens.ACTION)
+    def datalens_vote(msg: Message, context: Context) -> Message:
+        lesson, kept, partition = Lesson.of(msg), Kept.load(context), _partition(context)
+        if kept is not None and kept.session == lesson.session:
+            if lesson.sequence < kept.sequence:
+                raise StaleMessage(
+                    f"this node has already answered lesson {kept.sequence}; lesson {lesson.sequence} came too late"
+                )
+            if lesson.sequence == kept.sequence:
+                return _reply(msg, kept.answer, partition)
+        else:
+            kept = None
+
+        def vote() -> Message:
+            own = ensemble(msg, context, lesson)
+            state, votes = study(lesson, msg, own, None if kept is None else kept.state, partition)
+            answer = encode_rows(votes)
+            if lesson.pad:
+                longest = longest_rows(lesson.rows, lesson.pixels, lesson.k)
+                salt = Key(lesson.draw, "padding", partition=partition).digest()
+                answer = wire.pad(answer, longest + wire.FILLED, salt)
+            reply = _reply(msg, answer, partition)
+            Kept(lesson.session, lesson.sequence, state, answer).save(context)
+            return reply
+
+        return discreet(msg, vote, passing=ABOUT_SETTINGS)
+
+    return app
+
+
+def study(
+    lesson: Lesson, message: Message, own: Ensemble, state: Arrays | None, partition: int
+) -> tuple[Arrays, NDArray[np.int8]]:
+    """Let the teachers learn and vote; return their state and the votes, int8 ``(teachers * B, pixels)``.
+
+    Whoever has no state yet takes the steps of the pretraining first. With a generator at hand every step looks at new
+    images, of the labels of each teacher's own batch; where images were sent, at those.
+    """
+    key = lesson.key
+    shown = datalens.take_images(message, lesson)
+    labels = own.student.labels(key, lesson.images)
+    arrays = datalens.generator_of(message) if shown is None else {}
+    images = own.student.images(arrays, key, lesson.images) if shown is None else shown
+    steps = lesson.steps if state is not None else lesson.steps + lesson.pretrain
+    state = own.teachers.start() if state is None else state
+    for step in range(steps):
+        batch = Key(lesson.draw, "datalens/batch", partition=partition, layer=step)
+        if shown is None:
+            fakes = own.student.faker(arrays, batch.at(purpose="datalens/fakes"))
+            state = own.teachers.learn(state, fakes, batch)
+        else:
+            state = own.teachers.learn(state, lambda _: images, batch, labels)
+    directions = own.teachers.gradients(state, images, labels)
+    votes = topk_stochastic_sign(
+        directions.reshape(lesson.rows, lesson.pixels),
+        lesson.k,
+        saturation=lesson.saturation or None,
+        stochastic=lesson.stochastic,
+        uniforms=Key(lesson.draw, "datalens/votes", partition=partition),
+    )
+    return state, votes
+
+
+def _reply(msg: Message, answer: bytes, partition: int) -> Message:
+    content = RecordDict()
+    put_frame(content, datalens.VOTES, answer)
+    put_node(content, partition)
+    return Message(content, reply_to=msg)
+
+
+def _partition(context: Context) -> int:
+    value = context.node_config.get(PARTITION_KEY)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"this node's {PARTITION_KEY} is {value!r}; a teacher needs to know which records are its own: start the "
+            "SuperNode with --node-config 'partition-id=0 num-partitions=4'"
+        )
+    return value

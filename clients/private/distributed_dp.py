@@ -1,0 +1,62 @@
+"""The client half of distributed noise: a coded sum, to which every client adds its share of the noise.
+
+The compression mod clips and rounds (:class:`fedcomp.privacy.bounded.BoundedFixedPoint`); what it remembers holds no
+noise. Here the share is added to the integers, once for each message of the server: a message that is delivered again
+is answered with the integers that answered it before, since two answers with different noise would tell more than one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from flwr.app import RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.clients.coded.sums import SumCodeClient, name_of
+from fedcomp.codecs import FixedPoint
+from fedcomp.coding.sumcode import SumPlan
+from fedcomp.errors import StateError
+from fedcomp.flower.protocol import Announcement
+from fedcomp.privacy.bounded import BoundedFixedPoint
+from fedcomp.privacy.entropy import make_entropy
+from fedcomp.rng import Key
+
+_NOISED: Final = "noised"
+
+
+class NoisySumClient(SumCodeClient):
+    """Answers the messages of a noisy sum."""
+
+    def _integers(
+        self, content: RecordDict, announcement: Announcement, plan: SumPlan
+    ) -> tuple[FixedPoint, NDArray[np.int64]]:
+        """Return the codec, and the integers with this client's share of the noise.
+
+        Raises
+        ------
+        StateError
+            When the plan would show more than a noisy sum, show single shares to the server or to one relay, or allow
+            sums with less noise than the share is made for.
+        Unbounded
+            When the integers are longer than the codec allows.
+        """
+        codec, integers = super()._integers(content, announcement, plan)
+        if not isinstance(codec, BoundedFixedPoint):
+            raise StateError(f"a noisy sum is of integers of a bounded norm, the server announces {codec!r}")
+        if plan.extras or plan.max_weight != 1 or self.fields.flag("metrics") or self.fields.text("weight", ""):
+            raise StateError("the plan asks for weights, metrics or counts beside the sum, which have no noise")
+        if plan.private < 1 or plan.mode != "share" or "keys" not in self.fields:
+            raise StateError("the shards of a noisy sum are sealed, and one of them says nothing of its vector")
+        if plan.least < codec.least:
+            raise StateError(
+                f"the share of noise is made for {codec.least} contributors, the plan allows sums of {plan.least}"
+            )
+        name, numbers, arrays = name_of(announcement), self.exchange.numbers, self.exchange.arrays
+        if numbers.get(_NOISED) == name:
+            return codec, arrays[_NOISED].astype(np.int64)
+        key = Key(announcement.seed, "privacy/share", announcement.round, self.exchange.partition)
+        entropy = make_entropy(key, insecure_deterministic=codec.insecure_deterministic)
+        noised = codec.noised(integers, entropy)
+        numbers[_NOISED], arrays[_NOISED] = name, noised.astype(np.int32)
+        return codec, noised

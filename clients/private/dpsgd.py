@@ -1,0 +1,214 @@
+"""The client half of record-level privacy: DP-SGD on this node's own records, and the ledger that outlives the round.
+
+The node shows nobody its records. It bounds each of them, draws the batches and the noise itself, writes its
+ledger, and refuses a training that would cross the budget before it has looked at a record. What it sends is the noisy
+model and what that cost; no loss, no number of examples. Whatever a codec does to the update afterwards is
+post-processing, its memory included.
+
+The ledger lies in the node's state, written as the last act: a training whose reply is lost was paid for, one that
+broke left nothing and costs nothing. A SuperNode that is restarted forgets its state; with ``privacy-ledger`` in its
+node configuration the ledger is a file instead, which it does not forget. How much noise there is, the server plans; a
+node that does not leave that to it has a ``privacy-budget`` of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from flwr.app import ConfigRecord, Context
+
+from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET
+from fedcomp.clients.private.mod import ABOUT_SETTINGS
+from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
+from fedcomp.flower.record_dp import Account, Plan, compact, steps_in
+from fedcomp.privacy.entropy import make_entropy
+from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError
+from fedcomp.rng import Key
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.tasks.base import Split, Task
+
+
+_STATE: Final = "fedcomp.record-dp"
+
+
+def train_privately(
+    task: Task,
+    model: nn.Module,
+    data: Split,
+    plan: Plan,
+    context: Context,
+    *,
+    key: Key,
+    lr: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    proximal: float = 0.0,
+    **unused: Any,
+) -> Account:
+    """Train ``model`` in place on ``data`` as ``plan`` says; return what was spent.
+
+    Parameters
+    ----------
+    task : Task
+        Gives the loss.
+    data : Split
+        Every example is one record.
+    context : Context
+        Holds the ledger, and gets it back as the last act.
+    key : Key
+        Names public randomness; noise and batches as well where the plan is insecure.
+    lr, momentum, weight_decay : float
+        Of SGD on the noisy gradients.
+    proximal : float
+        Must be 0.
+    **unused
+        How training without noise would be limited; here the plan's steps and rate say it.
+
+    Raises
+    ------
+    BudgetExceeded
+        When the training would cross the budget, the plan's or the node's. No record was looked at.
+    ConfigError
+        When the model or the task cannot be trained privately, delta is too large for so few records, or the node has
+        a budget of its own and the plan's noise would come from a seed.
+    LedgerError
+        When the node's ledger is of another run, or damaged.
+    PrivacyError
+        When the training broke; the reason is in this node's log alone.
+    """
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from fedcomp.privacy.dpsgd import private_training
+    from fedcomp.tasks.base import EmptyPartition, single_thread
+
+    if not len(data):
+        raise EmptyPartition(f"task {task.name!r}: this partition holds no record to train on; use fewer partitions")
+    if proximal:
+        raise ConfigError("FedProx's term has no place in DP-SGD on clients; use inner=fedavg")
+    if task.options.get("l2"):
+        raise ConfigError(
+            f"task.l2={task.options['l2']} is no part of a record's gradient; use weight_decay, which is added after "
+            "the noise"
+        )
+    plan = _own(plan, context)
+    model.train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    untrained = _untrained(model)
+    sgd = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    entropy = make_entropy(key.at(purpose="record-dp"), insecure_deterministic=plan.insecure)
+    with _ledger(context, plan, len(data)) as ledger:
+        before = steps_in(ledger)
+        training = private_training(
+            model,
+            sgd,
+            TensorDataset(*data.tensors),
+            method=plan.method,
+            noise_multiplier=plan.noise_multiplier,
+            max_grad_norm=plan.clip,
+            rate=plan.rate,
+            steps=plan.steps,
+            ledger=ledger,
+            entropy=entropy,
+            adjacency=plan.adjacency,
+            noise=plan.noise,
+            key=key,
+            loss_reduction="none",
+            **plan.options,
+        )
+
+        def one(output: Tensor, target: Tensor) -> Tensor:
+            return task.objective(model, output[None], target[None])
+
+        with training, single_thread(), _reasons_stay():
+            _require_room(ledger, plan, training.optimizer.size)
+            for batch in training.loader:
+                training.step(batch, lambda module, pair: torch.func.vmap(one)(module(pair[0]), pair[1]))
+            # What forward passes wrote into the model is made of records, and has no noise.
+            with torch.no_grad():
+                for tensor, before_training in untrained:
+                    tensor.copy_(before_training)
+        total = steps_in(ledger)
+        return Account(ledger.run, total - before, total)
+
+
+@contextmanager
+def _reasons_stay() -> Iterator[None]:
+    """Keep what an exception says on this node: Flower sends it to the server, and it may quote a record."""
+    try:
+        yield
+    except ABOUT_SETTINGS:
+        raise
+    except Exception:
+        log.exception("the private training of this node broke")
+        raise PrivacyError("the training broke; the reason is in this node's log") from None
+
+
+def _untrained(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors that leave with the model and are no trained parameters, each with a copy of what it holds."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    found = model.state_dict(keep_vars=True)
+    return [(tensor, tensor.detach().clone()) for name, tensor in found.items() if name not in trained]
+
+
+def _own(plan: Plan, context: Context) -> Plan:
+    """Return ``plan`` within what this node allows."""
+    own = context.node_config.get(OWN_BUDGET)
+    if own is None:
+        return plan
+    if isinstance(own, bool) or not isinstance(own, int | float) or not 0.0 < own < math.inf:
+        raise ConfigError(f"{OWN_BUDGET} of this node is {own!r}; expected an epsilon above 0")
+    if plan.insecure:
+        raise ConfigError("the server plans noise from a seed that it knows; a node with a budget of its own draws its")
+    return replace(plan, budget=min(float(own), plan.budget or math.inf))
+
+
+def _require_room(ledger: Ledger, plan: Plan, size: int) -> None:
+    if ledger.affords(plan.event(size), plan.steps):
+        return
+    raise BudgetExceeded(
+        f"{plan.steps} more steps would cross this client's budget of epsilon {plan.budget:g} at delta {plan.delta:g}; "
+        f"{ledger.epsilon():.4g} is spent. Nothing was trained"
+    )
+
+
+@contextmanager
+def _ledger(context: Context, plan: Plan, records: int) -> Iterator[Ledger]:
+    """Yield this node's ledger; it is back where it was when the block ends without an error."""
+    ledger = plan.ledger(records)
+    path = context.node_config.get(LEDGER_FILE)
+    if path:
+        if not isinstance(path, str) or not Path(path).is_absolute():
+            raise ConfigError(f"{LEDGER_FILE} of this node is {path!r}; expected an absolute path")
+        ledger.open(Path(path))
+        try:
+            yield ledger
+        finally:
+            ledger.close()
+        return
+    kept = context.state.config_records.get(_STATE)
+    if kept is not None:
+        ledger.load_state_dict(_read(kept))
+    yield ledger
+    context.state[_STATE] = ConfigRecord({"ledger": json.dumps(compact(ledger), separators=(",", ":"))})
+
+
+def _read(record: ConfigRecord) -> Mapping[str, Any]:
+    try:
+        document = json.loads(str(record["ledger"]))
+    except (KeyError, ValueError) as error:
+        raise LedgerError(f"this node's ledger cannot be read: {error!r}; what it spent is unknown") from error
+    if not isinstance(document, dict):
+        raise LedgerError("this node's ledger cannot be read; what it spent is unknown")
+    return document

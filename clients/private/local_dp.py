@@ -1,0 +1,125 @@
+"""The client's own word in local differential privacy: how much noise at least, how many messages at most.
+
+``ClientApp(mods=[local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)), compression(), private()])`` is an app
+that needs no trust in its server: whatever the server announces, nothing leaves but frames of a codec that privatises
+with that much noise of this node's own, and no more than twenty of them. The count is kept in ``context.state``, apart
+from the codec's memory, which begins anew whenever the server says so.
+
+Without a policy the mod enforces what the server announces; :class:`fedcomp.privacy.local.Privatise` names a limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from flwr.app import ConfigRecord, Context, Error, Message
+
+from fedcomp.clients.messages import (
+    MOD_FAILED_PRECONDITION,
+    NOT_WITHOUT_NOISE,
+    CallNext,
+    Mod,
+    choose,
+    find_announcement,
+    mod_factory,
+)
+from fedcomp.clients.private.mod import discreet
+from fedcomp.errors import StateError
+from fedcomp.flower.payload import NODE_RECORD, take_frame
+from fedcomp.flower.protocol import UPDATE
+from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
+
+_RECORD: Final = "fedcomp.local-privacy"
+
+
+@mod_factory
+def local_privacy(policy: LocalPolicy | None = None) -> Mod:
+    """Return the mod that counts private messages and refuses what a policy does not allow.
+
+    Put it first in the list, so that it is the last to see a reply: what another mod makes outside of it would not be
+    checked.
+
+    Parameters
+    ----------
+    policy : LocalPolicy, optional
+        With one, every message but a training message with a codec that satisfies it is refused: evaluation, too, whose
+        metrics would leave without noise.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.compressed import compression
+    >>> app = ClientApp(mods=[local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)), compression()])
+    """
+
+    def local_privacy_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        announcement = find_announcement(msg.content)
+        codec = None if announcement is None else choose(announcement, announcement.codec, None)[0]
+        found = None if codec is None else privatised(codec)
+        if policy is not None:
+            refusal = policy.refuses(codec) if msg.metadata.message_type == "train" else _OTHER
+            if refusal:
+                return _refused(msg, refusal)
+        if found is None or announcement is None:
+            if announcement is not None and asks_for_noise(announcement.codec):
+                return _refused(msg, NOT_WITHOUT_NOISE)
+            return call_next(msg, context)
+        limits = [limit for limit in (found.releases, policy.releases if policy else 0) if limit]
+        held = _Sent.read(context)
+        this = (announcement.session, announcement.sequence)
+        spent = bool(limits) and held.count >= min(limits)
+        over = f"this client has sent {held.count} private messages and sends no more"
+        # At the limit only a message that is delivered again is answered, with the frame that left before.
+        if spent and this != held.message:
+            return _refused(msg, over)
+        reply = discreet(msg, lambda: call_next(msg, context))
+        if reply.has_error():
+            return reply
+        frame = take_frame(reply.content, UPDATE)
+        beside = sorted(set(reply.content) - {UPDATE, NODE_RECORD})
+        if frame is None or beside:
+            return _refused(msg, "this client sends privatised updates only, and its app's mods made something else")
+        digest = hashlib.sha256(frame).digest()
+        if digest == held.frame:
+            return reply
+        # Another frame for the same message is another release: the memory that held the first one is gone.
+        if spent:
+            return _refused(msg, over)
+        _Sent(held.count + 1, this, digest).write(context)
+        return reply
+
+    return local_privacy_mod
+
+
+_OTHER: Final = "this client answers private training messages only"
+
+
+def _refused(msg: Message, reason: str) -> Message:
+    return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What left this node: how many messages, and which message the last one answered with which frame."""
+
+    count: int = 0
+    message: tuple[bytes, int] = (b"", 0)
+    frame: bytes = b""
+
+    @classmethod
+    def read(cls, context: Context) -> _Sent:
+        record = context.state.config_records.get(_RECORD)
+        if record is None:
+            return cls()
+        count, session, sequence, frame = (record.get(name) for name in ("releases", "session", "sequence", "frame"))
+        if not (type(count) is type(sequence) is int and isinstance(session, bytes) and isinstance(frame, bytes)):
+            raise StateError("this node's count of private messages is damaged; what it has spent is unknown")
+        return cls(count, (session, sequence), frame)
+
+    def write(self, context: Context) -> None:
+        session, sequence = self.message
+        context.state[_RECORD] = ConfigRecord(
+            {"releases": self.count, "session": session, "sequence": sequence, "frame": self.frame}
+        )

@@ -1,0 +1,83 @@
+"""The client half of low-rank plus sparse private updates: one short clipped vector a round, and nothing else.
+
+``ClientApp(mods=[lsg(), private()])`` is all a Flower app needs. What the app learnt is projected onto the server's
+carriers, the kept coordinates are taken, and one norm over all of them is clipped: after the mask, or noise would be
+paid for mass that never leaves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+
+from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, mod_factory, reply_arrays
+from fedcomp.clients.private.mod import discreet, wants_private
+from fedcomp.errors import FedcompError, LayoutError
+from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, Ask, pack, take_carriers, take_kept
+from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, models, put_frame
+from fedcomp.flower.records import to_arrays
+from fedcomp.layout import Layout
+from fedcomp.privacy.bounds import clip_arrays
+
+_OWN = (HEADER, CARRIERS, KEPT)
+
+
+@mod_factory
+def lsg() -> Mod:
+    """Return the mod that shortens the replies to training messages that ask for it; others pass through untouched.
+
+    Put it before ``private()``. An update that is not finite is answered with an error, which costs a round that update
+    and nothing else; what was wrong, there and in the app, stays on the node.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> app = ClientApp(mods=[lsg()])
+    """
+
+    def lsg_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        try:
+            ask = Ask.of(msg.content) if msg.has_content() else None
+        except FedcompError as error:
+            return _refuse(msg, str(error))
+        if ask is None:
+            return call_next(msg, context)
+        if msg.metadata.message_type.partition(".")[0] != "train" or not wants_private(msg.content):
+            return _refuse(msg, "a shortened update is part of a private training message, which this is not")
+        try:
+            found = models(msg.content)
+            if len(found) != 1:
+                raise LayoutError(f"the message holds {len(found)} ArrayRecords, expected one, the model")
+            before = to_arrays(next(iter(found.values())))
+            layout = Layout.of(before)
+            plan = ask.plan(layout)
+            pairs = take_carriers(msg.content, plan)
+            chosen = take_kept(msg.content, ask, plan.short)
+        except FedcompError as error:
+            return _refuse(msg, str(error))
+        msg.content = RecordDict({name: record for name, record in msg.content.items() if name not in _OWN})
+
+        def update() -> Message:
+            reply = call_next(msg, context)
+            if reply.has_error():
+                return reply
+            _, after = reply_arrays(reply.content)
+            with np.errstate(over="ignore", invalid="ignore"):
+                moved = layout.flatten(after) - layout.flatten(before)
+                short = np.concatenate(plan.project(moved, pairs))[chosen]
+            (short,), _ = clip_arrays([short], ask.clip)
+            content = RecordDict()
+            node = reply.content.config_records.get(NODE_RECORD)
+            if node is not None and PARTITION_KEY in node:
+                content[NODE_RECORD] = ConfigRecord({PARTITION_KEY: node[PARTITION_KEY]})
+            put_frame(content, UPDATE, pack(short))
+            reply.content = content
+            return reply
+
+        return discreet(msg, update)
+
+    return lsg_mod
+
+
+def _refuse(msg: Message, reason: str) -> Message:
+    return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)

@@ -1,0 +1,71 @@
+"""The client half of TopAgg: one vote a round, and nothing else.
+
+``ClientApp(mods=topagg())`` is all a Flower app needs. The vote itself is cast by ``compression()`` with the codec that
+the server announces; ``private()`` keeps metrics and statistics on the node. What stands here beside them is the order
+of the mods, and a guard: a client made for private votes answers nothing else.
+"""
+
+from __future__ import annotations
+
+from flwr.app import Context, Error, Message
+
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, find_announcement
+from fedcomp.clients.private.mod import private, wants_private
+from fedcomp.errors import FedcompError
+from fedcomp.flower.protocol import PROTOCOL
+
+BALLOT = "topagg"
+"""Id of the codec of votes."""
+
+
+def topagg(*, only: bool = True) -> list[Mod]:
+    """Return the mods of a client that takes part in private votes, in their order.
+
+    Parameters
+    ----------
+    only : bool
+        Refuse every message that does not announce a private vote: training without privacy or with another codec,
+        and evaluation, whose metrics would leave without noise. The refusal is an error reply, made before the app
+        sees the message, and costs a private round nothing but that vote. Queries pass: what an app tells when it is
+        asked is its own matter (the generic app tells its partition). False leaves it to the server what is asked, as
+        the generic app does.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> app = ClientApp(mods=topagg())
+    """
+    mods = [compression(), private()]
+    return [_guard, *mods] if only else mods
+
+
+def _guard(msg: Message, context: Context, call_next: CallNext) -> Message:
+    if msg.metadata.message_type.partition(".")[0] == "query":
+        return call_next(msg, context)
+    reason = _why_not(msg)
+    if reason:
+        text = f"this client casts private votes (codec {BALLOT!r}) and answers nothing else: {reason}"
+        return Message(Error(MOD_FAILED_PRECONDITION, text), reply_to=msg)
+    return call_next(msg, context)
+
+
+def _why_not(msg: Message) -> str:
+    """Return why ``msg`` asks for anything but a private vote, empty when it does not."""
+    kind = msg.metadata.message_type
+    if kind != "train":
+        return f"a message of type {kind!r} came"
+    try:
+        announcement = find_announcement(msg.content)
+    except FedcompError as error:
+        return f"the announcement cannot be read ({error})"
+    if announcement is None:
+        return "nothing is announced, so a dense update is asked for"
+    if announcement.protocol != PROTOCOL:
+        # Of another version nothing can be read, and the answer would be dense.
+        return f"the server speaks protocol {announcement.protocol}, this client {PROTOCOL}"
+    if announcement.codec.get("id") != BALLOT:
+        return f"the codec announced is {announcement.codec.get('id')!r}"
+    if not wants_private(msg.content):
+        return "the round is not private"
+    return ""

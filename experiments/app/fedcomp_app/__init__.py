@@ -1,0 +1,1 @@
+"""The two halves of the app, taken from the installed library."""

@@ -1,0 +1,5 @@
+"""The client's half."""
+
+from fedcomp.clients.app import app
+
+__all__ = ["app"]

@@ -1,0 +1,5 @@
+"""The server's half."""
+
+from fedcomp.experiments.server_app import app
+
+__all__ = ["app"]

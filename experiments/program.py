@@ -1,0 +1,49 @@
+"""The command ``fedcomp``: ``fedcomp run``, ``fedcomp bench`` and ``fedcomp edge`` of an installation.
+
+Each is a command line of its own, which ``python -m experiments.run``, ``python -m experiments.bench``,
+``python -m coding.bench`` and ``python -m fedcomp.clients.edge`` start as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from fedcomp.experiments.commands import OK, WRONG_INPUT, complain
+
+USAGE = """\
+usage: fedcomp COMMAND ...
+
+  run [EXPERIMENT]   run an experiment and write its report; --list shows them
+  bench NAME         measure what something costs; --list shows what, and 'coding' is the codes
+  edge               start a node that trains for a SuperLink elsewhere
+
+fedcomp COMMAND --help says what a command takes."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names; return its exit code."""
+    command, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
+    rest = rest[:-1]
+    # Each is imported when it is asked for: a node needs neither the experiments nor what they bring.
+    if command == "run":
+        from fedcomp.experiments.run import main as run
+
+        return run(rest, program="fedcomp run")
+    if command == "bench" and rest[:1] == ["coding"]:
+        from fedcomp.coding.bench.__main__ import main as coding
+
+        return coding(rest[1:], program="fedcomp bench coding")
+    if command == "bench":
+        from fedcomp.experiments.bench.__main__ import main as bench
+
+        return bench(rest, program="fedcomp bench")
+    if command == "edge":
+        from fedcomp.clients.edge import main as edge
+
+        edge(rest)  # becomes the node
+        return OK
+    if command in ("", "-h", "--help"):
+        print(USAGE)
+        return OK
+    return complain(f"no command {command!r}; fedcomp has run, bench and edge", WRONG_INPUT)

@@ -1,0 +1,1 @@
+"""Rounds of coded replies, sums and gradients: the server's side."""

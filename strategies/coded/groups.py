@@ -1,0 +1,243 @@
+"""Relayed shards of group sums: an edge aggregator adds its members' updates exactly, and the sum is what is coded.
+
+``CodedFedAvg(Compressed(FedAvg(...), FixedPoint(...)), groups=G)``. The members of a round, in partition order, form G
+groups. Everybody trains and hands its reply to the group's aggregator, whose turn goes round in the group; the
+aggregator adds integers (:class:`fedcomp.codecs.FixedPoint`), which loses nothing, and shares the sum like a relayed
+update. From then on it, too, may vanish. The server decodes sums of groups and adds them; no float is added before the
+last step, so how clients are grouped does not change a bit of the result.
+
+Until it has shared, the aggregator is the one point its group depends on: lost before, the group is out of the round,
+its members unacknowledged, and their updates come in later rounds. The aggregator sees its members' updates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Message, RecordDict
+
+from fedcomp.codecs import FixedPoint, fixed_point_of
+from fedcomp.coding.partial import PartialSum, empty_sum
+from fedcomp.coding.transport import Parcel
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower.coded import MEMBER, SUM, fields_of, open_content, put_bundle, take_bundle
+from fedcomp.flower.rounds import Exchanges
+from fedcomp.rng import Key
+from fedcomp.strategies.coded.sharing import Sharing
+from fedcomp.strategies.coded.strategy import Member, Outcome
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.replies import GONE, Rejected, RoundReport, agreeing
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+MAX_WEIGHT = 2**40
+"""Weights at or above it are refused: 64-bit sums have room for many clients below it."""
+
+
+def require_summable(inner: Strategy) -> tuple[Compressed, FixedPoint]:
+    """Return the inner strategy and its integer codec.
+
+    Raises
+    ------
+    ConfigError
+        When updates of it cannot be added as integers.
+    """
+    if not isinstance(inner, Compressed):
+        raise ConfigError(
+            f"groups add integers, {type(inner).__name__} sends floating-point models; wrap it: "
+            f"Compressed({type(inner).__name__}(...), FixedPoint(RandomK(1.0), clip=...))"
+        )
+    if not is_mean(inner.inner):
+        raise ConfigError(
+            f"{type(inner.inner).__name__} looks at single updates, of which a group's sum shows none; use one of "
+            f"{', '.join(MEANS)}"
+        )
+    inner.check_summed()
+    return inner, fixed_point_of(inner.codec)
+
+
+def groups_of(members: list[Member], count: int) -> list[list[Member]]:
+    """Return ``count`` groups of members that follow each other, their sizes as equal as can be; none is empty."""
+    count = min(count, len(members))
+    ends = [round(len(members) * (i + 1) / count) for i in range(count)]
+    return [members[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+@dataclass
+class GroupSharing(Sharing):
+    """One round in groups: ``owners`` are the aggregators.
+
+    Attributes
+    ----------
+    groups : list of list of Member
+    """
+
+    groups: list[list[Member]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.now.inner, Compressed)
+        self.inner = self.now.inner
+        self.fixed = fixed_point_of(self.inner.codec)
+        if self.inner.layout.exact:
+            names = [spec.name for spec in self.inner.layout.exact][:3]
+            raise ConfigError(
+                f"the model has buffers that travel as values ({names}...); of these there is no group sum"
+            )
+
+    def share(self) -> Exchanges[None]:
+        """Let everybody train and hand its reply to the aggregator; let those add and share."""
+        now = self.now
+        for stranger in now.strangers:
+            node = stranger.metadata.dst_node_id
+            now.report.exclude(node, f"no part of a group: {now.report.direct.pop(node, 'it is not known')}")
+        for group, owner in zip(self.groups, self.owners, strict=True):
+            for member in group:
+                fields: dict[str, Any] = {"aggregator": owner.index, "max-payload": self.plan.max_payload}
+                if self.seal:
+                    fields["keys"] = owner.public
+                if not self.hub:
+                    fields["addresses"] = [owner.address]
+                now.plan(member, fields)
+        messages = [member.message for member in now.members]
+        got = now.by_node(messages, (yield now.push(messages, now.settings.share_timeout)))
+        bags: dict[int, list[bytes]] = {}
+        for source, group in enumerate(self.groups):
+            for member in group:
+                try:
+                    self._take_joined(source, member, got.get(member.node), bags)
+                except FedcompError as error:
+                    now.report.exclude(member.node, str(error))
+        yield from self._add(bags)
+
+    def _take_joined(self, source: int, member: Member, reply: Message | None, bags: dict[int, list[bytes]]) -> None:
+        """Take what a member answered to training: its parcel for the aggregator, if that goes through the server."""
+        if reply is None:
+            raise Rejected("no reply in time")
+        if reply.has_error():
+            self.errors[member.index] = reply
+            if reply.error.code not in GONE:
+                self.barred.add(member.index)
+            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
+        self.alive.add(member.index)
+        if fields_of(reply.content) is None:
+            raise Rejected("it answered without coding, although it said hello")
+        header = self.now.header(member, reply)
+        for reason in header.texts("failed", longest=1):
+            self.now.report.refuse(f"member {member.index}: {reason}")
+        if not self.hub:
+            self._count_peer(member, header.integers("sent", most=1 << 40, longest=1))
+            return
+        owner = self.owners[source]
+        items = take_bundle(reply.content, most=0 if member is owner else 1, longest=self._longest_reply())
+        self.now.report.count("hub_up", sum(map(len, items)))
+        for data in items:
+            parcel = Parcel.from_bytes(data, self._longest_reply())
+            place = (parcel.run, parcel.round, parcel.kind, parcel.source, parcel.destination)
+            if place != (self.now.common["run"], self.now.number, MEMBER, member.index, owner.index):
+                raise Rejected("its parcel claims another run, round, kind, source or destination")
+            bags.setdefault(source, []).append(data)
+
+    def _longest_reply(self) -> int:
+        # One symbol of one is the whole payload: the bound of a packet, without the division by K.
+        return self.plan.max_payload + (self.longest - self.plan.max_packet)
+
+    def _add(self, bags: Mapping[int, list[bytes]]) -> Exchanges[None]:
+        """Let the aggregators add and share."""
+        spec = {
+            "codec": self.inner.codec.to_config(),
+            "tensors": [asdict(tensor) for tensor in self.inner.layout.tensors],
+            "seed": self.inner.seed,
+        }
+        sequences = self.inner.sequences
+        messages = []
+        for source, group in enumerate(self.groups):
+            owner = self.owners[source]
+            if self.hub and owner.index not in self.alive:
+                continue  # nothing reaches it, and nothing it holds was shared
+            content = RecordDict()
+            if self.hub:
+                self.now.report.count("hub_down", put_bundle(content, bags.get(source, [])))
+            fields = {
+                **self._plan_of(source),
+                **self._brief(),
+                "index": owner.index,
+                "members": [member.index for member in group if member.index not in self.barred],
+                "sequences": [sequences[member.node] for member in group if member.index not in self.barred],
+                "spec": json.dumps(spec, separators=(",", ":")),
+                "weight": weight_key_of(self.inner.inner) or "",
+            }
+            messages.append(self.now.query(SUM, owner.node, fields, content))
+        yield from self._spread(self.now.by_node(messages, (yield self.now.push(messages, self.timeout))))
+
+    def _take_ordinary(self, source: int, reply: Message) -> None:
+        raise Rejected("the aggregator answered without coding")
+
+    def _fresh_of(self, source: int) -> dict[str, Any]:
+        return {"source": source, "sum": True}
+
+    def conclude(self) -> Outcome:
+        """Add the groups' sums and let the inner strategy take the mean."""
+        now, report = self.now, self.now.report
+        total = empty_sum(self.fixed.count(self.inner.layout))
+        contents: list[tuple[int, str, RecordDict]] = []
+        for source, group in enumerate(self.groups):
+            named = {member.index: member for member in group if member.index not in self.barred}
+            try:
+                partial = self._open(source, named)
+                notes = [(named[part.index].node, "", _metrics(part.note)) for part in partial.parts]
+                total = total.merged(partial)
+            except FedcompError as error:
+                for member in group:
+                    if member.node not in report.excluded:
+                        report.exclude(member.node, f"its group: {self._why(source, error)}")
+                continue
+            contents += notes
+            summed = {part.index for part in partial.parts}
+            for index, member in named.items():
+                if index in summed:
+                    report.included.append(member.node)
+                    report.excluded.pop(member.node, None)
+                else:
+                    report.excluded.setdefault(member.node, "its aggregator did not get its update")
+        self._account()
+        if not total.parts:
+            self._nobody()
+            return None, None
+        if total.weight <= 0:
+            report.note("the contributors' weights sum to 0: the model is unchanged")
+            return None, None
+        key = Key(self.inner.seed, "uplink", now.number)
+        mean = self.fixed.place(total.integers, total.weight, self.inner.layout, key)
+        consumed = [(now.members[part.index].node, part.sequence, part.generation) for part in total.parts]
+        scratch = RoundReport(now.number)
+        kept = agreeing([((node, content), name, content) for node, name, content in contents], scratch, lambda i: i[0])
+        for reason in scratch.rejected.values():
+            report.note(f"metrics of a client are left out: {reason}")
+        return self.inner.aggregate_sum(now.number, mean, total.weight, consumed, [content for _, content in kept])
+
+    def _open(self, source: int, named: Mapping[int, Member]) -> PartialSum:
+        """Return a group's sum, checked: nobody is in it who should not be, and no integer is larger than it can be."""
+        count = self.fixed.count(self.inner.layout)
+        partial = PartialSum.from_bytes(self._payload(source), count, named.keys())
+        sequences = self.inner.sequences
+        for part in partial.parts:
+            if part.sequence != sequences[named[part.index].node]:
+                raise Rejected(f"member {part.index} answers message {part.sequence}: a stale update")
+            if part.weight >= MAX_WEIGHT or part.generation >= 2**63:
+                raise Rejected(f"member {part.index} has weight {part.weight}, generation {part.generation}")
+        if partial.largest > self.fixed.levels * partial.weight:
+            raise Rejected(
+                f"a sum of weight {partial.weight} holds {partial.largest}, beyond {self.fixed.levels} levels each"
+            )
+        return partial
+
+
+def _metrics(note: bytes) -> RecordDict:
+    """Return the metrics of a member, of which the aggregator sent nothing else."""
+    return RecordDict(dict(open_content(note).metric_records.items()))

@@ -1,0 +1,382 @@
+"""The server half of coded gradient descent: linear models on coded data, exact while enough devices answer.
+
+**Privacy.** Raw training data leave their owners, with the transport "hub" they even pass this server, and the server
+learns the label of every example and its margin in every iteration: one trust domain only. What is computed and why it
+is exact stands in :mod:`fedcomp.coding.datacode`; of the paper only the abstract was read, the construction is our
+reconstruction.
+
+One round is one iteration of full-batch gradient descent:
+
+    set-up       devices that are new, or lost what they held: join, share, build (their own messages, counted apart)
+    phase 1      w down to every device that is set up, margins up
+    phase 2      projected residuals down to as few devices as decode, parts of the gradient up; when one of them is
+                 lost, others make up for it (a retry), for which all that has arrived stays valid
+
+A device whose second answer does not fit its first (see :meth:`fedcomp.coding.datacode.CodedStep.contradicts`) is left
+out of the round, with both of them.
+
+A round whose answers do not determine the gradient is skipped and the model is unchanged, unless ``approximate`` is
+set: then it goes on with the partitions that are determined, and the report says how many examples are missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedcomp.coding.datacode import CONDITION_OF, CodedStep, DataPlan
+from fedcomp.coding.encodings import encoding_matrix
+from fedcomp.coding.errors import CodingError, NotDecodable
+from fedcomp.coding.linearloss import LOSSES
+from fedcomp.coding.stream import SplitMix64, derive
+from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
+from fedcomp.flower import linear
+from fedcomp.flower.logs import log
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
+from fedcomp.strategies.coded.linear_setup import LinearReport, LinearSetup, Shape, exchange
+from fedcomp.strategies.replies import shorten
+
+Real = NDArray[np.float64]
+
+__all__ = ["CodedLinearGD", "LinearModel", "LinearReport"]
+
+_COUNTS: Final = ("partitions", "parities", "retries", "surplus")
+
+
+class CodedLinearGD(ExchangeStrategy):
+    """Full-batch gradient descent for a linear model whose training data are coded over the devices.
+
+    The clients need the handlers of :func:`fedcomp.clients.coded.linear.answer_coded_linear`;
+    :mod:`fedcomp.clients.app` has them. Device i is the node with partition id i; the first ``partitions`` devices own
+    one partition each, the others hold parities.
+
+    Parameters
+    ----------
+    partitions : int
+        k; 0 takes the entry "clients" of the training configuration, less ``parities``.
+    parities : int
+        r = n - k.
+    code : str
+        One of :data:`fedcomp.coding.encodings.CODES`.
+    density : float
+        Share of nonzero coefficients.
+    loss : str
+        "logistic", "squares" (least squares) or "hinge" (linear SVM); must be that of the clients' task.
+    lr, l2 : float
+        Step size; coefficient of |w|^2/2 (the bias is not regularised).
+    approximate : bool
+        Go on with the partitions that are determined instead of skipping a round. What is lost in phase 2 alone is
+        given up from the third retry on.
+    surplus : int, optional
+        Go on to phase 2 as soon as the answers decode and so many more than partitions have come, and wait for nobody
+        else. Two and more let one wrong answer be found in phase 1. Which answers are first is not repeatable, and
+        neither are the last bits of the model. Default: all answers are waited for, as long as ``deadline`` says.
+    retries : int
+        How often phase 2 may be repeated in a round. With a fifth of all messages lost 3 leave a seventh of the rounds
+        undone, 7 hardly any.
+    deadline : float, optional
+        Seconds for the replies of each exchange; default: the driver's timeout alone.
+    payload : str
+        "float64", exact, or "float32": type of the vectors of both phases. Solves are in float64 anyway.
+    transport : str
+        "hub": partitions pass this server. "peers": they go from device to device, by the nodes' own peer addresses or,
+        where these have none, by simulated links on this machine.
+    spool : path, optional
+        Folder of the simulated links; default a temporary one.
+    seed : int
+        Names the draw of the encoding matrix.
+
+    Attributes
+    ----------
+    iterations : dict of int to LinearReport
+        By round.
+    """
+
+    def __init__(
+        self,
+        *,
+        partitions: int = 0,
+        parities: int = 2,
+        code: str = "balanced",
+        density: float = 0.5,
+        loss: str = "logistic",
+        lr: float = 0.1,
+        l2: float = 0.0,
+        approximate: bool = False,
+        surplus: int | None = None,
+        retries: int = 7,
+        deadline: float | None = None,
+        payload: str = "float64",
+        transport: str = "hub",
+        spool: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        configrecord_key: str = "config",
+    ) -> None:
+        for name, count in zip(_COUNTS, (partitions, parities, retries, surplus or 0), strict=True):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= 0")
+        # Says what is wrong with a code or density before any node is asked.
+        encoding_matrix(code, parities + 1, 1, density=density)
+        if loss not in LOSSES:
+            raise ConfigError(f"loss={loss!r} is not the loss of a linear model{nearest(loss, LOSSES)}")
+        if payload not in linear.VECTOR_TYPES:
+            raise ConfigError(f"payload={payload!r} is no type of vectors{nearest(payload, linear.VECTOR_TYPES)}")
+        if not 0.0 < lr < float("inf") or not 0.0 <= l2 < float("inf"):
+            raise ConfigError(f"lr={lr!r}, l2={l2!r}: expected a positive and a non-negative finite number")
+        if deadline is not None and not deadline > 0:
+            raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
+        self.loss, self.lr, self.l2 = loss, lr, l2
+        self.approximate, self.retries, self.deadline = approximate, retries, deadline
+        self.payload, self.surplus = payload, surplus
+        self.iterations: dict[int, LinearReport] = {}
+        self._setup = LinearSetup(
+            partitions=partitions,
+            parities=parities,
+            code=code,
+            density=density,
+            loss=loss,
+            seed=seed,
+            transport=transport,
+            spool=spool,
+            deadline=deadline,
+            config_key=configrecord_key,
+        )
+
+    @property
+    def plan(self) -> DataPlan | None:
+        """The encoding matrix and who owns what; None until every owner has joined once."""
+        return self._setup.plan
+
+    def summary(self) -> None:
+        """Log the code and the loss."""
+        setup = self._setup
+        log.info("\t├──> CodedLinearGD: %s, %d parities, %s, lr %g", setup.code, setup.parities, self.loss, self.lr)
+
+    def round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Set up who is not, then make one step of gradient descent; return the new model and the round's figures."""
+        report = self.iterations[server_round] = LinearReport(server_round)
+        model = LinearModel(arrays)
+        config["server-round"] = server_round
+        nodes = list(grid.get_node_ids())
+        yield from self._setup.run(nodes, config, model.shape, grid, report)
+        if self.plan is None:
+            return self._skip(report)
+        labels = [self._setup.labels[j] for j in range(self.plan.partitions)]
+        limit = CONDITION_OF[self.payload]
+        # With a model of zeros all answers would be zero, right or wrong.
+        sent = model.vector if model.vector.any() else self._probe(server_round, len(model.vector))
+        step = CodedStep(
+            self.plan, labels, self.loss, self.approximate, max_condition=limit, probe=sent is not model.vector
+        )
+        online = {self._setup.devices[n]: n for n in nodes if n in self._setup.devices}
+        try:
+            answers = yield from self._phase1(online, sent, step, report)
+            step.decode(answers)
+            for device in step.odd:
+                report.reject(device, NotDecodable("its margins contradict those of all others"))
+            yield from self._phase2(sorted(answers.keys() - step.odd), online, sent, step, report)
+            report.condition = step.condition
+        except CodingError as reason:
+            report.skipped = shorten(f"{type(reason).__name__}: {reason}")
+            return self._skip(report)
+        moved = model.step(step.gradient / step.included, self.lr, self.l2)
+        if moved is None:
+            report.skipped = "the step is not finite; lower lr"
+            return self._skip(report)
+        report.examples = step.included
+        report.missing = sum(map(len, labels)) - step.included
+        if report.missing:
+            report.notes.append(f"approximate: the gradient lacks {report.missing} examples")
+        metrics = report.metrics()
+        metrics["train_loss"] = step.mean_loss
+        return moved, metrics
+
+    def _probe(self, server_round: int, size: int) -> Real:
+        return SplitMix64(derive("probe", self._setup.seed, server_round)).normal(size)
+
+    def _skip(self, report: LinearReport) -> tuple[None, MetricRecord]:
+        log.warning("round %d: the model is unchanged: %s", report.round, report.skipped)
+        return None, report.metrics()
+
+    def _phase1(
+        self, online: Mapping[int, int], sent: Real, step: CodedStep, report: LinearReport
+    ) -> Exchanges[dict[int, Real]]:
+        """Send the model to every device that is set up; return their products with it."""
+        vectors = dict.fromkeys(sorted(online.keys() & self._setup.ready), sent)
+        report.asked = len(vectors)
+        answers = yield from self._ask(
+            linear.PHASE1, vectors, (linear.MODEL, linear.MARGINS), step.margins_size, online, report, self._enough
+        )
+        report.answered = len(answers)
+        return answers
+
+    def _phase2(
+        self, alive: list[int], online: Mapping[int, int], sent: Real, step: CodedStep, report: LinearReport
+    ) -> Exchanges[None]:
+        """Ask a decodable subset for its parts of the gradient; what is lost, others of those left make up for."""
+        used, silences = set[int](), Counter[int]()
+        assigned = step.assign(alive)
+        names = linear.RESIDUALS, linear.GRADIENT
+        while True:
+            answers = yield from self._ask(linear.PHASE2, assigned, names, len(sent), online, report)
+            wrong = step.contradicts(sent, answers)
+            for i in wrong:
+                del answers[i]
+                report.reject(i, NotDecodable("its part of the gradient does not fit its margins"))
+            report.lost += wrong
+            used |= answers.keys()
+            if step.take(answers):
+                report.used = sorted(used)
+                return
+            silent = [i for i in assigned if i not in answers]
+            if report.retries == self.retries:
+                raise NotDecodable(f"devices {silent} did not answer phase 2 usably, after {self.retries} retries")
+            silences.update(silent)
+            alive = [i for i in alive if i not in wrong]
+            never = [i for i in alive if not silences[i]]
+            once = [i for i in alive if silences[i] < 2 and i not in silent]
+            report.retries += 1
+            assigned = _again(step, (never, once), report.retries, again=not wrong)
+
+    @property
+    def _enough(self) -> Enough | None:
+        """What ends phase 1 before all have answered or the deadline has come."""
+        if self.surplus is None:
+            return None
+        plan, surplus = self.plan, self.surplus
+        assert plan is not None
+
+        def enough(replies: Sequence[Message]) -> bool:
+            # They are checked when phase 1 is over.
+            nodes = {r.metadata.src_node_id for r in replies if r.has_content() and linear.MARGINS in r.content}
+            devices = {self._setup.devices[node] for node in nodes if node in self._setup.devices}
+            more = len(devices) - plan.partitions
+            return more >= surplus and plan.subset(devices, CONDITION_OF[self.payload]).decodes_all
+
+        return enough
+
+    def _ask(
+        self,
+        phase: str,
+        vectors: Mapping[int, Real],
+        names: tuple[str, str],
+        size: int,
+        online: Mapping[int, int],
+        report: LinearReport,
+        enough: Enough | None = None,
+    ) -> Exchanges[dict[int, Real]]:
+        """Send each device its vector; return the usable answers of ``size`` numbers, note why others are not."""
+        take, give = names[1], names[0]
+        contents: dict[int, RecordDict | None] = {}
+        for device, vector in vectors.items():
+            content = contents[online[device]] = RecordDict()
+            linear.put_vector(content, give, vector, self.payload)
+        header = {"plan": self._setup.plan_id, "type": self.payload}
+        replies = yield from exchange(contents, f"train.{phase}", header, deadline=self.deadline, enough=enough)
+        answers: dict[int, Real] = {}
+        for node, reply in replies:
+            device = self._setup.devices[node]
+            try:
+                answers[device] = linear.take_vector(self._setup.content(reply, device), take, size, self.payload)
+            except FedcompError as reason:
+                report.reject(device, reason)
+        report.lost += [i for i in vectors if i not in answers]
+        return answers
+
+    # Resuming.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as plain data."""
+        reports = {str(r): report.to_json() for r, report in self.iterations.items()}
+        return {"configuration": self._configuration(), "setup": self._setup.state_dict(), "iterations": reports}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        StateError
+            When it was saved with another code or loss.
+        """
+        if state["configuration"] != self._configuration():
+            raise StateError(f"the state was saved with {state['configuration']}, not {self._configuration()}")
+        self._setup.load_state_dict(state["setup"])
+        self.iterations = {int(r): LinearReport.from_json(report) for r, report in state["iterations"].items()}
+
+    def _configuration(self) -> str:
+        setup = self._setup
+        return repr((setup.code, setup.partitions, setup.parities, setup.density, setup.seed, self.loss))
+
+
+def _again(step: CodedStep, pools: tuple[list[int], ...], attempt: int, *, again: bool) -> dict[int, Real]:
+    """Return whom a retry asks: others in place of the lost, as if these were gone, from the first of ``pools`` that is
+    enough; every second time, and when no others are, the lost themselves, as if only messages were (if ``again``). An
+    approximate step gives up what nobody else has from the third retry on.
+
+    Raises
+    ------
+    NotDecodable
+        When nobody is left to be asked.
+    """
+    if again and attempt % 2 == 0:
+        return step.repeat()
+    for pool in pools:
+        try:
+            return step.assign(pool, whole=True)
+        except NotDecodable:
+            continue
+    if again and (attempt == 1 or not step.approximate):
+        return step.repeat()
+    return step.assign(pools[0])
+
+
+class LinearModel:
+    """A linear model in an ArrayRecord: one tensor of weights and, optionally, one number after it as bias.
+
+    Attributes
+    ----------
+    vector : ndarray of float64
+        Weights, then the bias if there is one.
+    shape : Shape
+
+    Raises
+    ------
+    ConfigError
+        When the record holds anything else.
+    """
+
+    def __init__(self, arrays: ArrayRecord) -> None:
+        named = to_arrays(arrays)
+        sizes = [array.size for array in named.values()]
+        floats = all(array.dtype.kind == "f" for array in named.values())
+        if not floats or len(sizes) not in (1, 2) or sizes[1:] not in ([], [1]) or not sizes[0]:
+            shapes = {name: array.shape for name, array in named.items()}
+            raise ConfigError(
+                f"the model has tensors {shapes}, expected one of weights and at most one number after it as bias: "
+                "coded gradient descent is exact for linear models only; use a linear task, such as 'digits-zero'"
+            )
+        self._named = named
+        self.shape = Shape(sizes[0], len(sizes) == 2)
+        self.vector: Real = np.concatenate([array.astype(np.float64).ravel() for array in named.values()])
+
+    def step(self, gradient: Real | float, lr: float, l2: float) -> ArrayRecord | None:
+        """Return the model after one step, in float64 and the former shapes; None when it is not finite."""
+        features = self.shape.features
+        with np.errstate(over="ignore", invalid="ignore"):
+            full = gradient + l2 * np.where(np.arange(len(self.vector)) < features, self.vector, 0.0)
+            moved = self.vector - lr * full
+        if not np.isfinite(moved).all():
+            return None
+        parts = moved[:features], moved[features:]
+        named = zip(self._named.items(), parts, strict=False)
+        return to_record({name: part.reshape(old.shape) for (name, old), part in named})

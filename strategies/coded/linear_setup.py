@@ -1,0 +1,507 @@
+"""How the devices of coded gradient descent come by their combinations: join, share, build; and a round's report.
+
+**Privacy.** Raw training data leave their owners here. With the transport "hub" they pass this server, with "peers"
+they go straight to the devices that combine them; the labels come to the server either way. One trust domain only.
+
+A device that is set up keeps its combination and the id of its plan in its own state. One that comes back with the same
+plan goes on at once; one that lost its state, or a new node in its place, is set up again in the next round, as soon as
+the owners of the partitions it combines are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedcomp.coding.datacode import DataPlan, data_plan
+from fedcomp.coding.datapacket import packed_bytes, unpack_partition
+from fedcomp.coding.parcels import HEADER_BYTES
+from fedcomp.coding.transport import SpoolRoot
+from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
+from fedcomp.flower import linear
+from fedcomp.flower.coded import NO_HANDLER
+from fedcomp.flower.metered import partition_lookup
+from fedcomp.flower.payload import put_frame, take_frame, take_node
+from fedcomp.flower.rounds import Enough, Exchanges, Push
+from fedcomp.strategies.partitions import contest
+from fedcomp.strategies.replies import shorten
+
+Real = NDArray[np.float64]
+
+TRANSPORTS: Final = ("hub", "peers")
+
+_MOST: Final = 2**31 - 1
+_LABEL_TYPES: Final = ("int8", "float64")
+
+
+@dataclass
+class LinearReport:
+    """What happened in one round. Devices are numbered by partition id.
+
+    Attributes
+    ----------
+    asked, answered : int
+        Devices asked in phase 1, and usable answers.
+    used : list of int
+        The devices whose parts of the gradient were added.
+    lost : list of int
+        Devices that were asked and did not answer usably, once per phase or retry they were lost in.
+    retries : int
+        Further attempts at phase 2.
+    skipped : str
+        Why the model is unchanged; empty when it moved.
+    examples, missing : int
+        Examples in the gradient, and those left out of an approximate one.
+    condition : float
+        Of the rows the margins were solved from.
+    joined, built : list of int
+        Devices that said who they are, and that made their combination, in this round.
+    setup_bytes : dict
+        Packed partitions handed over in this round, by link class: "hub-up", "hub-down", "peer".
+    transfers : int
+        How many of them went to a device that combines them.
+    rejected : dict of int to str
+        Why an answer was not used; -1 for a node that does not say which device it is.
+    """
+
+    round: int
+    asked: int = 0
+    answered: int = 0
+    used: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    retries: int = 0
+    skipped: str = ""
+    examples: int = 0
+    missing: int = 0
+    condition: float = float("inf")
+    joined: list[int] = field(default_factory=list)
+    built: list[int] = field(default_factory=list)
+    setup_bytes: dict[str, int] = field(default_factory=dict)
+    transfers: int = 0
+    rejected: dict[int, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def count(self, link: str, size: int) -> None:
+        """Add bytes that were handed over on a link class."""
+        self.setup_bytes[link] = self.setup_bytes.get(link, 0) + size
+
+    def reject(self, device: int | None, reason: Exception) -> None:
+        """Note why what a device said was not used."""
+        self.rejected[-1 if device is None else device] = shorten(str(reason))
+
+    def metrics(self) -> MetricRecord:
+        """Return the figures of the round."""
+        return MetricRecord(
+            {
+                "coded.answered": self.answered,
+                "coded.retries": self.retries,
+                "coded.skipped": int(bool(self.skipped)),
+                "coded.examples": self.examples,
+                "coded.missing": self.missing,
+                "coded.transfers": self.transfers,
+                "coded.setup_bytes": sum(self.setup_bytes.values()),
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a dictionary with text keys."""
+        return {**asdict(self), "rejected": {str(i): reason for i, reason in self.rejected.items()}}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> LinearReport:
+        """Restore what :meth:`to_json` returned."""
+        return cls(**{**value, "rejected": {int(i): reason for i, reason in value["rejected"].items()}})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the model says about the data: number of features, and whether a constant column is added."""
+
+    features: int
+    bias: bool
+
+
+def exchange(
+    contents: Mapping[int, RecordDict | None],
+    message_type: str,
+    header: Mapping[str, Any],
+    *,
+    config: ConfigRecord | None = None,
+    config_key: str = "config",
+    deadline: float | None = None,
+    enough: Enough | None = None,
+) -> Exchanges[list[tuple[int, Message]]]:
+    """Send one message to each node, header first; return the replies with the nodes they come from."""
+    messages: dict[int, Message] = {}
+    for node, given in contents.items():
+        content = RecordDict({linear.HEADER: ConfigRecord(dict(header))})
+        if config is not None:
+            content[config_key] = ConfigRecord(dict(config))
+        for name, record in (given or RecordDict()).items():
+            content[name] = record
+        messages[node] = Message(content, node, message_type)
+    replies = yield Push(list(messages.values()), deadline, enough)
+    nodes = {message.metadata.message_id: node for node, message in messages.items()}
+    return [(nodes[reply.metadata.reply_to_message_id], reply) for reply in replies]
+
+
+def record_peer(grid: Grid, server_round: int, node: int, size: int) -> None:
+    """Let a grid that keeps a ledger count a parcel that went from one device to another, by the sender's word."""
+    record = getattr(grid, "record_peer", None)
+    if callable(record):
+        record(server_round, node, f"query.{linear.SETUP}", max(0, size - HEADER_BYTES), size)
+
+
+class LinearSetup:
+    """Who the devices are, what they own, and whether they hold their combination.
+
+    Parameters
+    ----------
+    partitions, parities, code, density, loss, seed, transport, spool, deadline, config_key
+        As in :class:`fedcomp.strategies.coded.linear.CodedLinearGD`.
+
+    Attributes
+    ----------
+    plan : DataPlan or None
+        Known when every owner has joined once: the stored rows are padded to the longest partition.
+    plan_id : bytes
+    labels : dict of int to ndarray
+        y by partition.
+    devices : dict of int to int
+        Device by node id.
+    ready : set of int
+        Devices that hold their combination of this plan, as far as is known.
+    """
+
+    def __init__(
+        self,
+        *,
+        partitions: int,
+        parities: int,
+        code: str,
+        density: float,
+        loss: str,
+        seed: int,
+        transport: str,
+        spool: str | os.PathLike[str] | None,
+        deadline: float | None,
+        config_key: str,
+    ) -> None:
+        if transport not in TRANSPORTS:
+            raise ConfigError(
+                f"transport={transport!r} is no way for partitions to travel{nearest(transport, TRANSPORTS)}"
+            )
+        if spool is not None and transport != "peers":
+            raise ConfigError("spool is the folder of simulated links between peers; it needs transport='peers'")
+        self.partitions, self.parities = partitions, parities
+        self.code, self.density, self.seed = code, density, seed
+        self.loss = loss
+        self.transport = transport
+        self.deadline, self.config_key = deadline, config_key
+        self.plan: DataPlan | None = None
+        self.plan_id = b""
+        self.labels: dict[int, Real] = {}
+        self.devices: dict[int, int] = {}
+        self.ready: set[int] = set()
+        self._data: dict[int, bytes] = {}
+        self._addresses: dict[int, str] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._links: SpoolRoot | None = None
+        if transport == "peers":
+            if spool is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="fedcomp-linear-")
+                spool = self._folder.name
+            self._links = SpoolRoot.create(Path(spool))
+
+    def run(
+        self, nodes: list[int], config: ConfigRecord, shape: Shape, grid: Grid, report: LinearReport
+    ) -> Exchanges[None]:
+        """Bring as many of ``nodes`` as possible to where they hold their combination."""
+        count = self._count(config)
+        yield from self._join(nodes, count, config, shape, grid, report)
+        if self.plan is None:
+            return
+        online = {self.devices[n]: n for n in nodes if n in self.devices}
+        # What a device owns itself costs no transfer; for the rest the owners have to be there.
+        needs: dict[int, list[int]] = {}
+        for i in sorted(online.keys() - self.ready):
+            wanted = [j for j in self.plan.wants(i) if j != i]
+            absent = [j for j in wanted if j not in online]
+            if absent:
+                report.notes.append(f"device {i} waits for partitions {absent}, whose owners are not there")
+            else:
+                needs[i] = wanted
+        if needs:
+            parts = yield from self._share(needs, online, config, shape, grid, report)
+            yield from self._build(needs, parts, online, shape, config, report)
+
+    def content(self, reply: Message, device: int) -> RecordDict:
+        """Return a reply's content; a device that holds another plan or none is set up again in the next round.
+
+        Raises
+        ------
+        FedcompError
+            When it is an error or does not belong to this plan.
+        """
+        if reply.has_error():
+            raise StateError(str(reply.error.reason))
+        header = linear.header_of(reply)
+        if header.get("unready") is True:
+            self.ready.discard(device)
+            raise StateError("the device holds no rows of this plan: it is set up again in the next round")
+        if linear.bytes_of(header, "plan", len(self.plan_id)) != self.plan_id:
+            raise StateError(f"the reply belongs to plan {header['plan']!r}, not to this one")
+        return reply.content
+
+    def _count(self, config: ConfigRecord) -> int:
+        if self.plan is not None:
+            return self.plan.partitions
+        if self.partitions:
+            return self.partitions
+        clients = config.get("clients")
+        if not isinstance(clients, int) or clients <= self.parities:
+            raise ConfigError(
+                f"partitions=0 takes the number of clients less {self.parities} parities, and the configuration says "
+                f"clients={clients!r}; give partitions, or fewer parities"
+            )
+        return clients - self.parities
+
+    def _exchange(
+        self, contents: Mapping[int, RecordDict | None], header: Mapping[str, Any], config: ConfigRecord
+    ) -> Exchanges[list[tuple[int, Message]]]:
+        if self._links is not None:
+            # Used by nodes that have no address of their own, and only if they find the mark in this folder.
+            header = {**header, "peers": True, "spool": str(self._links.root)}
+        return (
+            yield from exchange(
+                contents,
+                f"query.{linear.SETUP}",
+                header,
+                config=config,
+                config_key=self.config_key,
+                deadline=self.deadline,
+            )
+        )
+
+    def _join(
+        self, nodes: list[int], count: int, config: ConfigRecord, shape: Shape, grid: Grid, report: LinearReport
+    ) -> Exchanges[None]:
+        """Ask nodes that are not known who they are, and owners for their labels, once; then make the plan."""
+        strangers: dict[int, RecordDict | None] = {n: None for n in nodes if n not in self.devices}
+        header = {"stage": linear.JOIN, "partitions": count, "labels": len(self.labels) < count}
+        replies = yield from self._exchange(strangers, header, config)
+        lookup = partition_lookup(grid)
+        claims: dict[int, int | None] = {}
+        for node, reply in replies:
+            known = lookup(node)
+            claims[node] = take_node(reply) if known is None else known
+        seats = {d: n for n, d in self.devices.items() if n in nodes}
+        newcomers = {n: d for n, d in claims.items() if d is not None}
+        _, refused = contest({n: d for d, n in seats.items()} | newcomers, seats)
+        held: dict[int, Any] = {}
+        for node, reply in replies:
+            device = claims[node]
+            try:
+                if reply.has_error():
+                    reason = str(reply.error.reason)
+                    hint = (
+                        "; the app needs fedcomp.clients.coded.linear.answer_coded_linear()"
+                        if NO_HANDLER in reason
+                        else ""
+                    )
+                    raise StateError(shorten(reason)[:200] + hint)
+                if device is None or device >= count + self.parities:
+                    raise StateError(f"a node holds partition {device}, expected 0 to {count + self.parities - 1}")
+                if node in refused:
+                    raise StateError(refused[node])
+                holder = next((n for n, d in self.devices.items() if d == device), None)
+                if device < count:
+                    self._take_owner(device, reply, shape)
+                self._addresses[device] = linear.text_of(linear.header_of(reply), "address")
+            except FedcompError as error:
+                report.reject(device, error)
+                continue
+            if holder is not None:
+                # Another node in its place: what the former one stored is gone with it.
+                del self.devices[holder]
+                self.ready.discard(device)
+            self.devices[node] = device
+            report.joined.append(device)
+            held[device] = linear.header_of(reply).get("plan")
+        self._make_plan(count, config, shape, report)
+        if self.plan is not None:
+            self.ready |= {device for device, plan in held.items() if plan == self.plan_id}
+
+    def _take_owner(self, device: int, reply: Message, shape: Shape) -> None:
+        """Check what an owner says about its partition, and take its labels if they are not known."""
+        header = linear.header_of(reply)
+        rows, columns = linear.integer_of(header, "rows", 0, _MOST), linear.integer_of(header, "columns", 1, _MOST)
+        loss = linear.text_of(header, "loss")
+        if loss != self.loss:
+            raise StateError(f"the task of device {device} has loss {loss!r}, this server minimises {self.loss!r}")
+        if columns != shape.features:
+            raise StateError(f"device {device} has {columns} features, the model has {shape.features}")
+        data = linear.bytes_of(header, "data", linear.DIGEST)
+        if device in self.labels:
+            if len(self.labels[device]) != rows:
+                raise StateError(f"device {device} came back with {rows} examples, not {len(self.labels[device])}")
+            if self._data[device] != data:
+                raise StateError(f"device {device} came back with other examples than those the others have combined")
+            return
+        kind = linear.text_of(header, "label-type")
+        if kind not in _LABEL_TYPES:
+            raise StateError(f"device {device} sent labels of type {kind!r}, expected one of {_LABEL_TYPES}")
+        y = linear.take_vector(reply.content, linear.LABELS, rows, kind)
+        if self.loss != "squares" and not np.isin(y, (0.0, 1.0)).all():
+            raise StateError(f"device {device} sent labels other than 0 and 1")
+        self.labels[device], self._data[device] = y, data
+
+    def _make_plan(self, count: int, config: ConfigRecord, shape: Shape, report: LinearReport) -> None:
+        if self.plan is not None:
+            return
+        absent = [j for j in range(count) if j not in self.labels]
+        if absent:
+            report.skipped = f"the owners of partitions {absent} have not joined yet"
+            return
+        if not any(len(y) for y in self.labels.values()):
+            raise ConfigError("no device owns a single example")
+        plan = data_plan(self.code, count + self.parities, count, density=self.density, seed=self.seed)
+        data = hashlib.blake2b(repr(shape).encode(), digest_size=16)
+        for j in range(count):
+            data.update(len(self.labels[j]).to_bytes(8, "little") + self.labels[j].tobytes() + self._data[j])
+        # What the clients make their rows from; the round and how they would train otherwise are no part of it.
+        task = sorted((k, repr(v)) for k, v in config.items() if k == "task" or k.startswith("task."))
+        self.plan, self.plan_id = plan, plan.plan_id(data.digest(), repr(task).encode())
+
+    def _share(
+        self,
+        needs: Mapping[int, list[int]],
+        online: Mapping[int, int],
+        config: ConfigRecord,
+        shape: Shape,
+        grid: Grid,
+        report: LinearReport,
+    ) -> Exchanges[dict[int, bytes]]:
+        """Have each wanted partition sent by its owner: here, once, or to the devices; return what came here."""
+        assert self.plan is not None
+        header = {"stage": linear.SHARE, "partitions": self.plan.partitions, "plan": self.plan_id}
+        contents: dict[int, RecordDict | None] = {}
+        for j in sorted({j for wanted in needs.values() for j in wanted}):
+            to = [i for i, wanted in needs.items() if j in wanted]
+            target = ConfigRecord({"to": to})
+            if self._links is not None:
+                target["addresses"] = [self._addresses[i] or self._links.address(i) for i in to]
+            contents[online[j]] = RecordDict({linear.TARGETS: target})
+        replies = yield from self._exchange(contents, header, config)
+        parts: dict[int, bytes] = {}
+        for node, reply in replies:
+            owner = self.devices[node]
+            try:
+                content = self.content(reply, owner)
+                if self._links is not None:
+                    for size in self._sent(reply, owner, needs, shape):
+                        report.count("peer", size)
+                        # Nothing is handed over where no connection comes about.
+                        report.transfers += size > 0
+                        record_peer(grid, report.round, node, size)
+                    continue
+                data = take_frame(content, linear.PARTITION)
+                if data is None:
+                    raise StateError("the reply holds no partition")
+                unpack_partition(data, self.plan_id, {owner: (len(self.labels[owner]), shape.features)})
+            except FedcompError as reason:
+                report.reject(owner, reason)
+                continue
+            parts[owner] = data
+            report.count("hub-up", len(data))
+        return parts
+
+    def _sent(self, reply: Message, owner: int, needs: Mapping[int, list[int]], shape: Shape) -> list[int]:
+        """Return the bytes an owner says it handed over, one number per receiver."""
+        sizes = linear.integers_of(linear.header_of(reply), "sent")
+        receivers = sum(owner in wanted for wanted in needs.values())
+        # A parcel that is not acknowledged is sent once more.
+        most = 2 * (HEADER_BYTES + packed_bytes(len(self.labels[owner]), shape.features))
+        if len(sizes) != receivers or not all(0 <= size <= most for size in sizes):
+            said = shorten(repr(sizes))
+            raise StateError(f"says it handed over {said} bytes, expected {receivers} numbers from 0 to {most}")
+        return sizes
+
+    def _build(
+        self,
+        needs: Mapping[int, list[int]],
+        parts: Mapping[int, bytes],
+        online: Mapping[int, int],
+        shape: Shape,
+        config: ConfigRecord,
+        report: LinearReport,
+    ) -> Exchanges[None]:
+        """Send every waiting device its row, and what it combines unless that came from its peers."""
+        assert self.plan is not None
+        header = {
+            "stage": linear.BUILD,
+            "plan": self.plan_id,
+            "sizes": [len(self.labels[j]) for j in range(self.plan.partitions)],
+            "columns": shape.features,
+            "bias": shape.bias,
+        }
+        contents: dict[int, RecordDict | None] = {}
+        for i, wanted in needs.items():
+            forwarded = wanted if self._links is None else []
+            absent = [j for j in forwarded if j not in parts]
+            if absent:
+                report.notes.append(f"device {i} waits for partitions {absent}, which did not arrive")
+                continue
+            content = contents[online[i]] = RecordDict()
+            linear.put_vector(content, linear.ROW, self.plan.matrix[i], "float64")
+            for j in forwarded:
+                put_frame(content, f"{linear.PARTITION}.{j}", parts[j])
+                report.count("hub-down", len(parts[j]))
+                report.transfers += 1
+        replies = yield from self._exchange(contents, header, config)
+        for node, reply in replies:
+            device = self.devices[node]
+            try:
+                self.content(reply, device)
+            except FedcompError as reason:
+                report.reject(device, reason)
+                continue
+            self.ready.add(device)
+            report.built.append(device)
+
+    # Resuming.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as plain data."""
+        return {
+            "partitions": 0 if self.plan is None else self.plan.partitions,
+            "plan": self.plan_id,
+            "labels": {str(j): y for j, y in self.labels.items()},
+            "data": {str(j): digest for j, digest in self._data.items()},
+            "devices": {str(node): device for node, device in self.devices.items()},
+            "addresses": {str(device): address for device, address in self._addresses.items()},
+            "ready": sorted(self.ready),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.labels = {int(j): np.asarray(y, np.float64) for j, y in state["labels"].items()}
+        self._data = {int(j): bytes(digest) for j, digest in state["data"].items()}
+        self.devices = {int(node): int(device) for node, device in state["devices"].items()}
+        self._addresses = {int(device): str(address) for device, address in state["addresses"].items()}
+        self.ready = {int(device) for device in state["ready"]}
+        self.plan_id = bytes(state["plan"])
+        count = int(state["partitions"])
+        self.plan = (
+            data_plan(self.code, count + self.parities, count, density=self.density, seed=self.seed) if count else None
+        )

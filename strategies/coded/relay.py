@@ -1,0 +1,138 @@
+"""The server half of relayed shards: a client's update is spread over the others, and decoded when the client is gone.
+
+A round has three kinds of exchange. *Share*: everybody trains and hands one shard of its reply to every relay, from
+client to client or, through the server, in the reply itself, which the server then *puts* into the relays. *Collect*:
+as many relays as are needed are asked for what they hold, in waves, until every contributor is decoded or nobody is
+left. A last exchange, the recollection, asks silent relays again, and contributors that are still there for fresh
+shards. What was decoded are the bytes of the very replies an uncoded round would have brought;
+``inner.aggregate_train`` gets them in the order it always gets them. So the result is that of the uncoded round over
+the same contributors, bit for bit, and a client that vanished after sharing is in it, and acknowledged.
+
+It does not lower what the server receives, K shards per contributor are one update. Through the hub it lowers nothing
+at all: every shard crosses the server's link twice. It protects from losses, not from the server, which decodes every
+update; see docs/systems/coded-relay.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from flwr.app import ArrayRecord
+
+from fedcomp.coding.code import CodeName
+from fedcomp.coding.errors import NotDecodable
+from fedcomp.coding.relay import RelayPlan, check, choose
+from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
+from fedcomp.flower.rounds import Exchanges
+from fedcomp.strategies.coded.groups import GroupSharing, groups_of, require_summable
+from fedcomp.strategies.coded.mixing import MixSharing, check_mix, symbol_bytes
+from fedcomp.strategies.coded.sharing import Sharing
+from fedcomp.strategies.coded.strategy import CodedRound, Outcome, Settings
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+
+PAYLOAD_FACTOR: Final = 4
+PAYLOAD_SLACK: Final = 1 << 20
+"""A reply may have so many times the model's bytes, plus so many: the densest codec takes twice, metrics a little."""
+
+
+class Relay:
+    """The construction ``"relay"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`. Its own options:
+
+    top_up : bool
+        In the recollection ask contributors that are still there for every shard that is lacking, not only for those
+        that came and depend on others. What too many relays took with them then still comes, from its owner. Default
+        False: fewer than K relays that answer decode nobody.
+    mix_bytes : int
+        With ``mix=True`` (:mod:`fedcomp.strategies.coded.mixing`): the longest reply there is room for. Default: a
+        dense model.
+    """
+
+    def __init__(self, settings: Settings, inner: Strategy) -> None:
+        settings.refuse_unknown(("top_up", "mix_bytes"))
+        self.mix_bytes = settings.option("mix_bytes", 0)
+        self.top_up = settings.option("top_up", False)
+        if not isinstance(self.top_up, bool):
+            raise ConfigError(f"top_up={self.top_up!r} is not valid: it must be true or false")
+        check(code=settings.code, symbols=settings.symbols, shards=settings.shards, private=settings.private)
+        if settings.mix:
+            check_mix(settings, self.mix_bytes)
+            log.warning(
+                "mix=True is all or nothing: with fewer independent combinations than clients a round decodes nobody, "
+                "and one relay that is wrong spoils everybody's update"
+            )
+        elif self.mix_bytes:
+            raise ConfigError("mix_bytes is the room of a symbol in a mixture; it needs mix=True")
+        if settings.groups:
+            require_summable(inner)
+        self.settings = settings
+        self.inner = inner
+        self.seal = settings.seal is not False
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        s = self.settings
+        return (
+            f"relay, code {s.code}, K={s.symbols or 'auto'}, N={s.shards or 'all'}, T={s.private}, "
+            f"transport {s.transport}, {'sealed' if self.seal else 'in the clear'}"
+        )
+
+    def round(self, now: CodedRound) -> Exchanges[Outcome]:
+        """Share, collect, decode; the inner strategy aggregates what was decoded."""
+        if not now.members:
+            now.report.note("no client has the mod coded(): the round is an ordinary one")
+            return now.aggregate((yield now.push(now.messages, self.settings.share_timeout)))
+        try:
+            symbols, shards = choose(
+                len(now.members),
+                code=self.settings.code,
+                symbols=1 if self.settings.mix else self.settings.symbols,
+                shards=self.settings.shards,
+                loss=self.settings.loss,
+                target=self.settings.target,
+                private=self.settings.private,
+            )
+        except NotDecodable as error:
+            now.report.note(f"the round is skipped, the model is unchanged: {error}")
+            for member in now.members:
+                now.report.exclude(member.node, f"round skipped: {error}")
+            return None, None
+        plan = RelayPlan(
+            cast(CodeName, self.settings.code),
+            symbols,
+            shards,
+            now.number,
+            self.settings.private,
+            self.settings.seed,
+            _payload_limit(now.arrays),
+        )
+        sharing = self._sharing(now, plan)
+        yield from sharing.share()
+        yield from sharing.collect()
+        yield from sharing.recollect()
+        return sharing.conclude()
+
+    def _sharing(self, now: CodedRound, plan: RelayPlan) -> Sharing:
+        if self.settings.mix:
+            room = symbol_bytes(self.mix_bytes, sum(len(array.data) for array in now.arrays.values()))
+            return MixSharing(now, plan, self.seal, self.top_up, now.members, symbol_bytes=room)
+        if not self.settings.groups:
+            return Sharing(now, plan, self.seal, self.top_up, now.members)
+        groups = groups_of(now.members, self.settings.groups)
+        owners = [group[(now.number - 1) % len(group)] for group in groups]
+        return GroupSharing(now, plan, self.seal, self.top_up, owners, groups=groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a round leaves nothing to the next one."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back nothing."""
+
+
+def _payload_limit(arrays: ArrayRecord) -> int:
+    return PAYLOAD_FACTOR * sum(len(array.data) for array in arrays.values()) + PAYLOAD_SLACK

@@ -1,0 +1,609 @@
+"""Coded sums: the server decodes what its clients sent together, and nobody's own update. The server half.
+
+Every client cuts its update, integers on a shared grid, into shards, one for every relay, and the relays, which are the
+clients again, add the shards of all; the shard of the sum is the sum of the shards (:mod:`fedcomp.coding.sumcode`).
+What the server receives is (K + T) / K updates a round, however many clients take part.
+
+A round
+-------
+1. *Share*: train; one sealed shard for every relay, through the server or from client to client. The reply itself holds
+   no update, no weight and no metric.
+2. *Report*: every relay says what it holds: in answer to what the server forwards, or asked on its own.
+3. *Freeze*: contributors U and relays R that hold all of U (:func:`fedcomp.coding.sumcode.choose_set`). Who is in
+   neither is a
+   loss. Contributors whose reply was lost may be in U: their shards say which message they answer.
+4. *Add*: relays of R answer with one sum over U each, as many as are needed, and with no second one in this round.
+5. Decode, check, mean; ``Compressed.aggregate_sum`` makes the step and acknowledges U, so that error feedback is exact:
+   whoever is not in U keeps its update and sends it in later rounds.
+
+With ``mode="mask"`` the clients upload their update in full, masked, and the relays add shards of the masks.
+
+What it does not protect from: a server that names keys of its own, relays that answer twice, clients that lie, a set U
+of which the server owns all but one, and what the sum itself says. See docs/systems/sumcode.md.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from flwr.app import Message, MetricRecord, RecordDict
+
+from fedcomp.codecs import fixed_point_of
+from fedcomp.coding.errors import CorruptGeneration
+from fedcomp.coding.plan import success
+from fedcomp.coding.prime import FIELDS, Residues
+from fedcomp.coding.sealing import OVERHEAD
+from fedcomp.coding.sumcode import MODES, Summed, SumPlan, choose_set, decode, prime_for
+from fedcomp.coding.sumshards import HEADER_BYTES, MASKED, SUM, TAG_BYTES, Held, Shard, read_tag, set_digest
+from fedcomp.coding.transport import HEADER_BYTES as PARCEL_BYTES
+from fedcomp.coding.transport import Parcel
+from fedcomp.errors import ConfigError, FedcompError, nearest
+from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM_SHARD, put_bundle, take_bundle
+from fedcomp.flower.coded import SUM as ASK_SUM
+from fedcomp.flower.payload import take_frame
+from fedcomp.flower.protocol import Announcement
+from fedcomp.flower.rounds import Exchanges
+from fedcomp.rng import Key
+from fedcomp.strategies.coded.sharing import GONE
+from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.replies import Rejected, RoundReport, agreeing, strip
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+
+OPTIONS: Final = ("mode", "weighted", "max_weight", "metrics", "least")
+
+DEFAULT_LOSS: Final = 0.1
+"""Share of relays that is taken to vanish where nobody says."""
+
+CUT_STEPS: Final = 1000
+"""The share of values at the clip is summed in steps of one in so many, fewer where the field is small."""
+
+
+class SumCode:
+    """The construction ``"sumcode"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
+
+    ``inner`` is :class:`fedcomp.strategies.compressed.Compressed` around one of Flower's weighted means, with
+    :class:`fedcomp.codecs.FixedPoint` as (or in) its codec. Options beyond those of CodedFedAvg:
+
+    mode : {"share", "mask"}
+        What is coded: the updates, or masks of updates that go to the server in full (LightSecAgg).
+    weighted : bool
+        Weigh by the inner strategy's metric, number of examples; False gives everybody weight 1, which needs a smaller
+        field. Default True.
+    max_weight : int
+        The largest weight there is room for; 0 takes as much as 2^31 - 1 leaves. The smallest field that holds
+        clients * max_weight * levels is used.
+    metrics : bool
+        Let the clients' training metrics travel, in the clear and with them their weights. Default False: the server
+        learns sums only.
+    least : int
+        Contributors below which a sum is neither asked for nor given, at least 2 unless the point is not secrecy.
+
+    ``symbols`` is K, 0 for as many as ``loss`` and ``target`` allow; ``private`` is T; ``shards`` is N, 0 for all.
+
+    Raises
+    ------
+    ConfigError
+        When the inner strategy or the codec cannot be summed, or an option makes no sense.
+    """
+
+    def __init__(self, settings: Settings, inner: Strategy) -> None:
+        settings.refuse_unknown(OPTIONS)
+        if settings.groups or settings.mix:
+            raise ConfigError("groups and mix belong to construction='relay'; a coded sum adds all clients")
+        if not isinstance(inner, Compressed):
+            raise ConfigError(
+                f"a coded sum adds integers, {type(inner).__name__} sends floating-point models; wrap it: "
+                f"Compressed({type(inner).__name__}(...), FixedPoint(RandomK(1.0), clip=...))"
+            )
+        if not is_mean(mean := self.mean_of(inner)):
+            raise ConfigError(
+                f"{type(mean).__name__} looks at single updates, of which a coded sum shows none; use one of "
+                f"{', '.join(MEANS)}"
+            )
+        inner.check_summed()
+        self.settings = settings
+        self.inner = inner
+        self.codec = fixed_point_of(inner.codec)
+        self.mode = settings.option("mode", "share")
+        self.weighted = settings.option("weighted", True)
+        self.max_weight = settings.option("max_weight", 0)
+        self.metrics = settings.option("metrics", False)
+        self.least = settings.option("least", 2)
+        if self.mode not in MODES:
+            raise ConfigError(f"mode={self.mode!r} is not known{nearest(str(self.mode), MODES)}")
+        for name, flag in (("weighted", self.weighted), ("metrics", self.metrics)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name}={flag!r} is not valid: it must be True or False")
+        for name, count, low in (("max_weight", self.max_weight, 0), ("least", self.least, 1)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < low:
+                raise ConfigError(f"{name}={count!r} is not valid: it must be a whole number >= {low}")
+        if settings.shards and settings.symbols + settings.private > settings.shards:
+            raise ConfigError(
+                f"shards={settings.shards} are fewer than the {settings.symbols + settings.private} that decoding needs"
+            )
+        if settings.symbols == 1 and not settings.private:
+            raise ConfigError(
+                "symbols=1 with private=0 makes every share the update itself, which each relay could read; set "
+                "private >= 1, so that T relays together learn nothing, or symbols >= 2"
+            )
+        if self.mode == "mask" and not settings.private:
+            raise ConfigError("mode='mask' hides updates behind masks that T relays must not know: set private >= 1")
+        self.weight_key = weight_key_of(mean) if self.weighted else None
+        self.seal = settings.seal is not False
+
+    def mean_of(self, inner: Compressed) -> Strategy:
+        """Return the weighted mean that takes the sum."""
+        return inner.inner
+
+    def frozen(self, number: int, nodes: list[int]) -> None:
+        """Take note of whose sum is about to be asked for."""
+
+    def divisor(self, summed: Summed) -> float:
+        """Return what makes the sum a mean."""
+        return summed.weight
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        s = self.settings
+        return (
+            f"sum of {'masks' if self.mode == 'mask' else 'shares'}, {self.codec!r}, K={s.symbols or 'auto'}, "
+            f"N={s.shards or 'all'}, T={s.private}, transport {s.transport}, "
+            f"{'sealed' if self.seal else 'in the clear'}"
+        )
+
+    def round(self, now: CodedRound) -> Exchanges[Outcome]:
+        """Share, freeze, add, decode; the inner strategy takes the mean in one step."""
+        self._refuse_buffers()
+        for stranger in now.strangers:
+            node = stranger.metadata.dst_node_id
+            now.report.exclude(node, f"not in the sum: {now.report.direct.pop(node, 'it is not known')}")
+        try:
+            plan = self.plan(len(now.members), now.number)
+            odds = success(plan.needed, plan.relays, self._loss, None)
+            if not self.settings.symbols and odds < self.settings.target:
+                now.report.note(f"{plan.relays} relays decode with probability {odds:.3g}: not even one piece is safer")
+            if plan.needed == 1:
+                now.report.note(
+                    f"{plan.relays} relays leave one piece and no random one: a share is the update itself, which its "
+                    "relay could read; set private >= 1"
+                )
+            summing = _Summing(now, self, plan)
+            yield from summing.share()
+            yield from summing.ask_what_is_held()
+            summing.freeze()
+            self.frozen(now.number, [now.members[source].node for source in summing.chosen])
+            yield from summing.collect()
+            return summing.conclude()
+        except _Skipped as reason:
+            now.report.note(f"the round is skipped, the model is unchanged: {reason}")
+            now.report.included = []
+            for member in now.members:
+                now.report.excluded.setdefault(member.node, f"round skipped: {reason}"[:300])
+            return self.inner.skip_round(now.number)
+
+    def plan(self, clients: int, number: int) -> SumPlan:
+        """Return the plan of a round with so many clients.
+
+        Raises
+        ------
+        _Skipped
+            When these are too few: another round may have more.
+        ConfigError
+            When a sum over them would wrap around.
+        """
+        s = self.settings
+        relays = s.shards or clients
+        if clients < max(self.least, relays, s.symbols + s.private, 1):
+            raise _Skipped(
+                f"{clients} clients take part; the sum needs {self.least} contributors and {relays} relays, of which "
+                f"{max(1, s.symbols) + s.private} decode"
+            )
+        max_weight = 1
+        if self.weight_key is not None:
+            room = FIELDS[-1].half // (clients * self.codec.levels)
+            max_weight = self.max_weight or max(1, room)
+        prime = prime_for(clients, self.codec.levels, max_weight)
+        return SumPlan(
+            field=prime,
+            size=self.codec.count(self.inner.layout),
+            bound=self.codec.levels,
+            contributors=clients,
+            relays=relays,
+            symbols=s.symbols or self._symbols(relays),
+            private=s.private,
+            max_weight=max_weight,
+            extras=(min(CUT_STEPS, prime.half // clients),),
+            seed=Key(s.seed, "sumcode", number).u64(),
+            least=self.least,
+            mode=self.mode,
+        )
+
+    @property
+    def _loss(self) -> float:
+        return DEFAULT_LOSS if self.settings.loss is None else self.settings.loss
+
+    def _symbols(self, relays: int) -> int:
+        """Return the largest K with which enough relays stay with the wanted probability.
+
+        Raises
+        ------
+        _Skipped
+            When not even one piece is safe.
+        """
+        s, loss = self.settings, self._loss
+        for symbols in range(relays - s.private, 0, -1):
+            if success(symbols + s.private, relays, loss, None) >= s.target:
+                return symbols
+        # One piece is the most that can be done; the round's report says how likely it is enough.
+        if relays > s.private:
+            return 1
+        raise _Skipped(f"{relays} relays leave no piece beside {s.private} random ones")
+
+    def _refuse_buffers(self) -> None:
+        exact = [t.name for t in self.inner.layout.exact]
+        if exact:
+            raise ConfigError(
+                f"the model has {len(exact)} buffer(s) that travel as values, first {exact[0]!r}; of these a coded sum "
+                "shows none. Use a model without running statistics and counters (group or layer normalisation), or "
+                "construction='relay'"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a round leaves nothing to the next one."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back nothing."""
+
+
+class _Skipped(Exception):
+    """The round comes to nothing; the message says why."""
+
+
+@dataclass
+class _Summing:
+    """The moving parts of one round.
+
+    Attributes
+    ----------
+    relays : list of Member
+        Row i of the code is relay i's.
+    expected : dict of int to int
+        The sequence number of each member's training message.
+    alive, withdrawn : set of int
+        Members that answered in their own name, and those of these that answered with an error.
+    tags : dict of int to bytes
+        By source, of the encodings that are meant.
+    held : dict of int to dict
+        By relay that reported, the tags it holds by source.
+    masked : dict of int to ndarray
+        In mode "mask", the uploads by source.
+    chosen, qualified : tuple of int
+        U and R.
+    """
+
+    now: CodedRound
+    construction: SumCode
+    plan: SumPlan
+    expected: dict[int, int] = field(default_factory=dict)
+    alive: set[int] = field(default_factory=set)
+    withdrawn: set[int] = field(default_factory=set)
+    tags: dict[int, bytes] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    contents: dict[int, RecordDict] = field(default_factory=dict)
+    bags: dict[int, list[bytes]] = field(default_factory=dict)
+    held: dict[int, dict[int, tuple[bytes, ...]]] = field(default_factory=dict)
+    masked: dict[int, Residues] = field(default_factory=dict)
+    chosen: tuple[int, ...] = ()
+    qualified: tuple[int, ...] = ()
+    name: bytes = b""
+    summed: Summed | None = None
+
+    def __post_init__(self) -> None:
+        members, plan, report = self.now.members, self.plan, self.now.report
+        self.hub = self.now.settings.transport == "hub"
+        self.timeout = self.now.settings.collect_timeout
+        self.seal = self.construction.seal
+        start = (self.now.number - 1) * plan.relays if plan.relays < len(members) else 0
+        self.relays = [members[(start + i) % len(members)] for i in range(plan.relays)]
+        self.expected = {member.index: _sequence_of(member.message) for member in members}
+        self.longest = plan.shard_bytes + HEADER_BYTES + PARCEL_BYTES + (OVERHEAD if self.seal else 0)
+        report.planned, report.relays, report.shards = len(members), plan.relays, plan.relays
+        report.symbols, report.private = plan.symbols, plan.private
+
+    # Sharing.
+
+    def share(self) -> Exchanges[None]:
+        """Let everybody train and share."""
+        fields = self._brief() | {
+            "relays": [relay.index for relay in self.relays],
+            "weight": self.construction.weight_key or "",
+            "metrics": self.construction.metrics,
+        }
+        if self.seal:
+            fields["keys"] = b"".join(relay.public for relay in self.relays)
+        if not self.hub:
+            fields["addresses"] = [relay.address for relay in self.relays]
+        messages = [self.now.plan(member, fields) for member in self.now.members]
+        replies = yield self.now.push(messages, self.now.settings.share_timeout)
+        got = self.now.by_node(messages, replies)
+        for member in self.now.members:
+            reply = got.get(member.node)
+            try:
+                if reply is None:
+                    raise Rejected("no reply in time")
+                self._take_shared(member, reply)
+            except FedcompError as error:
+                self.reasons[member.index] = str(error)
+
+    def _brief(self) -> dict[str, Any]:
+        return {"plan": json.dumps(self.plan.config(), separators=(",", ":")), "seal": self.seal}
+
+    def _take_shared(self, member: Member, reply: Message) -> None:
+        if not reply.has_error() or reply.error.code not in GONE:
+            self.alive.add(member.index)
+        if reply.has_error() and reply.error.code not in GONE:
+            # The app raised, a mod refused, the process crashed: what the client remembers of its shards may be undone.
+            # Peers may hold them, but nobody knows whether it would send the same update again.
+            self.withdrawn.add(member.index)
+        header = self.now.header(member, reply)
+        tag = header.data("tag", length=TAG_BYTES)
+        self._require_sequence(member.index, tag)
+        if self.construction.mode == "mask":
+            self._take_masked(member, reply.content, tag)
+        if self.hub:
+            self._take_parcels(member, reply.content)
+        else:
+            self._count_peer(member, header.integers("sent", most=1 << 40, longest=len(self.relays)))
+        for reason in header.texts("failed", longest=len(self.relays)):
+            self.now.report.refuse(f"source {member.index}: {reason}")
+        self.tags[member.index] = tag
+        self.contents[member.index] = strip(reply.content)
+
+    def _require_sequence(self, source: int, tag: bytes) -> None:
+        sequence, generation = read_tag(tag)
+        if sequence != self.expected[source]:
+            raise Rejected(f"the shards answer message {sequence}, expected {self.expected[source]}: stale ones")
+        if generation > sequence:
+            raise Rejected(f"the shards are of a memory that began with message {generation}, after {sequence}")
+
+    def _take_masked(self, member: Member, content: RecordDict, tag: bytes) -> None:
+        data = take_frame(content, MASKED_UPDATE)
+        if data is None:
+            raise Rejected("the reply holds no masked update")
+        shard = Shard.from_bytes(data, self.plan)
+        if (shard.kind, shard.source, shard.tag) != (MASKED, member.index, tag):
+            raise Rejected("the masked update is another one than the reply's header says")
+        self.now.report.count("hub_up", len(data))
+        self.masked[member.index] = shard.body
+
+    def _take_parcels(self, member: Member, content: RecordDict) -> None:
+        """Sort a member's parcels by relay. What they say of their source has to be true: the server knows who sent."""
+        items = take_bundle(content, most=len(self.relays), longest=self.longest)
+        self.now.report.count("hub_up", sum(map(len, items)))
+        mine: dict[int, bytes] = {}
+        for data in items:
+            parcel = Parcel.from_bytes(data, self.longest)
+            place = (parcel.run, parcel.round, parcel.kind, parcel.source)
+            if place != (self.now.common["run"], self.now.number, SUM_SHARD, member.index):
+                raise Rejected("a parcel claims another run, round, kind or source than its sender's")
+            if parcel.destination >= len(self.relays) or parcel.destination in mine:
+                raise Rejected(f"a parcel is the second for relay {parcel.destination}, or there is no such relay")
+            mine[parcel.destination] = data
+        for row, data in mine.items():
+            self.bags.setdefault(row, []).append(data)
+
+    # What relays hold.
+
+    def ask_what_is_held(self) -> Exchanges[None]:
+        """Forward the parcels that came through the server, and ask every relay what it holds."""
+        unknown = sorted(set(range(len(self.now.members))) - self.tags.keys())
+        messages, rows = [], {}
+        for row, relay in enumerate(self.relays):
+            if self.hub and relay.index not in self.alive:
+                continue
+            content = RecordDict()
+            if self.hub:
+                self.now.report.count("hub_down", put_bundle(content, self.bags.get(row, [])))
+            fields = {**self._brief(), "row": row, "unknown": unknown}
+            messages.append(self.now.query(PUT if self.hub else COLLECT, relay.node, fields, content))
+            rows[relay.node] = row
+        replies = yield self.now.push(messages, self.timeout)
+        for node, reply in self.now.by_node(messages, replies).items():
+            try:
+                self._take_report(rows[node], reply)
+            except FedcompError as error:
+                self.now.report.refuse(f"relay {rows[node]}, report: {error}")
+
+    def _take_report(self, row: int, reply: Message) -> None:
+        fields = self.now.answer(reply)
+        most = 4 * len(self.now.members)
+        sources = fields.integers("sources", most=self.plan.contributors - 1, longest=most)
+        tags = fields.data("tags", b"", length=TAG_BYTES * len(sources))
+        details = tuple((s, tags[TAG_BYTES * i : TAG_BYTES * (i + 1)]) for i, s in enumerate(sources))
+        report = Held(fields.data("bitmap"), fields.data("digest", length=8), details)
+        self.held[row] = report.tags(self.plan, self.tags)
+        for reason in fields.texts("refused", longest=most):
+            self.now.report.refuse(f"relay {row}: {reason}")
+        if not self.hub:
+            sizes = fields.integers("sizes", most=1 << 40, longest=most)
+            for source, size in dict(zip(sources, sizes, strict=False)).items():
+                if source not in self.tags:
+                    self._count_peer(self.now.members[source], [size])
+
+    # The set.
+
+    def freeze(self) -> None:
+        """Decide once which encodings are added, by which relays.
+
+        Raises
+        ------
+        _Skipped
+            When too little is held in common.
+        """
+        report = self.now.report
+        matrix = np.zeros((self.plan.relays, self.plan.contributors), np.bool_)
+        for source in range(self.plan.contributors):
+            found = Counter(tag for tags in self.held.values() for tag in set(tags.get(source, ())))
+            if not found or source in self.withdrawn:
+                continue
+            # The encoding most relays hold; among equals the one its contributor announced.
+            tag = max(found, key=lambda tag: (found[tag], tag == self.tags.get(source), tag))
+            try:
+                self._require_sequence(source, tag)
+                if self.construction.mode == "mask" and (source not in self.masked or tag != self.tags.get(source)):
+                    raise Rejected("its masked update did not arrive")
+            except Rejected as error:
+                self.reasons.setdefault(source, str(error))
+                continue
+            self.tags[source] = tag
+            for row, tags in self.held.items():
+                matrix[row, source] = tag in tags.get(source, ())
+        self.chosen, self.qualified = choose_set(matrix, self.plan.needed)
+        for member in self.now.members:
+            if member.index not in self.chosen:
+                count = int(matrix[:, member.index].sum())
+                known = self.reasons.get(member.index)
+                short = f"{count} relays hold its shards, {self.plan.needed} that hold everybody's are needed"
+                report.exclude(member.node, short if known is None else f"{known}; {short}")
+        if len(self.chosen) < self.plan.least:
+            raise _Skipped(
+                f"{len(self.held)} of {self.plan.relays} relays reported, and {self.plan.needed} of them hold the same "
+                f"{len(self.chosen)} contributors; at least {self.plan.least} are needed"
+            )
+        self.name = set_digest(self.plan, self.now.number, {source: self.tags[source] for source in self.chosen})
+
+    # Adding.
+
+    def collect(self) -> Exchanges[None]:
+        """Ask as many relays as are needed for their sums, others for those that stay away, and decode.
+
+        Raises
+        ------
+        _Skipped
+            When too few answer, or what they answer contradicts itself.
+        """
+        start = self.now.number % len(self.qualified)
+        left = [*self.qualified[start:], *self.qualified[:start]]  # the work goes round
+        sums: dict[int, Residues] = {}
+        contradiction = ""
+        while self.summed is None and left:
+            # After a contradiction everybody is asked: with enough of them the wrong one can be found.
+            wanted = len(left) if contradiction else self.plan.needed - len(sums)
+            batch, left = left[:wanted], left[wanted:]
+            yield from self._ask(batch, sums)
+            if len(sums) < self.plan.needed:
+                continue
+            try:
+                self._decode(sums)
+            except CorruptGeneration as error:
+                contradiction = str(error)
+                self.now.report.note(contradiction)
+        if self.summed is None:
+            raise _Skipped(
+                contradiction
+                or f"{len(sums)} of {len(self.qualified)} relays answered with their sums, "
+                f"{self.plan.needed} are needed"
+            )
+
+    def _ask(self, batch: list[int], sums: dict[int, Residues]) -> Exchanges[None]:
+        report = self.now.report
+        bits = np.zeros(self.plan.contributors, np.bool_)
+        bits[list(self.chosen)] = True
+        ambiguous = [s for s in self.chosen if any(len(tags.get(s, ())) > 1 for tags in self.held.values())]
+        fields = self._brief() | {
+            "chosen": np.packbits(bits).tobytes(),
+            "set": self.name,
+            "named": ambiguous,
+            "tags": b"".join(self.tags[s] for s in ambiguous),
+        }
+        rows = {self.relays[row].node: row for row in batch}
+        messages = [self.now.query(ASK_SUM, node, {**fields, "row": row}) for node, row in rows.items()]
+        replies = yield self.now.push(messages, self.timeout)
+        report.waves += 1
+        report.asked += len(batch)
+        for node, reply in self.now.by_node(messages, replies).items():
+            row = rows[node]
+            try:
+                self.now.answer(reply)
+                (data,) = take_bundle(reply.content, most=1, longest=self.longest) or [b""]
+                shard = Shard.from_bytes(data, self.plan)
+                if (shard.kind, shard.relay, shard.source, shard.tag) != (SUM, row, len(self.chosen), self.name):
+                    raise Rejected("the sum is of another relay or another set")
+            except FedcompError as error:
+                report.refuse(f"relay {row}, sum: {error}")
+                continue
+            report.count("hub_up", len(data))
+            report.received += 1
+            sums[row] = shard.body
+
+    def _decode(self, sums: Mapping[int, Residues]) -> None:
+        began = time.perf_counter()
+        masked = None
+        if self.construction.mode == "mask":
+            masked = self.plan.field.sum([self.masked[source] for source in self.chosen])
+        try:
+            self.summed = decode(self.plan, sums, masked, len(self.chosen))
+        finally:
+            self.now.report.decode_seconds += time.perf_counter() - began
+        self.now.report.innovative = self.plan.needed
+        self.now.report.dependent = len(sums) - self.plan.needed
+        for row in self.summed.left_out:
+            self.now.report.note(f"the sum of relay {row} contradicts the others and was left out")
+
+    # The end.
+
+    def conclude(self) -> Outcome:
+        """Hand the mean to the inner strategy and acknowledge the contributors."""
+        assert self.summed is not None
+        construction, report, summed = self.construction, self.now.report, self.summed
+        if summed.weight <= 0:
+            raise _Skipped("the contributors' weights sum to 0")
+        inner, codec = construction.inner, construction.codec
+        key = Key(inner.seed, "uplink", self.now.number)
+        mean = codec.place(summed.integers, construction.divisor(summed), inner.layout, key)
+        members = [self.now.members[source] for source in self.chosen]
+        report.included = [member.node for member in members]
+        consumed = [(m.node, *read_tag(self.tags[m.index])) for m in members]
+        arrays, metrics = inner.aggregate_sum(self.now.number, mean, summed.weight, consumed, self._contents())
+        own: dict[str, Any] = {"coded.contributors": len(members), "coded.weight": summed.weight}
+        if self.plan.extras:
+            own["coded.cut"] = summed.extras[0] / (self.plan.extras[0] * len(members))
+        return arrays, MetricRecord({**(metrics or {}), **own})
+
+    def _contents(self) -> list[RecordDict]:
+        """Return the contributors' metrics where they travel, those of the most frequent form."""
+        if not self.construction.metrics:
+            return []
+        held = [(source, "", self.contents[source]) for source in self.chosen if source in self.contents]
+        scratch = RoundReport(self.now.number)
+        kept = agreeing(held, scratch, lambda source: self.now.members[source].node)
+        for node, reason in scratch.rejected.items():
+            self.now.report.note(f"metrics of node {node} are left out: {reason}")
+        return [self.contents[source] for source in kept]
+
+    def _count_peer(self, member: Member, sizes: list[int]) -> None:
+        wire, payload = sum(sizes), sum(max(0, size - PARCEL_BYTES) for size in sizes)
+        self.now.report.count("peer", wire)
+        if wire and (record := getattr(self.now.grid, "record_peer", None)) is not None:
+            record(self.now.number, member.node, member.message.metadata.message_type, payload, wire)
+
+
+def _sequence_of(message: Message) -> int:
+    """Return the sequence number that the inner strategy gave to its message."""
+    for config in message.content.config_records.values():
+        found = Announcement.read(config)
+        if found is not None:
+            return found.sequence
+    raise ConfigError("the training message announces no codec; is the inner strategy Compressed?")

@@ -1,0 +1,1 @@
+"""Federated graph convolution with sampled neighbours: the server's side."""

@@ -1,0 +1,407 @@
+"""Who owns which part of the graph: the server's conversation with the owners, and its book of them.
+
+A part has one seat. Its node may be away for a round, come back, or come back as another node whose state is lost; two
+nodes may say they hold the same part. Who sits there is settled at the beginning of a round, and nobody that has once
+been silent in a round is waited for again in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower.gcn import IDS, NORMS, SETUP_TYPE, Hello, Refused, Setup, expect, put_frames, take_frames
+from fedcomp.flower.logs import log
+from fedcomp.flower.metered import partition_lookup
+from fedcomp.flower.rounds import Exchanges, Push
+from fedcomp.graphs.base import GraphError
+from fedcomp.graphs.ids import decode_ids
+from fedcomp.graphs.rowcodecs import decode_norms
+from fedcomp.strategies.gcn.report import GraphReport, Traffic
+from fedcomp.strategies.partitions import contest
+
+_OWN_ERRORS: Final = (2, 6)
+"""Codes of errors an app makes: its node is there, whatever it refuses. All others are a SuperLink's, or of a process
+that has died."""
+
+_SETUP_FRAMES: Final = {"": "setup_bytes"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no answer; ``gone`` when it is not the node itself that says so."""
+
+    reason: str
+    gone: bool
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came of one exchange.
+
+    Attributes
+    ----------
+    found : dict of int to Message
+        Replies with content, by what their messages were addressed by, ascending.
+    failures : dict of int to Failure
+    replies : list of Message
+        All replies, errors included, as the driver handed them over.
+    """
+
+    found: dict[int, Message] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    replies: list[Message] = field(default_factory=list)
+
+
+@dataclass
+class Talk:
+    """The conversation of one round.
+
+    Attributes
+    ----------
+    session : str
+    key : str
+        Name of the record with the run's configuration.
+    config : ConfigRecord
+    grid : Grid
+    deadline : float or None
+        Seconds for the replies of each exchange.
+    report : GraphReport
+    traffic : Traffic
+        Whose trips these are: of the training, or of the evaluation.
+    silent : set of int
+        Nodes that left their last message unanswered.
+    """
+
+    session: str
+    key: str
+    config: ConfigRecord
+    grid: Grid
+    deadline: float | None
+    report: GraphReport
+    traffic: Traffic
+    silent: set[int]
+
+    def message(
+        self, node: int, kind: str, said: Any, frames: Mapping[str, Mapping[int, bytes]] | None = None
+    ) -> Message:
+        """Return a query: the run's configuration, what is ``said``, and frames by kind and place."""
+        content = RecordDict({self.key: self.config})
+        said.put(content)
+        for name, by_place in (frames or {}).items():
+            put_frames(content, name, by_place)
+        return Message(content, node, kind, group_id=str(self.report.round))
+
+    def ask(self, messages: Mapping[int, Message]) -> Exchanges[Answers]:
+        """Send messages, one exchange; without any there is none.
+
+        An error of the SuperLink, and no reply at all, count as silence.
+        """
+        if not messages:
+            return Answers()
+        self.traffic.trips += 1
+        replies = yield Push(list(messages.values()), self.deadline)
+        by_id = {m.metadata.message_id: place for place, m in messages.items() if m.metadata.message_id}
+        found: dict[int, Message] = {}
+        failures = {place: Failure("nothing came back in time", True) for place in messages}
+        for reply in replies:
+            place = by_id[reply.metadata.reply_to_message_id]
+            if reply.has_error():
+                reason = f"error {reply.error.code}: {reply.error.reason}"
+                failures[place] = Failure(reason, reply.error.code not in _OWN_ERRORS)
+            else:
+                del failures[place]
+                found[place] = reply
+        for place, message in messages.items():
+            node = message.metadata.dst_node_id
+            if place in failures and failures[place].gone:
+                self.silent.add(node)
+            else:
+                self.silent.discard(node)
+        return Answers(dict(sorted(found.items())), failures, replies)
+
+
+def sent(messages: Iterable[Message]) -> list[Message]:
+    """Return those of some messages that an engine took."""
+    return [message for message in messages if message.metadata.message_id]
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all owners of a run have in common."""
+
+    digest: str
+    parts: int
+    nodes: int
+    features: int
+    structure: str
+
+    @classmethod
+    def of(cls, hello: Hello) -> Common:
+        """Return what one of them says it is."""
+        return cls(hello.digest, hello.parts, hello.nodes, hello.features, hello.structure)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parts} parts of a graph of {self.nodes} nodes with {self.features} features, "
+            f"structure {self.structure!r}, digest {self.digest[:16]}"
+        )
+
+
+@dataclass
+class Owners:
+    """The book of owners.
+
+    Parameters
+    ----------
+    structure : {"full", "halo"}
+        What they have to know of the edges.
+    norms : bool
+        Whether the sampler uses the norms of remote features.
+    layers : int
+        Of the model.
+
+    Attributes
+    ----------
+    common : Common or None
+        None before anybody has answered.
+    met : dict of int to Hello or None
+        By node; None for one that cannot take part.
+    seats : dict of int to int
+        The node of each part that has one online.
+    silent : set of int
+        Nodes that left their last message unanswered.
+    dropped : set of int
+        Those of them that are not asked again in this round.
+    """
+
+    structure: str
+    norms: bool = False
+    layers: int = 1
+    common: Common | None = None
+    met: dict[int, Hello | None] = field(default_factory=dict)
+    seats: dict[int, int] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)
+    _wanted: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    _norms: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    _told: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    _counts: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def hello(self, part: int) -> Hello:
+        """Return what the node in a seat has said of itself."""
+        found = self.met[self.seats[part]]
+        assert found is not None
+        return found
+
+    def part_of(self, node: int) -> int | None:
+        """Return the part whose seat a node has."""
+        return next((part for part, seated in self.seats.items() if seated == node), None)
+
+    def away(self) -> dict[int, str]:
+        """Return the parts whose owners cannot be asked, with the reason."""
+        out = {}
+        for part in range(self.common.parts if self.common is not None else 0):
+            if part not in self.seats:
+                out[part] = "no node of this part is online"
+            elif self.seats[part] in self.silent:
+                out[part] = "its node does not answer"
+        return out
+
+    def meet(self, talk: Talk) -> Exchanges[None]:
+        """Ask nodes that are new who they are, and those that were silent whether they are there; settle the seats.
+
+        Where a newcomer says it holds a part whose node has given no reason for doubt, that one is asked for a sign of
+        life: a process that was killed is listed as online for a while. One that answers is not driven out. Of several
+        newcomers that say they hold one part none is seated.
+
+        Raises
+        ------
+        ConfigError
+            When the first nodes hold parts of different graphs, or know more or less of its edges than was agreed on.
+        """
+        online = list(talk.grid.get_node_ids())
+        present = set(online)
+        self.met = {node: hello for node, hello in self.met.items() if node in present}
+        self.seats = {part: node for part, node in self.seats.items() if node in present}
+        # In place: the conversation adds to the same set.
+        self.silent.intersection_update(present)
+        strangers = [node for node in online if node not in self.met]
+        suspects = [node for _, node in sorted(self.seats.items()) if node in self.silent - self.dropped]
+        yield from self._greet([*strangers, *suspects], talk)
+        claims = {hello.index for node in strangers if (hello := self.met.get(node)) is not None}
+        contested = [n for part, n in sorted(self.seats.items()) if part in claims and n not in self.silent]
+        yield from self._greet(contested, talk)
+        self._seat(online, strangers, talk.report)
+        if self.norms:
+            yield from self._fetch_norms(talk)
+
+    def _greet(self, nodes: list[int], talk: Talk) -> Exchanges[None]:
+        said = Setup(talk.session, "hello", self.norms, self.layers)
+        messages = {node: talk.message(node, SETUP_TYPE, said) for node in nodes}
+        answers = yield from talk.ask(messages)
+        replies = answers.found
+        talk.traffic.count_frames(replies.values(), _SETUP_FRAMES)
+        for failure in answers.failures.values():
+            talk.report.note("unknown", f"a node could not say which part it holds: {failure.reason}")
+        known = partition_lookup(talk.grid)
+        hellos: dict[int, tuple[Hello, dict[int, bytes]]] = {}
+        for node, reply in replies.items():
+            try:
+                hello = Hello.of(reply)
+                if known(node) not in (None, hello.index):
+                    raise GraphError(f"the node of partition {known(node)} says it holds part {hello.index}")
+                wants = take_frames(reply, hello.parts, IDS)[IDS]
+                for ids in wants.values():
+                    decode_ids(ids, nodes=hello.nodes)
+            except FedcompError as error:
+                self.met[node] = None
+                talk.report.note("refused", f"a node cannot be an owner: {error}")
+                continue
+            hellos[node] = hello, wants
+        self._agree([hello for hello, _ in hellos.values()])
+        for node, (hello, wants) in hellos.items():
+            if Common.of(hello) != self.common:
+                self.met[node] = None
+                reason = f"part {hello.index}: its node holds {Common.of(hello)}; this run is of {self.common}"
+                talk.report.note("refused", reason)
+                log.warning("round %d: %s", talk.report.round, reason)
+                continue
+            self.met[node] = hello
+            if self.norms:
+                self._wanted[hello.index] = {owner: ids for owner, ids in wants.items() if owner != hello.index}
+                for book in (self._norms, self._told, self._counts):
+                    book.pop(hello.index, None)
+        self.seats = {part: node for part, node in self.seats.items() if self.met.get(node) is not None}
+
+    def _agree(self, hellos: list[Hello]) -> None:
+        """Take what the first nodes have in common for the run's.
+
+        Raises
+        ------
+        ConfigError
+            When they have not.
+        """
+        if self.common is not None or not hellos:
+            return
+        kinds: dict[Common, list[int]] = {}
+        for hello in hellos:
+            kinds.setdefault(Common.of(hello), []).append(hello.index)
+        if len(kinds) > 1:
+            found = "; ".join(f"parts {sorted(parts)} are {common}" for common, parts in kinds.items())
+            raise ConfigError(
+                f"the nodes do not hold parts of one graph: {found}. Give all of them the same task, options and seed; "
+                "a partition method 'auto' is another one where a package is missing: name the method"
+            )
+        (common,) = kinds
+        if common.structure != self.structure:
+            raise ConfigError(
+                f"the nodes know structure {common.structure!r} of the graph, this strategy was made for "
+                f"{self.structure!r}; set structure={common.structure!r}, or the task's option to {self.structure!r}"
+            )
+        self.common = common
+
+    def _seat(self, online: list[int], strangers: list[int], report: GraphReport) -> None:
+        hellos = [(node, self.met.get(node)) for node in online if node not in self.silent]
+        held, refused = contest({node: hello.index for node, hello in hellos if hello is not None}, self.seats)
+        self.seats |= held
+        for node in strangers:
+            if node in refused:
+                report.note("unknown", refused[node])
+        for reason in sorted({refused[node] for node in strangers if node in refused}):
+            log.warning("round %d: %s", report.round, reason)
+
+    # Norms of features, for the sampler's mode "measured".
+
+    def norms_for(self, part: int) -> Mapping[int, bytes]:
+        """Return the norms a client has not been told yet, frames by owner."""
+        return self._norms.get(part, {})
+
+    def norms_of(self, part: int) -> int:
+        """Return how many norms a client has when it has read :meth:`norms_for`."""
+        return sum(self._counts.get(part, {}).values())
+
+    def told(self, part: int) -> None:
+        """Take note that a client has them."""
+        if part in self._norms:
+            self._told.setdefault(part, {}).update(self._norms.pop(part))
+
+    def forgotten(self, part: int) -> None:
+        """Take note that a client has lost all it was told."""
+        self._norms[part] = {**self._told.pop(part, {}), **self._norms.get(part, {})}
+
+    def _fetch_norms(self, talk: Talk) -> Exchanges[None]:
+        """Ask owners for the norms that somebody still lacks."""
+        away, asked = self.away(), dict[int, dict[int, bytes]]()
+        for part, wants in sorted(self._wanted.items()):
+            for owner, ids in wants.items():
+                if owner not in away and part in self.seats:
+                    asked.setdefault(owner, {})[part] = ids
+        said = Setup(talk.session, "norms")
+        messages = {o: talk.message(self.seats[o], SETUP_TYPE, said, {IDS: ids}) for o, ids in sorted(asked.items())}
+        answers = yield from talk.ask(messages)
+        talk.traffic.count_frames(sent(messages.values()), _SETUP_FRAMES)
+        talk.traffic.count_frames(answers.found.values(), _SETUP_FRAMES)
+        reasons = {owner: failure.reason for owner, failure in answers.failures.items()}
+        for owner, reply in answers.found.items():
+            try:
+                self._take_norms(owner, asked[owner], reply, talk.report)
+            except FedcompError as error:
+                reasons[owner] = str(error)
+        for owner, reason in sorted(reasons.items()):
+            talk.report.note("norms", f"part {owner} sent no norms, and is asked again in the next round: {reason}")
+
+    def _take_norms(self, owner: int, asked: Mapping[int, bytes], reply: Message, report: GraphReport) -> None:
+        assert self.common is not None
+        frames = take_frames(reply, self.common.parts, NORMS)[NORMS]
+        refused = Refused.among(reply)
+        without = () if refused is None else refused.requesters
+        expect(frames, asked.keys() - set(without), NORMS)
+        counts = {}
+        for part, data in frames.items():
+            wanted = decode_ids(asked[part], nodes=self.common.nodes)
+            counts[part] = len(wanted)
+            ids, _ = decode_norms(data, nodes=self.common.nodes, limit=len(wanted))
+            if not np.array_equal(ids, wanted):
+                raise GraphError(f"the norms for part {part} are not of the nodes that were asked for")
+        for part, data in frames.items():
+            self._norms.setdefault(part, {})[owner] = data
+            self._counts.setdefault(part, {})[owner] = counts[part]
+        for part in asked:
+            # Who is refused goes without, as for nodes nobody knows the norms of; the list will be no better next time.
+            del self._wanted[part][owner]
+        if refused is not None:
+            report.note("norms", f"part {owner} gives parts {list(without)} no norms: {refused.reason}")
+
+    # Resuming.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the book as plain data."""
+        return {
+            "common": None if self.common is None else asdict(self.common),
+            "met": [[node, None if hello is None else asdict(hello)] for node, hello in self.met.items()],
+            "seats": dict(self.seats),
+            "silent": sorted(self.silent),
+            "wanted": {part: dict(frames) for part, frames in self._wanted.items()},
+            "norms": {part: dict(frames) for part, frames in self._norms.items()},
+            "told": {part: dict(frames) for part, frames in self._told.items()},
+            "counts": {part: dict(counts) for part, counts in self._counts.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.common = None if state["common"] is None else Common(**state["common"])
+        self.met = {int(node): None if hello is None else Hello(**hello) for node, hello in state["met"]}
+        self.seats = {int(part): int(node) for part, node in state["seats"].items()}
+        self.silent = {int(node) for node in state["silent"]}
+        self._wanted, self._norms, self._told = (
+            {int(p): {int(o): bytes(f) for o, f in fs.items()} for p, fs in state[name].items()}
+            for name in ("wanted", "norms", "told")
+        )
+        self._counts = {int(p): {int(o): int(c) for o, c in cs.items()} for p, cs in state["counts"].items()}

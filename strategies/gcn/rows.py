@@ -1,0 +1,408 @@
+"""One turn of a graph round: what the clients' plans need, and the rows that bring it there.
+
+    plan       every client says which rows of other owners its next steps use
+    structure  rows of the adjacency, where a plan cannot go on without them; then the plan again
+    rows       feature rows, from their owners; none where nobody needs any
+
+An owner may be absent: not online, silent, or with an answer that cannot be used. Those that wanted its rows, and no
+others, plan again without it; whoever asks next is told at once. An owner that refuses one client's list of nodes is
+absent for that client alone: one of the two is wrong, and neither is believed against the rest. Every part can fall
+away once, so that a turn has an end, and nobody that was silent in it is waited for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Message
+
+from fedcomp.errors import FedcompError
+from fedcomp.flower.gcn import (
+    FEATURES,
+    IDS,
+    NORMS,
+    PLAN_TYPE,
+    ROWS_TYPE,
+    STRUCTURE,
+    Ask,
+    Fetch,
+    Figures,
+    Needs,
+    Refused,
+    expect,
+    take_frames,
+)
+from fedcomp.flower.payload import payload_bytes
+from fedcomp.flower.rounds import Exchanges
+from fedcomp.graphs.base import GraphError, Ids
+from fedcomp.graphs.ids import decode_ids, encode_ids
+from fedcomp.graphs.rowcodecs import RowCodec
+from fedcomp.graphs.structure_rows import decode_structure
+from fedcomp.strategies.gcn.owners import Common, Owners, Talk, sent
+
+_PLAN_FRAMES: Final = {"": "id_bytes", NORMS: "setup_bytes", STRUCTURE: "structure_bytes"}
+_STRUCTURE_FRAMES: Final = {"": "structure_bytes"}
+
+
+@dataclass
+class Requester:
+    """One client of a turn, and where its plan stands.
+
+    Attributes
+    ----------
+    part, node : int
+    ask : Ask
+        What its plan was made from: what its training message says, too.
+    planned : bool
+    plans : int
+        How often it was asked.
+    needs : str
+        What the frames of ``wants`` name.
+    wants : dict of int to ndarray of int64
+        Ids by owner.
+    refused : set of int
+        Owners that refuse this client.
+    retold : bool
+        Whether it had lost the norms it was told, and is told them again.
+    figures : Figures or None
+    rows : dict of int to bytes
+        Frames of feature rows by owner, ready for the training message.
+    structure : dict of int to bytes
+        Rows of the adjacency for its next plan.
+    moved : int
+        Bytes of payload that its plan and its rows took so far.
+    """
+
+    part: int
+    node: int
+    ask: Ask
+    planned: bool = False
+    plans: int = 0
+    needs: str = ""
+    wants: dict[int, Ids] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    retold: bool = False
+    figures: Figures | None = None
+    rows: dict[int, bytes] = field(default_factory=dict)
+    structure: dict[int, bytes] = field(default_factory=dict)
+    moved: int = 0
+    _fetched: dict[int, Ids] = field(default_factory=dict)
+
+    def missing(self) -> dict[int, Ids]:
+        """Return the ids whose rows have not been fetched."""
+        return {owner: ids for owner, ids in self.wants.items() if not self._has(owner, ids)}
+
+    def open(self) -> set[int]:
+        """Return the owners that something is still wanted of."""
+        return set(self.missing() if self.needs == FEATURES else self.wants)
+
+    def take(self, owner: int, ids: Ids, frame: bytes) -> None:
+        """Keep feature rows."""
+        self.rows[owner], self._fetched[owner] = frame, ids
+        self.moved += len(frame)
+
+    def settle(self, codec: RowCodec) -> None:
+        """Leave of the fetched rows those that the last plan uses: the client refuses others."""
+        self.rows = {
+            owner: self.rows[owner]
+            if np.array_equal(ids, self._fetched[owner])
+            else codec.select(self.rows[owner], ids)
+            for owner, ids in self.wants.items()
+        }
+
+    def _has(self, owner: int, ids: Ids) -> bool:
+        held = self._fetched.get(owner)
+        return held is not None and bool(np.isin(ids, held, assume_unique=True).all())
+
+
+@dataclass
+class Turn:
+    """Plans and rows of one turn.
+
+    Parameters
+    ----------
+    talk : Talk
+    owners : Owners
+    codec : RowCodec
+        Of feature rows.
+    norms : bool
+        Whether rows of the adjacency come with the norms of their nodes.
+    layers : int
+        Of the model: there are that many hops at most.
+    dedupe : bool
+        Fetch each row once, for all who want it.
+    noise : float
+        Standard deviation of the noise on feature rows.
+
+    Attributes
+    ----------
+    requesters : dict of int to Requester
+        By part; who cannot go on is taken out.
+    away : dict of int to str
+        Owners that are done without, with the reason.
+    """
+
+    talk: Talk
+    owners: Owners
+    codec: RowCodec
+    norms: bool
+    layers: int
+    dedupe: bool
+    noise: float
+    requesters: dict[int, Requester] = field(default_factory=dict)
+    away: dict[int, str] = field(default_factory=dict)
+    _apart: set[int] = field(default_factory=set)
+
+    def run(self, asks: Mapping[int, Ask]) -> Exchanges[dict[int, Requester]]:
+        """Bring the clients of some parts to where they can train; return those that can, in order of parts."""
+        for part, reason in self.owners.away().items():
+            self._miss(part, reason)
+        absent = tuple(sorted(self.away))
+        self.requesters = {
+            part: Requester(part, self.owners.seats[part], replace(ask, absent=absent))
+            for part, ask in sorted(asks.items())
+            if part not in self.away
+        }
+        for part in asks:
+            if part in self.away:
+                self.talk.report.lose(part, self.away[part])
+        while True:
+            yield from self._plan()
+            if self._replan():
+                continue
+            if any(r.needs == STRUCTURE for r in self.requesters.values()):
+                yield from self._structure()
+            elif any(r.missing() for r in self.requesters.values()):
+                yield from self._rows()
+            else:
+                break
+            self._replan()
+        for requester in self.requesters.values():
+            requester.settle(self.codec)
+        self.talk.traffic.absent = len(self.away)
+        return self.requesters
+
+    # Plans.
+
+    def _plan(self) -> Exchanges[None]:
+        """Ask every client without a plan for one."""
+        todo = {part: r for part, r in self.requesters.items() if not r.planned}
+        messages = {part: self._plan_message(r) for part, r in todo.items()}
+        answers = yield from self.talk.ask(messages)
+        traffic = self.talk.traffic
+        traffic.count_frames(sent(messages.values()), _PLAN_FRAMES)
+        for part, failure in answers.failures.items():
+            if failure.gone:
+                self._miss(part, f"its plan: {failure.reason}")
+            self._lose(part, f"its plan: {failure.reason}")
+        for part, reply in answers.found.items():
+            requester = todo[part]
+            requester.moved += payload_bytes(messages[part]) + payload_bytes(reply)
+            needs = ""
+            try:
+                needs = Needs.of(reply).needs
+                self._take_plan(requester, reply, needs)
+            except FedcompError as error:
+                self._lose(part, f"its plan: {error}")
+            traffic.count_frames([reply], _STRUCTURE_FRAMES if needs == STRUCTURE else _PLAN_FRAMES)
+
+    def _plan_message(self, requester: Requester) -> Message:
+        requester.plans += 1
+        frames = {NORMS: self.owners.norms_for(requester.part), STRUCTURE: requester.structure}
+        return self.talk.message(requester.node, PLAN_TYPE, requester.ask, frames)
+
+    def _take_plan(self, requester: Requester, reply: Message, needs: str) -> None:
+        """Check what a client wants, and of whom; one that lost its norms has no plan yet, and is sent them with the
+        next question.
+
+        Raises
+        ------
+        FedcompError
+            When it wants what it cannot want.
+        """
+        common = self.owners.common
+        assert common is not None
+        if needs == NORMS:
+            if requester.retold or not requester.ask.norms:
+                raise GraphError("it needs norms that nobody told it, or that it was sent just now")
+            requester.retold = True
+            self.owners.forgotten(requester.part)
+            return
+        if needs == FEATURES:
+            requester.figures = Figures.of(reply)
+        wants: dict[int, Ids] = {}
+        for owner, data in take_frames(reply, common.parts, IDS)[IDS].items():
+            if owner == requester.part or owner in requester.ask.absent:
+                raise GraphError(f"it wants rows of part {owner}, which are its own or cannot be had")
+            limit = self.owners.hello(owner).owned if owner in self.owners.seats else None
+            ids = decode_ids(data, nodes=common.nodes, limit=limit)
+            if len(ids):
+                wants[owner] = ids
+        if needs == STRUCTURE and not wants:
+            raise GraphError("it needs structure and does not say which")
+        requester.wants, requester.needs, requester.planned = wants, needs, True
+        requester.structure = {}
+        self.owners.told(requester.part)
+
+    def _replan(self) -> bool:
+        """Take back plans that wait for owners who turned out to be absent; return whether any is to be made."""
+        for part, requester in list(self.requesters.items()):
+            without = self.away.keys() | requester.refused
+            # Rows that came before their owner fell away are as good as any.
+            if requester.planned and without & requester.open():
+                self.talk.traffic.replans += 1
+                requester.planned = False
+            if not requester.planned:
+                requester.ask = replace(requester.ask, absent=tuple(sorted(without)))
+                # A hop less than layers, for each set of owners that it had to do without.
+                if requester.plans >= self.layers * (2 + len(without)) + requester.retold:
+                    self._lose(part, f"it was asked for a plan {requester.plans} times and has none")
+        return any(not r.planned for r in self.requesters.values())
+
+    # What owners are asked for.
+
+    def _structure(self) -> Exchanges[None]:
+        """Fetch rows of the adjacency for the clients that wait for them."""
+        waiting = {part: r for part, r in self.requesters.items() if r.needs == STRUCTURE}
+        asked: dict[int, dict[int, Ids]] = {}
+        for part, requester in waiting.items():
+            for owner, ids in requester.wants.items():
+                asked.setdefault(owner, {})[part] = ids
+        found = yield from self._fetch(Fetch(self.talk.session, STRUCTURE, norms=self.norms), asked)
+        for part, requester in waiting.items():
+            if part not in self.requesters:
+                continue
+            requester.structure = {owner: frames[part] for owner, frames in found.items() if part in frames}
+            # Owners that fell away meanwhile are told with the same question.
+            self.talk.traffic.replans += bool((self.away.keys() | requester.refused) & requester.wants.keys())
+            requester.wants, requester.needs, requester.planned = {}, "", False
+            if requester.structure:
+                requester.ask = replace(requester.ask, hop=requester.ask.hop + 1)
+
+    def _rows(self) -> Exchanges[None]:
+        """Fetch the feature rows that somebody lacks."""
+        lacking = {part: missing for part, r in self.requesters.items() if (missing := r.missing())}
+        asked: dict[int, dict[int, Ids]] = {}
+        for part, missing in lacking.items():
+            for owner, ids in missing.items():
+                asked.setdefault(owner, {})[part] = ids
+        said = Fetch(self.talk.session, FEATURES, row_codec=self.codec.name, noise=self.noise)
+        together = {}
+        if self.dedupe:
+            # Under the owner's own number, which no requester of its rows has.
+            shared = {o: by_part for o, by_part in asked.items() if len(by_part) > 1 and o not in self._apart}
+            together = {owner: {owner: _union(by_part.values())} for owner, by_part in shared.items()}
+        found = yield from self._fetch(said, {**asked, **together})
+        for owner, frames in sorted(found.items()):
+            for part, ids in asked[owner].items():
+                requester = self.requesters.get(part)
+                frame = frames.get(owner if owner in together else part)
+                if requester is not None and frame is not None:
+                    requester.take(owner, ids, self.codec.select(frame, ids) if owner in together else frame)
+
+    def _fetch(self, said: Fetch, asked: Mapping[int, Mapping[int, Ids]]) -> Exchanges[dict[int, dict[int, bytes]]]:
+        """Ask owners for rows of one kind; return the frames that can be used, by owner and requester.
+
+        Who answers not at all, or with anything else, is absent from now on.
+        """
+        lists = {o: {part: encode_ids(ids) for part, ids in by_part.items()} for o, by_part in sorted(asked.items())}
+        messages = {
+            owner: self.talk.message(self.owners.seats[owner], ROWS_TYPE, said, {IDS: frames})
+            for owner, frames in lists.items()
+        }
+        answers = yield from self.talk.ask(messages)
+        for owner, failure in answers.failures.items():
+            self._miss(owner, f"its rows: {failure.reason}")
+            if failure.gone:
+                self._lose(owner, f"its rows: {failure.reason}")
+        found: dict[int, dict[int, bytes]] = {}
+        for owner, reply in answers.found.items():
+            try:
+                found[owner] = self._take_rows(owner, reply, said.kind, asked[owner])
+            except FedcompError as error:
+                self._miss(owner, f"its rows: {type(error).__name__}: {error}")
+        self._count(said.kind, messages, answers.found, found, asked)
+        return found
+
+    def _take_rows(self, owner: int, reply: Message, kind: str, asked: Mapping[int, Ids]) -> dict[int, bytes]:
+        """Check the rows an owner sent.
+
+        Raises
+        ------
+        FedcompError
+            When they are damaged, of another length, or not the ones that were asked for.
+        """
+        common = self.owners.common
+        assert common is not None
+        frames = take_frames(reply, common.parts, kind)[kind]
+        refused = Refused.among(reply)
+        without = set() if refused is None else set(refused.requesters)
+        expect(frames, asked.keys() - without, kind)
+        for part, data in frames.items():
+            ids = asked[part]
+            if kind == FEATURES:
+                found = self._decoded(data, common, len(ids))
+            else:
+                found = decode_structure(data, nodes=common.nodes, parts=common.parts, limit=len(ids))[0].ids
+            if not np.array_equal(found, ids):
+                raise GraphError(f"those for part {part} are not of the {len(ids)} nodes that were asked for")
+        if refused is not None:
+            self._refuse(owner, without & asked.keys(), refused.reason)
+        return frames
+
+    def _decoded(self, frame: bytes, common: Common, limit: int) -> Ids:
+        """Return the ids of a frame that was read to its end.
+
+        As float32: whoever learns in it could not read what is too large for it, and nobody can learn from that.
+        """
+        return self.codec.decode(frame, features=common.features, nodes=common.nodes, limit=limit)[0]
+
+    def _count(
+        self,
+        kind: str,
+        messages: Mapping[int, Message],
+        replies: Mapping[int, Message],
+        found: Mapping[int, Mapping[int, bytes]],
+        asked: Mapping[int, Mapping[int, Ids]],
+    ) -> None:
+        traffic = self.talk.traffic
+        down = _PLAN_FRAMES if kind == FEATURES else _STRUCTURE_FRAMES
+        traffic.count_frames(sent(messages.values()), down)
+        if kind == STRUCTURE:
+            traffic.count_frames(replies.values(), down)
+        else:
+            before = traffic.feature_bytes_logical
+            traffic.count_frames(replies.values(), {"": "feature_bytes_logical"})
+            traffic.feature_bytes_link += traffic.feature_bytes_logical - before
+            for owner in found:
+                rows = sum(len(asked[owner][part]) for part in found[owner])
+                traffic.rows_fetched += rows
+                traffic.rows_sent[owner] = traffic.rows_sent.get(owner, 0) + rows
+
+    # Who falls out.
+
+    def _refuse(self, owner: int, parts: set[int], reason: str) -> None:
+        """Let those whom an owner refuses do without it; of a list that stands for many, find out first whose it is."""
+        if owner in parts:
+            self._apart.add(owner)
+        for part in sorted((parts - {owner}) & self.requesters.keys()):
+            self.requesters[part].refused.add(owner)
+            self.talk.report.note("refused", f"part {owner} gives part {part} no rows: {reason}")
+
+    def _miss(self, part: int, reason: str) -> None:
+        """Do without an owner from now on."""
+        if part not in self.away:
+            self.away[part] = reason
+            self.talk.report.miss(part, reason)
+
+    def _lose(self, part: int, reason: str) -> None:
+        """Go on without a client."""
+        if self.requesters.pop(part, None) is not None:
+            self.talk.report.lose(part, reason)
+
+
+def _union(lists: Any) -> Ids:
+    return np.unique(np.concatenate(list(lists))).astype(np.int64)

@@ -1,0 +1,419 @@
+"""A graph that several owners hold: the server half of training a GCN on sampled neighbours, owned ones favoured.
+
+Sampler after Jiang and Rumi (arXiv 2101.07706, abstract); budget rule derived by us. Which nodes a step uses, clients
+decide (:mod:`fedcomp.graphs`); their nodes cannot reach each other over Flower, so feature rows travel through the
+server. A round is
+
+    setup      who holds which part; of nodes that are new, or were silent
+    plan       which rows of other owners do your next steps use
+    rows       from their owners; no trip where nobody needs any
+    train      the inner strategy's own messages, with the rows in them
+
+and the inner strategy aggregates what comes back: FedAvg, a server optimiser, or the drop-in pair around either. With
+one step per round and updates weighed by the sizes of the batches that is synchronous data-parallel SGD on the union of
+the batches; with more steps it is local SGD, and is called that.
+
+What a client needs of an absent owner it does without, which is told: as the share of the base weight that was lost.
+Rows it has in its cache are used all the same. No exchange lasts longer than the deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from fedcomp.errors import ConfigError, StateError, nearest
+from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, MOST_STEPS, TRAIN_TYPE, Ask, put_frames
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import payload_bytes
+from fedcomp.flower.privacy import find_private
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
+from fedcomp.graphs.rowcodecs import get_row_codec
+from fedcomp.graphs.scale import AdaptiveScale
+from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.privacy.local import asks_for_noise
+from fedcomp.strategies.gcn.owners import Owners, Talk, sent
+from fedcomp.strategies.gcn.report import GraphReport, Traffic, feature_bytes
+from fedcomp.strategies.gcn.rows import Requester, Turn
+from fedcomp.strategies.replies import RoundReport
+from fedcomp.strategies.wrapping import require_inner
+
+__all__ = ["GraphReport", "SkewedGCN", "Traffic"]
+
+
+CACHES: Final = ("none", "lru", "all")
+EVALUATIONS: Final = ("full", "sampled")
+STRUCTURES: Final = ("full", "halo")
+
+CACHE_BYTES: Final = 64 * 1024 * 1024
+"""Default limit of a client's cache of the policy "lru"."""
+
+_ADAPTIVE_CAP: Final = 8.0
+_TYPES: Final = {"train": TRAIN_TYPE, "evaluate": EVALUATE_TYPE}
+_ROWS: Final = {"": "feature_bytes_link"}
+
+
+class SkewedGCN(ExchangeStrategy):
+    """Train a GCN on a graph whose nodes, features and labels several owners hold.
+
+    The clients need the handlers of :func:`fedcomp.clients.gcn.answer_gcn`; :mod:`fedcomp.clients.app` has them. The
+    node of partition i owns part i. Nodes outside of the inner strategy's cohort do not train, and answer with their
+    rows all the same.
+
+    Parameters
+    ----------
+    inner : Strategy
+        Any Flower strategy that works through hooks, :class:`fedcomp.strategies.compressed.Compressed` among them. A
+        private one is refused: feature rows leave their owners in the clear.
+    n_per_layer : int or tuple of int
+        Columns a layer keeps, input layer first; one number is for all layers.
+    budget, mode, estimator, scale, layers
+        See :class:`fedcomp.graphs.settings.SamplerSettings`.
+    sampler : str or SamplerSettings
+        The sampler's name; or all of its settings, which the arguments above then must not repeat.
+    cache : {"none", "lru", "all"}
+        Which rows of other owners a client keeps.
+    cache_bytes : int
+        Limit of "lru".
+    row_codec : str
+        How feature rows are written; see :func:`fedcomp.graphs.rowcodecs.get_row_codec`.
+    structure : {"full", "halo"}
+        What clients know of the edges: all of them, or those of their own nodes. Has to be what their task says.
+    local_steps : int
+        SGD steps of a client per round.
+    batch_size : int
+        Training nodes of a step; 0 takes all.
+    dedupe : bool
+        Fetch a row once for all clients that want it in the same round. The server then looks into frames, and cuts
+        them.
+    noise : float
+        Standard deviation of the Gaussian noise an owner adds to its rows. No promise of privacy goes with it.
+    evaluate : {"full", "sampled"}
+        Whether clients evaluate with all neighbours, or with the sampler of training.
+    deadline : float, optional
+        Seconds for the replies of each exchange; default: the driver's timeout alone.
+    seed : int
+        Of batches and samples.
+
+    Attributes
+    ----------
+    graph : dict of int to GraphReport
+        By round.
+    reports, evaluations : dict of int to RoundReport
+        Those of the inner strategy, where it keeps any.
+    sampler : SamplerSettings
+
+    Raises
+    ------
+    ConfigError
+        For anything that cannot work.
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        n_per_layer: int | tuple[int, ...] = 512,
+        *,
+        budget: float = 1.5,
+        mode: str = "matched",
+        estimator: str = "poisson",
+        scale: float = 1.0,
+        layers: int = 2,
+        sampler: str | SamplerSettings = "skewed",
+        cache: str = "none",
+        cache_bytes: int = CACHE_BYTES,
+        row_codec: str = "dense-f32",
+        structure: str = "full",
+        local_steps: int = 1,
+        batch_size: int = 128,
+        dedupe: bool = False,
+        noise: float = 0.0,
+        evaluate: str = "full",
+        deadline: float | None = None,
+        seed: int = 0,
+        configrecord_key: str = "config",
+    ) -> None:
+        _check_inner(inner)
+        own = {"n": n_per_layer, "budget": budget, "mode": mode, "estimator": estimator, "scale": scale}
+        own["layers"] = layers
+        if isinstance(sampler, SamplerSettings):
+            given = [name for name, value in own.items() if value != getattr(SamplerSettings(), name)]
+            if given:
+                raise ConfigError(f"{', '.join(given)} of SkewedGCN: the settings given as sampler say it already")
+        for name, value, low in (
+            ("cache_bytes", cache_bytes, 1),
+            ("local_steps", local_steps, 1),
+            ("batch_size", batch_size, 0),
+            ("seed", seed, None),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
+                least = "" if low is None else f", at least {low}"
+                raise ConfigError(f"{name}={value!r} is not valid: a whole number{least}")
+        if local_steps > MOST_STEPS:
+            raise ConfigError(f"local_steps={local_steps} is not valid: clients take at most {MOST_STEPS} in a round")
+        for name, word, known in (
+            ("cache", cache, CACHES),
+            ("structure", structure, STRUCTURES),
+            ("evaluate", evaluate, EVALUATIONS),
+        ):
+            if word not in known:
+                raise ConfigError(f"{name}={word!r} is not known{nearest(str(word), known)}")
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0.0 <= noise < math.inf:
+            raise ConfigError(f"noise={noise!r} is not valid: a standard deviation, finite and at least 0")
+        if deadline is not None and not deadline > 0:
+            raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
+        if not isinstance(dedupe, bool):
+            raise ConfigError(f"dedupe={dedupe!r} is not valid: True or False")
+        self.inner = inner
+        self.sampler = sampler if isinstance(sampler, SamplerSettings) else SamplerSettings(sampler=sampler, **own)  # type: ignore[arg-type]
+        if self.sampler.sampler == "fastgcn" and structure != "full":
+            raise ConfigError(
+                f"sampler 'fastgcn' draws by column norms of all of P, which structure={structure!r} does not show; "
+                "use structure='full', or another sampler"
+            )
+        self.codec = get_row_codec(row_codec)
+        self.cache, self.cache_bytes = cache, cache_bytes if cache == "lru" else 0
+        self.structure, self.local_steps, self.batch_size = structure, local_steps, batch_size
+        self.dedupe, self.noise, self.evaluate = dedupe, float(noise), evaluate
+        self.deadline, self.seed = deadline, seed
+        self.graph: dict[int, GraphReport] = {}
+        self._key = configrecord_key
+        self._session = secrets.token_hex(8)
+        self._norms = self.sampler.skews and self.sampler.mode == "measured"
+        self._adaptive = self.sampler.skews and self.sampler.mode == "adaptive"
+        self._owners = Owners(structure, norms=self._norms, layers=self.sampler.layers)
+        self._scales: dict[int, AdaptiveScale] = {}
+        self._epochs: dict[int, tuple[int, int, int]] = {}
+
+    @property
+    def reports(self) -> dict[int, RoundReport]:
+        """Training reports of the inner strategy."""
+        return getattr(self.inner, "reports", {})
+
+    @property
+    def evaluations(self) -> dict[int, RoundReport]:
+        """Evaluation reports of the inner strategy."""
+        return getattr(self.inner, "evaluations", {})
+
+    @property
+    def method(self) -> str:
+        """What training amounts to."""
+        if self.local_steps == 1:
+            return "synchronous data-parallel SGD"
+        return f"local SGD, {self.local_steps} steps a round"
+
+    @property
+    def scales(self) -> dict[int, float]:
+        """Scale of each part's next round, where the server decides it (mode "adaptive")."""
+        return {part: search.s for part, search in sorted(self._scales.items())}
+
+    def summary(self) -> None:
+        """Log the sampler, then the inner strategy's own summary."""
+        log.info("\t├──> SkewedGCN: %s; %r", self.method, self.sampler)
+        if self.sampler.biased:
+            log.info("\t│\t└──biased: %s", self.sampler.biased)
+        self.inner.summary()
+
+    # A round.
+
+    def round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Find out which rows are needed, fetch them, and train on them."""
+        report = self.graph[server_round] = GraphReport(server_round, self.method)
+        config["server-round"] = server_round
+        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        talk = self._talk(report, report.train, config, grid)
+        self._owners.dropped = set()
+        replies = yield from self._carry_out("train", messages, talk)
+        outcome, metrics = self.inner.aggregate_train(server_round, replies)
+        return outcome, MetricRecord({**(metrics or {}), **report.metrics("train")})
+
+    def evaluate_round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[MetricRecord | None]:
+        """Evaluate on the clients, if the inner strategy does; the rows that takes are counted apart."""
+        report = self.graph.setdefault(server_round, GraphReport(server_round, self.method))
+        config["server-round"] = server_round
+        messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
+        if not messages:
+            return None
+        talk = self._talk(report, report.evaluate, config, grid)
+        replies = yield from self._carry_out("evaluate", messages, talk)
+        metrics = self.inner.aggregate_evaluate(server_round, replies)
+        return MetricRecord({**(metrics or {}), **report.metrics("evaluate")})
+
+    def _talk(self, report: GraphReport, traffic: Traffic, config: ConfigRecord, grid: Grid) -> Talk:
+        silent = self._owners.silent
+        return Talk(self._session, self._key, config, grid, self.deadline, report, traffic, silent)
+
+    def _carry_out(self, purpose: str, messages: list[Message], talk: Talk) -> Exchanges[list[Message]]:
+        """Let the clients of ``messages`` plan, fetch, and do what the messages ask; return their replies."""
+        nodes = [message.metadata.dst_node_id for message in messages]
+        if len(set(nodes)) < len(nodes):
+            raise ConfigError(f"{type(self.inner).__name__} sends a node two messages at once; one can have a plan")
+        yield from self._owners.meet(talk)
+        by_part: dict[int, Message] = {}
+        for node, message in zip(nodes, messages, strict=True):
+            part = self._owners.part_of(node)
+            if part is None:
+                talk.report.note("unknown", "a node of the cohort holds no part of this run's graph")
+            else:
+                by_part[part] = message
+        if purpose == "train":
+            for part in [part for part in by_part if not self._owners.hello(part).train]:
+                talk.report.lose(part, "its part has no node to learn from")
+                del by_part[part]
+        turn = Turn(talk, self._owners, self.codec, self._norms, self.sampler.layers, self.dedupe, self.noise)
+        ready = yield from turn.run({part: self._ask(purpose, part, talk.report.round) for part in by_part})
+        self._owners.dropped = set(self._owners.silent)
+        pushed = {part: self._loaded(by_part[part], requester, purpose) for part, requester in ready.items()}
+        answers = yield from talk.ask(pushed)
+        self._count(talk.traffic, pushed, ready)
+        for part, failure in answers.failures.items():
+            talk.report.lose(part, failure.reason)
+        talk.traffic.clients = len(answers.found)
+        if purpose == "train" and self._adaptive:
+            self._observe(ready, pushed, answers.found)
+        return answers.replies
+
+    def _ask(self, purpose: str, part: int, server_round: int) -> Ask:
+        train = purpose == "train"
+        sampler = self.sampler
+        if not train and self.evaluate == "full":
+            sampler = replace(sampler, sampler="full")
+        return Ask(
+            session=self._session,
+            seed=self.seed,
+            round=server_round,
+            purpose=purpose,
+            steps=self.local_steps if train else 1,
+            batch_size=self.batch_size if train else 0,
+            sampler=json.dumps(sampler.to_config(), separators=(",", ":")),
+            row_codec=self.codec.name,
+            cache=self.cache,
+            cache_bytes=self.cache_bytes,
+            noise=self.noise,
+            scale=self._search(part).s if self._adaptive else 0.0,
+            norms=self._owners.norms_of(part),
+        )
+
+    @staticmethod
+    def _loaded(message: Message, requester: Requester, purpose: str) -> Message:
+        """Return the inner strategy's message with plan and rows in it: the same object, which it knows by its id."""
+        # Flower's strategies give all their messages one content.
+        content = RecordDict(dict(message.content.items()))
+        requester.ask.put(content)
+        put_frames(content, FEATURES, requester.rows)
+        message.content = content
+        message.metadata.message_type = _TYPES[purpose]
+        return message
+
+    @staticmethod
+    def _count(traffic: Traffic, pushed: Mapping[int, Message], ready: Mapping[int, Requester]) -> None:
+        taken = {part: message for part, message in pushed.items() if sent([message])}
+        for message in taken.values():
+            traffic.feature_bytes_link += feature_bytes(message.content)
+        for part in taken:
+            rows = sum(len(ids) for ids in ready[part].wants.values())
+            traffic.rows_received[part] = rows
+        traffic.plan(figures for part in taken if (figures := ready[part].figures) is not None)
+
+    # The scale, where the server searches it.
+
+    def _search(self, part: int) -> AdaptiveScale:
+        if part not in self._scales:
+            self._scales[part] = AdaptiveScale(cap=min(_ADAPTIVE_CAP, self.sampler.s_max))
+        return self._scales[part]
+
+    def _observe(
+        self, ready: Mapping[int, Requester], pushed: Mapping[int, Message], replies: Mapping[int, Message]
+    ) -> None:
+        """Tell each search what share of its client's bytes fetching took, once an epoch. Bytes, and never seconds of
+        this machine: the same run searches the same way wherever it is made.
+
+        An epoch of a part are the rounds in which it has learnt from as many nodes as it has to learn from; one in
+        which its reply was lost is not among them.
+        """
+        for part, reply in replies.items():
+            rows = feature_bytes(pushed[part].content)
+            moved = ready[part].moved + rows
+            trained = payload_bytes(pushed[part]) - rows + payload_bytes(reply)
+            nodes = self._owners.hello(part).train
+            learnt = self.local_steps * min(self.batch_size or nodes, nodes)
+            before = self._epochs.pop(part, (0, 0, 0))
+            epoch = (before[0] + learnt, before[1] + moved, before[2] + moved + trained)
+            if epoch[0] < nodes:
+                self._epochs[part] = epoch
+            elif epoch[2]:
+                self._search(part).observe(epoch[1], epoch[2])
+
+    # Resuming.
+
+    def _settings(self) -> dict[str, Any]:
+        """What must not change within a run."""
+        names = ("cache", "cache_bytes", "structure", "local_steps", "batch_size", "dedupe", "noise", "evaluate")
+        own = {name: getattr(self, name) for name in (*names, "seed")}
+        return {"sampler": self.sampler.to_config(), "row_codec": self.codec.name, **own}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as plain data, the inner strategy's included."""
+        return {
+            "settings": self._settings(),
+            "session": self._session,
+            "owners": self._owners.state_dict(),
+            "scales": {str(part): search.state_dict() for part, search in self._scales.items()},
+            "epochs": {str(part): list(epoch) for part, epoch in self._epochs.items()},
+            "graph": {str(r): report.to_json() for r, report in self.graph.items()},
+            "inner": capture_strategy(self.inner),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        StateError
+            When it was saved with other settings.
+        """
+        if state["settings"] != self._settings():
+            raise StateError(
+                f"the state was saved with {state['settings']}, this strategy has {self._settings()}; resume with the "
+                "settings the run was started with"
+            )
+        self._session = str(state["session"])
+        self._owners.load_state_dict(state["owners"])
+        self._scales = {}
+        for part, search in state["scales"].items():
+            self._search(int(part)).load_state_dict(search)
+        self._epochs = {int(p): (int(a), int(b), int(c)) for p, (a, b, c) in state["epochs"].items()}
+        self.graph = {int(r): GraphReport.from_json(report) for r, report in state["graph"].items()}
+        restore_strategy(self.inner, state["inner"])
+
+
+def _check_inner(inner: Strategy) -> None:
+    require_inner(inner, "SkewedGCN")
+    if own_loop(inner):
+        raise ConfigError(
+            f"{type(inner).__name__} runs its own loop (it overrides start); SkewedGCN stands around strategies that "
+            "work through configure_train and aggregate_train"
+        )
+    if find_private(inner) is not None:
+        raise ConfigError(
+            f"{type(inner).__name__} promises privacy, and feature rows leave their owners in the clear: the promise "
+            "would not hold. Use an inner strategy without one"
+        )
+    if (codec := getattr(inner, "codec", None)) is not None and asks_for_noise(codec.to_config()):
+        raise ConfigError(
+            f"{codec!r} makes updates private on the clients, and their feature rows leave them in the clear: the "
+            "promise would not hold. Use a codec that does not privatise"
+        )

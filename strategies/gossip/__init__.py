@@ -1,0 +1,1 @@
+"""Decentralised learning through a relay: the server's side."""

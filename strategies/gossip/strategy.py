@@ -1,0 +1,469 @@
+"""The server half of decentralised learning: a mailbox between nodes that cannot reach each other.
+
+Flower's nodes talk to the server only, so letters between them travel through it, unread. One round is one iteration:
+every node gets, in one message, the letters of the former iteration, finishes it, begins the next and answers with the
+letters of that. Who is told what, and what happens to the letters of a node that does not answer, is decided by
+:class:`fedcomp.gossip.relay.Relay`; here its instructions become messages and replies its answers.
+
+There is no global model. In rounds that are due, and in the last one, every node is asked for its model; their mean is
+what the strategy returns, and the figures of each and their distance from the mean are in the round's metrics. What
+that costs is counted apart from training, in messages of a type of their own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower import gossip
+from fedcomp.flower.logs import log
+from fedcomp.flower.metered import addressed, partition_lookup
+from fedcomp.flower.payload import take_node
+from fedcomp.flower.records import to_arrays
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
+from fedcomp.gossip import get_algorithm
+from fedcomp.gossip.base import Algorithm
+from fedcomp.gossip.protocol import Answer, Instruction, largest_letter
+from fedcomp.gossip.relay import ENDLESS, Observer, Relay
+from fedcomp.gossip.topology import Topology, topology_of
+from fedcomp.gossip.vector import flatten
+from fedcomp.layout import Layout
+from fedcomp.strategies.gossip.report import GossipReport, Observed, answer_of, difference, figures_of, mean_of
+from fedcomp.strategies.partitions import contest
+
+__all__ = ["GossipRelay", "GossipReport", "Observed", "figures_of", "mean_of"]
+
+
+_POLL_SECONDS: Final = 0.2
+_EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost", "doubted", "noticed")
+"""What :class:`fedcomp.gossip.relay.Report` lists."""
+
+
+class GossipRelay(ExchangeStrategy):
+    """Decentralised learning over Flower's star, one iteration per round.
+
+    The clients need the handlers of :func:`fedcomp.clients.gossip.answer_gossip`; :mod:`fedcomp.clients.app` has them.
+    Vertex i of the graph is the node with partition id i. A node that comes back under a new node id is the same
+    vertex; what it knew is lost with its state, and it joins anew.
+
+    Parameters
+    ----------
+    algorithm : Algorithm or mapping
+        Or the configuration :func:`fedcomp.gossip.get_algorithm` takes.
+    topology : Topology, mapping or str
+        The graph; a text or a mapping is read by :func:`fedcomp.gossip.topology.topology_of`.
+    nodes : int
+        Vertices, where ``topology`` does not say it; 0 takes the entry "clients" of the training configuration, or else
+        the number of nodes online in the first round.
+    skew_rounds : int or "auto"
+        Iterations after the last round in which models travel whole and nothing is learnt (push-sum algorithms only);
+        "auto": as many as the graph needs to average.
+    patience : int
+        A node that does not answer this many exchanges in a row is given up. With a synchronous algorithm these follow
+        each other in one round, since nobody can go on without it; with an asynchronous one it is one in every round.
+    deadline : float, optional
+        Seconds for the replies of each exchange; default: the driver's timeout alone.
+    wait : float
+        Seconds to wait before an exchange for a vertex of which no node is online.
+    observe_every : int
+        Rounds between two observations; the last round always is one.
+    dtype : str
+        "float32" or "float64": of the vectors on the nodes.
+    dense_below : int
+        Tensors with fewer elements, and vectors, travel whole.
+    buffers : str
+        "dense" mixes running statistics of normalisation layers, "local" leaves them to each node.
+    watch : Observer or bool
+        What is told the nodes' figures after every iteration and may end the run; True is
+        :class:`fedcomp.gossip.tuning.Watch`.
+    seed : int
+        Of everything random in the algorithm, and of a random graph.
+
+    Attributes
+    ----------
+    gossip : dict of int to GossipReport
+        By round.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | Mapping[str, Any],
+        topology: Topology | Mapping[str, Any] | str = "ring",
+        *,
+        nodes: int = 0,
+        skew_rounds: int | Literal["auto"] = 0,
+        patience: int = 5,
+        deadline: float | None = None,
+        wait: float = 0.0,
+        observe_every: int = 1,
+        dtype: str = "float32",
+        dense_below: int = 64,
+        buffers: str = "dense",
+        watch: Observer | bool = True,
+        seed: int = 0,
+        configrecord_key: str = "config",
+    ) -> None:
+        self.algorithm = algorithm if isinstance(algorithm, Algorithm) else get_algorithm(algorithm)
+        self.topology = topology
+        for name, value, low in (("nodes", nodes, 0), ("patience", patience, 1), ("observe_every", observe_every, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name}={value!r} is not valid: a whole number, at least {low}")
+        if deadline is not None and not deadline > 0:
+            raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
+        if not 0 <= wait < float("inf"):
+            raise ConfigError(f"wait={wait!r} is not valid: a number of seconds, at least 0")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"seed={seed!r} is not valid: a whole number")
+        if not (isinstance(watch, bool) or callable(watch)):
+            raise ConfigError(f"watch={watch!r} is not valid: True, False, or a callable that is told every iteration")
+        whole = isinstance(skew_rounds, int) and not isinstance(skew_rounds, bool)
+        if skew_rounds != "auto" and not (whole and skew_rounds >= 0):
+            raise ConfigError(f"skew_rounds={skew_rounds!r} is not valid: a whole number, at least 0, or 'auto'")
+        if skew_rounds and not self.algorithm.asynchronous:
+            raise ConfigError(
+                f"skew_rounds={skew_rounds!r} is not valid with {self.algorithm.name}: closing iterations are for "
+                "push-sum algorithms; leave it at 0"
+            )
+        self.skew_rounds, self.patience = skew_rounds, patience
+        self.deadline, self.wait, self.observe_every = deadline, wait, observe_every
+        self.setup = gossip.Setup(self.algorithm.to_config(), dtype, dense_below, buffers)
+        self.watch = watch
+        self.seed = seed
+        self.gossip: dict[int, GossipReport] = {}
+        self._count = nodes if isinstance(topology, str) else _vertices(topology, nodes)
+        self._key = configrecord_key
+        self._initial: ArrayRecord | None = None
+        self._relay: Relay | None = None
+        self._node_of: dict[int, int] = {}
+        self._met: dict[int, int | None] = {}
+        self._told: dict[str, int] = {}
+        self._dismissed: set[int] = set()
+        self._silent: set[int] = set()
+
+    @property
+    def relay(self) -> Relay:
+        """The mailbox.
+
+        Raises
+        ------
+        StateError
+            Before the first round.
+        """
+        if self._relay is None:
+            raise StateError("the run has not begun: nothing is under way before the first round")
+        return self._relay
+
+    def graph(self, nodes: int) -> Topology:
+        """Return the graph of a run of ``nodes`` nodes, checked against the algorithm.
+
+        Raises
+        ------
+        TopologyError
+            When it cannot carry the algorithm, or has another number of vertices.
+        """
+        made = topology_of(self.topology, nodes, self.seed)
+        made.check(self.algorithm)
+        return made
+
+    def leave(self, vertex: int) -> None:
+        """Let a node leave in good order with its next message: what it has goes to its neighbours. It is not let in
+        again.
+
+        Raises
+        ------
+        ConfigError
+            When it does not take part.
+        """
+        self.relay.leave(vertex)
+        self._dismissed.add(vertex)
+
+    def summary(self) -> None:
+        """Log algorithm and graph."""
+        log.info("\t├──> GossipRelay: %r over %s", self.algorithm, self.topology)
+
+    def round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Run one iteration on all nodes; the models stay with them."""
+        report = self.gossip[server_round] = GossipReport(server_round)
+        config["server-round"] = server_round
+        yield from self._meet(grid, config, report)
+        if self._relay is None:
+            self._begin(arrays, config, grid, report)
+        relay = self.relay
+        if relay.finishing:
+            relay.prolong(ENDLESS)  # a finished run that is extended
+        before = relay.traffic.to_dict()
+        yield from self._exchange(config, grid, report, self._away())
+        # Of a synchronous algorithm nobody can go on before everybody has answered or is given up.
+        while not (relay.algorithm.asynchronous or relay.settled):
+            yield from self._exchange(config, grid, report)
+        self._close(report, before)
+        return None, report.metrics()
+
+    def close_round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, *, last: bool
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """After the last round run the closing iterations and deliver all letters; in rounds that are due, observe."""
+        report, relay = self.gossip[server_round], self.relay
+        before = relay.traffic.to_dict()
+        if last:
+            relay.conclude()
+            while not relay.done:
+                yield from self._meet(grid, config, report)
+                yield from self._exchange(config, grid, report)
+        observed = None
+        if last or server_round % self.observe_every == 0:
+            observed = yield from self._observe(config, grid, report)
+        self._close(report, before)
+        return observed, report.metrics()
+
+    def _begin(self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, report: GossipReport) -> None:
+        named = to_arrays(arrays)
+        layout = Layout.of(named, self.setup.policy)
+        count = self._announced(config) or len(list(grid.get_node_ids()))
+        size = flatten(named, layout, self.setup.dtype).nbytes // max(1, layout.size)
+        self._initial = arrays
+        largest = largest_letter(self.algorithm, layout.size, size)
+        self._relay = self._made(count, ENDLESS, secrets.token_hex(8), largest)
+        for vertex in self._met.values():
+            if vertex is not None and vertex >= count:
+                report.note("unknown", _outside(vertex, count))
+
+    def _announcement(self) -> ConfigRecord:
+        """Return what the nodes are told of the run: the algorithm as it was fitted to the graph."""
+        return replace(self.setup, algorithm=self.relay.algorithm.to_config()).to_record()
+
+    def _announced(self, config: ConfigRecord) -> int:
+        """Return how many vertices the settings say there are; 0 when they do not."""
+        clients = config.get("clients")
+        return self._count or (clients if isinstance(clients, int) else 0)
+
+    def _made(self, count: int, iterations: int, session: str, largest: int) -> Relay:
+        graph = self.graph(count)
+        return Relay(
+            self.algorithm.fitted(graph),
+            graph,
+            iterations=iterations,
+            session=session,
+            seed=self.seed,
+            largest=largest,
+            patience=self.patience,
+            skew_rounds=self.skew_rounds,
+            watch=self.watch,
+        )
+
+    def _meet(self, grid: Grid, config: ConfigRecord, report: GossipReport) -> Exchanges[None]:
+        """Ask the nodes that are new which vertex they are, and wait a while for vertices without a node."""
+        deadline = time.monotonic() + self.wait
+        while True:
+            online = list(grid.get_node_ids())
+            strangers = [node for node in online if node not in self._met]
+            if strangers:
+                yield from self._greet(strangers, grid, config, report)
+            self._seat(online, strangers, report)
+            missing = self._expected(config) - self._node_of.keys()
+            if not missing or time.monotonic() >= deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _expected(self, config: ConfigRecord) -> set[int]:
+        return set(range(self._announced(config))) if self._relay is None else set(self._relay.members)
+
+    def _greet(
+        self, strangers: Sequence[int], grid: Grid, config: ConfigRecord, report: GossipReport
+    ) -> Exchanges[None]:
+        messages = [self._hello(node, config) for node in strangers]
+        replies = yield Push(messages, self.deadline)
+        asked, known = dict(addressed(messages)), partition_lookup(grid)
+        for reply in replies:
+            node = asked[reply.metadata.reply_to_message_id]
+            vertex = known(node)
+            vertex = take_node(reply) if vertex is None else vertex
+            if reply.has_error():
+                report.note("unknown", f"a node could not say which vertex it is: {reply.error.reason}")
+                continue
+            self._met[node] = vertex
+            if vertex is None:
+                report.note("unknown", "a node does not say which vertex it is")
+            elif self._relay is not None and vertex >= self._relay.topology.n:
+                report.note("unknown", _outside(vertex, self._relay.topology.n))
+
+    def _seat(self, online: Collection[int], strangers: Collection[int], report: GossipReport) -> None:
+        """Settle which node is which vertex, and report the ``strangers`` that are refused.
+
+        A newcomer takes the place of one that is offline or has left its last message unanswered: a process that was
+        killed is listed as online for a while. One that answers is not driven out by a claim, and of several newcomers
+        that claim one vertex none is seated.
+        """
+        self._node_of = {vertex: node for vertex, node in self._node_of.items() if node in online}
+        there = [(node, vertex) for node, vertex in self._met.items() if node in online and node not in self._silent]
+        claims = {node: vertex for node, vertex in there if vertex is not None}
+        held, refused = contest(claims, self._node_of)
+        for vertex, node in held.items():
+            if self._node_of.get(vertex) != node:
+                self._node_of[vertex] = node
+                if self._relay is not None and vertex in self._away():
+                    self._relay.join(vertex)
+        for node in strangers:
+            if node in refused:
+                report.note("unknown", refused[node])
+        for reason in sorted({refused[node] for node in strangers if node in refused}):
+            log.warning("round %d: %s", report.round, reason)
+
+    def _away(self) -> list[int]:
+        """Return the vertices that were given up and of which a node is online: perhaps it can be reached again. Not
+        those whose iterations failed: they would fail again, and every return costs all others an epoch."""
+        known = {vertex for vertex in self._node_of if vertex < self.relay.topology.n}
+        return sorted(known - set(self.relay.members) - self._dismissed - set(self.relay.excluded))
+
+    def _exchange(
+        self, config: ConfigRecord, grid: Grid, report: GossipReport, away: Sequence[int] = ()
+    ) -> Exchanges[None]:
+        """Send what every node is to be told now, and settle what comes back; who is ``away`` is asked for a sign."""
+        relay = self.relay
+        instructions = relay.ask()
+        errors = {v: "no node of this vertex is online" for v in instructions if v not in self._node_of}
+        messages = {v: self._message(i, config) for v, i in instructions.items() if v in self._node_of}
+        calls = {v: self._hello(self._node_of[v], config) for v in away if v not in messages}
+        replies = yield Push([*messages.values(), *calls.values()], self.deadline)
+        vertices = {m.metadata.message_id: v for v, m in (*messages.items(), *calls.items())}
+        answers: dict[int, Answer] = {}
+        for reply in replies:
+            vertex = vertices[reply.metadata.reply_to_message_id]
+            if vertex in calls:
+                if reply.has_content():
+                    relay.join(vertex)
+                continue
+            try:
+                answers[vertex] = answer_of(reply)
+            except FedcompError as error:
+                errors[vertex] = f"{type(error).__name__}: {error}"
+        errors |= {v: "nothing came back in time" for v in messages if v not in answers and v not in errors}
+        self._silent = {self._node_of[vertex] for vertex in errors if vertex in self._node_of}
+        relay.take(answers, errors)
+        report.exchanges += 1
+        report.answers += len(answers)
+        for vertex in sorted(errors):
+            report.note("unanswered", f"vertex {vertex}: {errors[vertex]}")
+
+    def _hello(self, node: int, config: ConfigRecord) -> Message:
+        return Message(RecordDict({self._key: config}), node, gossip.HELLO_TYPE)
+
+    def _message(self, instruction: Instruction, config: ConfigRecord) -> Message:
+        content = RecordDict({self._key: config, gossip.SETUP: self._announcement()})
+        gossip.put_instruction(content, instruction)
+        begins = instruction.start in ("common", "empty")
+        if begins:
+            assert self._initial is not None
+            content[gossip.MODEL] = self._initial
+        kind = gossip.START_TYPE if begins else gossip.EXCHANGE_TYPE
+        return Message(content, self._node_of[instruction.node], kind)
+
+    def _observe(self, config: ConfigRecord, grid: Grid, report: GossipReport) -> Exchanges[ArrayRecord | None]:
+        """Ask every settled node for its model and figures; return the mean of the models."""
+        instructions = {v: i for v, i in self.relay.observe().items() if v in self._node_of}
+        messages = []
+        for instruction in instructions.values():
+            content = RecordDict({self._key: config, gossip.SETUP: self._announcement()})
+            gossip.put_instruction(content, instruction)
+            messages.append(Message(content, self._node_of[instruction.node], gossip.OBSERVE_TYPE))
+        replies = yield Push(messages, self.deadline)
+        vertices = {m.metadata.message_id: v for m, v in zip(messages, instructions, strict=True)}
+        seen: dict[int, Observed] = {}
+        for reply in replies:
+            vertex = vertices[reply.metadata.reply_to_message_id]
+            try:
+                seen[vertex] = Observed.of(reply, self._initial or ArrayRecord(), self.setup.dtype)
+            except FedcompError as error:
+                report.note("unseen", f"vertex {vertex}: {error}")
+        if not seen:
+            return None
+        ordered = [seen[vertex] for vertex in sorted(seen)]
+        middle = mean_of([found.arrays for found in ordered])
+        report.figures = figures_of(ordered, middle)
+        return ArrayRecord({name: Array(array) for name, array in middle.items()})
+
+    def _close(self, report: GossipReport, before: Mapping[str, Any]) -> None:
+        """Write what has happened since ``before``, the traffic at the time, into the round's report."""
+        relay = self.relay
+        begun = min(relay.iteration, relay.iterations + relay.skew_rounds)
+        report.iteration, report.epoch, report.members = begun, relay.epoch, list(relay.members)
+        for name, value in difference(relay.traffic.to_dict(), before).items():
+            report.traffic[name] = report.traffic.get(name, 0) + value
+        for kind in _EVENTS:
+            happened = getattr(relay.report, kind)
+            for _, vertex, reason in happened[self._told.get(kind, 0) :]:
+                report.note(kind, f"vertex {vertex}: {reason}")
+            self._told[kind] = len(happened)
+
+    # Resuming.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the mailbox, who is which vertex, and the model the run began with."""
+        relay = self._relay
+        return {
+            "setup": dict(self.setup.to_record()),
+            "met": list(self._met.items()),
+            "node_of": list(self._node_of.items()),
+            "dismissed": sorted(self._dismissed),
+            "silent": sorted(self._silent),
+            "initial": self._initial,
+            "relay": None
+            if relay is None
+            else {
+                "nodes": relay.topology.n,
+                "iterations": relay.iterations,
+                "session": relay.session,
+                "largest": relay.largest,
+                "state": relay.get_state(),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`'s data.
+
+        Raises
+        ------
+        ConfigError
+            When they are of another algorithm or model type.
+        StateError
+            When they are of another number of nodes.
+        """
+        if state["setup"] != dict(self.setup.to_record()):
+            raise ConfigError(
+                f"the stored run is of {state['setup']}, this strategy of {dict(self.setup.to_record())}; resume with "
+                "the algorithm and settings the run was started with"
+            )
+        nodes = self._count if state["relay"] is None else state["relay"]["nodes"]
+        if self._count and nodes != self._count:
+            raise StateError(
+                f"the stored run is of {nodes} nodes, this strategy of {self._count}; resume with the number the run "
+                "was started with"
+            )
+        self._met, self._node_of = dict(state["met"]), dict(state["node_of"])
+        self._dismissed, self._silent = set(state["dismissed"]), set(state["silent"])
+        self._initial, stored = state["initial"], state["relay"]
+        if stored is not None:
+            self._relay = self._made(stored["nodes"], stored["iterations"], stored["session"], stored["largest"])
+            self._relay.set_state(*stored["state"])
+            self._told = {kind: len(getattr(self._relay.report, kind)) for kind in _EVENTS}
+
+
+def _outside(vertex: int, nodes: int) -> str:
+    return f"a node says it is vertex {vertex} of a graph of {nodes}"
+
+
+def _vertices(topology: Topology | Mapping[str, Any], nodes: int) -> int:
+    """Return how many vertices a graph has that says so itself; otherwise ``nodes``."""
+    said = topology.n if isinstance(topology, Topology) else topology.get("n", nodes)
+    if nodes and said != nodes:
+        raise ConfigError(f"nodes={nodes!r}, but the graph has {said!r} vertices; leave nodes out")
+    return int(said)

@@ -1,0 +1,1 @@
+"""Strategies that keep a privacy promise: the server's side."""

@@ -1,0 +1,553 @@
+"""DataLens: a generator learns from the noisy votes of teachers that see data; teachers are clients.
+
+B. Wang, F. Wu, Y. Long, L. Rimanic, C. Zhang, B. Li, "DataLens: Scalable Privacy Preserving Training via Gradient
+Compression and Aggregation", CCS 2021, arXiv:2103.11109. The order of things is that of the authors' published code
+(read); the paper itself only by its abstract. One round is one step of the generator:
+
+1. B images of public noise and uniform labels;
+2. every teacher learns from its own records, and votes on every image, top-k stochastic signs of the direction in which
+   its pixels should move;
+3. votes are verified and summed, the event is written down, noise is added to every pixel of every image;
+4. the targets are eta * sign(V) where |V| exceeds beta times the expected number of teachers, and the generator takes
+   an Adam step towards them.
+
+Each image is a release of its own, and an event stands for B of them. The cost of a round is known before it is made,
+so the budget is asked before any teacher is, and a noisy value that would cross it is never drawn. Everything after the
+noise, the generator and all it makes, is post-processing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+
+from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.flower import datalens
+from fedcomp.flower.datalens import SENDS, Lesson
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import PayloadError, take_frame
+from fedcomp.flower.privacy import LENGTHS, SECRET
+from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
+from fedcomp.privacy.entropy import Entropy, make_entropy
+from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.events import Adjacency, Event
+from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.mechanism import PrivateSum, Votes
+from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.privacy.votes import decode_rows, threshold
+from fedcomp.rng import Key
+from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.replies import RoundReport, Sent, match_replies
+
+Arrays = Mapping[str, NDArray[Any]]
+
+NOT_COVERED: Final = (
+    "the test of the generated images on held-out real ones, which is not a release of this run",
+    "the choice of k, of the noise, of the threshold and of the networks, and preprocessing of the data",
+    "who takes part, when, and whether its app fails",
+    "the server's own reports and logs (who was refused, and why)",
+)
+"""What the statement does not extend to."""
+
+
+class Student(Protocol):
+    """The generator's side, such as :class:`fedcomp.tasks.gan.Student`."""
+
+    def images(self, arrays: Arrays, key: Key, count: int) -> NDArray[np.float32]:
+        """Return ``count`` images, ``(count, pixels)``, of the noise and labels that ``key`` names."""
+        ...
+
+    def start(self) -> Mapping[str, NDArray[Any]]:
+        """Return the optimiser's state before the first step."""
+        ...
+
+    def step(
+        self, arrays: Arrays, moments: Arrays, key: Key, targets: NDArray[np.float32]
+    ) -> tuple[Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]]]:
+        """Return model and optimiser state after one step towards the images changed by ``targets``."""
+        ...
+
+
+StudentOf = Callable[[Mapping[str, Any]], Student]
+"""``student(config)``: from the training configuration."""
+
+
+@dataclass
+class LessonReport:
+    """What one round came to, for the server; not for release.
+
+    Attributes
+    ----------
+    round : int
+    asked, answered : int
+        Clients that were sent the lesson, and whose votes are in the sum.
+    lost : list of str
+        Why there is no answer, one entry for each client without one.
+    refused : list of str
+        Why votes were left out, those of nodes that declare one partition among them.
+    moved : float
+        Fraction of the pixels whose noisy sum passed the threshold.
+    """
+
+    round: int
+    asked: int = 0
+    answered: int = 0
+    lost: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    moved: float = 0.0
+
+    def metrics(self) -> MetricRecord:
+        """Return the figures of the round."""
+        return MetricRecord(
+            {
+                "datalens.asked": self.asked,
+                "datalens.answered": self.answered,
+                "datalens.lost": len(self.lost),
+                "datalens.refused": len(self.refused),
+                "datalens.moved": self.moved,
+            }
+        )
+
+
+class DataLens(ExchangeStrategy):
+    """A generator that is trained on noisy votes. The model of the run is the generator.
+
+    The clients need the handler of :func:`fedcomp.clients.private.datalens.answer_datalens`; :mod:`fedcomp.clients.app`
+    has it.
+
+    Parameters
+    ----------
+    student : callable
+        ``student(config)`` returns the generator's side, see :class:`Student`; called once, in the first round.
+    k : int
+        Votes of a teacher on an image; all pixels where there are fewer.
+    noise_multiplier : float
+        z: standard deviation of the noise on a sum of votes over its sensitivity, which is sqrt(k), twice that under
+        ``replace``. The published code's sigma is 2 sqrt(k) z. 0 promises nothing.
+    images : int
+        B, generated images of a round.
+    eta : float
+        Length of a target's step per pixel.
+    beta : float
+        Threshold, as a fraction of the expected number of teachers.
+    teachers : int
+        Of each client. With more than one, what is protected is a teacher's share of the records and not a client.
+    saturation : float, optional
+        Magnitudes above it vote with certainty (the published code's max_grad).
+    stochastic : bool
+        False casts the plain signs.
+    teacher_lr, decay : float
+        Of the discriminators' Adam.
+    pretrain, steps : int
+        Discriminator steps before a client's first votes, beside the ``steps`` before each of its votes.
+    batch : int
+        Records of a discriminator's step.
+    send : {"generator", "images"}
+        What goes down. With the generator's weights teachers make images of their own records' labels to learn from, as
+        the published code does; with images they learn from those they vote on.
+    adjacency : {"replace", "zero_out", "add_remove"}
+        ``replace``, the default, is what holds for a record of any teacher: the number of teachers stays as it is, and
+        one of them may vote otherwise in every place.
+    delta : float
+    clients : int
+        How many there are, of whom ``teachers`` each make the expected number; 0: learnt by :meth:`declare`.
+    population : int
+        Public number of units, below one over which ``delta`` must be; 0: the number of clients. With several teachers
+        per client records are the unit, and how many there are has to be said.
+    sampling : Sampling, optional
+        Which clients take part; default all of them.
+    budget : float, optional
+    noise : {"discrete_gaussian", "skellam", "gaussian"}
+    pad : bool
+        Let every answer be as long as the longest that any votes could make; False lets lengths tell about the votes.
+    insecure_deterministic : bool
+        Take noise and samples from ``seed``. The statement says so.
+    seed : int
+        Of everything public: noise and labels of images, initial values, who of a client's teachers holds which record.
+    deadline : float, optional
+        Seconds to wait for votes; default the driver's timeout.
+
+    Attributes
+    ----------
+    privacy : Ledger
+    lessons : dict of int to LessonReport
+        By round.
+
+    Raises
+    ------
+    ConfigError
+        For arguments out of range, and for several teachers of a client under an adjacency that only holds for clients.
+    """
+
+    def __init__(
+        self,
+        student: StudentOf,
+        *,
+        k: int,
+        noise_multiplier: float,
+        images: int = 15,
+        eta: float = 1e-3,
+        beta: float = 0.2,
+        teachers: int = 1,
+        saturation: float | None = None,
+        stochastic: bool = True,
+        teacher_lr: float = 1e-3,
+        decay: float = 0.5,
+        pretrain: int = 10,
+        steps: int = 2,
+        batch: int = 30,
+        send: str = "generator",
+        adjacency: Adjacency = "replace",
+        delta: float = 1e-5,
+        clients: int = 0,
+        population: int = 0,
+        sampling: Sampling | None = None,
+        budget: float | None = None,
+        noise: str = "discrete_gaussian",
+        pad: bool = True,
+        insecure_deterministic: bool = False,
+        seed: int = 0,
+        deadline: float | None = None,
+        configrecord_key: str = "config",
+    ) -> None:
+        whole = {"k": k, "images": images, "teachers": teachers, "batch": batch, "steps": steps + 1}
+        whole |= {"pretrain": pretrain + 1, "clients": clients + 1, "population": population + 1}
+        for name, value in whole.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} of DataLens is {value!r}; expected a whole number in its range")
+        for name, number, low in (("eta", eta, 0.0), ("teacher_lr", teacher_lr, 0.0), ("beta", beta, -1.0)):
+            if not low < number < float("inf") or number < 0.0:
+                raise ConfigError(f"{name}={number!r} is not valid: a finite number {'>= 0' if low else '> 0'}")
+        if send not in SENDS:
+            raise ConfigError(f"send={send!r} is not known; say one of {', '.join(SENDS)}")
+        if teachers > 1 and adjacency != "replace":
+            raise ConfigError(
+                f"adjacency={adjacency!r} does not fit {teachers} teachers per client: what one record changes is one "
+                "teacher's vote, and their number stays as it is; say adjacency='replace'"
+            )
+        if teachers > 1 and not population:
+            raise ConfigError(
+                f"with {teachers} teachers per client a record is what is protected, and delta must be below one over "
+                "the number of records: give population, the public number of records of all clients"
+            )
+        self.student, self.k, self.noise_multiplier = student, k, noise_multiplier
+        self.images, self.eta, self.beta, self.teachers = images, eta, beta, teachers
+        self.saturation, self.stochastic = saturation, stochastic
+        self.teacher_lr, self.decay = teacher_lr, decay
+        self.pretrain, self.steps, self.batch, self.send = pretrain, steps, batch, send
+        self.adjacency: Adjacency = adjacency
+        self.pad = pad
+        self.noise, self.insecure_deterministic, self.seed = noise, insecure_deterministic, seed
+        self.sampling = Sampling("everyone") if sampling is None else sampling
+        self.deadline = deadline
+        self.clients, self.population = 0, population
+        self.lessons: dict[int, LessonReport] = {}
+        unit = "client" if teachers == 1 else "record"
+        self.privacy = Ledger(
+            delta=delta, population=0, adjacency=adjacency, sampling=self.sampling, budget=budget, unit=unit
+        )
+        self.mechanism((images, k))  # refuses its own arguments
+        self._key = configrecord_key
+        self._session = secrets.token_hex(8)
+        self._sequence = 0
+        self._pixels = 0
+        self._moments: Arrays | None = None
+        self._made: Student | None = None
+        self._said: set[str] = set()
+        if clients:
+            self.declare(clients)
+
+    # What is promised.
+
+    def mechanism(self, shape: tuple[int, int]) -> Votes:
+        """Return the mechanism for B images of d pixels, ``shape`` (B, d)."""
+        return Votes(
+            noise_multiplier=self.noise_multiplier,
+            adjacency=self.adjacency,
+            noise=self.noise,
+            k=min(self.k, shape[1]),
+            shape=shape,
+            by_row=True,
+        )
+
+    def event(self, pixels: int) -> Event:
+        """Return what a round costs: one release for each image."""
+        mechanism = self.mechanism((self.images, pixels))
+        return mechanism.event(
+            rate=self.sampling.event_rate, size=self.images * pixels, label="votes on generated images"
+        )
+
+    @property
+    def expected(self) -> float:
+        """Public number of teachers that vote in a round."""
+        return self.sampling.expected(self.clients) * self.teachers
+
+    def declare(self, population: int) -> None:
+        """Learn the number of clients, unless the constructor was told."""
+        if self.clients:
+            return
+        if isinstance(population, bool) or not isinstance(population, int) or population < 1:
+            raise ConfigError(f"{population!r} is no number of clients: a whole number, at least 1")
+        self.privacy.declare(self.population or population)
+        self.clients = population
+
+    def open_ledger(self, path: Path) -> None:
+        """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
+        self._require_clients()
+        self.privacy.open(Path(path))
+
+    def over(self, server_round: int) -> str:
+        """Return why round ``server_round`` may not be made, empty when it may.
+
+        How many pixels an image has is known from the first round on, and matters only for what the noise sampler adds
+        to delta; the round itself asks again, before any client hears of it.
+        """
+        if self.privacy.affords(self.event(self._pixels or self.k), round=server_round):
+            return ""
+        return (
+            f"the budget of epsilon {self.privacy.budget:g} at delta {self.privacy.delta:g} allows no further step: "
+            f"{self.privacy.epsilon():.4g} is spent"
+        )
+
+    def statement(self) -> Statement:
+        """Return what may be said about the run so far."""
+        self._require_clients()
+        one = self.teachers == 1
+        return make_statement(
+            self.privacy,
+            mechanism=self.mechanism((self.images, self._pixels or self.k)),
+            unit_note=(
+                "a client is one teacher, so all its records together are protected"
+                if one
+                else f"a record is in the hands of one teacher, of which a client has {self.teachers}, for as long as "
+                "the assignment of records to clients is disjoint as well; a client as a whole is not protected"
+            ),
+            clip=f"at most {self.k} votes of -1 or 1 on an image, counted by the server; no gradient leaves a client",
+            trust="the server sees single votes and is trusted; clients and users of the generator are not",
+            protects="every generator and every image made by it, so the final one and all before it",
+            not_covered=NOT_COVERED if self.pad else (*NOT_COVERED, LENGTHS),
+            secure=not self.insecure_deterministic,
+        )
+
+    def summary(self) -> None:
+        """Log the parameters."""
+        log.info(
+            "\t├──> DataLens: %d images a step, %d votes on each, %d teachers a client, noise multiplier %g (%s)",
+            self.images,
+            self.k,
+            self.teachers,
+            self.noise_multiplier,
+            self.adjacency,
+        )
+
+    # A round.
+
+    def round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        """Take one step of the generator; without one, and without a message, when the budget does not allow it."""
+        self._require_clients()
+        generator = to_arrays(arrays)
+        student = self._student(config)
+        lesson, images = self._lesson(server_round, student, generator)
+        self._pixels = lesson.pixels
+        reason = self.over(server_round)
+        if reason:
+            self._warn(f"no teacher is asked in round {server_round} or later: {reason}")
+            return None, None
+        online = list(grid.get_node_ids())
+        if len(online) > self.clients:
+            self._warn(
+                f"no teacher is asked in round {server_round}: {len(online)} clients are online, and their number was "
+                f"given as {self.clients}. The threshold and delta rest on the number of all that may ever take part"
+            )
+            return None, None
+        for node in self.privacy.surplus(online):
+            self._warn(
+                f"node {node} is not asked: all {self.privacy.population} clients have taken part under other ids"
+            )
+        chosen = self.sampling.draw(online, self.privacy, server_round, self._entropy("sampling", server_round))
+        if self.sampling.kind == "capped" and not chosen:
+            self._warn(f"round {server_round}: every client that is online has taken part as often as it may")
+            return None, None
+        self._sequence = lesson.sequence
+        config["server-round"] = server_round
+        if self.withholds:
+            config[SECRET] = True
+        messages = [self._message(node, lesson, config, arrays, images) for node in chosen]
+        # Made in each round: whom earlier rounds prefer would make one client's part in the sum depend on another's.
+        holders = Holders()
+        holders.meet(grid)
+        replies = yield Push(messages, self.deadline)
+        total = PrivateSum(self.mechanism((self.images, lesson.pixels)), (self.images, lesson.pixels))
+        sent = [Sent(message, message.metadata.dst_node_id, lesson.sequence) for message in messages]
+        matched = RoundReport(server_round, sent=len(sent))
+        report = self._collect(total, lesson, match_replies(sent, replies, matched, holders), matched)
+        noisy = total.release(
+            self.privacy,
+            round=server_round,
+            entropy=self._entropy("noise", server_round),
+            event=self.event(lesson.pixels),
+            participants=chosen,
+        )
+        passed = threshold(noisy, self.beta * self.expected)
+        report.moved = float(np.count_nonzero(passed)) / passed.size
+        targets = (self.eta * passed).astype(np.float32)
+        moments = student.start() if self._moments is None else self._moments
+        after, self._moments = student.step(generator, moments, lesson.key, targets)
+        if self.withholds:
+            self.lessons[server_round] = LessonReport(server_round, moved=report.moved)
+            return to_record(after), MetricRecord({"datalens.moved": report.moved})
+        self.lessons[server_round] = report
+        return to_record(after), report.metrics()
+
+    @property
+    def withholds(self) -> bool:
+        """Whether what a round costs rests on nobody knowing who took part: then no report says it."""
+        return self.sampling.event_rate < 1.0
+
+    def _lesson(self, server_round: int, student: Student, generator: Arrays) -> tuple[Lesson, NDArray[np.float32]]:
+        # Below 2**63, which is the largest integer a message carries.
+        draw = Key(self.seed, "datalens/draw", server_round).u64() >> 1
+        images = student.images(generator, Key(draw, "datalens"), self.images)
+        lesson = Lesson(
+            session=self._session,
+            sequence=self._sequence + 1,
+            draw=draw,
+            images=self.images,
+            pixels=images.shape[1],
+            teachers=self.teachers,
+            k=min(self.k, images.shape[1]),
+            saturation=float(self.saturation or 0.0),
+            stochastic=self.stochastic,
+            steps=self.steps,
+            pretrain=self.pretrain,
+            batch=self.batch,
+            lr=float(self.teacher_lr),
+            decay=float(self.decay),
+            seed=self.seed,
+            pad=self.pad,
+        )
+        return lesson, images
+
+    def _message(
+        self, node: int, lesson: Lesson, config: ConfigRecord, arrays: ArrayRecord, images: NDArray[np.float32]
+    ) -> Message:
+        content = RecordDict({self._key: config})
+        lesson.put(content)
+        if self.send == "images":
+            datalens.put_images(content, images)
+        else:
+            content[datalens.MODEL] = arrays
+        return Message(content, node, datalens.TYPE)
+
+    def _collect(
+        self, total: PrivateSum, lesson: Lesson, replies: Iterable[tuple[Sent, Message]], matched: RoundReport
+    ) -> LessonReport:
+        """Add the votes of every reply that can be verified; whoever sent another one is left out whole."""
+        report = LessonReport(matched.round, asked=matched.sent)
+        for sent, reply in replies:
+            if reply.has_error():
+                report.lost.append(str(reply.error.reason))
+                continue
+            try:
+                total.add_all(sent.node, self._votes(reply, lesson))
+            except FedcompError as error:
+                matched.reject(sent.node, f"{type(error).__name__}: {error}")
+        report.answered = len(total.participants)
+        report.lost += ["nothing came back in time"] * matched.lost
+        report.refused = list(matched.rejected.values())
+        # That a client failed says that it had been drawn.
+        for reason in () if self.withholds else sorted({*report.lost, *report.refused}):
+            log.warning("round %d: a client's votes are not in the sum: %s", report.round, reason)
+        return report
+
+    def _votes(self, reply: Message, lesson: Lesson) -> NDArray[np.int8]:
+        """Return the votes of a client, int8 ``(teachers, B, pixels)``.
+
+        Raises
+        ------
+        FedcompError
+            When they are missing, damaged, or too many on an image.
+        """
+        frame = take_frame(reply.content, datalens.VOTES)
+        if frame is None:
+            raise PayloadError(f"the reply has no frame {datalens.VOTES!r}")
+        rows = decode_rows(frame, lesson.rows, lesson.pixels, lesson.k)
+        if rows.shape != (lesson.rows, lesson.pixels):
+            raise Unbounded(f"votes have shape {rows.shape}, expected {(lesson.rows, lesson.pixels)}")
+        return rows.reshape(self.teachers, self.images, lesson.pixels)
+
+    def _student(self, config: ConfigRecord) -> Student:
+        if self._made is None:
+            self._made = self.student(dict(config))
+        return self._made
+
+    def _entropy(self, purpose: str, server_round: int) -> Entropy:
+        key = Key(self.seed, f"privacy/{purpose}", server_round)
+        return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said:
+            log.warning("DataLens: %s", text)
+            self._said.add(text)
+
+    def _require_clients(self) -> None:
+        if not self.clients:
+            raise ConfigError(
+                "the public number of clients is not known: give clients=N, which the threshold and delta depend on; "
+                "how many are online now is not it"
+            )
+
+    # Resuming.
+
+    def _settings(self) -> dict[str, Any]:
+        """What must not change within a run; the ledger adds what it was begun with."""
+        names = ("k", "noise_multiplier", "images", "eta", "beta", "teachers", "saturation", "stochastic", "teacher_lr")
+        more = ("decay", "pretrain", "steps", "batch", "send", "adjacency", "noise", "insecure_deterministic", "seed")
+        return {name: getattr(self, name) for name in (*names, *more)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside the generator: its optimiser, the ledger, and where the session is."""
+        return {
+            "settings": self._settings(),
+            "clients": self.clients,
+            "session": self._session,
+            "sequence": self._sequence,
+            "moments": None if self._moments is None else dict(self._moments),
+            "lessons": {str(r): asdict(report) for r, report in self.lessons.items()},
+            "privacy": self.privacy.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`state_dict`'s data.
+
+        Raises
+        ------
+        StateError
+            When it was saved with other settings.
+        LedgerError
+            When its ledger is of another run.
+        """
+        if state["settings"] != self._settings():
+            raise StateError(
+                f"the state was saved with {state['settings']}, this strategy has {self._settings()}; resume with the "
+                "settings the run was started with"
+            )
+        self.declare(int(state["clients"]))
+        if self.clients != state["clients"]:
+            raise StateError(f"the state is of {state['clients']} clients, this strategy of {self.clients}")
+        self.privacy.load_state_dict(state["privacy"])
+        self._session, self._sequence = str(state["session"]), int(state["sequence"])
+        self._moments = state["moments"]
+        self.lessons = {int(r): LessonReport(**report) for r, report in state["lessons"].items()}

@@ -1,0 +1,394 @@
+"""Distributed noise: clients add it, the server decodes a sum that is private already. The server half.
+
+Coded sums (:mod:`fedcomp.strategies.coded.sums`) show the server what its clients sent together and nobody's own
+update. Here every client clips, rounds under a bound on the norm, and adds a share of integer noise before it shares;
+so what is decoded is a noisy sum, and the server is trusted with the protocol, not with updates
+(:mod:`fedcomp.privacy.distributed`).
+
+A round
+-------
+As that of a coded sum. Between the freezing of the set and the first question for its sum, the event is written into
+the ledger. Everybody weighs the same, no metric and no count of cut values travels, and the sum is divided by the
+number of clients that are asked, which is public. With fewer contributors than the noise was dimensioned for the round
+is void: relays do not add, and nothing was released.
+
+Error feedback may stand around the codec: memories hold what was clipped and rounded off, never noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec, params
+from fedcomp.coding.sumcode import Summed, SumPlan
+from fedcomp.errors import ConfigError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.records import to_arrays
+from fedcomp.flower.rounds import Exchanges
+from fedcomp.layout import Layout
+from fedcomp.privacy.bounded import BoundedFixedPoint
+from fedcomp.privacy.distributed import DistributedSum
+from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.rng import Key
+from fedcomp.strategies.coded.strategy import CodedFedAvg, Settings
+from fedcomp.strategies.coded.sums import SumCode
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateStrategy
+from fedcomp.strategies.replies import RoundReport
+
+_UNKNOWN: Final = 1 << 20
+"""Coordinates that stand in for those of a model that was not seen yet."""
+
+_TRUST: Final = (
+    "the server follows the protocol: it asks for one sum a round, with the parameters it announced and the clients' "
+    "own keys. It then sees no update, only sums with the noise in them, also together with any {private} of the "
+    "clients; clients add the noise they are told to add. The noise of {telling} of {asked} clients is taken to be "
+    "known; who knows one more, as a client that takes part knows its own, faces {left:.3g} times the noise multiplier"
+)
+
+
+class NoisyMean(PrivateStrategy):
+    """The private half of :class:`DistributedDp`: who takes part, what a sum costs, what may be said.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, with ``fraction_evaluate=0.0``.
+    clip : float
+    tolerated, honest, scale, rotation
+        As in :class:`fedcomp.privacy.distributed.DistributedSum`.
+    private : int
+        Relays that learn nothing together.
+    **promise
+        As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`.
+    """
+
+    takes_plain: ClassVar[bool] = False
+    bounds_updates: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        inner: Strategy,
+        *,
+        clip: float,
+        tolerated: int,
+        honest: float,
+        scale: int,
+        rotation: int,
+        private: int,
+        **promise: Any,
+    ) -> None:
+        super().__init__(inner, **promise)
+        if self.adjacency == "add_remove":
+            raise ConfigError(
+                "a client that is not there brings no noise, and how much there is shows how many brought it; shares "
+                "of noise keep adjacency='zero_out' and 'replace'"
+            )
+        if self.sampling.kind == "poisson":
+            raise ConfigError(
+                "shares of noise are dimensioned for a number of contributors that is known, Poisson sampling draws "
+                "another one each round; use Sampling('capped') or everyone"
+            )
+        self.clip = params.positive("clip", clip)
+        self.tolerated = tolerated
+        self.honest = honest
+        self.scale = scale
+        self.rotation = rotation
+        self.private = private
+        if self.population:
+            self.sum_of(_UNKNOWN, self.contributors)
+
+    def sum_of(self, size: int, contributors: int) -> DistributedSum:
+        """Return the mechanism for ``size`` coordinates and so many clients."""
+        return DistributedSum(
+            noise_multiplier=self.noise_multiplier,
+            adjacency=self.adjacency,
+            noise=self.noise,
+            clip=self.clip,
+            size=size,
+            contributors=contributors,
+            tolerated=self.tolerated,
+            honest=self.honest,
+            scale=self.scale,
+            rotation=self.rotation,
+        )
+
+    @property
+    def contributors(self) -> int:
+        """Clients asked in a round, n: public, and what sums are divided by."""
+        self._require_population()
+        return int(self.expected)
+
+    def mechanism(self, layout: Layout, server_round: int) -> DistributedSum:
+        """Return the sum of shares over as many coordinates as are released."""
+        return self.sum_of(layout.size, self.contributors)
+
+    def check_codec(self, codec: Codec) -> None:
+        """Refuse a codec whose updates the server could read."""
+        super().check_codec(codec)
+        if not isinstance(fixed_point_of(codec), BoundedFixedPoint):
+            raise ConfigError(f"{codec!r} shows the server single updates; make the strategy with DistributedDp(...)")
+
+    def aggregate_updates(
+        self,
+        server_round: int,
+        updates: Iterable[tuple[int, NDArray[Any]]],
+        layout: Layout,
+        *,
+        report: RoundReport | None = None,
+        support: NDArray[np.int64] | None = None,
+        summed: Layout | None = None,
+    ) -> Outcome:
+        """Release nothing: updates of single clients never get here, and a round without a sum is void."""
+        return None, None
+
+    def pay(self, number: int) -> None:
+        """Record the event of a sum, and all who were asked; called before any relay is asked for it.
+
+        Raises
+        ------
+        BudgetExceeded, LedgerError
+            No sum may be asked for.
+        """
+        assert self._layout is not None
+        size = self._layout.size
+        cost = self.event(self.mechanism(self._layout, number), size)
+        self.privacy.record(cost, round=number, participants=self._chosen)
+
+    def describe(self) -> str:
+        """Return what a client does with its update."""
+        turned = "turned by a public rotation, " if self.rotation else ""
+        return (
+            f"every client clips its update to L2 norm {self.clip:g}; {turned}rounded at random with the norm checked"
+        )
+
+    def describe_settings(self) -> str:
+        """Return all that must not change within a run."""
+        named = ("clip", "tolerated", "honest", "scale", "rotation", "private")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in named)
+
+    def statement(self) -> Statement:
+        """Return what may be said about the run so far."""
+        layout = Layout.flat(_UNKNOWN) if self._layout is None else self._layout
+        mechanism = self.mechanism(layout, 1)
+        return make_statement(
+            self.privacy,
+            mechanism=mechanism,
+            trust=_TRUST.format(
+                private=self.private,
+                telling=mechanism.contributors - mechanism.counted - mechanism.tolerated,
+                asked=mechanism.contributors,
+                left=math.sqrt(1.0 - 1.0 / mechanism.counted),
+            ),
+            protects="every decoded sum, from the server, too; so every model",
+            not_covered=NOT_COVERED,
+            clip=self.describe(),
+            dropouts=(
+                f"the noise of {mechanism.counted} of {mechanism.contributors} clients makes up the promised one; with "
+                f"fewer than {mechanism.least} contributors a round is void and nothing is decoded"
+            ),
+            entropy=self._entropy("statement", 0),
+        )
+
+
+class NoisySum(SumCode):
+    """The construction ``"noisysum"``: a coded sum of noised integers, paid for before it is asked for."""
+
+    inner: Compressed
+
+    def mean_of(self, inner: Compressed) -> Strategy:
+        """Return the weighted mean inside of :class:`NoisyMean`."""
+        if not isinstance(inner.inner, NoisyMean):
+            raise ConfigError(f"construction='noisysum' is part of DistributedDp, not of {type(inner.inner).__name__}")
+        return inner.inner.inner
+
+    @property
+    def noisy(self) -> NoisyMean:
+        """The strategy that owns the promise."""
+        assert isinstance(self.inner.inner, NoisyMean)
+        return self.inner.inner
+
+    def __init__(self, settings: Settings, inner: Strategy) -> None:
+        super().__init__(settings, inner)
+        if self.weighted or self.metrics or self.mode != "share" or not self.seal:
+            raise ConfigError("a noisy sum has no weights and no metrics, is not masked, and its shards are sealed")
+
+    def prepare(self, codec: BoundedFixedPoint, mechanism: DistributedSum) -> None:
+        """Take the round's codec, and as many pieces as leave the tolerated losses.
+
+        Raises
+        ------
+        ConfigError
+            When decoding would need more relays than may be left, or clients that tell could read a share.
+        """
+        telling = mechanism.contributors - mechanism.counted - mechanism.tolerated
+        private = self.settings.private
+        if private < max(1, telling):
+            raise ConfigError(
+                f"private={private}: {telling} clients may tell what they hold; private={max(1, telling)} keeps single "
+                "updates from them"
+            )
+        if mechanism.least < max(2, private + 1):
+            raise ConfigError(
+                f"{mechanism.least} contributors may be left, too few for a sum of which {private} learn nothing; "
+                "lower tolerated or private, or ask more clients"
+            )
+        self.codec = codec
+        self.least = mechanism.least
+        self.settings = replace(self.settings, symbols=mechanism.least - private)
+
+    def plan(self, clients: int, number: int) -> SumPlan:
+        """Return the plan of a round: without the number of cut values, which would be released as it is."""
+        return replace(super().plan(clients, number), extras=())
+
+    def frozen(self, number: int, nodes: list[int]) -> None:
+        """Pay for the sum."""
+        self.noisy.pay(number)
+
+    def divisor(self, summed: Summed) -> float:
+        """Return the public number of clients."""
+        return float(self.noisy.contributors)
+
+
+class DistributedDp(CodedFedAvg):
+    """Federated averaging whose noise comes from the clients, summed in a prime field.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, with ``fraction_evaluate=0.0``; it gets the noisy mean.
+    clip : float
+        Largest L2 norm of one client's update, in the units of the update.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum over its sensitivity, when as many clients vanish as may.
+    tolerated : int
+        Clients of a round that may vanish. Each client's share is sigma^2 / (floor(honest n) - tolerated).
+    honest : float
+        Share of clients whose noise the adversary does not know. 1 counts on everybody's, which is right for somebody
+        who takes no part: a client knows its own.
+    private : int
+        T: so many clients learn nothing of others from what they hold for them; at least those that are not honest.
+    codec : Codec or dict, optional
+        What is summed: ``RandomK`` or ``RandomBlock`` with ``shared=True``. Default: everything.
+    feedback : bool
+        Remember what was clipped, rounded or not chosen, and send it later. A clip that is always too small fills the
+        memory without bound.
+    scale : int
+        Grid steps of the clip norm; 0 chooses, see :class:`fedcomp.privacy.distributed.DistributedSum`.
+    rotate : bool
+        Turn updates by a public rotation first, so that less room is needed for single large coordinates.
+    transport, share_timeout, collect_timeout, max_store_bytes, spool
+        As :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`. Shards are always sealed: the server passes them on.
+    seed : int
+    **promise
+        As :class:`~fedcomp.strategies.private.strategy.PrivateStrategy`: adjacency ("zero_out" or "replace"), delta,
+        population,
+        sampling, count, budget, noise ("discrete_gaussian" or "skellam"), insecure_deterministic.
+
+    Raises
+    ------
+    ConfigError
+        For anything that cannot keep the promise; what depends on the population or the model, before the first round.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> strategy = DistributedDp(
+    ...     FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=2.0, tolerated=2, population=20
+    ... )
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        *,
+        clip: float,
+        noise_multiplier: float,
+        tolerated: int = 0,
+        honest: float = 1.0,
+        private: int = 1,
+        codec: Codec | dict[str, Any] | None = None,
+        feedback: bool = False,
+        scale: int = 0,
+        rotate: bool = False,
+        transport: str = "hub",
+        share_timeout: float | None = None,
+        collect_timeout: float | None = None,
+        seed: int = 0,
+        **promise: Any,
+    ) -> None:
+        links = {name: promise.pop(name) for name in ("max_store_bytes", "spool") if name in promise}
+        self.summed = RandomK(1.0) if codec is None else get_codec(codec)
+        self.feedback = feedback
+        self._made = (0, 0)
+        noisy = NoisyMean(
+            inner,
+            clip=clip,
+            noise_multiplier=noise_multiplier,
+            tolerated=tolerated,
+            honest=honest,
+            scale=scale,
+            rotation=1 + Key(seed, "privacy/rotation").u64() % (1 << 31) if rotate else 0,
+            private=private,
+            seed=seed,
+            **promise,
+        )
+        # Grid and room depend on the model and the number of clients; the real codec is made when both are known.
+        unknown = BoundedFixedPoint(self.summed, clip=noisy.clip, levels=64)
+        super().__init__(
+            Compressed(noisy, unknown, feedback=feedback, seed=seed),
+            construction="noisysum",
+            private=private,
+            transport=transport,
+            share_timeout=share_timeout,
+            collect_timeout=collect_timeout,
+            seed=seed,
+            weighted=False,
+            **links,
+        )
+
+    def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
+        """Make the codec for this model and number of clients, then run the round of a coded sum."""
+        layout = Layout.of(to_arrays(arrays), self._pair.policy, cast_floats=True)
+        self._prepare(FixedPoint(self.summed, clip=1.0).count(layout), self._noisy.contributors)
+        return (yield from super().round(server_round, arrays, config, grid))
+
+    def _prepare(self, size: int, contributors: int) -> None:
+        """Take the codec for ``size`` integers of each of so many clients."""
+        assert isinstance(self.construction, NoisySum)
+        mechanism = self._noisy.sum_of(size, contributors)
+        insecure = self._noisy.insecure_deterministic
+        bounded = BoundedFixedPoint.of(mechanism, self.summed, insecure_deterministic=insecure)
+        self.construction.prepare(bounded, mechanism)
+        self._pair.codec = ErrorFeedback(bounded) if self.feedback else bounded
+        self._made = (size, contributors)
+
+    @property
+    def _pair(self) -> Compressed:
+        assert isinstance(self.inner, Compressed)
+        return self.inner
+
+    @property
+    def _noisy(self) -> NoisyMean:
+        assert isinstance(self._pair.inner, NoisyMean)
+        return self._pair.inner
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, and what the codec was made for."""
+        return {**super().state_dict(), "made": list(self._made)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        size, contributors = (int(number) for number in state["made"])
+        if size:
+            self._prepare(size, contributors)
+        super().load_state_dict(state)

@@ -1,0 +1,154 @@
+"""DP-FedAvg: every client's update clipped to a norm, summed, noised; around any codec.
+
+H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning differentially private recurrent language models", ICLR 2018
+(recalled): federated averaging with flat clipping of the whole update, Gaussian noise on the sum and a fixed
+denominator. Differences: integer noise on a public grid instead of floats, and adaptive clipping as an option
+(:mod:`fedcomp.privacy.adaptive`).
+
+The server clips what it decoded, whatever the client did. So error feedback may stand on the client: the bound is put
+on what is released, after the memory was added, and the memory is a function of one client's data and of public models.
+With a codec whose support is drawn for all (RandomK, RandomBlock with ``shared=True``), sum, noise and release lie on
+that support alone, and an update is clipped after everything else of it is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.serverapp.strategy import Strategy
+
+from fedcomp.codecs import params
+from fedcomp.codecs.base import norm
+from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout
+from fedcomp.privacy.adaptive import AdaptiveClip, NormBits, joint_event
+from fedcomp.privacy.entropy import Entropy
+from fedcomp.privacy.events import Event
+from fedcomp.privacy.mechanism import GridGaussian, Mechanism
+from fedcomp.strategies.private.strategy import Contribution, PrivateStrategy
+
+
+class DpFedAvg(PrivateStrategy):
+    """Federated averaging of clipped updates with noise.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, with ``fraction_evaluate=0.0``; it gets the noisy mean.
+    clip : float or AdaptiveClip
+        Largest L2 norm of one client's update, all tensors together, in the units of the update; or how it moves.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum over its sensitivity (``clip``; twice that with "replace").
+    **promise
+        As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`: adjacency, delta, population, sampling, budget,
+        noise, insecure_deterministic, seed.
+
+    Attributes
+    ----------
+    clip : float
+        The clip norm of the next round.
+    clips : dict of int to float
+        That of every round so far. Public: it follows from what was released.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> from fedcomp.codecs import TopK
+    >>> from fedcomp.strategies.compressed import Compressed
+    >>> strategy = DpFedAvg(FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0, population=1000)
+    >>> strategy = Compressed(strategy, TopK(density=0.01))
+    """
+
+    def __init__(self, inner: Strategy, *, clip: float | AdaptiveClip, noise_multiplier: float, **promise: Any) -> None:
+        self.adaptive = clip if isinstance(clip, AdaptiveClip) else None
+        self.clip = params.positive("clip", clip.initial if isinstance(clip, AdaptiveClip) else clip)
+        self.clips: dict[int, float] = {}
+        self._bits: NormBits | None = None
+        super().__init__(inner, noise_multiplier=noise_multiplier, **promise)
+        if self.adaptive is not None and self.noise == "skellam":
+            raise ConfigError("adaptive clipping needs Gaussian noise; use noise='discrete_gaussian'")
+        self._check_bits()
+
+    def declare(self, population: int) -> None:
+        """Learn the public number of clients; with adaptive clipping it decides how precise the bits are.
+
+        Raises
+        ------
+        ConfigError
+            When the bits alone would cost as much as a round may.
+        """
+        super().declare(population)
+        self._check_bits()
+
+    def _check_bits(self) -> None:
+        if self.adaptive is not None and self.population:
+            self.adaptive.sum_multiplier(self.noise_multiplier, self.expected)
+
+    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
+        """Return the grid Gaussian for as many coordinates as are released."""
+        multiplier = self.noise_multiplier
+        if self.adaptive is not None:
+            multiplier = self.adaptive.sum_multiplier(multiplier, self.expected)
+        return GridGaussian(
+            clip=self.clip, size=layout.size, noise_multiplier=multiplier, adjacency=self.adjacency, noise=self.noise
+        )
+
+    def begun(self, server_round: int) -> None:
+        """Begin the count of bits."""
+        self.clips[server_round] = self.clip
+        if self.adaptive is not None:
+            self._bits = self._new_bits(self.adaptive)
+
+    def _new_bits(self, adaptive: AdaptiveClip) -> NormBits:
+        multiplier = adaptive.multiplier(self.expected) if self.noise_multiplier else 0.0
+        return NormBits(multiplier, self.adjacency, self.noise)
+
+    def added(self, contribution: Contribution) -> None:
+        """Count whether the update was within the clip norm."""
+        if self._bits is not None:
+            self._bits.add(norm(contribution) <= self.clip)
+
+    def event(self, mechanism: Mechanism, size: int) -> Event:
+        """Return the event of the sum; with adaptive clipping that of the sum and the bits together."""
+        if self.adaptive is None:
+            return super().event(mechanism, size)
+        bits = self._new_bits(self.adaptive).mechanism
+        return joint_event(self.noise_multiplier, mechanism, bits, size=size, rate=self.sampling.event_rate)
+
+    def concluded(self, server_round: int, entropy: Entropy) -> None:
+        """Move the clip norm by the noisy share of the bits, which the round's event has paid for."""
+        if self.adaptive is not None and self._bits is not None:
+            self.clip = self.adaptive.move(self.clip, self._bits.share(self.expected, entropy))
+            self._bits = None
+
+    def describe(self) -> str:
+        """Return the clip norm, or how it moves."""
+        if self.adaptive is None:
+            return f"every update clipped to L2 norm {self.clip:g}"
+        return (
+            f"every update clipped to an L2 norm that follows the {self.adaptive.quantile:g}-quantile of the norms, "
+            f"now {self.clip:g}; the share within it is released with noise, as part of each round's event"
+        )
+
+    def said(self, mechanism: Mechanism) -> dict[str, Any]:
+        """Return the noise of the sum alone, which is more than what sum and bits together are accounted with."""
+        if self.adaptive is None:
+            return {}
+        together = f"with a count of norm bits, together of noise multiplier {self.noise_multiplier:g}"
+        return {"name": f"{type(mechanism).__name__} {together}", "noise_multiplier": mechanism.noise_multiplier}
+
+    def describe_settings(self) -> str:
+        """Return the clip norm, or the parameters by which it moves."""
+        return repr(self.adaptive or self.clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round: the clip norm, too."""
+        clips = {str(r): clip for r, clip in self.clips.items()}
+        return {**super().state_dict(), "clip": self.clip, "clips": clips}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self.clip = float(state["clip"])
+        self.clips = {int(r): float(clip) for r, clip in state["clips"].items()}

@@ -1,0 +1,205 @@
+"""Local differential privacy: the mean of messages that every client has noised itself.
+
+``local_dp(FedAvg(fraction_evaluate=0.0), TopK(density=0.01), clip=1.0, noise_multiplier=4.0, population=1000)`` is the
+drop-in pair with :class:`fedcomp.privacy.local.Privatise` before the codec. The server adds no noise and needs no
+trust; the price is that every message carries noise of its own: the mean of n has sqrt(n) times as much as under a
+trusted server, and twice that, because two messages may be as far apart as 2C.
+
+Clip and noise are each client's own doing. One that leaves them out may send anything finite: reports name the norm of
+every message, and a guard refuses what is far out of the ordinary. Both are post-processing of messages.
+
+What the ledger counts is messages: each client that is asked releases one, whether it arrives or not, and the event is
+written down before anybody is asked. Who took part is known to the server, so no sampling amplifies anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, chain, get_codec
+from fedcomp.errors import ConfigError
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.layout import DensityPolicy, Layout
+from fedcomp.privacy.local import Privatise, privatised
+from fedcomp.privacy.mechanism import GridGaussian, Mechanism
+from fedcomp.privacy.sampling import Sampling
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.private.strategy import Outcome, PrivateStrategy
+from fedcomp.strategies.replies import RoundReport
+
+_NOT_COVERED: Final = (
+    "the choice of hyper-parameters and of the model, and preprocessing of the data",
+    "who takes part, when, how large its messages are, and whether its app fails",
+    "a client that connects anew under another node id, unless it counts its messages itself",
+    "what else a client's device sends",
+)
+
+
+class LocalMean(PrivateStrategy):
+    """The mean of privatised messages. :func:`local_dp` makes it with the codec that privatises.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, which gets the mean; weights are not used.
+    privatise : Privatise
+        What every client does to its update first.
+    **promise
+        As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`: delta, population, sampling (not Poisson),
+        count, budget, seed. Adjacency is "replace": two clients, or two data sets of one.
+
+    Raises
+    ------
+    ConfigError
+        For arguments that cannot keep the promise.
+    """
+
+    takes_plain: ClassVar[bool] = False
+    bounds_updates: ClassVar[bool] = False
+    peers_may_see: ClassVar[bool] = True
+
+    def __init__(self, inner: Strategy, privatise: Privatise, **promise: Any) -> None:
+        self.privatise = privatise
+        for name, only in (("adjacency", "replace"), ("noise", "discrete_gaussian")):
+            if promise.pop(name, only) != only:
+                raise ConfigError(f"{name} of local privacy is {only!r}")
+        sampling = promise.get("sampling")
+        if isinstance(sampling, Sampling) and sampling.kind == "poisson":
+            raise ConfigError(
+                "Poisson sampling amplifies nothing here: the server that draws the clients is the one that is not "
+                "trusted. Use sampling='capped' or 'everyone'"
+            )
+        super().__init__(
+            inner,
+            noise_multiplier=privatise.noise_multiplier,
+            adjacency="replace",
+            insecure_deterministic=privatise.insecure_deterministic,
+            **promise,
+        )
+
+    def check_codec(self, codec: Codec) -> None:
+        """Refuse a codec whose messages are not privatised as the ledger accounts for."""
+        super().check_codec(codec)
+        if privatised(codec) != self.privatise:
+            raise ConfigError(f"{codec!r} does not begin with {self.privatise!r}, which the ledger accounts for")
+
+    def adopt(self, arrays: ArrayRecord, layout: Layout | None = None) -> None:
+        """Take the model: a client noises all coordinates, also where its codec sends some of them only."""
+        super().adopt(arrays)
+
+    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
+        """Return the mechanism of one client's message."""
+        return self.privatise.mechanism(layout.size)
+
+    def opened(self, server_round: int, chosen: Sequence[int]) -> None:
+        """Write down that all who are asked release a message, before they are asked."""
+        if chosen and self._layout is not None:
+            cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
+            self.privacy.record(cost, round=server_round, participants=chosen)
+
+    def aggregate_updates(
+        self,
+        server_round: int,
+        updates: Iterable[tuple[int, NDArray[Any]]],
+        layout: Layout,
+        *,
+        report: RoundReport | None = None,
+        support: NDArray[np.int64] | None = None,
+        summed: Layout | None = None,
+    ) -> Outcome:
+        """Average the messages that came: post-processing, which costs nothing.
+
+        Returns None and None when none came. The mean is over those that came; they hide nothing by their number.
+        """
+        if self._open != server_round:
+            return None, None
+        self._open = None
+        report = self.reports[server_round] = RoundReport(server_round) if report is None else report
+        total = np.zeros(layout.size, np.float64)
+        came = 0
+        for node, update in updates:
+            if not np.isfinite(update).all():
+                report.reject(node, "the message holds values that are not finite")
+                continue
+            total += update
+            came += 1
+        if not came:
+            return None, None
+        moved = layout.flatten(self._model)
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved += (total / came).astype(np.float32)
+        return self._hand_over(server_round, moved, layout, report)
+
+    def said(self, mechanism: Mechanism) -> dict[str, Any]:
+        """Return what the statement says otherwise: the server is not trusted, and every message is protected."""
+        clients = "each client's own operating-system entropy, ChaCha20"
+        return {
+            "name": f"{type(mechanism).__name__} on every client",
+            "trust": "nobody is trusted, the server included, which sees noised messages only",
+            "protects": "every message of a client, and all that is made from them",
+            "not_covered": _NOT_COVERED,
+            "dropouts": "a message that does not arrive is counted as if it had",
+        } | ({} if self.insecure_deterministic else {"randomness": clients})
+
+    def describe(self) -> str:
+        """Return the clip norm."""
+        return f"every client clips its update to L2 norm {self.privatise.clip:g}"
+
+    def describe_settings(self) -> str:
+        """Return what every client does."""
+        return repr(self.privatise)
+
+
+def local_dp(
+    inner: Strategy,
+    codec: Codec | dict[str, Any],
+    *,
+    clip: float,
+    noise_multiplier: float,
+    releases: int = 0,
+    feedback: bool = False,
+    downlink: Codec | dict[str, Any] | None = None,
+    policy: DensityPolicy | None = None,
+    guard: Norms | None = None,
+    insecure_deterministic: bool = False,
+    seed: int = 0,
+    **promise: Any,
+) -> Compressed:
+    """Return local privacy inside the drop-in pair.
+
+    Parameters
+    ----------
+    inner : Strategy
+    codec : Codec or dict
+        What becomes of the noised update: post-processing.
+    clip, noise_multiplier, releases
+        See :class:`fedcomp.privacy.local.Privatise`; ``releases`` is the limit that clients are asked to keep.
+    feedback : bool
+        Remember what of the *noised* update was not sent.
+    downlink, policy, guard, seed
+        See :class:`fedcomp.strategies.compressed.Compressed`. Without a guard one client that does not clip ruins the
+        model.
+    **promise
+        See :class:`LocalMean`.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> from fedcomp.codecs import QSGD
+    >>> strategy = local_dp(
+    ...     FedAvg(fraction_evaluate=0.0), QSGD(levels=8), clip=1.0, noise_multiplier=4.0, population=1000
+    ... )
+    """
+    first = Privatise(clip, noise_multiplier, releases, insecure_deterministic)
+    last = get_codec(codec)
+    if feedback and not last.remembers:
+        last = ErrorFeedback(last)
+    mean = LocalMean(inner, first, seed=seed, **promise)
+    return Compressed(mean, chain(first, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

@@ -1,0 +1,248 @@
+"""LSG-style training of a model by clients: what they learnt comes back as a few kept coordinates of low-rank products.
+
+A shorter vector receives less noise at the same norm, and costs fewer bytes; see :mod:`fedcomp.privacy.lsg` for what is
+read and what is derived. The server makes the carriers of every matrix from the model it is about to send, which is
+private already, and sends them along; which coordinates are kept, a public seed says. A client answers with those, one
+vector clipped as a whole. Sum, noise and release lie on the kept coordinates alone; what they stand for is
+reconstructed afterwards, which is post-processing. With ``rank=0`` nothing is factored: the random mask alone.
+
+An update that is longer than the clip norm allows did not come from the client half, and is refused, as one that is not
+finite; the mechanism clips once more in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs import params
+from fedcomp.codecs.base import norm
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.flower.lsg import SLACK, UPDATE, Ask, drawn, put_carriers, put_kept, unpack
+from fedcomp.flower.payload import take_frame
+from fedcomp.layout import Layout, Vector
+from fedcomp.privacy.bounds import clip_arrays
+from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.lsg import Carriers, Plan, check_fraction, check_mask, count_kept, fraction, kept
+from fedcomp.privacy.mechanism import GridGaussian
+from fedcomp.rng import Key
+from fedcomp.strategies.private.strategy import Contribution, Outcome, PrivateStrategy
+from fedcomp.strategies.replies import Rejected, RoundReport, match_replies, read_plain
+
+DECAY = 0.9
+"""Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
+
+
+class Lsg(PrivateStrategy):
+    """Federated averaging of clipped, low-rank and masked updates with noise.
+
+    Not to be put inside ``Compressed``: it has bytes of its own. A client without the mod answers with a dense model;
+    the server, which is trusted, then shortens and clips it as that client would have.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, with ``fraction_evaluate=0.0``.
+    clip : float
+        Largest L2 norm of one client's kept coordinates, over all tensors and both products.
+    rank : int
+        Of the carriers; 0 factors nothing.
+    keep : float
+        Fraction of the coordinates that is kept, at the end of the schedule.
+    schedule : {"constant", "linear", "cosine"}
+    schedule_rounds : int
+        Rounds that the schedule runs over; not needed for "constant".
+    mask : {"random", "noisy_magnitude"}
+        By the seed alone, or half of them where former noisy updates were large; which those are then travels down.
+    whole : str
+        Patterns of names of tensors that stay whole, separated by spaces: the last layer, for one.
+    history : int
+        After this many rounds the carriers follow the way the model went since round 1; 0: always the model itself.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum over its sensitivity (``clip``; twice that with "replace").
+    **promise
+        As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> strategy = Lsg(
+    ...     FedAvg(fraction_evaluate=0.0), clip=1.0, rank=8, keep=0.5, noise_multiplier=1.0, population=1000
+    ... )
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        *,
+        clip: float,
+        rank: int,
+        keep: float = 1.0,
+        schedule: str = "constant",
+        schedule_rounds: int = 0,
+        mask: str = "random",
+        whole: str = "",
+        history: int = 0,
+        noise_multiplier: float,
+        **promise: Any,
+    ) -> None:
+        check_fraction(schedule, schedule_rounds, keep)
+        check_mask(mask)
+        self.clip = params.positive("clip", clip)
+        self.rank = params.integer("rank", rank, low=0)
+        self.keep = float(keep)
+        self.schedule = schedule
+        self.schedule_rounds = schedule_rounds
+        self.mask = mask
+        self.whole = whole
+        self.history = params.integer("history", history, low=0)
+        self._first: NDArray[np.float64] | None = None
+        self._former: NDArray[np.float64] | None = None
+        self._plan: Plan | None = None
+        self._pairs: Carriers = ()
+        self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
+        super().__init__(inner, noise_multiplier=noise_multiplier, **promise)
+
+    def adopt(self, arrays: ArrayRecord, layout: Layout | None = None) -> None:
+        """Take the model of the round to come.
+
+        Raises
+        ------
+        ConfigError
+            When a wrapper says what is released: that is decided here.
+        """
+        if layout is not None:
+            raise ConfigError("Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec")
+        super().adopt(arrays)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Make the round's carriers and mask from public matter, and ask the clients that were drawn."""
+        self.adopt(arrays)
+        layout = Layout.of(self._model)
+        # Factors and shares are of the round; only the model is the run's.
+        ask = Ask(
+            rank=self.rank,
+            whole=self.whole,
+            share=fraction(self.schedule, server_round - 1, self.schedule_rounds, self.keep),
+            draw=Key(self.seed, "lsg", server_round).u64() >> 1,
+            clip=self.clip,
+            chosen=self.mask == "noisy_magnitude" and self._former is not None,
+        )
+        plan = self._plan = ask.plan(layout)
+        model = layout.flatten(self._model).astype(np.float64)
+        if self.history and self._first is None:
+            self._first = model
+        before = self._first if self.history and server_round > self.history else None
+        self._pairs = plan.carriers(model, Key(self.seed, "lsg/carriers", server_round), before)
+        self._kept = drawn(ask, plan.short)
+        if ask.chosen:
+            assert self._former is not None
+            magnitude = np.concatenate(plan.project(self._former, self._pairs))
+            self._kept = kept(plan.short, ask.share, Key(ask.draw, "lsg/kept"), magnitude)
+        self._layout = Layout.flat(count_kept(plan.short, ask.share))
+        messages = self.ask(server_round, arrays, config, grid)
+        for content in {id(message.content): message.content for message in messages}.values():
+            ask.put(content)
+            put_carriers(content, self._pairs)
+            if ask.chosen:
+                put_kept(content, plan.short, self._kept)
+        return messages
+
+    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
+        """Return the grid Gaussian for as many coordinates as are kept."""
+        return GridGaussian(
+            clip=self.clip,
+            size=layout.size,
+            noise_multiplier=self.noise_multiplier,
+            adjacency=self.adjacency,
+            noise=self.noise,
+        )
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
+        """Release the noisy sum of the kept coordinates, and make the update it stands for."""
+        if self._open != server_round:
+            return None, None
+        report = RoundReport(server_round, sent=len(self._sent))
+        layout = Layout.of(self._model)
+        outcome = self.aggregate_updates(
+            server_round, self._short(replies, layout, report), layout, report=report, summed=self._layout
+        )
+        if self.withholds:
+            report.withhold()
+        return outcome
+
+    def _short(
+        self, replies: Iterable[Message], layout: Layout, report: RoundReport
+    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        assert self._plan is not None
+        model = layout.flatten(self._model)
+        for sent, reply in match_replies(self._sent, replies, report, self._holders):
+            try:
+                if reply.has_error():
+                    raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
+                frame = take_frame(reply.content, UPDATE)
+                if frame is not None:
+                    update = unpack(frame, self._kept.size)
+                    report.compressed += 1
+                else:
+                    plain = read_plain(reply, layout, self._model)
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        short = np.concatenate(self._plan.project(layout.flatten(plain) - model, self._pairs))
+                    (update,), _ = clip_arrays([short[self._kept].astype(np.float32)], self.clip)
+                    report.plain += 1
+            except FedcompError as reason:
+                report.reject(sent.node, str(reason))
+                continue
+            yield sent.node, update
+
+    def contribution(self, update: Vector, layout: Layout, server_round: int) -> Contribution:
+        """Return a client's kept coordinates.
+
+        Raises
+        ------
+        Unbounded
+            When they are longer than the client half would have left them, or not finite.
+        """
+        length = norm(update)
+        if not length <= self.clip * (1.0 + SLACK):
+            raise Unbounded(f"an update has norm {length:.6g}, a client clips it to {self.clip:g}")
+        return update
+
+    def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:
+        """Return the update of the model that the noisy kept coordinates stand for."""
+        assert self._plan is not None
+        short = np.zeros(self._plan.short)
+        short[self._kept] = noisy / self.expected
+        step = self._plan.reconstruct(short, self._pairs)
+        if self.mask == "noisy_magnitude":
+            self._former = step if self._former is None else DECAY * self._former + step
+        return step.astype(np.float32)
+
+    def describe(self) -> str:
+        """Return how an update is shortened and clipped."""
+        factors = f"products with carriers of rank {self.rank} of the public model" if self.rank else "coordinates"
+        how = "a public seed" if self.mask == "random" else "a public seed and former noisy updates"
+        share = f"{self.keep:g} of them" if self.schedule == "constant" else f"down to {self.keep:g} of them"
+        return f"{factors}, {share} kept by {how}, clipped together to L2 norm {self.clip:g}"
+
+    def describe_settings(self) -> str:
+        """Return the parameters."""
+        names = ("clip", "rank", "keep", "schedule", "schedule_rounds", "mask", "whole", "history")
+        return repr({name: getattr(self, name) for name in names})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round: the first model and the former updates, too."""
+        return {**super().state_dict(), "first": self._first, "former": self._former}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        super().load_state_dict(state)
+        self._first, self._former = state["first"], state["former"]

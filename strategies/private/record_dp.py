@@ -1,0 +1,449 @@
+"""Record-level privacy: every client trains with DP-SGD on its own records, and the server keeps the books of all.
+
+``RecordDp(FedAvg(fraction_evaluate=0.0), plan)``, or around the drop-in pair:
+``RecordDp(Compressed(FedAvg(...), codec), plan)``. The server adds no noise and is trusted with no record; the mean of
+noisy models, and whatever a codec does to them, is post-processing. What it does is this: it says how to train, asks
+only clients that can still afford a training, takes no reply that does not say what it cost, and states what all of it
+came to. Clients hold disjoint records, so the run costs what its dearest client spent, never the sum over clients.
+
+A training may have cost something though its reply was lost: clients say what they spent altogether. One that forgot
+(another ledger) is accounted as having spent both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs.base import norm
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import take_node
+from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
+from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
+from fedcomp.layout import Layout
+from fedcomp.privacy.parallel import ParallelLedger
+from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.private.nodes import Shown, online
+from fedcomp.strategies.replies import (
+    NOT_FINITE,
+    Arrival,
+    Rejected,
+    RoundReport,
+    Sent,
+    match_replies,
+    ordinary,
+    read_plain,
+    require_finite,
+)
+from fedcomp.strategies.round_log import RoundLog, require_usable
+
+NOT_COVERED: Final = (
+    "the choice of hyper-parameters and of the model, and preprocessing of the data",
+    "the number of records of each client, which is taken as public",
+    "who takes part, when, and how large its messages are",
+    "a person with several records, or with records on several clients",
+    "the server's evaluation of released models on data of its own",
+)
+"""What the statement does not extend to."""
+
+_REFUSED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
+_NOBODY: Final = -1  # A party that has spent nothing.
+_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class RecordDp(Strategy):
+    """Let clients train with DP-SGD, and account for it.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, made with ``fraction_evaluate=0.0``, or the drop-in pair around one. All replies
+        weigh the same.
+    plan : Plan
+        How clients train.
+    records : int
+        Public number of records of all clients together. 0: learnt by :meth:`declare_records`, which whoever runs the
+        rounds calls.
+    guard : Norms, optional
+        Refuses updates that are far longer than is usual; default nobody does. The pair has one of its own.
+
+    Attributes
+    ----------
+    privacy : ParallelLedger
+        What clients said they spent; its participants are partitions.
+
+    Raises
+    ------
+    ConfigError
+        For a plan that promises nothing, and for inner strategies that would release more than models.
+    """
+
+    def __init__(self, inner: Strategy, plan: Plan, *, records: int = 0, guard: Norms | None = None) -> None:
+        mean = getattr(inner, "inner", inner)
+        if not isinstance(mean, Strategy) or not is_mean(mean):
+            raise ConfigError(
+                f"{type(mean).__name__} is no weighted mean; use one of {', '.join(MEANS)}, or Compressed around one"
+            )
+        if getattr(mean, "fraction_evaluate", 0.0) != 0.0:
+            raise ConfigError(
+                "evaluation on clients would release metrics of their records; make the inner strategy with "
+                "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
+            )
+        if plan.method not in METHODS:
+            raise ConfigError(f"method={plan.method!r} is not known; say one of {', '.join(METHODS)}")
+        if plan.adjacency == "replace":
+            raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
+        if isinstance(plan.steps, bool) or not isinstance(plan.steps, int) or plan.steps < 1:
+            raise ConfigError(f"steps={plan.steps!r} is not valid: a whole number of steps per training, at least 1")
+        if guard is not None and not isinstance(guard, Norms):
+            raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
+        if guard is not None and not is_mean(inner):
+            raise ConfigError(
+                f"{type(inner).__name__} checks the updates: write Compressed(..., guard=...) around the mean"
+            )
+        self.inner = inner
+        self.plan = plan
+        self.guard = guard
+        self.clients = 0
+        self.privacy = self._books(records)
+        self._weight = str(weight_key_of(mean) or "num-examples")
+        self._claimed: dict[int, dict[str, int]] = {}
+        self._parties: dict[int, int] = {}
+        self._asked: list[int] = []
+        self._sent: list[Sent] = []
+        self._holders = Holders()
+        self._log = RoundLog(f"RecordDp({type(inner).__name__})")
+        self._size = 0
+        self._model: dict[str, NDArray[Any]] = {}
+        self._record_name = "arrays"
+        self._reports: dict[int, RoundReport] = {}
+        # Refuses wrong figures now, not at the first round.
+        plan.event(max(1, int(plan.options.get("k", 1))))
+
+    def _books(self, records: int) -> ParallelLedger:
+        plan = self.plan
+        return ParallelLedger(
+            delta=plan.delta,
+            population=records,
+            adjacency=plan.adjacency,
+            sampling=plan.sampling,
+            budget=plan.budget or None,
+            unit="record",
+        )
+
+    @property
+    def reports(self) -> dict[int, RoundReport]:
+        """The inner strategy's reports where it makes any, else this one's."""
+        found: dict[int, RoundReport] = getattr(self.inner, "reports", self._reports)
+        return found
+
+    # What the outside asks.
+
+    def declare(self, population: int) -> None:
+        """Learn the number of clients, which the promise does not depend on."""
+        self.clients = population
+
+    def declare_records(self, records: int) -> None:
+        """Learn the public number of records of all clients, unless the constructor was told.
+
+        Raises
+        ------
+        ConfigError
+            When delta is not below one over it.
+        """
+        if not self.privacy.population:
+            self.privacy.declare(records)
+
+    def adopt(self, arrays: ArrayRecord) -> None:
+        """Learn the model, whose size a step's event may depend on.
+
+        Raises
+        ------
+        ConfigError
+            When it keeps statistics of batches.
+        """
+        tracked = [name for name in arrays if name.rpartition(".")[2] in _STATISTICS]
+        if tracked:
+            raise ConfigError(
+                f"the model keeps {tracked[0]}: BatchNorm mixes the records of a batch, so that one record's influence "
+                "has no bound. Use GroupNorm instead (task.batch_norm=false where the task has that option; "
+                "opacus.validators.ModuleValidator.fix replaces it)"
+            )
+        self._model = to_arrays(arrays)
+        self._size = Layout.of(self._model).size
+
+    def open_ledger(self, path: Path) -> None:
+        """Keep the books in a file from now on."""
+        self.privacy.open(path)
+
+    def over(self, server_round: int) -> str:
+        """Return why round ``server_round`` may not be made: nobody who is known to be here can afford it."""
+        if not self.plan.budget:
+            return ""
+        # A budget too small for a single training is so for clients, too, that nobody has asked yet.
+        if self.privacy.allows(_NOBODY, self._event, self.plan.steps) and (
+            not self._asked or any(map(self._affords, self._asked))
+        ):
+            return ""
+        return (
+            f"the budget of epsilon {self.plan.budget:g} at delta {self.plan.delta:g} allows no client a further "
+            f"training of {self.plan.steps} steps: {self.privacy.epsilon():.4g} is spent"
+        )
+
+    def _affords(self, node: int) -> bool:
+        # Who has never answered has spent nothing that anybody knows of, and asks its own ledger.
+        return self.privacy.allows(self._parties.get(node, _NOBODY), self._event, self.plan.steps)
+
+    @property
+    def _event(self) -> Any:
+        return self.plan.event(max(self._size, 1))
+
+    def statement(self) -> Statement:
+        """Return what may be said about the run so far."""
+        plan = self.plan
+        bounded = (
+            f"each record casts at most {plan.options['k']} votes on its gradient"
+            if plan.method == "topagg"
+            else f"each record's gradient clipped to L2 norm {plan.clip:g}"
+        )
+        return make_statement(
+            self.privacy,
+            mechanism=plan.mechanism(max(self._size, 1)),
+            trust=(
+                "nobody but its own client sees a record; the server plans how much noise there is, which nodes with a "
+                "budget of their own check"
+            ),
+            protects="all that clients send, so for every model",
+            not_covered=NOT_COVERED,
+            clip=f"{plan.method}, {plan.steps} steps a round on clients: {bounded}",
+            unit_note="records of different clients are disjoint: the figures are those of the client that spent most",
+            failure=self.privacy.failure,
+            secure=not plan.insecure,
+            dropouts="a training whose reply was lost has cost what it cost, and is accounted by its client",
+        )
+
+    def summary(self) -> None:
+        """Log what is promised, then the inner strategy's own summary."""
+        plan = self.plan
+        log.info(
+            "\t├──> RecordDp: %s on clients, noise multiplier %g, rate %g, %d steps",
+            plan.method,
+            plan.noise_multiplier,
+            plan.rate,
+            plan.steps,
+        )
+        self.inner.summary()
+
+    # Flower's hooks.
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Let the inner strategy ask the clients that can afford a training, and tell them how to train."""
+        self.adopt(arrays)
+        nodes = online(grid, getattr(self.inner, "inner", self.inner))
+        able = [node for node in nodes if self._affords(node)]
+        self._asked = nodes
+        self._sent = []
+        self._holders.meet(grid)
+        if not able:
+            log.warning("RecordDp: no client is asked in round %d: %s", server_round, self.over(server_round))
+            return []
+        config[RECORD_DP] = self.plan.to_text()
+        with Shown(grid, able).minima(getattr(self.inner, "inner", self.inner)) as shown:
+            messages = list(self.inner.configure_train(server_round, arrays, config, shown))
+        for message in messages[:1]:
+            self._record_name = next(iter(message.content.array_records), self._record_name)
+        self._sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Write down what the replies cost, and let the inner strategy average those that say it.
+
+        Raises
+        ------
+        NoUsableReply
+            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
+        """
+        paid = self._paid(replies)
+        if not is_mean(self.inner):
+            # The drop-in pair matches and checks replies itself.
+            return self.inner.aggregate_train(server_round, paid)[0], MetricRecord()
+        report = RoundReport(server_round, sent=len(self._sent))
+        self._reports[server_round] = report
+        arrays = self._averaged(server_round, paid, report)
+        if arrays is None and not any(earlier.used for earlier in self._reports.values()):
+            require_usable(report)
+        self._log.conclude(report)
+        return arrays, MetricRecord()
+
+    def _paid(self, replies: Iterable[Message]) -> list[Message]:
+        """Return the replies without what they cost, which is booked, and without metrics.
+
+        Whatever becomes of it, a training that was made was paid for. A reply that does not say what it cost becomes an
+        error.
+        """
+        asked = {sent.message.metadata.message_id: sent for sent in self._sent}
+        passed: list[Message] = []
+        answered: dict[str, Account] = {}
+        for reply in replies:
+            number = reply.metadata.reply_to_message_id
+            sent = asked.get(number)
+            # Whoever reads an answer to nothing that was asked in this round adds it; the next one counts it.
+            if sent is None or reply.has_error():
+                passed.append(reply)
+                continue
+            try:
+                account = Account.read(reply.content.get(RECORD_DP))
+                # The very same reply, delivered again, is no other training.
+                if answered.get(number) != account:
+                    self._book(sent.node, take_node(reply), account)
+                answered[number] = account
+            except WrongAccount as reason:
+                passed.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
+                continue
+            surplus = [name for name, r in reply.content.items() if isinstance(r, MetricRecord) or name == RECORD_DP]
+            for name in surplus:
+                del reply.content[name]
+            reply.content["metrics"] = MetricRecord({self._weight: 1.0})
+            passed.append(reply)
+        return passed
+
+    def _averaged(self, server_round: int, replies: list[Message], report: RoundReport) -> ArrayRecord | None:
+        """Return the inner mean's model of the dense replies that can be used; None keeps the former one.
+
+        Flower's own means end the run when one reply is unlike the others, take NaN for a number, and add whoever
+        declares whichever partition: they get replies that were matched and checked as the pair's are, and of each the
+        model alone, with the server's buffers.
+        """
+        layout = Layout.of(self._model)
+        start = layout.flatten(self._model)
+        arrivals: list[Arrival] = []
+        errors: list[Message] = []
+        for sent, reply in match_replies(self._sent, replies, report, self._holders):
+            try:
+                if reply.has_error():
+                    raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
+                found = read_plain(reply, layout, self._model)
+                require_finite(found, layout)
+            except Rejected as reason:
+                report.reject(sent.node, str(reason))
+                errors.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
+                continue
+            with np.errstate(over="ignore"):
+                length = norm(layout.flatten(found), start)
+            arrivals.append(Arrival(sent, reply, RecordDict(), self._record_name, {}, plain=found, norm=length))
+        past = [self._reports[r] for r in sorted(self._reports) if r < server_round]
+        arrivals = ordinary(arrivals, report, self.guard, past)
+        report.plain = len(arrivals)
+        for arrival in arrivals:
+            assert arrival.plain is not None
+            model = to_record({name: arrival.plain[name] for name in layout.order})
+            weight = MetricRecord({self._weight: arrival.weight})
+            arrival.message.content = RecordDict({arrival.record: model, "metrics": weight})
+        with np.errstate(over="ignore", invalid="ignore"):
+            arrays, _ = self.inner.aggregate_train(server_round, [*(a.message for a in arrivals), *errors])
+        if arrays is None:
+            return None
+        if not finite_where(arrays, self._model):
+            report.notes.append(NOT_FINITE)
+            return None
+        report.used = len(arrivals)
+        return restore_dtypes(arrays, self._model, [self._model])
+
+    def _book(self, node: int, declared: int | None, account: Account) -> None:
+        """Write down what a client spent since it was last heard of.
+
+        Of nodes that declare one partition each is written down, used or not: their records may be the same.
+
+        Raises
+        ------
+        WrongAccount
+            When it is not clear on whose records.
+        """
+        if declared is None:
+            raise WrongAccount("the reply does not say whose records it is of")
+        # Where the engine knows whose they are, nobody can spend what is another's.
+        party = self._holders.known.get(node, declared)
+        if self._parties.setdefault(node, party) != party:
+            raise WrongAccount(f"the node answered for partition {self._parties[node]} before, now for {party}")
+        # By ledger: what one of two says was not spent before is not what the other one spent.
+        claims = self._claimed.setdefault(party, {})
+        known = claims.get(account.run, 0)
+        # Put back to an older state, as a resumed run does with its clients: what was spent since stays spent.
+        put_back = account.total - account.now < known
+        new = account.now if put_back else account.total - known
+        self.privacy.record(self._event, round=self._next(), times=new, participants=[party])
+        claims[account.run] = account.total
+
+    def _next(self) -> int:
+        """Return the first number of steps that no entry has: steps draw records of their own."""
+        return max((entry.round + entry.times for entry in self.privacy.entries), default=1)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask nobody: metrics of clients would be released without noise."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return nothing."""
+        return None
+
+    # What survives.
+
+    def _settings(self) -> str:
+        """What must not change within a run; the budget may."""
+        plan = self.plan
+        return Plan(**{**vars(plan), "budget": 0.0}).to_text()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from round to round, as plain data, the books and the inner strategy's included."""
+        return {
+            "plan": self._settings(),
+            "privacy": self.privacy.state_dict(),
+            "claimed": {str(party): dict(claims) for party, claims in self._claimed.items()},
+            "parties": {str(node): party for node, party in self._parties.items()},
+            "asked": list(self._asked),
+            "holders": self._holders.state_dict(),
+            "reports": {str(r): report.to_json() for r, report in self._reports.items()},
+            "inner": capture_strategy(self.inner),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises
+        ------
+        StateError
+            When it was saved with another plan.
+        """
+        if state["plan"] != self._settings():
+            raise StateError(
+                f"the state was saved with the plan {state['plan']}, this one is {self._settings()}; resume with the "
+                "same (the budget may differ)"
+            )
+        self.privacy.load_state_dict(state["privacy"])
+        self._claimed = {
+            int(party): {str(run): int(total) for run, total in claims.items()}
+            for party, claims in state["claimed"].items()
+        }
+        self._parties = {int(node): int(party) for node, party in state["parties"].items()}
+        self._asked = [int(node) for node in state["asked"]]
+        self._holders.load_state_dict(state["holders"])
+        self._reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
+        restore_strategy(self.inner, state["inner"])

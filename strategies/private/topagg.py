@@ -1,0 +1,170 @@
+"""TopAgg for model training: clients vote on the signs of their largest coordinates, the server counts noisily.
+
+B. Wang et al., "DataLens", CCS 2021, arXiv:2103.11109 (abstract): TopAgg was published for gradients of a generator,
+and in one sentence for DP-SGD. This client-level form for models is derived here: a client's whole local update votes.
+See :mod:`fedcomp.privacy.votes` for what a vote is.
+
+What is bounded is counted, not clipped: a frame that holds anything but -1 and +1, or more than k of them, is refused
+by the codec before it is decoded, and once more by the mechanism before it is added. So there is no clip norm to
+choose, and a vote costs about ``log2 C(d, k) + k`` bits. What it costs beside that is accuracy: noise reaches all d
+coordinates, and magnitudes are lost.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, params
+from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.layout import DensityPolicy, Layout, Update, Vector
+from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.mechanism import Votes
+from fedcomp.privacy.votes import TopkSign, threshold
+from fedcomp.rng import Key
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.strategy import PrivateStrategy
+
+MODES: Final = ("mean", "threshold")
+"""What a noisy sum of votes becomes: the sum over the public number of clients, or the signs that pass a threshold."""
+
+
+class TopAgg(PrivateStrategy):
+    """The noisy count of votes as the update of the model.
+
+    Stands inside of ``Compressed`` with the same ballot as its codec; :func:`topagg` makes both. The guarantee does not
+    depend on who answers: the noise is fixed, and a client that is lost or refused only leaves its vote out.
+
+    A client without the mod sends a dense model. The server, which is trusted, then casts the vote that client would
+    have cast: the sum is the same, only the bytes differ. A dense reply that is not finite casts none.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, which gets the model plus ``server_lr`` times the outcome of the vote.
+    ballot : TopkSign
+        How clients vote; its total k for the model bounds the L2 norm of a contribution by sqrt(k).
+    server_lr : float
+        What an outcome of 1 moves a coordinate by.
+    mode : {"mean", "threshold"}
+        ``V / n`` or ``sign(V)`` where ``|V| > beta n``, of the noisy sum V and the *expected* number of clients n. Both
+        are post-processing: they cost nothing.
+    beta : float
+        The threshold as a fraction of the expected number of clients, in [0, 1]; of "threshold" only.
+    **promise
+        See :class:`fedcomp.strategies.private.strategy.PrivateStrategy`.
+
+    Raises
+    ------
+    ConfigError
+        For arguments that do not make a vote or a promise.
+    """
+
+    votes: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        inner: Strategy,
+        ballot: TopkSign,
+        *,
+        server_lr: float,
+        mode: str = "mean",
+        beta: float = 0.0,
+        **promise: Any,
+    ) -> None:
+        if not isinstance(ballot, TopkSign):
+            raise ConfigError(f"the ballot must be a TopkSign, got {ballot!r}")
+        self.ballot = ballot
+        self.server_lr = params.positive("server_lr", server_lr)
+        self.mode = params.choice("mode", mode, MODES)
+        self.beta = params.unit("beta", beta)
+        if self.beta and self.mode != "threshold":
+            raise ConfigError(f"beta={beta!r} is a threshold, which mode={mode!r} does not have; use mode='threshold'")
+        super().__init__(inner, **promise)
+
+    def mechanism(self, layout: Layout, server_round: int) -> Votes:
+        """Return the noisy sum of votes, of which each client has the ballot's k."""
+        if not layout.size:
+            raise ConfigError("the model has no floating-point parameters to vote on")
+        return Votes(
+            noise_multiplier=self.noise_multiplier,
+            adjacency=self.adjacency,
+            noise=self.noise,
+            k=self.ballot.total(layout),
+            shape=(layout.size,),
+        )
+
+    def contribution(self, update: Vector, layout: Layout, server_round: int) -> NDArray[np.int8]:
+        """Return decoded votes as the integers they are.
+
+        Raises
+        ------
+        Unbounded
+            When a value is none of -1, 0 and 1.
+        """
+        with np.errstate(invalid="ignore"):
+            votes = update.astype(np.int8)
+        # Only -1, 0 and 1 equal their own sign. NaN equals nothing, and what int8 cannot hold comes back as another.
+        if not np.array_equal(votes, update) or not np.array_equal(votes, np.sign(votes)):
+            raise Unbounded("a vote is none of -1, 0 and 1")
+        return votes
+
+    def cast(self, update: Vector, layout: Layout, key: Key) -> Vector:
+        """Return the votes of a client that sent a dense ``update``, as that client would have cast them with ``key``.
+
+        Raises
+        ------
+        Unbounded
+            When the update is not finite.
+        """
+        try:
+            frame, _ = self.ballot.encode(Update(update, layout), {}, key)
+        except FedcompError as error:
+            raise Unbounded(str(error)) from error
+        return self.ballot.decode(frame, layout)
+
+    def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:
+        """Return the step that the noisy sum of votes stands for, float32 ``(layout.size,)``."""
+        if self.mode == "threshold":
+            passed = threshold(noisy, self.beta * self.expected)
+            return passed.astype(np.float32) * np.float32(self.server_lr)
+        return (noisy * (self.server_lr / self.expected)).astype(np.float32)
+
+    def describe(self) -> str:
+        """Return the ballot and what becomes of the sum."""
+        rule = f"threshold {self.beta:g} n" if self.mode == "threshold" else "mean"
+        return f"votes of {self.ballot!r}, {rule}, server learning rate {self.server_lr:g}"
+
+
+def topagg(
+    inner: Strategy,
+    ballot: TopkSign,
+    *,
+    downlink: Codec | dict[str, Any] | None = None,
+    policy: DensityPolicy | None = None,
+    seed: int = 0,
+    **arguments: Any,
+) -> Compressed:
+    """Return TopAgg inside the drop-in pair: clients send packed votes, the server may compress what it sends.
+
+    Parameters
+    ----------
+    inner, ballot, **arguments
+        See :class:`TopAgg`.
+    downlink, policy, seed
+        See :class:`fedcomp.strategies.compressed.Compressed`. A policy's densities are the ballot's, with
+        ``scope="layer"``.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> strategy = topagg(
+    ...     FedAvg(fraction_evaluate=0.0), TopkSign(k=200), server_lr=0.05, noise_multiplier=2.0, population=1000
+    ... )
+    """
+    return Compressed(
+        TopAgg(inner, ballot, seed=seed, **arguments), ballot, downlink, feedback=False, policy=policy, seed=seed
+    )
