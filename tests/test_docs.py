@@ -40,7 +40,13 @@ def test_commands_name_modules_experiments_and_tests_that_exist(path: Path) -> N
 
 ROOMS = (
     "strategies",
+    "strategies/coded",
+    "strategies/gcn",
+    "strategies/gossip",
+    "strategies/private",
     "clients",
+    "clients/coded",
+    "clients/private",
     "experiments",
     "fedcomp/flower",
     "fedcomp/privacy",
@@ -55,4 +61,7 @@ def test_the_page_on_architecture_names_every_file_of_a_room(room: str) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     names = sorted(p.stem for p in (ROOT / room).glob("*.py") if p.stem != "__init__")
     assert names
-    assert not [name for name in names if not re.search(rf"[`/]{name}`", text)]
+    # A line that begins with the path of another folder is about that one.
+    here = f"`{room.removeprefix('fedcomp/')}/"
+    lines = [line for line in text.splitlines() if here in line or not re.search(r"`\w+/", line)]
+    assert not [name for name in names if not re.search(rf"[`/]{name}`", "\n".join(lines))]

@@ -72,6 +72,8 @@ def module_name(path: Path) -> str:
 def test_every_module_is_imported_by_one_name() -> None:
     """In a checkout ``strategies`` can be imported, too: classes would exist twice, and errors would not be caught."""
     files = [p for folder in (*PACKAGES, "tests", "examples") for p in (ROOT / folder).rglob("*.py")]
+    # The one app that has folders of these names itself.
+    files = [path for path in files if "clashing_app" not in path.parts]
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
@@ -151,7 +153,8 @@ def test_private_flower_imports_stand_in_one_file() -> None:
         ", ".join(where.partition(":")[0] for where in ALGORITHMS.values()),
         "fedcomp.coding.kernels, fedcomp.coding.field, fedcomp.coding.rlnc, fedcomp.coding.mds, fedcomp.coding.decoder",
         "fedcomp.coding.relay, fedcomp.coding.plan, fedcomp.coding.prime, fedcomp.coding.sumcode",
-        "fedcomp.coding.gradcode, fedcomp.coding.datacode, fedcomp.coding.sealing, fedcomp.coding.transport, fedcomp.coding.bench",
+        "fedcomp.coding.gradcode, fedcomp.coding.datacode, fedcomp.coding.sealing, fedcomp.coding.transport",
+        "fedcomp.coding.bench",
         "fedcomp.experiments.run, fedcomp.experiments.systems, fedcomp.experiments.engines, fedcomp.experiments.bench",
         "fedcomp.experiments.program",
     ],
