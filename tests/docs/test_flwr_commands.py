@@ -23,6 +23,7 @@ from flwr.supercore.constant import DEFAULT_SIMULATION_CONFIG
 from page_reading import PAGES, ROOT, Command, commands
 
 from fedcomp.experiments import server_app
+from fedcomp.experiments.engines.superlink import APP
 from fedcomp.experiments.spec import RunResult
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -101,7 +102,7 @@ def test_e1_a_documented_run_finishes_on_the_nodes_it_gets(
     command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = parsed(command, folder, monkeypatch)
-    if folder == ROOT:
+    if start.app == APP:
         result = run_project(start)
         assert result.spec.clients == start.nodes
         assert result.final.round == 1
