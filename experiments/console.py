@@ -1,15 +1,11 @@
-"""The terminal: progress while a run works, the closing table, the claims. Nothing here decides anything."""
+"""The terminal: the closing tables, the claims. Nothing here decides anything."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import ProgressColumn as Column
 from rich.table import Table
 from rich.text import Text
 
@@ -26,11 +22,6 @@ from fedcomp.experiments.report import (
     short_bytes,
     shortfalls,
 )
-from fedcomp.experiments.spec import RoundRecord, RunSpec
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
 
 WIDE = 100
 """From this many columns on the tables show wire bytes beside payload bytes and where a bound is from."""
@@ -39,82 +30,6 @@ WIDE = 100
 def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
     """Return a console that prints text as it is: brackets in labels, paths and help texts are no markup."""
     return Console(file=file, stderr=stderr, markup=False, highlight=False)
-
-
-class _Accuracy(Column):
-    """The accuracy so far, where a progress bar usually shows a percentage."""
-
-    def render(self, task: Task) -> RenderableType:
-        return Text(f"{percent(task.fields['accuracy']):>7}")
-
-
-class Watch:
-    """Shows rows and their rounds as they go: bars on a terminal, one line per finished row elsewhere.
-
-    Use it as a context manager around the run.
-    """
-
-    def __init__(self, console: Console, specs: Sequence[RunSpec]) -> None:
-        self._console = console
-        self._specs = list(specs)
-        self._tasks: dict[str, TaskID] = {}
-        self._began = time.perf_counter()
-        width = max((len(spec.label) for spec in specs), default=0)
-        self._width = min(width, max(16, console.width - 44))
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            _Accuracy(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> Self:
-        for spec in self._specs:
-            label = spec.label if len(spec.label) <= self._width else spec.label[: self._width - 1] + "…"
-            self._tasks[spec.label] = self._progress.add_task(
-                label.ljust(self._width), total=spec.rounds, accuracy=math.nan, start=False
-            )
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def start(self, spec: RunSpec, done: int) -> None:
-        """A row begins, or continues after ``done`` rounds."""
-        self._began = time.perf_counter()
-        self._progress.start_task(self._tasks[spec.label])
-        self._progress.update(self._tasks[spec.label], completed=done)
-
-    def round(self, spec: RunSpec, record: RoundRecord) -> None:
-        """A round of the row is finished."""
-        update: dict[str, Any] = {"completed": record.round}
-        if not math.isnan(record.accuracy):
-            update["accuracy"] = record.accuracy
-        self._progress.update(self._tasks[spec.label], **update)
-
-    def say(self, text: str) -> None:
-        """A measurement tells how far it is."""
-        self._console.print(f"  {text}", soft_wrap=True)
-
-    def done(self, spec: RunSpec, accuracy: float, *, kept: bool, rounds: int | None = None) -> None:
-        """A row is finished after ``rounds`` (default: all); ``kept`` when it was finished by an earlier run."""
-        made = spec.rounds if rounds is None else rounds
-        task = self._tasks[spec.label]
-        self._progress.start_task(task)
-        self._progress.update(task, completed=made, accuracy=accuracy)
-        self._progress.stop_task(task)
-        if not self._console.is_terminal:
-            took = "kept from before" if kept else duration(time.perf_counter() - self._began)
-            self._console.print(
-                f"  {spec.label}: {made} round{'s' * (made != 1)}, accuracy {percent(accuracy)}, {took}",
-                soft_wrap=True,
-            )
 
 
 def result_table(summary: Mapping[str, Any], width: int) -> Table:

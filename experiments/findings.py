@@ -273,12 +273,17 @@ class Say:
         Cells that were finished before an interruption, by name.
     keep : callable, optional
         Receives name and content of each newly finished cell, to store them.
+    progress : callable, optional
+        Receives how many cells are finished and how many are known, whenever one of them changes.
 
     Examples
     --------
-    >>> say = Say()
+    >>> say = Say(progress=lambda done, known: print(f"{done} of {known}"))
+    >>> say.expect(["top-k/seed 0", "top-k/seed 1"])
+    0 of 2
     >>> say("1 of 2: top-k")
     >>> say.cell("top-k/seed 0", lambda: {"loss": 0.25})
+    1 of 2
     {'loss': 0.25}
     """
 
@@ -287,15 +292,25 @@ class Say:
         tell: Callable[[str], object] | None = None,
         kept: Mapping[str, Any] | None = None,
         keep: Callable[[str, Any], object] | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         self._tell = tell
         self._kept = dict(kept or {})
         self._keep = keep
+        self._progress = progress
+        self._known: set[str] = set()
 
     def __call__(self, text: str) -> None:
         """Show one line of progress."""
         if self._tell is not None:
             self._tell(text)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Announce cells that will be asked for, so that the time left can be estimated; a sweep announces all of its
+        own before the first."""
+        self._known |= set(names)
+        if self._progress is not None:
+            self._progress(len(self._known & self._kept.keys()), len(self._known))
 
     def has(self, name: str) -> bool:
         """Whether the cell ``name`` is finished."""
@@ -317,6 +332,7 @@ class Say:
             if self._keep is not None:
                 self._keep(name, made)
             self._kept[name] = made
+            self.expect([name])
         return self._kept[name]
 
 

@@ -11,7 +11,6 @@ import contextlib
 import math
 import multiprocessing
 import signal
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
@@ -19,7 +18,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fedcomp.experiments.findings import Say
-from fedcomp.experiments.report import duration
 
 
 class Outcome(Protocol):
@@ -179,15 +177,10 @@ def run_cells(cells: Sequence[Runnable[Found]], say: Say, workers: int = 1) -> d
     workers : int
         Processes to use. 1 trains in this one.
     """
-    waiting = [cell for cell in cells if not say.has(cell.name)]
-    if len(waiting) < len(cells):
-        say(f"{len(cells) - len(waiting)} of {len(cells)} trainings kept from before")
-    began = time.perf_counter()
-    for done, (cell, measured) in enumerate(_run_all(waiting, workers), 1):
+    say.expect(cell.name for cell in cells)
+    for cell, measured in _run_all([cell for cell in cells if not say.has(cell.name)], workers):
         content = say.cell(cell.name, partial(asdict, measured))
-        left = (time.perf_counter() - began) / done * (len(waiting) - done)
-        loss = "diverged" if content["loss"] is None else f"loss {content['loss']:.4f}"
-        say(f"{done + len(cells) - len(waiting)}/{len(cells)} {cell.name}: {loss}, {duration(left)} left")
+        say(f"{cell.name}: " + ("diverged" if content["loss"] is None else f"loss {content['loss']:.4f}"))
     return {cell.name: cell.read(say.cell(cell.name, dict)) for cell in cells}
 
 

@@ -35,6 +35,7 @@ from fedcomp.experiments.commands import (
 from fedcomp.experiments.experiment import Config, Experiment, check_budget, show_value
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.page import render_html
+from fedcomp.experiments.progress import Remaining, Watch
 from fedcomp.experiments.report import failed_claims, summarise, takes, verdict
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
@@ -259,7 +260,7 @@ def _execute(
 ) -> dict[str, Any]:
     results: dict[str, RunResult] = {}
     log = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
-    with _logged(log), show.Watch(errors, specs) as watch:
+    with _logged(log), Watch(errors, specs, _remaining(experiment, config, specs)) as watch:
         recorded = folder.rounds()
         for spec in specs:
             result = folder.load(spec)
@@ -278,7 +279,9 @@ def _execute(
             watch.done(spec, result.accuracy, kept=kept, rounds=result.final.round)
         idle, findings = experiment.idle(config), Findings()
         if experiment.measure is not None and not idle:
-            findings = experiment.measure(config, results, Say(watch.say, folder.cells(), folder.keep_cell))
+            findings = experiment.measure(
+                config, results, Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
+            )
     claims = [] if idle else experiment.claims(config, results, findings)
     if config.quick:
         claims = [replace(claim, gate=False) for claim in claims]
@@ -289,12 +292,23 @@ def _execute(
     return summary
 
 
-def _recorder(folder: RunFolder, spec: RunSpec, watch: show.Watch) -> Callable[[RoundRecord], None]:
+def _recorder(folder: RunFolder, spec: RunSpec, watch: Watch) -> Callable[[RoundRecord], None]:
     def on_round(record: RoundRecord) -> None:
         folder.append(spec, record)
         watch.round(spec, record)
 
     return on_round
+
+
+def _remaining(experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> Remaining:
+    rounds = {spec.label: spec.rounds for spec in specs}
+    measures = experiment.measure is not None and not experiment.idle(config)
+    return Remaining(rounds, measures=measures, expected=60 * _known_minutes(experiment, config))
+
+
+def _known_minutes(experiment: Experiment, config: Config) -> float:
+    """Return what a run at the defaults was measured to take; 0 for other settings."""
+    return experiment.minutes if config == experiment.configure(seed=config.seed) else 0.0
 
 
 def _announce(experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> None:
@@ -304,7 +318,7 @@ def _announce(experiment: Experiment, config: Config, specs: Sequence[RunSpec]) 
     if specs:
         size = f"{len(specs)} systems, {size}, engine {config.engine}"
     console.print(f"{size}, seed {config.seed}", soft_wrap=True)
-    if config == experiment.configure(seed=config.seed) and experiment.minutes:
+    if _known_minutes(experiment, config):
         console.print(f"takes {takes(experiment.minutes)} on two cores that do nothing else", soft_wrap=True)
     console.print("offline: Flower's telemetry and update check are off", soft_wrap=True)
 

@@ -112,6 +112,17 @@ def test_a_kept_cell_is_not_made_again_and_is_what_json_makes_of_it() -> None:
     Say()("nobody listens")
 
 
+def test_announced_cells_count_once_and_kept_ones_are_done() -> None:
+    told: list[tuple[int, int]] = []
+    say = Say(kept={"a": 1, "of another sweep": 2}, progress=lambda done, known: told.append((done, known)))
+    say.expect(["a", "b", "c"])
+    assert say.cell("a", lambda: 0) == 1
+    say.cell("b", lambda: 0)
+    say.expect(["c", "d"])
+    say.cell("never announced", lambda: 0)
+    assert told == [(1, 3), (2, 3), (2, 4), (3, 5)]
+
+
 def test_a_mean_with_a_gap_is_no_number() -> None:
     assert mean([1.0, 2.0]) == 1.5
     assert spread([1.0, 4.0, 2.0]) == 1.5
