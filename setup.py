@@ -10,5 +10,8 @@ setup(
         *(f"fedcomp.{found}" for name in BESIDE for found in find_packages(include=[name, f"{name}.*"])),
     ],
     package_dir={f"fedcomp.{name}": name for name in BESIDE},
-    package_data={"fedcomp": ["py.typed"], "fedcomp.experiments": ["app/pyproject.toml", "app/fedcomp_app/*.py"]},
+    package_data={
+        "fedcomp": ["py.typed", "__init__.pyi"],
+        "fedcomp.experiments": ["app/pyproject.toml", "app/fedcomp_app/*.py"],
+    },
 )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedcomp.coding import kernels
 from fedcomp.coding.errors import NotDecodable
 from fedcomp.coding.kernels import tables
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, optional
 
 _ROWS_FOR_KERNEL = 12
 """Systems of so many rows are solved by the kernel, whose call alone costs as much as eliminating a few rows."""
@@ -113,6 +113,7 @@ def warm() -> None:
 
 @cache
 def _loops() -> ModuleType:
-    from fedcomp.coding import gauss
+    with optional("solving over GF(2^8)"):
+        from fedcomp.coding import gauss
 
     return gauss

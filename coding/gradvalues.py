@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.coding.errors import CodingError
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.errors import ConfigError, nearest, optional
 
 if TYPE_CHECKING:
     from fedcomp.coding.prime import PrimeField
@@ -234,7 +234,8 @@ def solve_consistent(system: Vector, field: PrimeField) -> Vector | None:
 
     Of several solutions the one whose free unknowns are zero.
     """
-    import galois  # a second of start-up that only whoever solves needs
+    with optional("solving over a prime field"):
+        import galois  # a second of start-up that only whoever solves needs
 
     reduced = np.asarray(galois.GF(field.order)(system.astype(np.int64)).row_reduce(), np.int64)
     unknowns = system.shape[1] - 1

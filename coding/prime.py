@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedcomp.coding.errors import NotDecodable
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, optional
 
 if TYPE_CHECKING:
     from fedcomp.coding.stream import SplitMix64
@@ -249,7 +249,8 @@ class PrimeField:
         return int(np.linalg.matrix_rank(self._galois(a)))
 
     def _galois(self, a: Residues) -> Any:
-        import galois  # a second of start-up that only decoders need
+        with optional("inverting matrices over a prime field"):
+            import galois  # a second of start-up that only decoders need
 
         return galois.GF(self.order)(np.asarray(a, np.int64))
 

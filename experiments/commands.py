@@ -11,7 +11,7 @@ from typing import TextIO
 import click
 import typer
 
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import ConfigError, FedcompError, MissingExtra, optional
 
 OK, CLAIM_FAILED, WRONG_INPUT, BROKEN, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -23,12 +23,13 @@ def invoke(app: typer.Typer, program: str, arguments: Sequence[str] | None, setu
     ``context.obj``.
     """
     try:
-        code = app(
-            args=None if arguments is None else list(arguments), standalone_mode=False, prog_name=program, obj=setup
-        )
+        with optional("this command"):
+            code = app(
+                args=None if arguments is None else list(arguments), standalone_mode=False, prog_name=program, obj=setup
+            )
     except click.ClickException as error:
         return complain(error.format_message(), WRONG_INPUT)
-    except ConfigError as error:
+    except (ConfigError, MissingExtra) as error:
         return complain(str(error), WRONG_INPUT)
     except FedcompError as error:
         return complain(str(error), BROKEN)

@@ -1,1 +1,47 @@
-"""The communication layer for Flower; see docs/architecture.md for the rooms of this package."""
+"""The communication layer for Flower, under one name.
+
+>>> import fedcomp as fc
+>>> from flwr.clientapp import ClientApp
+>>> from flwr.serverapp.strategy import FedAvg
+>>> app = ClientApp(mods=[fc.compression()])
+>>> strategy = fc.Compressed(FedAvg(), fc.TopK(density=0.01))
+
+Every name of ``__init__.pyi`` is here, and is imported when it is first used: ``import fedcomp`` itself brings neither
+Flower nor torch. What needs a library of an extra says which one, see :data:`fedcomp.errors.EXTRAS`.
+``docs/architecture.md`` says what is in the packages below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any, Final
+
+__version__ = "0.1.0"
+
+# One list for type checkers, editors and this file.
+_PLACES: Final[dict[str, str]] = {
+    name: module
+    for module, name in re.findall(
+        r"^from (\S+) import (\w+) as \2$", Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"), re.MULTILINE
+    )
+}
+
+__all__ = ["__version__", *_PLACES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Not at the top: the errors' own module is part of this package.
+    from fedcomp.errors import optional
+
+    with optional(f"fedcomp.{name}"):
+        found = getattr(importlib.import_module(_PLACES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

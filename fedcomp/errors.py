@@ -1,4 +1,4 @@
-"""The one base class of every error this project raises, and the small helper that keeps messages useful.
+"""The one base class of every error this project raises, and the small helpers that keep messages useful.
 
 An error says what was wrong, what was expected, and what to do. Errors that a peer can provoke with bytes are
 :class:`fedcomp.wire.WireError`; errors a user can provoke with arguments are :class:`ConfigError`.
@@ -6,8 +6,10 @@ An error says what was wrong, what was expected, and what to do. Errors that a p
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 
 class FedcompError(Exception):
@@ -32,6 +34,61 @@ class NoUsableReply(FedcompError, RuntimeError):
 
 class StateError(FedcompError, RuntimeError):
     """Client or server state is missing, belongs to another model, or disagrees with its peer."""
+
+
+class MissingExtra(FedcompError, ImportError):
+    """A library that an optional extra brings is not installed."""
+
+
+EXTRAS: Final[Mapping[str, str]] = {
+    "numba": "fast",
+    "torch": "torch",
+    "ray": "simulation",
+    "opacus": "privacy",
+    "scipy": "privacy",
+    "galois": "coding",
+    "networkx": "graph",
+    "pymetis": "graph",
+    "torch_geometric": "graph",
+    "zstandard": "zstd",
+    "tensorboard": "tensorboard",
+    "jinja2": "experiments",
+    "matplotlib": "experiments",
+    "rich": "experiments",
+    "sklearn": "experiments",
+    "typer": "experiments",
+}
+"""The extra of the distribution that installs a library, by the name it is imported by."""
+
+
+@contextlib.contextmanager
+def optional(purpose: str) -> Iterator[None]:
+    """Around imports of optional libraries: a missing one becomes one line that says which extra installs it.
+
+    Parameters
+    ----------
+    purpose : str
+        What the library is needed for, the subject of the sentence.
+
+    Raises
+    ------
+    MissingExtra
+        When a library of :data:`EXTRAS` is missing. Any other import error passes unchanged.
+
+    Examples
+    --------
+    >>> with optional("decoding"):
+    ...     import math
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in EXTRAS:
+            raise
+        raise MissingExtra(
+            f"{purpose} needs {library}, which is not installed: pip install 'fedcomp[{EXTRAS[library]}]'"
+        ) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

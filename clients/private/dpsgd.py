@@ -25,7 +25,7 @@ from flwr.app import ConfigRecord, Context
 
 from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET
 from fedcomp.clients.private.mod import ABOUT_SETTINGS
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, optional
 from fedcomp.flower.logs import log
 from fedcomp.flower.record_dp import Account, Plan, compact, steps_in
 from fedcomp.privacy.entropy import make_entropy
@@ -90,7 +90,8 @@ def train_privately(
     import torch
     from torch.utils.data import TensorDataset
 
-    from fedcomp.privacy.dpsgd import private_training
+    with optional("DP-SGD"):
+        from fedcomp.privacy.dpsgd import private_training
     from fedcomp.tasks.base import EmptyPartition, single_thread
 
     if not len(data):

@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
 from fedcomp.clients.app import app as client_app
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import ConfigError, FedcompError, optional
 from fedcomp.experiments import server_app
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 
@@ -136,6 +136,8 @@ def _set_at_exit(event: threading.Event) -> Iterator[None]:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Keep Ray from reporting usage, and undo what its start adds to this process's environment."""
+    with optional("engine 'ray'"):
+        import ray
     before = dict(os.environ)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Says that today's handling of accelerators is meant; without it Ray warns about a default to come.
@@ -143,8 +145,6 @@ def _environment() -> Iterator[None]:
     try:
         yield
     finally:
-        import ray
-
         # An interrupt may leave the simulation before its own shutdown.
         ray.shutdown()
         for name in [name for name in os.environ if name not in before]:

@@ -21,6 +21,7 @@ from fedcomp.codecs import params
 from fedcomp.codecs.base import State
 from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch
+from fedcomp.errors import optional
 from fedcomp.kernels import Exceedances, exceedances, select_above, select_topk
 from fedcomp.kernels.tiers import Tier
 from fedcomp.layout import Layout, Vector
@@ -141,7 +142,8 @@ def _quantile(family: str, tail: Exceedances, ratio: float) -> float:
     if tail.variance == 0.0:
         return mean  # the limit of both families below
     if family == "gamma":
-        from scipy.special import gammainccinv  # heavy; only this family needs it
+        with optional("SIDCo's gamma family"):
+            from scipy.special import gammainccinv  # heavy; only this family needs it
 
         # About half the relative variance; the logarithms do not resolve less than this.
         s = max(math.log(mean) - tail.log_mean, 1e-12)

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.errors import ConfigError, nearest, optional
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.rng import Key
 
@@ -182,12 +182,8 @@ def _random(graph: Neighbours, parts: int, key: Key) -> Owner:
 def _metis(graph: Neighbours, parts: int, key: Key) -> Owner:
     """Multilevel partitioning (Karypis and Kumar 1998) as METIS implements it: recursive bisection up to eight parts,
     k-way above."""
-    if importlib.util.find_spec("pymetis") is None:
-        raise ConfigError(
-            "partition method 'metis' needs pymetis, which is not installed; pip install 'fedcomp[graph]', or use "
-            "'kernighan-lin', 'greedy' or 'auto'"
-        )
-    import pymetis
+    with optional("partition method 'metis'"):
+        import pymetis
 
     dtype = pymetis.zero_copy_dtype()
     lists = pymetis.CSRAdjacency(graph.indptr.astype(dtype), graph.ids.astype(dtype))
@@ -201,12 +197,8 @@ def _kernighan_lin(graph: Neighbours, parts: int, key: Key) -> Owner:
     """Bisect again and again (Kernighan and Lin 1970, as networkx implements it), for any number of parts: a piece that
     is to become k parts is split in the proportion of k // 2 to the rest. Each bisection starts from the two halves of
     a breadth-first order, which a random one is far from (measured). Derived here but for the bisection."""
-    if importlib.util.find_spec("networkx") is None:
-        raise ConfigError(
-            "partition method 'kernighan-lin' needs networkx, which is not installed; pip install 'fedcomp[graph]', or "
-            "use 'greedy' or 'auto'"
-        )
-    import networkx as nx
+    with optional("partition method 'kernighan-lin'"):
+        import networkx as nx
 
     whole = nx.Graph()
     whole.add_nodes_from(range(graph.nodes))

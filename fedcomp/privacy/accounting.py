@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, optional
 from fedcomp.privacy.errors import PrivacyError
 from fedcomp.privacy.events import FINE, Event
 from fedcomp.privacy.gaussian import (
@@ -200,7 +200,8 @@ def _rounds(events: Iterable[Event | Sequence[Event]]) -> Counter[Profile]:
 @lru_cache(maxsize=512)
 def _sampled_curve(rate: float, noise_multiplier: float) -> NDArray[np.float64]:
     """Return Opacus' Rényi curve of one sampled Gaussian at :data:`ORDERS`."""
-    from opacus.accountants.analysis import rdp
+    with optional("accounting of sampled rounds"):
+        from opacus.accountants.analysis import rdp
 
     # Sampling never costs more than taking part for certain (joint quasi-convexity), at any order.
     curve = ORDERS / (2.0 * noise_multiplier**2)
@@ -334,8 +335,9 @@ def _prv_of(history: tuple[tuple[tuple[float, float], int], ...], delta: float, 
         )
     if delta < _PRV_DELTA:
         raise Unaccountable(f"delta={delta:.3g} is below the {_PRV_DELTA:g} PRV resolves")
-    from opacus.accountants import PRVAccountant
-    from opacus.accountants.analysis import prv
+    with optional("PRV accounting"):
+        from opacus.accountants import PRVAccountant
+        from opacus.accountants.analysis import prv
 
     delta_error = delta / 1000.0
     pairs = [prv.PoissonSubsampledGaussianPRV(rate, z) for (z, rate), _ in history]
@@ -429,7 +431,8 @@ def compose_rounds(rounds: Rounds, delta: float, *, cap: int = 0) -> Cost:
 
 def _sampled(rounds: Rounds, delta: float, left: float) -> Cost:
     """Return the cost of sampled Gaussians: the tightest of PRV, RDP and no amplification at all, all three bounds."""
-    import opacus
+    with optional("accounting of sampled rounds"):
+        import opacus
 
     version = f"Opacus {opacus.__version__}"
     rdp, order = _convert(_rdp_total(rounds, 0), left)

@@ -32,7 +32,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError
+from fedcomp.errors import ConfigError, optional
 from fedcomp.privacy.events import Adjacency, check_adjacency
 from fedcomp.rng import Key
 
@@ -230,7 +230,8 @@ def noise_scale(residuals: NDArray[Any], sigma: float) -> Scale:
     ConfigError
         Without residuals, or when ``sigma`` is not positive.
     """
-    from scipy.special import gammainc, gammaincc
+    with optional("an audit"):
+        from scipy.special import gammainc, gammaincc
 
     values = np.asarray(residuals, np.float64).ravel()
     if values.size == 0 or not 0.0 < sigma < math.inf:
@@ -278,7 +279,8 @@ def most_errors(errors: NDArray[Any] | int, trials: int, confidence: float) -> N
     confidence : float
         Probability with which the bound holds.
     """
-    from scipy.special import betaincinv
+    with optional("an audit"):
+        from scipy.special import betaincinv
 
     seen = np.asarray(errors, np.float64)
     # The bound solves P[Binomial(trials, p) <= errors] = 1 - confidence; all errors leave it at 1.
@@ -287,7 +289,8 @@ def most_errors(errors: NDArray[Any] | int, trials: int, confidence: float) -> N
 
 def _distance(errors: NDArray[Any] | int, trials: int, confidence: float) -> Floats:
     """Return how far beyond the threshold a world must lie, in standard deviations, to err no oftener than seen."""
-    from scipy.special import ndtri
+    with optional("an audit"):
+        from scipy.special import ndtri
 
     # 99 % for both worlds together: half of what may go wrong for each.
     bound = most_errors(errors, trials, 1.0 - (1.0 - confidence) / 2.0)
@@ -361,7 +364,8 @@ def project(outputs: NDArray[Any], without: NDArray[Any], within: NDArray[Any]) 
 
 def quantiles(mu: float, count: int) -> Floats:
     """Return ``count`` evenly spaced quantiles of N(mu, 1), shape ``(count,)``: scores without randomness."""
-    from scipy.special import ndtri
+    with optional("an audit"):
+        from scipy.special import ndtri
 
     return mu + np.asarray(ndtri((np.arange(count) + 0.5) / count), np.float64)
 
@@ -377,7 +381,8 @@ def power(mu: float, claimed: float, trials: int, *, confidence: float = 0.99) -
 
     Computed, not simulated: both kinds of errors are binomial when the threshold is the midpoint.
     """
-    from scipy.special import bdtr
+    with optional("an audit"):
+        from scipy.special import bdtr
 
     rate = _NORMAL.cdf(-mu / 2.0)
     errors = np.arange(trials + 1)
@@ -420,7 +425,8 @@ def guess_p_value(correct: int, guesses: int, canaries: int, epsilon: float, del
     Source: Steinke, Nasr, Jagielski 2023, "Privacy auditing with one (1) training run", theorem 5.2 (recalled):
     P[W >= v] <= P[W* >= v] + 2 m delta max_i P[v > W* >= v - i] / i with W* ~ Binomial(r, e^eps / (1 + e^eps)).
     """
-    from scipy.special import bdtr, bdtrc
+    with optional("an audit"):
+        from scipy.special import bdtr, bdtrc
 
     if not 0 <= correct <= guesses <= canaries:
         raise ConfigError(f"{correct} correct of {guesses} guesses on {canaries} canaries cannot be")

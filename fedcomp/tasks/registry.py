@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.errors import ConfigError, nearest, optional
 from fedcomp.tasks.options import resolve
 from fedcomp.tasks.sources import SETS, Stamp, data_root, local_stamp
 
@@ -51,7 +51,8 @@ def task_class(name: str) -> type[Task]:
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}{nearest(name, TASKS)}")
     module, _, attribute = TASKS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    with optional(f"the task {name!r}"):
+        return getattr(importlib.import_module(module), attribute)
 
 
 def get_task(name: str, **options: Any) -> Task:
