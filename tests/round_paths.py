@@ -1,0 +1,183 @@
+"""Every path on which updates reach a model, as one table: the strategy, and the app that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedTrimmedAvg, Result, Strategy
+from toy import client_app
+
+from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.private.topagg import topagg as topagg_mods
+from fedcomp.clients.shared_support import answer_queries, shared_support
+from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
+from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.record_dp import RECORD_DP, Account, Plan
+from fedcomp.flower.rounds import fit
+from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.privacy.votes import TopkSign
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.distributed_dp import DistributedDp
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
+from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.strategies.private.topagg import TopAgg, topagg
+from fedcomp.strategies.shared_support import SharedSupport
+
+NODES = 5
+PLAN = Plan(noise_multiplier=1.5, rate=0.1, steps=3, delta=1e-5)
+PROMISE: dict[str, Any] = {"population": NODES, "delta": 1e-3, "insecure_deterministic": True, "seed": 7}
+NOISY = {**PROMISE, "noise_multiplier": 0.5}
+BALLOT = TopkSign(k=50)
+INTEGERS = FixedPoint(RandomK(1.0), clip=1024.0, levels=1024)
+
+
+class Stepping(FedAvg):
+    """A user's own strategy: it looks at every reply and lets Flower's mean do the rest."""
+
+    def aggregate_train(self, server_round, replies):
+        kept = list(replies)
+        self.seen = [sorted(reply.content) for reply in kept if not reply.has_error()]
+        return super().aggregate_train(server_round, kept)
+
+
+def quiet(kind: type[FedAvg] = FedAvg, **options: Any) -> FedAvg:
+    """Return one of Flower's strategies that trains on everybody and evaluates nowhere."""
+    return kind(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0, **options)
+
+
+def accounted(msg: Message, context: Context, call_next) -> Message:
+    """A mod that says what a training cost, as DP-SGD's does."""
+    plan = next((p for c in msg.content.config_records.values() if (p := Plan.read(c)) is not None), None)
+    reply = call_next(msg, context)
+    if plan is None or reply.has_error():
+        return reply
+    total = int(context.state.config_records.get("spent", ConfigRecord({"total": 0}))["total"]) + plan.steps
+    context.state["spent"] = ConfigRecord({"total": total})
+    account = Account(f"ledger {context.node_config['partition-id']}", plan.steps, total)
+    reply.content[RECORD_DP] = account.to_record()
+    return reply
+
+
+@dataclass(frozen=True)
+class Path:
+    """One path.
+
+    Attributes
+    ----------
+    strategy : callable
+        Makes it.
+    app : callable
+        Makes the app that answers, given the mods a test puts around it.
+    updates_only : bool
+        Whether nothing but the update of a reply is read.
+    buffers : bool
+        Whether the model may have tensors that travel as values.
+    """
+
+    strategy: Callable[[], Strategy]
+    app: Callable[..., Any]
+    updates_only: bool = False
+    buffers: bool = True
+
+
+def plain(*mods: Any) -> Callable[..., Any]:
+    return lambda *outer: client_app([*outer, *mods])
+
+
+def coded_app(*outer: Any) -> Any:
+    return answer_coded(client_app([*outer, coded(), compression()]))
+
+
+def pair(inner: Callable[[], Strategy], codec: Any, **options: Any) -> Callable[[], Strategy]:
+    return lambda: Compressed(inner(), codec, **options)
+
+
+COMPRESSED, PRIVATE = plain(compression()), plain(compression(), private())
+SPARSE = ErrorFeedback(TopK(density=0.1))
+
+PATHS: dict[str, Path] = {
+    "mean": Path(pair(quiet, SPARSE), COMPRESSED),
+    "mean of whole models": Path(pair(quiet, Identity(), downlink=TopK(density=0.2)), COMPRESSED),
+    "mean of votes": Path(pair(quiet, SignSGD(step=0.5)), COMPRESSED),
+    "mean with momentum": Path(pair(lambda: quiet(FedAvgM, server_momentum=0.5), QSGD(levels=16)), COMPRESSED),
+    "adaptive": Path(pair(lambda: quiet(FedAdam, eta=0.5), TopK(density=0.1)), COMPRESSED),
+    "median": Path(pair(lambda: quiet(FedMedian), QSGD(levels=16)), COMPRESSED),
+    "trimmed mean": Path(
+        pair(lambda: quiet(FedTrimmedAvg, beta=0.2), Identity(), downlink=TopK(density=0.2)), COMPRESSED
+    ),
+    "a strategy of one's own": Path(pair(lambda: quiet(Stepping), RandomK(density=0.3)), COMPRESSED),
+    "shared support": Path(
+        lambda: SharedSupport(ScaleCom(density=0.05)),
+        lambda *o: answer_queries(client_app([*o, shared_support(), compression()])),
+    ),
+    "shared support, stale leader": Path(
+        lambda: SharedSupport(ScaleCom(density=0.05), stale_leader=True),
+        lambda *o: answer_queries(client_app([*o, shared_support(), compression()])),
+    ),
+    "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE), symbols=2), coded_app),
+    "groups": Path(
+        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), code="mds", symbols=2, groups=2), coded_app, buffers=False
+    ),
+    "coded sum": Path(
+        lambda: CodedFedAvg(Compressed(quiet(), INTEGERS), construction="sumcode", symbols=2, private=1),
+        coded_app,
+        buffers=False,
+    ),
+    "distributed noise": Path(
+        lambda: DistributedDp(quiet(), clip=500.0, tolerated=2, **NOISY), coded_app, updates_only=True, buffers=False
+    ),
+    "private mean": Path(
+        pair(lambda: DpFedAvg(quiet(), clip=1e4, **NOISY), TopK(density=0.2)), PRIVATE, updates_only=True
+    ),
+    "private mean on a support of all": Path(
+        pair(lambda: DpFedAvg(quiet(FedAdam), clip=1e4, **NOISY), RandomK(density=0.3), downlink=TopK(density=0.2)),
+        PRIVATE,
+        updates_only=True,
+    ),
+    "private mean, adaptive clip": Path(
+        pair(lambda: DpFedAvg(quiet(), clip=AdaptiveClip(initial=1e4, count_noise=1.0), **NOISY), Identity()),
+        PRIVATE,
+        updates_only=True,
+    ),
+    "private mean alone": Path(lambda: DpFedAvg(quiet(), clip=1e4, **NOISY), PRIVATE, updates_only=True),
+    "private votes": Path(
+        lambda: topagg(quiet(), BALLOT, server_lr=0.25, **NOISY), plain(*topagg_mods()), updates_only=True
+    ),
+    "private votes alone": Path(
+        lambda: TopAgg(quiet(), BALLOT, server_lr=0.25, **NOISY), plain(private()), updates_only=True
+    ),
+    "private factors": Path(
+        lambda: Lsg(quiet(), clip=2000.0, rank=5, keep=0.5, mask="noisy_magnitude", **NOISY),
+        plain(lsg(), private()),
+        updates_only=True,
+    ),
+    "local privacy": Path(lambda: local_dp(quiet(), TopK(density=0.2), clip=1e4, **NOISY), PRIVATE, updates_only=True),
+    "private records": Path(lambda: RecordDp(quiet(), PLAN, records=1000), plain(accounted)),
+    "private records, compressed": Path(
+        lambda: RecordDp(Compressed(quiet(), SPARSE), PLAN, records=1000), plain(accounted, compression())
+    ),
+}
+
+
+def run(path: Path, rounds: int, **engine: Any) -> tuple[Strategy, Result]:
+    """Run a path in process; return its strategy and Flower's result."""
+    strategy = path.strategy()
+    arrays = ArrayRecord({"weight": Array(np.arange(1200, dtype=np.float32).reshape(40, 30) % 7 - 3)})
+    arrays["bias"] = Array(np.zeros(12, np.float32))
+    if path.buffers:
+        arrays["steps"] = Array(np.array(0, np.int64))
+    with InProcessGrid(path.app(), NODES, seed=4, **engine) as grid:
+        return strategy, fit(strategy, MeteredGrid(grid, Ledger()), arrays, rounds, timeout=9.0)
