@@ -78,7 +78,7 @@ def make_graph(settings: Settings, seed: int) -> Strategy:
     ConfigError
         For settings that sampler or strategy refuse, or that have no place where a round is a few sampled steps.
     """
-    from fedcomp.strategies.gcn.strategy import SkewedGCN
+    from fedcomp.strategies.gcn.strategy import RoundSettings, RowSettings, SkewedGCN
 
     for key, default in _UNUSED.items():
         if settings[key] != default:
@@ -100,19 +100,28 @@ def make_graph(settings: Settings, seed: int) -> Strategy:
         raise ConfigError(
             f"cache_bytes={settings['cache_bytes']!r} does not fit cache={settings['cache']!r}; use cache=lru"
         )
-    inner = around(make_inner(settings), settings, seed)
-    own: dict[str, Any] = {key: settings[key] for key in ("cache", "row_codec", "local_steps", "dedupe", "evaluate")}
-    if settings["cache_bytes"]:
-        own["cache_bytes"] = settings["cache_bytes"]
+    given: dict[str, Any] = dict(settings)
+    if not given["deadline"] >= 0:
+        raise ConfigError(f"deadline={given['deadline']!r} is not valid: give seconds, or 0 for the run's timeout")
+    limit = {"cache_bytes": given["cache_bytes"]} if given["cache_bytes"] else {}
     return SkewedGCN(
-        inner,
-        sampler=sampler_settings(settings),
+        around(make_inner(settings), settings, seed),
+        sampler_settings(settings),
+        rows=RowSettings(
+            codec=given["row_codec"],
+            cache=given["cache"],
+            dedupe=given["dedupe"],
+            noise=float(given["noise"]),
+            **limit,
+        ),
+        rounds=RoundSettings(
+            local_steps=given["local_steps"],
+            batch_size=int(given["batch_size"]),
+            evaluate=given["evaluate"],
+            timeout=float(given["deadline"]) or None,
+        ),
         structure=str(settings.get(f"{TASK_PREFIX}structure", "full")),
-        batch_size=int(settings["batch_size"]),
-        noise=float(settings["noise"]),
-        deadline=float(settings["deadline"]) or None,
         seed=seed,
-        **own,
     )
 
 
@@ -129,7 +138,7 @@ def check_graph(strategy: SkewedGCN, task: GraphTask) -> None:
         )
     if strategy.codec.name != _PICKY:
         return
-    if strategy.noise:
+    if strategy.rows.noise:
         raise ConfigError(f"row_codec={_PICKY} cannot hold rows with noise on them; use a dense row codec or noise=0")
     features = task.graph.features
     try:

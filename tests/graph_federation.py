@@ -6,6 +6,7 @@ The model is a network of two graph convolutions in float64, so that a run can b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from fedcomp.graphs.plan import plan_round
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
 from fedcomp.strategies.gcn.report import GraphReport
-from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.strategies.gcn.strategy import RoundSettings, RowSettings, SkewedGCN
 
 NODES, PARTS, DEGREE, FEATURES, HIDDEN, SEED, LR = 48, 4, 5.0, 6, 5, 3, 0.3
 
@@ -103,8 +104,18 @@ def averaging(evaluate: bool = False, **options: Any) -> FedAvg:
 
 
 def strategy(inner: Strategy | None = None, **options: Any) -> SkewedGCN:
-    usual = {"n_per_layer": 12, "batch_size": 6, "row_codec": "dense-f64", "deadline": 5.0, "seed": SEED}
-    return SkewedGCN(averaging() if inner is None else inner, **{**usual, **options})
+    """Return a strategy; ``options`` are settings of the sampler, of rows and of a round, and the strategy's own."""
+    usual = {"n": 12, "batch_size": 6, "codec": "dense-f64", "timeout": 5.0, "seed": SEED}
+    return made(averaging() if inner is None else inner, **{**usual, **options})
+
+
+def made(inner: Strategy, **options: Any) -> SkewedGCN:
+    """Return a strategy whose settings are given by name alone."""
+    kinds = (SamplerSettings, RowSettings, RoundSettings)
+    sampler, rows, rounds = (
+        kind(**{f.name: options.pop(f.name) for f in fields(kind) if f.name in options}) for kind in kinds
+    )
+    return SkewedGCN(inner, sampler, rows=rows, rounds=rounds, **options)
 
 
 def gradients_on_one_machine(model: Mapping[str, NDArray[Any]], number: int, batch_size: int) -> Named:

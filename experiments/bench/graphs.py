@@ -228,7 +228,7 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
     from fedcomp.experiments.private_central import quiet
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.rounds import fit
-    from fedcomp.strategies.gcn.strategy import SkewedGCN
+    from fedcomp.strategies.gcn.strategy import RoundSettings, SamplerSettings, SkewedGCN
     from fedcomp.tasks.arrays import to_arrays
 
     options = {key: task.options[key] for key in ("nodes", "degree", "parts", "columns")}
@@ -250,7 +250,7 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
 
     with quiet(), InProcessGrid(app, PARTS, seed=0) as grid:
         inner = FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1, fraction_evaluate=0.0)
-        strategy = SkewedGCN(inner, KEPT, batch_size=BATCH)
+        strategy = SkewedGCN(inner, SamplerSettings(n=KEPT), rounds=RoundSettings(batch_size=BATCH))
         fit(strategy, grid, start, rounds + 1, train_config=ConfigRecord(config), on_round=mark)
     # The first round sets up.
     spent = np.diff(marks[:rounds]).tolist()

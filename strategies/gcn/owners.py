@@ -70,8 +70,8 @@ class Talk:
         Name of the record with the run's configuration.
     config : ConfigRecord
     grid : Grid
-    deadline : float or None
-        Seconds for the replies of each exchange.
+    timeout : float or None
+        Seconds to wait for the replies of each exchange.
     report : GraphReport
     traffic : Traffic
         Whose trips these are: of the training, or of the evaluation.
@@ -83,7 +83,7 @@ class Talk:
     key: str
     config: ConfigRecord
     grid: Grid
-    deadline: float | None
+    timeout: float | None
     report: GraphReport
     traffic: Traffic
     silent: set[int]
@@ -106,7 +106,7 @@ class Talk:
         if not messages:
             return Answers()
         self.traffic.trips += 1
-        replies = yield Push(list(messages.values()), self.deadline)
+        replies = yield Push(list(messages.values()), self.timeout)
         by_id = {m.metadata.message_id: place for place, m in messages.items() if m.metadata.message_id}
         found: dict[int, Message] = {}
         failures = {place: Failure("nothing came back in time", True) for place in messages}

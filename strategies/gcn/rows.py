@@ -39,9 +39,10 @@ from fedcomp.flower.payload import payload_bytes
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, encode_ids
-from fedcomp.graphs.rowcodecs import RowCodec
+from fedcomp.graphs.rowcodecs import RowCodec, get_row_codec
 from fedcomp.graphs.structure_rows import decode_structure
 from fedcomp.strategies.gcn.owners import Common, Owners, Talk, sent
+from fedcomp.strategies.gcn.settings import RowSettings
 
 _PLAN_FRAMES: Final = {"": "id_bytes", NORMS: "setup_bytes", STRUCTURE: "structure_bytes"}
 _STRUCTURE_FRAMES: Final = {"": "structure_bytes"}
@@ -126,16 +127,12 @@ class Turn:
     ----------
     talk : Talk
     owners : Owners
-    codec : RowCodec
-        Of feature rows.
+    settings : RowSettings
+        How feature rows travel.
     norms : bool
         Whether rows of the adjacency come with the norms of their nodes.
     layers : int
         Of the model: there are that many hops at most.
-    dedupe : bool
-        Fetch each row once, for all who want it.
-    noise : float
-        Standard deviation of the noise on feature rows.
 
     Attributes
     ----------
@@ -147,14 +144,17 @@ class Turn:
 
     talk: Talk
     owners: Owners
-    codec: RowCodec
+    settings: RowSettings
     norms: bool
     layers: int
-    dedupe: bool
-    noise: float
     requesters: dict[int, Requester] = field(default_factory=dict)
     away: dict[int, str] = field(default_factory=dict)
     _apart: set[int] = field(default_factory=set)
+
+    @property
+    def codec(self) -> RowCodec:
+        """Of feature rows."""
+        return get_row_codec(self.settings.codec)
 
     def run(self, asks: Mapping[int, Ask]) -> Exchanges[dict[int, Requester]]:
         """Bring the clients of some parts to where they can train; return those that can, in order of parts."""
@@ -289,9 +289,9 @@ class Turn:
         for part, missing in lacking.items():
             for owner, ids in missing.items():
                 asked.setdefault(owner, {})[part] = ids
-        said = Fetch(self.talk.session, FEATURES, row_codec=self.codec.name, noise=self.noise)
+        said = Fetch(self.talk.session, FEATURES, row_codec=self.settings.codec, noise=self.settings.noise)
         together = {}
-        if self.dedupe:
+        if self.settings.dedupe:
             # Under the owner's own number, which no requester of its rows has.
             shared = {o: by_part for o, by_part in asked.items() if len(by_part) > 1 and o not in self._apart}
             together = {owner: {owner: _union(by_part.values())} for owner, by_part in shared.items()}

@@ -14,16 +14,15 @@ one step per round and updates weighed by the sizes of the batches that is synch
 the batches; with more steps it is local SGD, and is called that.
 
 What a client needs of an absent owner it does without, which is told: as the share of the base weight that was lost.
-Rows it has in its cache are used all the same. No exchange lasts longer than the deadline.
+Rows it has in its cache are used all the same. No exchange lasts longer than the timeout.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -32,7 +31,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
-from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, MOST_STEPS, TRAIN_TYPE, Ask, put_frames
+from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, Ask, put_frames
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.flower.privacy import find_private
@@ -44,18 +43,14 @@ from fedcomp.privacy.local import asks_for_noise
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
 from fedcomp.strategies.gcn.report import GraphReport, Traffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
+from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
 from fedcomp.strategies.replies import RoundReport
 from fedcomp.strategies.wrapping import require_inner
 
-__all__ = ["GraphReport", "SkewedGCN", "Traffic"]
+__all__ = ["GraphReport", "RoundSettings", "RowSettings", "SamplerSettings", "SkewedGCN", "Traffic"]
 
 
-CACHES: Final = ("none", "lru", "all")
-EVALUATIONS: Final = ("full", "sampled")
 STRUCTURES: Final = ("full", "halo")
-
-CACHE_BYTES: Final = 64 * 1024 * 1024
-"""Default limit of a client's cache of the policy "lru"."""
 
 _ADAPTIVE_CAP: Final = 8.0
 _TYPES: Final = {"train": TRAIN_TYPE, "evaluate": EVALUATE_TYPE}
@@ -74,35 +69,18 @@ class SkewedGCN(ExchangeStrategy):
     inner : Strategy
         Any Flower strategy that works through hooks, :class:`fedcomp.strategies.compressed.Compressed` among them. A
         private one is refused: feature rows leave their owners in the clear.
-    n_per_layer : int or tuple of int
-        Columns a layer keeps, input layer first; one number is for all layers.
-    budget, mode, estimator, scale, layers
-        See :class:`fedcomp.graphs.settings.SamplerSettings`.
-    sampler : str or SamplerSettings
-        The sampler's name; or all of its settings, which the arguments above then must not repeat.
-    cache : {"none", "lru", "all"}
-        Which rows of other owners a client keeps.
-    cache_bytes : int
-        Limit of "lru".
-    row_codec : str
-        How feature rows are written; see :func:`fedcomp.graphs.rowcodecs.get_row_codec`.
+    sampler : SamplerSettings
+        Which neighbours a step uses. Its ``layers`` are those of the model.
+    rows : RowSettings
+        How feature rows travel, and which of them clients keep.
+    rounds : RoundSettings
+        What a round asks of a client: steps, batch size, evaluation, timeout.
     structure : {"full", "halo"}
         What clients know of the edges: all of them, or those of their own nodes. Has to be what their task says.
-    local_steps : int
-        SGD steps of a client per round.
-    batch_size : int
-        Training nodes of a step; 0 takes all.
-    dedupe : bool
-        Fetch a row once for all clients that want it in the same round. The server then looks into frames, and cuts
-        them.
-    noise : float
-        Standard deviation of the Gaussian noise an owner adds to its rows. No promise of privacy goes with it.
-    evaluate : {"full", "sampled"}
-        Whether clients evaluate with all neighbours, or with the sampler of training.
-    deadline : float, optional
-        Seconds for the replies of each exchange; default: the driver's timeout alone.
     seed : int
         Of batches and samples.
+    configrecord_key : str
+        Name of the record with the run's configuration.
 
     Attributes
     ----------
@@ -110,81 +88,50 @@ class SkewedGCN(ExchangeStrategy):
         By round.
     reports, evaluations : dict of int to RoundReport
         Those of the inner strategy, where it keeps any.
-    sampler : SamplerSettings
 
     Raises
     ------
     ConfigError
         For anything that cannot work.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> strategy = SkewedGCN(
+    ...     FedAvg(fraction_evaluate=0.0),
+    ...     SamplerSettings(n=256, budget=1.5),
+    ...     rows=RowSettings(codec="auto", cache="all"),
+    ...     rounds=RoundSettings(batch_size=64),
+    ... )
+    >>> strategy.method
+    'synchronous data-parallel SGD'
     """
 
     def __init__(
         self,
         inner: Strategy,
-        n_per_layer: int | tuple[int, ...] = 512,
+        sampler: SamplerSettings = SamplerSettings(),  # noqa: B008 - immutable
         *,
-        budget: float = 1.5,
-        mode: str = "matched",
-        estimator: str = "poisson",
-        scale: float = 1.0,
-        layers: int = 2,
-        sampler: str | SamplerSettings = "skewed",
-        cache: str = "none",
-        cache_bytes: int = CACHE_BYTES,
-        row_codec: str = "dense-f32",
+        rows: RowSettings = RowSettings(),  # noqa: B008 - immutable
+        rounds: RoundSettings = RoundSettings(),  # noqa: B008 - immutable
         structure: str = "full",
-        local_steps: int = 1,
-        batch_size: int = 128,
-        dedupe: bool = False,
-        noise: float = 0.0,
-        evaluate: str = "full",
-        deadline: float | None = None,
         seed: int = 0,
         configrecord_key: str = "config",
     ) -> None:
         _check_inner(inner)
-        own = {"n": n_per_layer, "budget": budget, "mode": mode, "estimator": estimator, "scale": scale}
-        own["layers"] = layers
-        if isinstance(sampler, SamplerSettings):
-            given = [name for name, value in own.items() if value != getattr(SamplerSettings(), name)]
-            if given:
-                raise ConfigError(f"{', '.join(given)} of SkewedGCN: the settings given as sampler say it already")
-        for name, value, low in (
-            ("cache_bytes", cache_bytes, 1),
-            ("local_steps", local_steps, 1),
-            ("batch_size", batch_size, 0),
-            ("seed", seed, None),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
-                least = "" if low is None else f", at least {low}"
-                raise ConfigError(f"{name}={value!r} is not valid: a whole number{least}")
-        if local_steps > MOST_STEPS:
-            raise ConfigError(f"local_steps={local_steps} is not valid: clients take at most {MOST_STEPS} in a round")
-        for name, word, known in (
-            ("cache", cache, CACHES),
-            ("structure", structure, STRUCTURES),
-            ("evaluate", evaluate, EVALUATIONS),
-        ):
-            if word not in known:
-                raise ConfigError(f"{name}={word!r} is not known{nearest(str(word), known)}")
-        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0.0 <= noise < math.inf:
-            raise ConfigError(f"noise={noise!r} is not valid: a standard deviation, finite and at least 0")
-        if deadline is not None and not deadline > 0:
-            raise ConfigError(f"deadline={deadline!r} is not valid: give seconds > 0, or None")
-        if not isinstance(dedupe, bool):
-            raise ConfigError(f"dedupe={dedupe!r} is not valid: True or False")
-        self.inner = inner
-        self.sampler = sampler if isinstance(sampler, SamplerSettings) else SamplerSettings(sampler=sampler, **own)  # type: ignore[arg-type]
-        if self.sampler.sampler == "fastgcn" and structure != "full":
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"seed={seed!r} is not valid: a whole number")
+        if structure not in STRUCTURES:
+            raise ConfigError(f"structure={structure!r} is not known{nearest(str(structure), STRUCTURES)}")
+        if sampler.sampler == "fastgcn" and structure != "full":
             raise ConfigError(
                 f"sampler 'fastgcn' draws by column norms of all of P, which structure={structure!r} does not show; "
                 "use structure='full', or another sampler"
             )
-        self.codec = get_row_codec(row_codec)
-        self.cache, self.cache_bytes = cache, cache_bytes if cache == "lru" else 0
-        self.structure, self.local_steps, self.batch_size = structure, local_steps, batch_size
-        self.dedupe, self.noise, self.evaluate = dedupe, float(noise), evaluate
-        self.deadline, self.seed = deadline, seed
+        self.inner = inner
+        self.sampler, self.rows, self.rounds = sampler, rows, rounds
+        self.structure, self.seed = structure, seed
+        self.codec = get_row_codec(rows.codec)
         self.graph: dict[int, GraphReport] = {}
         self._key = configrecord_key
         self._session = secrets.token_hex(8)
@@ -207,9 +154,7 @@ class SkewedGCN(ExchangeStrategy):
     @property
     def method(self) -> str:
         """What training amounts to."""
-        if self.local_steps == 1:
-            return "synchronous data-parallel SGD"
-        return f"local SGD, {self.local_steps} steps a round"
+        return self.rounds.method
 
     @property
     def scales(self) -> dict[int, float]:
@@ -254,7 +199,7 @@ class SkewedGCN(ExchangeStrategy):
 
     def _talk(self, report: GraphReport, traffic: Traffic, config: ConfigRecord, grid: Grid) -> Talk:
         silent = self._owners.silent
-        return Talk(self._session, self._key, config, grid, self.deadline, report, traffic, silent)
+        return Talk(self._session, self._key, config, grid, self.rounds.timeout, report, traffic, silent)
 
     def _carry_out(self, purpose: str, messages: list[Message], talk: Talk) -> Exchanges[list[Message]]:
         """Let the clients of ``messages`` plan, fetch, and do what the messages ask; return their replies."""
@@ -273,7 +218,7 @@ class SkewedGCN(ExchangeStrategy):
             for part in [part for part in by_part if not self._owners.hello(part).train]:
                 talk.report.lose(part, "its part has no node to learn from")
                 del by_part[part]
-        turn = Turn(talk, self._owners, self.codec, self._norms, self.sampler.layers, self.dedupe, self.noise)
+        turn = Turn(talk, self._owners, self.rows, self._norms, self.sampler.layers)
         ready = yield from turn.run({part: self._ask(purpose, part, talk.report.round) for part in by_part})
         self._owners.dropped = set(self._owners.silent)
         pushed = {part: self._loaded(by_part[part], requester, purpose) for part, requester in ready.items()}
@@ -289,20 +234,20 @@ class SkewedGCN(ExchangeStrategy):
     def _ask(self, purpose: str, part: int, server_round: int) -> Ask:
         train = purpose == "train"
         sampler = self.sampler
-        if not train and self.evaluate == "full":
+        if not train and self.rounds.evaluate == "full":
             sampler = replace(sampler, sampler="full")
         return Ask(
             session=self._session,
             seed=self.seed,
             round=server_round,
             purpose=purpose,
-            steps=self.local_steps if train else 1,
-            batch_size=self.batch_size if train else 0,
+            steps=self.rounds.local_steps if train else 1,
+            batch_size=self.rounds.batch_size if train else 0,
             sampler=json.dumps(sampler.to_config(), separators=(",", ":")),
-            row_codec=self.codec.name,
-            cache=self.cache,
-            cache_bytes=self.cache_bytes,
-            noise=self.noise,
+            row_codec=self.rows.codec,
+            cache=self.rows.cache,
+            cache_bytes=self.rows.limit,
+            noise=self.rows.noise,
             scale=self._search(part).s if self._adaptive else 0.0,
             norms=self._owners.norms_of(part),
         )
@@ -349,7 +294,7 @@ class SkewedGCN(ExchangeStrategy):
             moved = ready[part].moved + rows
             trained = payload_bytes(pushed[part]) - rows + payload_bytes(reply)
             nodes = self._owners.hello(part).train
-            learnt = self.local_steps * min(self.batch_size or nodes, nodes)
+            learnt = self.rounds.local_steps * min(self.rounds.batch_size or nodes, nodes)
             before = self._epochs.pop(part, (0, 0, 0))
             epoch = (before[0] + learnt, before[1] + moved, before[2] + moved + trained)
             if epoch[0] < nodes:
@@ -361,9 +306,16 @@ class SkewedGCN(ExchangeStrategy):
 
     def _settings(self) -> dict[str, Any]:
         """What must not change within a run."""
-        names = ("cache", "cache_bytes", "structure", "local_steps", "batch_size", "dedupe", "noise", "evaluate")
-        own = {name: getattr(self, name) for name in (*names, "seed")}
-        return {"sampler": self.sampler.to_config(), "row_codec": self.codec.name, **own}
+        rounds = asdict(self.rounds)
+        # How long to wait may change from one process to the next.
+        del rounds["timeout"]
+        return {
+            "sampler": self.sampler.to_config(),
+            "rows": asdict(self.rows),
+            "rounds": rounds,
+            "structure": self.structure,
+            "seed": self.seed,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes from round to round, as plain data, the inner strategy's included."""

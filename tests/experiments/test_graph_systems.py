@@ -10,6 +10,7 @@ from fedcomp.experiments.graph_runs import outcome
 from fedcomp.experiments.graph_systems import layer_sizes, sampler_settings
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import check, get_system
+from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
 
 SMALL = {"n": "8", "batch_size": 4}
 
@@ -108,8 +109,8 @@ def test_settings_reach_the_sampler_and_the_strategy() -> None:
     for name in ("sampler", "fanout", "estimator", "weight", "mode", "scale", "s_max", "keep_self", "favour", "q"):
         assert getattr(made, name) == given[name]
     assert (made.n, made.budget, made.layers) == ((20, 10), 2.0, 2)
-    names = ("cache", "cache_bytes", "local_steps", "batch_size", "dedupe", "noise", "evaluate", "deadline")
-    assert {name: getattr(strategy, name) for name in names} == {name: given[name] for name in names}
+    assert strategy.rows == RowSettings(codec="csr", cache="lru", cache_bytes=1000, dedupe=True, noise=0.5)
+    assert strategy.rounds == RoundSettings(local_steps=3, batch_size=0, evaluate="sampled", timeout=7.0)
     assert (strategy.codec.name, strategy.structure, strategy.seed) == ("csr", "halo", 11)
     assert strategy.inner.codec.density == 0.1
 

@@ -38,7 +38,7 @@ from fedcomp.graphs.base import Part
 from fedcomp.rng import Key
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 
-DEADLINE = 5.0
+TIMEOUT = 5.0
 ALL = (SETUP_TYPE, PLAN_TYPE, ROWS_TYPE, TRAIN_TYPE, EVALUATE_TYPE)
 
 
@@ -54,7 +54,7 @@ def dead(partition: int, *rounds: int) -> Callable[[Delivery], str]:
 
 def everything(**options: Any) -> SkewedGCN:
     """Return a strategy whose clients use all their neighbours, so that everybody wants something of everybody."""
-    return strategy(**{"n_per_layer": ENOUGH, "batch_size": 0, "deadline": DEADLINE, **options})
+    return strategy(**{"n": ENOUGH, "batch_size": 0, "timeout": TIMEOUT, **options})
 
 
 def seconds(over: MeteredGrid, of: SkewedGCN, rounds: int) -> list[float]:
@@ -116,7 +116,7 @@ def test_7_14_an_owner_that_dies_with_its_plan_or_its_rows_costs_one_deadline(ki
     assert report.train.replans == PARTS - 1
     assert report.train.clients == PARTS - 1
     assert report.train.lost_mass > 0
-    assert took == [0.0, DEADLINE, 0.0]
+    assert took == [0.0, TIMEOUT, 0.0]
     plans = over.ledger.total("messages", message_type=PLAN_TYPE, direction="down", round=2)
     assert plans == PARTS + PARTS - 1
     # What the others had of each other is not fetched again.
@@ -187,7 +187,7 @@ def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_succ
     over, of = grid(parts, fault=dead(1, 2, 3)), everything()
     took = seconds(over, of, 4)
     # In its first round it is missed with its plan; later it is asked for a sign before anybody counts on it.
-    assert took == [0.0, DEADLINE, DEADLINE, 0.0]
+    assert took == [0.0, TIMEOUT, TIMEOUT, 0.0]
     assert [r.train.replans for r in reports(of)] == [0, PARTS - 1, 0, 0]
     assert [sorted(r.absent) for r in reports(of)] == [[], [1], [1], []]
     assert of.graph[3].absent == {1: "its node does not answer"}
@@ -211,20 +211,20 @@ def falling() -> Callable[[Delivery], str]:
 def test_7_14_owners_that_die_one_after_the_other_cost_a_deadline_and_two_trips_each() -> None:
     """Without an owner a sampled plan wants other rows, so that the next owner is asked, and is silent."""
     over = grid(graph(), fault=falling())
-    of = strategy(n_per_layer=16, batch_size=0, mode="fixed", seed=4, deadline=DEADLINE)
+    of = strategy(n=16, batch_size=0, mode="fixed", seed=4, timeout=TIMEOUT)
     run(of, over, 1)
     report = of.graph[1]
     assert sorted(report.absent) == [1, 2, 3]
     assert (report.train.clients, report.train.rows_received) == (1, {0: 0})
     # Who are you, a plan and rows for each that falls, the plan of the one that is left, and its training.
     assert report.train.trips == 1 + 2 * 3 + 1 + 1
-    assert over.clock == 3 * DEADLINE
+    assert over.clock == 3 * TIMEOUT
 
 
 def test_7_14_rows_that_came_before_their_owner_fell_are_used() -> None:
     app, loaded = Meddler(client(graph())), []
     app.before[1, 0, TRAIN_TYPE] = lambda message, context: loaded.extend(message.content)
-    of = strategy(n_per_layer=16, batch_size=0, mode="fixed", deadline=DEADLINE)
+    of = strategy(n=16, batch_size=0, mode="fixed", timeout=TIMEOUT)
     run(of, grid(graph(), app, fault=falling()), 1)
     assert sorted(of.graph[1].absent) == [2, 3]
     assert f"{HEADER}/rows/2" in loaded
@@ -245,7 +245,7 @@ def test_7_14_evaluation_does_without_whom_training_missed_and_asks_who_may_be_t
     assert second.train.clients == PARTS - 1
     assert second.evaluate.clients == PARTS
     assert second.evaluate.trips == 4
-    assert took == [DEADLINE, DEADLINE]
+    assert took == [TIMEOUT, TIMEOUT]
 
 
 @pytest.mark.long
@@ -278,7 +278,7 @@ def test_what_arrives_twice_counts_once() -> None:
 def test_a_run_in_which_a_fifth_of_all_messages_fails_goes_on() -> None:
     kinds = {"lost_reply": 0.05, "late": 0.04, "raise": 0.04, "offline": 0.04, "silent": 0.03}
     parts = graph()
-    of = everything(inner=averaging(evaluate=True), cache="all", n_per_layer=12, batch_size=6)
+    of = everything(inner=averaging(evaluate=True), cache="all", n=12, batch_size=6)
     over = grid(parts, fault=RandomFaults(Key(5, "gcn"), kinds), error_state="keep")
     found = run(of, over, 5)
     assert all(np.isfinite(value).all() for value in found.values())

@@ -79,7 +79,7 @@ def test_7_14_a_fault_at_any_message_of_a_turn_costs_its_node_that_round_at_most
     parts = graph(parts=FEW, nodes=24, structure="halo")
     app = Incidents(client(parts), kind)
     options = {"mode": "measured", "structure": "halo", "cache": "lru", "cache_bytes": 100}
-    of = strategy(n_per_layer=12, batch_size=4, **options)
+    of = strategy(n=12, batch_size=4, **options)
     over = grid(parts, app, fault=app.fault, error_state="keep")
     found = run(of, over, 2 + len(STRUCK))
     assert list(app.struck.values()) == [kind for kind, _ in STRUCK]
@@ -96,7 +96,7 @@ def test_7_14_a_fault_at_any_message_of_a_turn_costs_its_node_that_round_at_most
 
 def test_an_owner_that_breaks_over_its_rows_is_there_and_trains_all_the_same() -> None:
     breaks = grid(graph(), fault=lambda d: "raise" if (d.partition, d.message_type) == (1, ROWS_TYPE) else "none")
-    of = strategy(n_per_layer=ENOUGH)
+    of = strategy(n=ENOUGH)
     run(of, breaks, 1)
     assert list(of.graph[1].absent) == [1]
     assert (of.graph[1].lost, of.graph[1].train.clients) == ({}, PARTS)
@@ -150,7 +150,7 @@ def test_one_that_asks_for_norms_for_ever_is_given_up_for_that_round() -> None:
 def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_else() -> None:
     """Resumed runs, too, meet nodes that have a state and others that are new."""
     parts = graph(parts=FEW, nodes=24)
-    options = {"n_per_layer": ENOUGH, "batch_size": 0, "cache": "all"}
+    options = {"n": ENOUGH, "batch_size": 0, "cache": "all"}
     over = grid(parts, nodes=FEW)
     model = run(strategy(**options), over, 2)
     second = strategy(**options)
@@ -175,11 +175,11 @@ def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_el
 @pytest.mark.long
 def test_the_adaptive_scale_is_searched_once_an_epoch() -> None:
     """Of 48 nodes of 4 owners each learns from 10: batches of 4 make an epoch of three rounds."""
-    of = strategy(mode="adaptive", n_per_layer=ENOUGH, batch_size=4)
+    of = strategy(mode="adaptive", n=ENOUGH, batch_size=4)
     over, scales = grid(graph()), []
     run(of, over, 2, on_round=lambda *_: scales.append(set(of.scales.values())))
     # Resumed within an epoch.
-    again = strategy(mode="adaptive", n_per_layer=ENOUGH, batch_size=4)
+    again = strategy(mode="adaptive", n=ENOUGH, batch_size=4)
     again.load_state_dict(of.state_dict())
     run(again, over, 4, first=3, on_round=lambda *_: scales.append(set(again.scales.values())))
     assert scales == [{1.0}, {1.0}, {2.0}, {2.0}]
@@ -193,7 +193,7 @@ def test_7_06_a_server_adam_steps_as_on_one_machine() -> None:
     """Its pseudo-gradient is the learning rate times the gradient on the union of the batches."""
     rates = {"eta": 0.05, "eta_l": LR, "beta_1": 0.9, "beta_2": 0.99, "tau": 1e-3}
     least = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
-    found = run(strategy(FedAdam(fraction_evaluate=0.0, **rates, **least), n_per_layer=ENOUGH), grid(graph()), 3)
+    found = run(strategy(FedAdam(fraction_evaluate=0.0, **rates, **least), n=ENOUGH), grid(graph()), 3)
     model = initial()
     first, second = ({name: np.zeros_like(value) for name, value in model.items()} for _ in range(2))
     for number in (1, 2, 3):
@@ -231,7 +231,7 @@ def test_labels_travel_nowhere_and_rows_only_from_their_owner_to_those_who_use_t
             return reply
 
     app = client(parts)
-    of = strategy(averaging(evaluate=True), mode="measured", n_per_layer=6)
+    of = strategy(averaging(evaluate=True), mode="measured", n=6)
     run(of, grid(parts, Tap()), 2)
     owner_of = {row.tobytes(): part.index for part in parts for row in part.features}
     labels = [part.labels.tobytes()[: 8 * 4] for part in parts]

@@ -38,7 +38,7 @@ Change = Callable[[Message, Message], None]
 
 
 def everything(**options: Any) -> SkewedGCN:
-    return strategy(**{"n_per_layer": ENOUGH, "batch_size": 0, **options})
+    return strategy(**{"n": ENOUGH, "batch_size": 0, **options})
 
 
 def meddled(kind: str, change: Change, of: SkewedGCN, structure: str = "full", rounds: int = 3) -> dict[str, Any]:

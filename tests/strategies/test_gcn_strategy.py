@@ -23,6 +23,7 @@ from graph_federation import (
     graph,
     grid,
     initial,
+    made,
     record,
     reports,
     run,
@@ -35,7 +36,6 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
 from fedcomp.graphs.base import Part
-from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.report import GraphReport, feature_bytes
 from fedcomp.strategies.gcn.strategy import SkewedGCN
@@ -81,7 +81,7 @@ def one_machine(rounds: int, batch_size: int) -> dict[str, Any]:
 def test_7_06_with_room_for_all_neighbours_k_clients_train_as_one_machine(
     scale: float, batch_size: int, rounds: int
 ) -> None:
-    of = strategy(n_per_layer=ENOUGH, mode="fixed", scale=scale, batch_size=batch_size)
+    of = strategy(n=ENOUGH, mode="fixed", scale=scale, batch_size=batch_size)
     found = run(of, grid(graph()), rounds)
     for name, value in one_machine(rounds, batch_size).items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-10)
@@ -93,7 +93,7 @@ def test_7_06_with_room_for_all_neighbours_k_clients_train_as_one_machine(
 @pytest.mark.long
 def test_7_06_a_sampled_run_is_another_one() -> None:
     """Else the limit case would hold for a client that ignores its plan."""
-    sampled, whole = run(strategy(), grid(graph()), 2), run(strategy(n_per_layer=ENOUGH), grid(graph()), 2)
+    sampled, whole = run(strategy(), grid(graph()), 2), run(strategy(n=ENOUGH), grid(graph()), 2)
     assert np.abs(sampled["layers.0.weight"] - whole["layers.0.weight"]).max() > 1e-4
 
 
@@ -111,14 +111,14 @@ def test_7_07_one_client_fetches_nothing_and_the_trips_are_saved() -> None:
 
 @pytest.mark.long
 def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
-    of, over = strategy(n_per_layer=ENOUGH, batch_size=0, cache="all"), grid(graph())
+    of, over = strategy(n=ENOUGH, batch_size=0, cache="all"), grid(graph())
     model = run(of, over, 2)
     first, later = reports(of)
     assert [r.train.trips for r in (first, later)] == [4, 2]
     assert first.train.rows_fetched > 0
     assert later.train.rows_fetched == later.train.feature_bytes_link == later.train.id_bytes == 0
     assert later.train.remote_inputs == first.train.remote_inputs
-    nothing = strategy(n_per_layer=ENOUGH, batch_size=0)
+    nothing = strategy(n=ENOUGH, batch_size=0)
     assert bits(run(nothing, grid(graph()), 2)) == bits(model)
     assert total(nothing, "rows_fetched") == 2 * total(of, "rows_fetched")
 
@@ -130,7 +130,7 @@ def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
 @pytest.mark.parametrize("codec", ["dense-f64", "auto"])
 def test_7_10_bytes_are_those_of_the_payloads_and_a_link_costs_twice_what_travels(codec: str) -> None:
     tape = Tape(parts := graph())
-    of = strategy(averaging(evaluate=True), row_codec=codec, local_steps=2)
+    of = strategy(averaging(evaluate=True), codec=codec, local_steps=2)
     over = grid(parts, tape)
     run(of, over, 2)
     ledger = over.ledger
@@ -161,14 +161,14 @@ def test_7_10_bytes_are_those_of_the_payloads_and_a_link_costs_twice_what_travel
 
 @pytest.mark.long
 def test_7_10_rows_sent_are_rows_received_and_with_dedupe_fewer_are_sent() -> None:
-    plain = strategy(n_per_layer=ENOUGH, batch_size=0)
+    plain = strategy(n=ENOUGH, batch_size=0)
     apart, once = grid(graph()), grid(graph())
     model = run(plain, apart, 1)
     for report in reports(plain):
         sent, received = report.train.rows_sent, report.train.rows_received
         assert sum(sent.values()) == sum(received.values()) == report.train.rows_fetched > 0
         assert sorted(sent) == sorted(received) == list(range(PARTS))
-    shared = strategy(n_per_layer=ENOUGH, batch_size=0, dedupe=True)
+    shared = strategy(n=ENOUGH, batch_size=0, dedupe=True)
     assert bits(run(shared, once, 1)) == bits(model)
     for one, two in zip(reports(shared), reports(plain), strict=True):
         # The requesters get what they got, byte for byte; the owners send a row once.
@@ -199,7 +199,7 @@ def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy(
 
 @pytest.mark.long
 def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
-    options = {"n_per_layer": 8, "mode": "fixed"}
+    options = {"n": 8, "mode": "fixed"}
     full = strategy(averaging(evaluate=True), **options)
     sampled = strategy(averaging(evaluate=True), evaluate="sampled", **options)
     for of in (full, sampled):
@@ -247,7 +247,7 @@ def test_norms_are_fetched_once_and_counted(structure: str) -> None:
 
 @pytest.mark.long
 def test_the_adaptive_scale_follows_the_bytes() -> None:
-    of = strategy(mode="adaptive", n_per_layer=16, local_steps=3)
+    of = strategy(mode="adaptive", n=16, local_steps=3)
     run(of, grid(graph()), 4)
     assert [report.train.scale for report in reports(of)][:2] == [1.0, 2.0]
     assert all(scale >= 4.0 for scale in of.scales.values())
@@ -267,7 +267,7 @@ def test_the_adaptive_scale_follows_the_bytes() -> None:
     [(averaging, TopK(density=0.5)), (lambda: FedMedian(fraction_evaluate=0.0, min_available_nodes=1), None)],
 )
 def test_the_drop_in_pair_compresses_a_graph_run(inner: Any, downlink: Any) -> None:
-    of = strategy(Compressed(inner(), TopK(density=0.25), downlink, seed=SEED), n_per_layer=ENOUGH)
+    of = strategy(Compressed(inner(), TopK(density=0.25), downlink, seed=SEED), n=ENOUGH)
     over = grid(graph())
     found = run(of, over, 2)
     assert [r.compressed for r in of.reports.values()] == [PARTS] * 2
@@ -284,7 +284,7 @@ def test_the_drop_in_pair_compresses_a_graph_run(inner: Any, downlink: Any) -> N
 def test_rows_too_large_for_a_config_record_pass_the_mods() -> None:
     """A large frame is an ArrayRecord, and the drop-in pair looks for the model among these."""
     parts = graph(nodes=4000, degree=8.0)
-    of = strategy(Compressed(averaging(), TopK(density=0.5), TopK(density=0.5)), n_per_layer=4000, batch_size=0)
+    of = strategy(Compressed(averaging(), TopK(density=0.5), TopK(density=0.5)), n=4000, batch_size=0)
     run(of, over := grid(parts), 2)
     assert total(of, "clients") == 2 * PARTS
     assert not of.graph[2].lost
@@ -299,7 +299,7 @@ def test_who_is_not_in_the_cohort_answers_with_rows_all_the_same() -> None:
         def configure_train(self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any) -> Any:
             return list(super().configure_train(server_round, arrays, config, grid))[:1]
 
-    of = strategy(First(fraction_evaluate=0.0, min_available_nodes=1), n_per_layer=ENOUGH)
+    of = strategy(First(fraction_evaluate=0.0, min_available_nodes=1), n=ENOUGH)
     over = grid(graph())
     run(of, over, 1)
     report = of.graph[1].train
@@ -315,20 +315,20 @@ def test_who_is_not_in_the_cohort_answers_with_rows_all_the_same() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["measured", "adaptive"])
 def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
-    def made() -> SkewedGCN:
+    def resumable() -> SkewedGCN:
         pair = Compressed(averaging(), TopK(density=0.25), TopK(density=0.5), seed=SEED)
         return strategy(pair, mode=mode, cache="lru", cache_bytes=600, local_steps=2)
 
-    whole, over = made(), grid(graph())
+    whole, over = resumable(), grid(graph())
     model = run(whole, over, 2)
-    path, before = tmp_path / "run.ckpt", made()
+    path, before = tmp_path / "run.ckpt", resumable()
     interrupted = grid(graph())
 
     def keep(number: int, arrays: ArrayRecord, outcome: Any) -> None:
         checkpoint.save(path, server_round=number, arrays=arrays, strategy=before, grid=interrupted)
 
     run(before, interrupted, 1, on_round=keep)
-    after, again = made(), grid(graph())
+    after, again = resumable(), grid(graph())
     held = checkpoint.load(path)
     held.apply(after, again)
     assert bits(run(after, again, 2, first=2, start=held.arrays)) == bits(model)
@@ -354,23 +354,24 @@ def test_a_report_survives_json() -> None:
         ({"cache": "alll"}, "cache='alll' is not known; did you mean 'all'"),
         ({"structure": "some"}, "structure='some' is not known"),
         ({"evaluate": "fully"}, "evaluate='fully' is not known; did you mean 'full'"),
-        ({"row_codec": "dense-f31"}, "row codec 'dense-f31' is not known; did you mean 'dense-f32'"),
+        ({"codec": "dense-f31"}, "row codec 'dense-f31' is not known; did you mean 'dense-f32'"),
         ({"local_steps": 0}, "local_steps=0 is not valid: a whole number, at least 1"),
         ({"batch_size": -1}, "batch_size=-1 is not valid"),
         ({"cache_bytes": 0, "cache": "lru"}, "cache_bytes=0 is not valid"),
         ({"noise": float("nan")}, "noise=nan is not valid"),
-        ({"deadline": 0}, "deadline=0 is not valid: give seconds > 0, or None"),
+        ({"timeout": 0}, "timeout=0 is not valid: give seconds > 0, or None"),
         ({"dedupe": 1}, "dedupe=1 is not valid"),
         ({"budget": 0.5}, "budget"),
         ({"mode": "matchd"}, "did you mean 'matched'"),
-        ({"sampler": SamplerSettings(), "budget": 2.0}, "budget of SkewedGCN: the settings given as sampler say it"),
+        ({"seed": 0.5}, "seed=0.5 is not valid"),
+        ({"sampler": "fastgcn", "structure": "halo"}, "use structure='full'"),
         ({"inner": "fedavg"}, "inner must be a Flower Strategy instance"),
         ({"inner": strategy()}, "exchanges of its own"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        SkewedGCN(**{"inner": averaging(), **options})
+        made(**{"inner": averaging(), **options})
 
 
 def test_a_promise_of_privacy_does_not_hold_where_rows_travel_in_the_clear() -> None:
@@ -378,10 +379,3 @@ def test_a_promise_of_privacy_does_not_hold_where_rows_travel_in_the_clear() -> 
     for inner in (private, Compressed(private, TopK(density=0.1))):
         with pytest.raises(ConfigError, match="feature rows leave their owners in the clear"):
             SkewedGCN(inner)
-
-
-def test_settings_of_the_sampler_can_be_given_whole() -> None:
-    settings = SamplerSettings(sampler="node", fanout=3, mode="fixed", scale=2.0)
-    of = SkewedGCN(averaging(), sampler=settings)
-    assert of.sampler is settings
-    assert SkewedGCN(averaging(), (7, 9), scale=2.0, mode="fixed", sampler="ladies").sampler.n == (7, 9)

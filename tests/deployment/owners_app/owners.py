@@ -21,7 +21,7 @@ from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.graphs.adjacency import FullStructure, normalised
 from fedcomp.graphs.base import Part
 from fedcomp.rng import Key
-from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.strategies.gcn.strategy import RoundSettings, SamplerSettings, SkewedGCN
 
 OWNERS, NODES, FEATURES, CLASSES, LAST = 4, 40, 6, 3, 5
 VICTIM, LEARNERS = 3, (0, 1)
@@ -90,7 +90,7 @@ class SomeLearn(FedAvg):
 
 def strategy() -> SkewedGCN:
     inner = SomeLearn(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
-    return SkewedGCN(inner, 200, batch_size=0, deadline=60.0, seed=2)
+    return SkewedGCN(inner, SamplerSettings(n=200), rounds=RoundSettings(batch_size=0, timeout=60.0), seed=2)
 
 
 class Told(MeteredGrid):

@@ -1,0 +1,121 @@
+"""How feature rows travel in a graph run, and what a round asks of a client."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.flower.gcn import MOST_STEPS
+from fedcomp.graphs.cache import POLICIES
+from fedcomp.graphs.rowcodecs import get_row_codec
+
+EVALUATIONS: Final = ("full", "sampled")
+
+CACHE_BYTES: Final = 64 * 1024 * 1024
+"""Default limit of a client's cache of the policy "lru"."""
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How feature rows travel between owners, and which of them a client keeps.
+
+    Parameters
+    ----------
+    codec : str
+        How rows are written; see :func:`fedcomp.graphs.rowcodecs.get_row_codec`.
+    cache : {"none", "lru", "all"}
+        Which rows of other owners a client keeps.
+    cache_bytes : int
+        Limit of "lru"; without meaning for the others.
+    dedupe : bool
+        Fetch a row once for all clients that want it in the same round. The server then looks into frames, and cuts
+        them.
+    noise : float
+        Standard deviation of the Gaussian noise that an owner adds to its rows. This is not differential privacy:
+        nothing is clipped or accounted for.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or a number out of range.
+    """
+
+    codec: str = "dense-f32"
+    cache: str = "none"
+    cache_bytes: int = CACHE_BYTES
+    dedupe: bool = False
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        get_row_codec(self.codec)
+        _require_word("cache", self.cache, POLICIES)
+        _require_count("cache_bytes", self.cache_bytes, 1)
+        if not isinstance(self.dedupe, bool):
+            raise ConfigError(f"dedupe={self.dedupe!r} is not valid: True or False")
+        noise: Any = self.noise
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0.0 <= noise < math.inf:
+            raise ConfigError(f"noise={noise!r} is not valid: a standard deviation, finite and at least 0")
+        object.__setattr__(self, "noise", float(noise))
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a client's cache may hold; 0 where there is no limit."""
+        return self.cache_bytes if self.cache == "lru" else 0
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """What a round asks of a client.
+
+    Parameters
+    ----------
+    local_steps : int
+        SGD steps. With one step, and updates weighted by batch sizes, training is synchronous data-parallel SGD on the
+        union of the batches; with more it is local SGD.
+    batch_size : int
+        Training nodes of a step; 0 takes all.
+    evaluate : {"full", "sampled"}
+        Whether clients evaluate with all neighbours, or with the sampler of training.
+    timeout : float, optional
+        Seconds to wait for the replies of each exchange; default: the driver's timeout alone.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown name or a number out of range.
+    """
+
+    local_steps: int = 1
+    batch_size: int = 128
+    evaluate: str = "full"
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_count("local_steps", self.local_steps, 1)
+        if self.local_steps > MOST_STEPS:
+            raise ConfigError(
+                f"local_steps={self.local_steps} is not valid: clients take at most {MOST_STEPS} in a round"
+            )
+        _require_count("batch_size", self.batch_size, 0)
+        _require_word("evaluate", self.evaluate, EVALUATIONS)
+        if self.timeout is not None and not self.timeout > 0:
+            raise ConfigError(f"timeout={self.timeout!r} is not valid: give seconds > 0, or None")
+
+    @property
+    def method(self) -> str:
+        """What training amounts to."""
+        if self.local_steps == 1:
+            return "synchronous data-parallel SGD"
+        return f"local SGD, {self.local_steps} steps a round"
+
+
+def _require_word(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} is not known{nearest(str(value), known)}")
+
+
+def _require_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} is not valid: a whole number, at least {least}")
