@@ -107,7 +107,7 @@ def answer_gcn(app: ClientApp, part_of: PartOf, learner_of: LearnerOf) -> Client
 
 def _set_up(msg: Message, part: Part) -> Message:
     """Say who this owner is and whose norms it needs, or tell the norms that others need."""
-    setup = Setup.of(msg)
+    setup = Setup.take(msg)
     asked = take_frames(msg, part.parts, *([gcn.IDS] if setup.action == "norms" else []))
     content = RecordDict()
     put_node(content, part.index)
@@ -141,7 +141,7 @@ def _set_up(msg: Message, part: Part) -> Message:
 def _plan(msg: Message, context: Context, part: Part) -> Message:
     """Say which rows of other owners the steps of the turn use; or which rows of the adjacency that cannot be known
     without."""
-    ask = Ask.of(msg)
+    ask = Ask.take(msg)
     sent = take_frames(msg, part.parts, gcn.NORMS, gcn.STRUCTURE)
     kept = Kept.load(context, ask, part, _reader(part, ask))
     norms, structure = Table(), tuple(sent[gcn.STRUCTURE].items())
@@ -178,7 +178,7 @@ def _plan(msg: Message, context: Context, part: Part) -> Message:
 
 def _hand_out(msg: Message, context: Context, part: Part) -> Message:
     """Send rows of this owner's nodes to those who asked, and of no others."""
-    fetch = Fetch.of(msg)
+    fetch = Fetch.take(msg)
     content = RecordDict()
     put_node(content, part.index)
     asked = _asked_of(part, take_frames(msg, part.parts, gcn.IDS)[gcn.IDS], content)
@@ -245,7 +245,7 @@ class _Turn:
         GraphError, WireError
             When the message brings rows that the plan does not use, or that are no rows.
         """
-        ask = Ask.of(msg)
+        ask = Ask.take(msg)
         if ask.purpose != purpose:
             raise PayloadError(f"the plan of a message to {purpose} is one to {ask.purpose}")
         part = part_of(msg, context)

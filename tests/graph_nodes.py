@@ -147,7 +147,7 @@ class Nodes:
         while True:
             reply = self.tell(index, message(gcn.PLAN_TYPE, ask, frames))
             wants = take_frames(reply, len(self.parts), gcn.IDS)[gcn.IDS]
-            if Needs.of(reply).needs == gcn.FEATURES:
+            if Needs.take(reply).needs == gcn.FEATURES:
                 return ask, wants, reply
             said = Fetch(ask.session, gcn.STRUCTURE, norms=bool(norms))
             frames = {gcn.STRUCTURE: self.fetch(index, wants, said)}

@@ -7,8 +7,8 @@
     evaluate.gcn       the same for evaluation
 
 Scalars stand in one ConfigRecord; every list of ids and every block of rows is one frame, which the server passes on as
-it came: what it costs on one link it costs on the other. What is said is checked here by name and type; what the bytes
-of a frame mean, by those who read them.
+it came: what it costs on one link it costs on the other. What the bytes of a frame mean is checked by those who read
+them.
 
 A frame has a kind and a place. The place is a part of the graph: towards a requester and from one it says whose the
 rows are, towards an owner and from one it says who wants them.
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Final, Self
+from dataclasses import dataclass
+from typing import Annotated, Final, Self
 
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+from fedcomp.flower.schema import Flag, Int, Many, OneOf, Real, Schema, Text
 from fedcomp.graphs.base import StepPlan
 from fedcomp.graphs.settings import MOST_LAYERS
 
@@ -61,79 +62,16 @@ MOST_STEPS: Final = 65_536
 MOST_ROUNDS: Final = 1 << 61
 """Rounds are below it: twice as many are an integer that records can hold."""
 
-_LONGEST_NAME: Final = 256
-_LONGEST_SAMPLER: Final = 4096
-"""Characters of a session's or a codec's name, and of a sampler's description."""
-
-_LISTS: Final = {"tuple[int, ...]": int}
-_SCALARS: Final = {"str": str, "int": int, "float": float, "bool": bool}
-
-
-class _Said:
-    """A dataclass that is one record: every field an entry of its own name and type, nothing else beside them."""
-
-    _optional: ClassVar[tuple[str, ...]] = ()
-    """Numbers that are 0 in most messages, and cost nothing there."""
-
-    def to_record(self) -> ConfigRecord:
-        """Return it as a record."""
-        entries: dict[str, Any] = {}
-        for name, value in asdict(self).items():  # type: ignore[call-overload]
-            # Flower cannot measure a record with an empty list or text in it.
-            if value not in ((), "") and not (name in self._optional and not value):
-                entries[name] = list(value) if isinstance(value, tuple) else value
-        return ConfigRecord(entries)
-
-    def put(self, content: RecordDict) -> None:
-        """Write it under :data:`HEADER`."""
-        content[HEADER] = self.to_record()
-
-    @classmethod
-    def of(cls, message: Message) -> Self:
-        """Return what a message says.
-
-        Raises
-        ------
-        PayloadError
-            When it says nothing of the kind, has entries of other names or types, or out of range.
-        """
-        found = message.content.get(HEADER) if message.has_content() else None
-        if not isinstance(found, ConfigRecord):
-            raise PayloadError(f"the message has no record {HEADER!r}: it does not come from a graph run")
-        values: dict[str, Any] = {}
-        wrong = []
-        for entry in fields(cls):  # type: ignore[arg-type]
-            kind = str(entry.type)
-            if kind in _LISTS:
-                value: Any = found.get(entry.name, [])
-                fits = isinstance(value, list) and all(type(item) is _LISTS[kind] for item in value)
-                values[entry.name] = tuple(value) if fits else ()
-            else:
-                value = found.get(entry.name, "" if kind == "str" else 0 if entry.name in cls._optional else None)
-                # type() and not isinstance(): True is an int.
-                fits = type(value) is _SCALARS[kind]
-                values[entry.name] = value
-            if not fits:
-                wrong.append(entry.name)
-        unknown = sorted(set(found) - set(values))
-        if wrong or unknown:
-            raise PayloadError(
-                f"record {HEADER!r} is no {cls.__name__}: entries {wrong or unknown} are missing, unknown or of "
-                "another type; server and client are of different versions"
-            )
-        made = cls(**values)
-        reason = made.refuses()
-        if reason:
-            raise PayloadError(f"record {HEADER!r} is no {cls.__name__}: {reason}")
-        return made
-
-    def refuses(self) -> str:
-        """Return why the values are out of range; empty when they are not."""
-        return ""
+Name = Annotated[str, Text(256, least=1)]
+Part = Annotated[int, Int(most=MOST_PARTS - 1)]
+Parts = Annotated[tuple[int, ...], Many(Int(most=MOST_PARTS - 1), MOST_PARTS, ascending=True)]
+Count = Annotated[int, Int()]
+Switch = Annotated[bool, Flag()]
+Amount = Annotated[float, Real(least=0.0)]
 
 
 @dataclass(frozen=True)
-class Setup(_Said):
+class Setup(Schema, key=HEADER):
     """What ``query.gcn_setup`` asks.
 
     Attributes
@@ -149,21 +87,14 @@ class Setup(_Said):
         Of a hello with ``norms``: how many hops away they may be.
     """
 
-    session: str
-    action: str
-    norms: bool = False
-    layers: int = 1
-
-    def refuses(self) -> str:
-        if reason := _no_name("session", self.session):
-            return reason
-        if self.action not in ("hello", "norms"):
-            return f"action {self.action!r} is neither 'hello' nor 'norms'"
-        return "" if 1 <= self.layers <= MOST_LAYERS else f"a model of {self.layers} layers"
+    session: Name
+    action: Annotated[str, OneOf("hello", "norms")]
+    norms: Switch = False
+    layers: Annotated[int, Int(1, MOST_LAYERS)] = 1
 
 
 @dataclass(frozen=True)
-class Hello(_Said):
+class Hello(Schema, key=HEADER):
     """What an owner says of itself.
 
     Attributes
@@ -182,28 +113,26 @@ class Hello(_Said):
         What it knows of the edges.
     """
 
-    digest: str
-    index: int
-    parts: int
-    nodes: int
-    owned: int
-    train: int
-    test: int
-    features: int
-    structure: str
+    digest: Name
+    index: Part
+    parts: Annotated[int, Int(1, MOST_PARTS)]
+    nodes: Count
+    owned: Count
+    train: Count
+    test: Count
+    features: Annotated[int, Int(1)]
+    structure: Annotated[str, OneOf("full", "halo")]
 
-    def refuses(self) -> str:
-        if not 1 <= self.parts <= MOST_PARTS or not 0 <= self.index < self.parts:
+    def conflict(self) -> str:
+        if self.index >= self.parts:
             return f"part {self.index} of {self.parts}"
-        if not self.digest or self.structure not in ("full", "halo"):
-            return f"digest {self.digest!r}, structure {self.structure!r}"
-        if self.features < 1 or min(self.train, self.test) < 0 or not max(self.train, self.test) <= self.owned:
-            return f"{self.owned} nodes of {self.features} features, {self.train} to learn from, {self.test} for tests"
+        if max(self.train, self.test) > self.owned:
+            return f"{self.owned} nodes, {self.train} to learn from, {self.test} for tests"
         return "" if self.owned <= self.nodes else f"{self.owned} nodes of a graph of {self.nodes}"
 
 
 @dataclass(frozen=True)
-class Ask(_Said):
+class Ask(Schema, key=HEADER):
     """What a plan, a training and an evaluation message say; the same word for word in all messages of one turn.
 
     Attributes
@@ -236,53 +165,33 @@ class Ask(_Said):
         How many exchanges of adjacency rows have gone before, in this turn.
     """
 
-    _optional: ClassVar[tuple[str, ...]] = ("norms",)
-
-    session: str
-    seed: int
-    round: int
-    purpose: str
-    steps: int
-    batch_size: int
-    sampler: str
-    row_codec: str
-    cache: str = "none"
-    cache_bytes: int = 0
-    noise: float = 0.0
-    absent: tuple[int, ...] = ()
-    scale: float = 0.0
-    norms: int = 0
-    hop: int = 0
+    session: Name
+    seed: Annotated[int, Int(least=-(2**63))]
+    round: Annotated[int, Int(most=MOST_ROUNDS - 1)]
+    purpose: Annotated[str, OneOf("train", "evaluate")]
+    steps: Annotated[int, Int(1, MOST_STEPS)]
+    batch_size: Count
+    sampler: Annotated[str, Text(4096)]
+    row_codec: Name
+    cache: Annotated[str, OneOf("none", "lru", "all")] = "none"
+    cache_bytes: Count = 0
+    noise: Amount = 0.0
+    absent: Parts = ()
+    scale: Amount = 0.0
+    norms: Annotated[int, Int(absent=0)] = 0
+    hop: Count = 0
 
     @property
     def turn(self) -> int:
         """Place of this round's training or evaluation in the order of a session."""
         return 2 * self.round + (self.purpose == "evaluate")
 
-    def refuses(self) -> str:
-        if reason := _no_name("session", self.session) or _no_name("row codec", self.row_codec):
-            return reason
-        if self.purpose not in ("train", "evaluate"):
-            return f"purpose {self.purpose!r} is neither 'train' nor 'evaluate'"
-        low = min(self.batch_size, self.cache_bytes, self.norms, self.hop) < 0
-        if low or not 0 <= self.round < MOST_ROUNDS or not 1 <= self.steps <= MOST_STEPS:
-            return (
-                f"round {self.round}, {self.steps} steps (at most {MOST_STEPS}), batches of {self.batch_size}, a cache "
-                f"of {self.cache_bytes} bytes, {self.norms} norms, hop {self.hop}"
-            )
-        if len(self.sampler) > _LONGEST_SAMPLER:
-            return f"a description of a sampler of {len(self.sampler)} characters, at most {_LONGEST_SAMPLER}"
-        if self.cache not in ("none", "lru", "all"):
-            return f"cache {self.cache!r} is none of 'none', 'lru', 'all'"
-        if not 0.0 <= self.noise < math.inf or not (self.scale == 0.0 or 1.0 <= self.scale < math.inf):
-            return f"noise {self.noise}, scale {self.scale}"
-        if any(a >= b for a, b in zip((-1, *self.absent), self.absent, strict=False)):
-            return f"absent owners {self.absent[:8]} are not ascending part numbers"
-        return ""
+    def conflict(self) -> str:
+        return f"scale {self.scale} is neither 0 nor at least 1" if 0.0 < self.scale < 1.0 else ""
 
 
 @dataclass(frozen=True)
-class Needs(_Said):
+class Needs(Schema, key=HEADER):
     """What a plan comes to: frames ``ids/{owner}`` name the rows it needs, and of which kind.
 
     Attributes
@@ -294,17 +203,12 @@ class Needs(_Said):
         That of the question.
     """
 
-    needs: str
-    hop: int
-
-    def refuses(self) -> str:
-        if self.needs not in (FEATURES, STRUCTURE, NORMS):
-            return f"it needs {self.needs[:64]!r}, which is none of {FEATURES!r}, {STRUCTURE!r} and {NORMS!r}"
-        return "" if self.hop >= 0 else f"hop {self.hop}"
+    needs: Annotated[str, OneOf(FEATURES, STRUCTURE, NORMS)]
+    hop: Count
 
 
 @dataclass(frozen=True)
-class Fetch(_Said):
+class Fetch(Schema, key=HEADER):
     """What ``query.gcn_rows`` asks, of the nodes in its frames ``ids/{requester}``.
 
     Attributes
@@ -320,24 +224,18 @@ class Fetch(_Said):
         Of structure: with the feature norms of the nodes.
     """
 
-    session: str
-    kind: str
-    row_codec: str = ""
-    noise: float = 0.0
-    norms: bool = False
+    session: Name
+    kind: Annotated[str, OneOf(FEATURES, STRUCTURE)]
+    row_codec: Annotated[str, Text(256)] = ""
+    noise: Amount = 0.0
+    norms: Switch = False
 
-    def refuses(self) -> str:
-        if reason := _no_name("session", self.session):
-            return reason
-        if self.kind not in (FEATURES, STRUCTURE):
-            return f"kind {self.kind!r} is neither {FEATURES!r} nor {STRUCTURE!r}"
-        if not 0.0 <= self.noise < math.inf:
-            return f"noise {self.noise}"
-        return _no_name("row codec", self.row_codec) if self.kind == FEATURES else ""
+    def conflict(self) -> str:
+        return "feature rows without a row codec" if self.kind == FEATURES and not self.row_codec else ""
 
 
 @dataclass(frozen=True)
-class Refused(_Said):
+class Refused(Schema, key=HEADER):
     """Whom an owner gives nothing, beside the frames for all others: one wrong list must not cost everybody's rows.
 
     Attributes
@@ -348,24 +246,8 @@ class Refused(_Said):
         Of the first.
     """
 
-    requesters: tuple[int, ...]
-    reason: str
-
-    def refuses(self) -> str:
-        if any(a >= b for a, b in zip((-1, *self.requesters), self.requesters, strict=False)):
-            return f"requesters {self.requesters} are not ascending part numbers"
-        return "" if self.requesters else "nobody is refused"
-
-    @classmethod
-    def among(cls, message: Message) -> Self | None:
-        """Return whom a reply with rows refuses, None when it refuses nobody.
-
-        Raises
-        ------
-        PayloadError
-            When it says something else.
-        """
-        return cls.of(message) if message.has_content() and HEADER in message.content else None
+    requesters: Annotated[tuple[int, ...], Many(Int(most=MOST_PARTS - 1), MOST_PARTS, least=1, ascending=True)]
+    reason: Annotated[str, Text(4096)]
 
 
 def put_frames(content: RecordDict, kind: str, frames: Mapping[int, bytes]) -> None:
@@ -436,7 +318,7 @@ def expect(frames: Mapping[int, bytes], places: Iterable[int], kind: str) -> Non
 
 
 @dataclass(frozen=True)
-class Figures:
+class Figures(Schema, key=FIGURES, holder=MetricRecord):
     """What the plans of one turn came to, on one client.
 
     Attributes
@@ -458,16 +340,16 @@ class Figures:
         Share of the base weight that absent owners take away: the largest of a step's layers, mean over steps.
     """
 
-    steps: int
-    examples: int
-    inputs: int
-    remote_inputs: int
-    wanted: int
-    candidates: int
-    expected_remote: float
-    local_mass: float
-    scale: float
-    lost_mass: float
+    steps: Count
+    examples: Count
+    inputs: Count
+    remote_inputs: Count
+    wanted: Count
+    candidates: Count
+    expected_remote: Amount
+    local_mass: Amount
+    scale: Amount
+    lost_mass: Amount
 
     @classmethod
     def of_plans(cls, plans: Iterable[StepPlan], wanted: int) -> Self:
@@ -487,42 +369,6 @@ class Figures:
             mean([layer.scale for layer in layers], 1.0),
             mean([max(layer.lost_mass for layer in step.layers) for step in steps], 0.0),
         )
-
-    def put(self, content: RecordDict) -> None:
-        """Write them under :data:`FIGURES`."""
-        content[FIGURES] = MetricRecord(asdict(self))
-
-    @classmethod
-    def of(cls, message: Message) -> Self:
-        """Return the figures of a plan's reply.
-
-        Raises
-        ------
-        PayloadError
-            When there are none, others, of another type, negative or not finite.
-        """
-        found = message.content.get(FIGURES) if message.has_content() else None
-        if not isinstance(found, MetricRecord):
-            raise PayloadError(f"the reply has no record {FIGURES!r}: it is no plan's")
-        form = {entry.name: _SCALARS[str(entry.type)] for entry in fields(cls)}
-        values: dict[str, Any] = dict(found)
-        wrong = [name for name, kind in form.items() if type(values.get(name)) is not kind]
-        if wrong or len(values) != len(form):
-            raise PayloadError(
-                f"record {FIGURES!r} does not tell of a plan: entries {wrong or sorted(set(values) - set(form))} are "
-                "missing, unknown or of another type"
-            )
-        odd = [name for name, value in values.items() if not 0 <= value < math.inf]
-        if odd:
-            raise PayloadError(f"figures {odd} of a plan are negative or not finite: {values}")
-        return cls(**values)
-
-
-def _no_name(what: str, name: str) -> str:
-    """Return why ``name`` is none, empty when it is one."""
-    if not name:
-        return f"the {what} has no name"
-    return "" if len(name) <= _LONGEST_NAME else f"the name of the {what} has {len(name)} characters"
 
 
 def _mean(values: list[float], otherwise: float) -> float:

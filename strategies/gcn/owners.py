@@ -254,7 +254,7 @@ class Owners:
         hellos: dict[int, tuple[Hello, dict[int, bytes]]] = {}
         for node, reply in replies.items():
             try:
-                hello = Hello.of(reply)
+                hello = Hello.take(reply)
                 if known(node) not in (None, hello.index):
                     raise GraphError(f"the node of partition {known(node)} says it holds part {hello.index}")
                 wants = take_frames(reply, hello.parts, IDS)[IDS]
@@ -360,7 +360,7 @@ class Owners:
     def _take_norms(self, owner: int, asked: Mapping[int, bytes], reply: Message, report: GraphReport) -> None:
         assert self.common is not None
         frames = take_frames(reply, self.common.parts, NORMS)[NORMS]
-        refused = Refused.among(reply)
+        refused = Refused.find(reply)
         without = () if refused is None else refused.requesters
         expect(frames, asked.keys() - set(without), NORMS)
         counts = {}

@@ -203,7 +203,7 @@ class Turn:
             requester.moved += payload_bytes(messages[part]) + payload_bytes(reply)
             needs = ""
             try:
-                needs = Needs.of(reply).needs
+                needs = Needs.take(reply).needs
                 self._take_plan(requester, reply, needs)
             except FedcompError as error:
                 self._lose(part, f"its plan: {error}")
@@ -232,7 +232,7 @@ class Turn:
             self.owners.forgotten(requester.part)
             return
         if needs == FEATURES:
-            requester.figures = Figures.of(reply)
+            requester.figures = Figures.take(reply)
         wants: dict[int, Ids] = {}
         for owner, data in take_frames(reply, common.parts, IDS)[IDS].items():
             if owner == requester.part or owner in requester.ask.absent:
@@ -338,7 +338,7 @@ class Turn:
         common = self.owners.common
         assert common is not None
         frames = take_frames(reply, common.parts, kind)[kind]
-        refused = Refused.among(reply)
+        refused = Refused.find(reply)
         without = set() if refused is None else set(refused.requesters)
         expect(frames, asked.keys() - without, kind)
         for part, data in frames.items():

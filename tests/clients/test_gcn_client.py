@@ -29,6 +29,7 @@ from graph_nodes import (
     values,
 )
 from graph_toys import toy_adjacency, toy_features, toy_parts
+from message_examples import all_damages
 from torch.nn.functional import cross_entropy
 
 import fedcomp.clients.gcn
@@ -109,8 +110,8 @@ def test_7_07_an_owner_of_everything_asks_for_nothing() -> None:
     nodes = Nodes(toy_parts(parts=1))
     ask, wants, reply = nodes.plan(0, asking(SOME, steps=2, batch_size=4))
     assert not wants
-    assert Figures.of(reply).remote_inputs == Figures.of(reply).wanted == 0
-    assert Figures.of(reply).inputs > 0
+    assert Figures.take(reply).remote_inputs == Figures.take(reply).wanted == 0
+    assert Figures.take(reply).inputs > 0
     trained = nodes.carry_out(0, ask, {})
     assert trained.content["metrics"]["num-examples"] == 8
     assert [kind for kind, *_ in nodes.log] == [gcn.PLAN_TYPE, gcn.TRAIN_TYPE]
@@ -315,10 +316,10 @@ def test_measured_norms_travel_as_bytes_and_are_those_of_the_rows() -> None:
         np.testing.assert_allclose(found, np.linalg.norm(part.features[part.positions(ids)], axis=1), rtol=1e-6)
     settings = SamplerSettings(n=8, mode="measured")
     ask = asking(settings, batch_size=4)
-    with_norms = Figures.of(nodes.plan(1, ask, norms)[2])
-    assert with_norms != Figures.of(Nodes(nodes.parts).plan(1, ask)[2])
+    with_norms = Figures.take(nodes.plan(1, ask, norms)[2])
+    assert with_norms != Figures.take(Nodes(nodes.parts).plan(1, ask)[2])
     # Kept, so that the training message need not bring them.
-    assert Figures.of(nodes.plan(1, ask)[2]) == with_norms
+    assert Figures.take(nodes.plan(1, ask)[2]) == with_norms
     with pytest.raises(GraphError, match="norms come from part 3"):
         nodes.plan(1, ask, {3: norms[2]})
 
@@ -341,7 +342,7 @@ def test_norms_of_hidden_layers_are_those_that_training_saw() -> None:
     # They decide what the next plan favours.
     again = replace(asking(settings, batch_size=4), round=2, sampler=json.dumps(replace(settings, n=6).to_config()))
     fresh = Nodes(nodes.parts)
-    assert Figures.of(nodes.plan(0, again)[2]).scale != Figures.of(fresh.plan(0, again)[2]).scale
+    assert Figures.take(nodes.plan(0, again)[2]).scale != Figures.take(fresh.plan(0, again)[2]).scale
 
 
 def test_noise_stays_the_same_from_fetch_to_fetch_and_is_the_owners_own() -> None:
@@ -370,18 +371,18 @@ def test_an_owner_gives_its_own_rows_and_refuses_who_asks_for_others() -> None:
     for said, kind in ((Fetch("s", "rows", "csr"), "rows"), (Fetch("s", "structure"), "structure")):
         reply = nodes.tell(1, message(gcn.ROWS_TYPE, said, {"ids": {0: mine, 2: others, 3: b"damaged"}}))
         assert list(take_frames(reply, 4, kind)[kind]) == [0]
-        refused = Refused.among(reply)
+        refused = Refused.find(reply)
         assert refused is not None
         assert refused.requesters == (2, 3)
         assert "part 2" in refused.reason
-        assert Refused.among(nodes.tell(1, message(gcn.ROWS_TYPE, said, {"ids": {0: mine}}))) is None
+        assert Refused.find(nodes.tell(1, message(gcn.ROWS_TYPE, said, {"ids": {0: mine}}))) is None
 
 
 def test_a_hello_says_what_an_owner_has() -> None:
     nodes = Nodes(toy_parts(structure="halo"))
     reply = nodes.hello(3)
     part = nodes.parts[3]
-    assert Hello.of(reply) == Hello(part.digest, 3, 4, 40, 10, 8, 2, 6, "halo")
+    assert Hello.take(reply) == Hello(part.digest, 3, 4, 40, 10, 8, 2, 6, "halo")
     assert dict(reply.content[NODE_RECORD]) == {"partition-id": 3}
     assert not take_frames(reply, 4)
     assert not nodes.contexts[3].state
@@ -467,7 +468,7 @@ def test_7_14_parts_without_examples_isolated_nodes_and_a_batch_of_one() -> None
     nodes = Nodes(parts)
     ask, wants, reply = nodes.plan(0, asking(SOME))
     assert not wants
-    assert Figures.of(reply).examples == 0
+    assert Figures.take(reply).examples == 0
     with pytest.raises(EmptyPartition, match="part 0"):
         nodes.carry_out(0, ask, {})
     empty = dict(nodes.turn(1, asking(FULL, purpose="evaluate")).content["metrics"])
@@ -476,7 +477,7 @@ def test_7_14_parts_without_examples_isolated_nodes_and_a_batch_of_one() -> None
     assert one.content["metrics"]["num-examples"] == 3
     ask, wants, reply = nodes.plan(3, asking(SOME))
     assert not wants
-    assert Figures.of(reply).inputs == len(lonely)
+    assert Figures.take(reply).inputs == len(lonely)
     assert np.isfinite(values(nodes.carry_out(3, ask, {}))["layers.0.weight"]).all()
 
 
@@ -486,7 +487,7 @@ def test_7_14_absent_owners_are_done_without_and_their_share_is_told(structure: 
     ask = asking(FULL, absent=(1, 3))
     ask, wants, reply = nodes.plan(0, ask)
     assert set(wants) == {2}
-    assert 0.0 < Figures.of(reply).lost_mass < 1.0
+    assert 0.0 < Figures.take(reply).lost_mass < 1.0
     assert not any(kind == gcn.ROWS_TYPE and index in (1, 3) for kind, index, *_ in nodes.log)
     without = nodes.carry_out(0, ask, nodes.rows(0, ask, wants))
     assert not same(without, nodes.turn(0, asking(FULL, round=2)))
@@ -498,7 +499,7 @@ def test_7_14_rows_of_an_absent_owner_that_are_held_are_used() -> None:
     nodes.turn(0, ask)
     ask, wants, reply = nodes.plan(0, replace(ask, round=2, absent=(1, 2, 3)))
     assert not wants
-    assert Figures.of(reply).lost_mass == 0.0
+    assert Figures.take(reply).lost_mass == 0.0
     assert same(nodes.carry_out(0, ask, {}), Nodes(nodes.parts).turn(0, asking(FULL, round=2)))
 
 
@@ -565,7 +566,6 @@ def test_dropout_comes_from_the_runs_seed() -> None:
         ({"sampler": '{"samper": "node"}'}, ConfigError, "did you mean 'sampler'"),
         ({"row_codec": "cs"}, ConfigError, "row codec 'cs' is not known"),
         ({"scale": 2.0}, ConfigError, "only 'adaptive' takes one"),
-        ({"session": ""}, PayloadError, "has no name"),
     ],
 )
 def test_a_question_that_cannot_be_answered_is_refused(change: dict[str, Any], error: Any, said: str) -> None:
@@ -575,6 +575,25 @@ def test_a_question_that_cannot_be_answered_is_refused(change: dict[str, Any], e
         nodes.tell(0, message(gcn.TRAIN_TYPE, ask, arrays=initial(nodes.parts)))
     # It travels back, and is logged.
     assert len(str(refused.value)) < 300
+    assert not nodes.contexts[0].state
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (gcn.SETUP_TYPE, gcn.Setup("s", "hello")),
+        (gcn.PLAN_TYPE, asking(FULL, absent=(2,))),
+        (gcn.ROWS_TYPE, gcn.Fetch("s", "rows", "dense-f64")),
+        (gcn.TRAIN_TYPE, asking(FULL, absent=(2,))),
+        (gcn.EVALUATE_TYPE, asking(FULL, purpose="evaluate")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_damaged_request_is_refused_and_changes_nothing(kind: str, said: Any) -> None:
+    nodes = Nodes(toy_parts())
+    for what, content in all_damages(said):
+        with pytest.raises(PayloadError):
+            print(what, nodes.tell(0, Message(content, 2, kind)))
     assert not nodes.contexts[0].state
 
 
@@ -599,10 +618,10 @@ def test_a_client_that_lost_its_norms_says_so_and_plans_as_before_when_it_has_th
     with pytest.raises(MissingRows, match="norms it planned with"):
         nodes.carry_out(1, ask, rows)
     lost = nodes.tell(1, message(gcn.PLAN_TYPE, replace(ask, hop=0)))
-    assert gcn.Needs.of(lost) == gcn.Needs("norms", 0)
+    assert gcn.Needs.take(lost) == gcn.Needs("norms", 0)
     assert not nodes.contexts[1].state
     ask, again, after = nodes.plan(1, replace(ask, hop=0), norms)
-    assert (again, Figures.of(after)) == (wants, Figures.of(reply))
+    assert (again, Figures.take(after)) == (wants, Figures.take(reply))
     assert nodes.carry_out(1, ask, rows).content["metrics"]["num-examples"] == 4
 
 

@@ -161,7 +161,7 @@ def test_the_generic_app_owns_a_part_of_the_tasks_graph_and_trains_its_model() -
 
     task = get_task("synthetic-graph", **OPTIONS)
     nodes = generic(lr=0.5, weight_decay=0.1, seed=2)
-    hello = Hello.of(nodes.hello(2))
+    hello = Hello.take(nodes.hello(2))
     assert (hello.digest, hello.index, hello.parts, hello.nodes) == (task.digest(3), 2, 3, 60)
     model = task.model(2)
     ask, rows = ready(nodes, 1, asking(FULL, row_codec="dense-f32"))

@@ -253,7 +253,7 @@ def test_labels_travel_nowhere_and_rows_only_from_their_owner_to_those_who_use_t
 def test_owners_are_told_of_the_noise_they_add_and_of_the_norms_that_go_with_rows_of_the_adjacency() -> None:
     app, said = Meddler(client(parts := graph(parts=FEW, nodes=24, structure="halo"))), []
     for part in range(FEW):
-        app.before[1, part, ROWS_TYPE] = lambda message, context: said.append(Fetch.of(message))
+        app.before[1, part, ROWS_TYPE] = lambda message, context: said.append(Fetch.take(message))
     run(strategy(mode="measured", structure="halo", noise=0.5), grid(parts, app), 1)
     assert {(fetch.kind, fetch.norms) for fetch in said} == {("structure", True), ("rows", False)}
     assert {fetch.noise for fetch in said if fetch.kind == "rows"} == {0.5}

@@ -1,0 +1,508 @@
+"""What a message says, as a frozen dataclass whose fields carry type and range: one way to write it, one to read it.
+
+A record is described once, by annotations::
+
+    Name = Annotated[str, Text(256, least=1)]
+
+    @dataclass(frozen=True)
+    class Fetch(Schema, key="fedcomp.gcn"):
+        session: Name
+        kind: Annotated[str, OneOf("rows", "structure")]
+        noise: Annotated[float, Real(least=0.0)] = 0.0
+        absent: Annotated[tuple[int, ...], Many(Int(most=65_535), 65_536)] = ()
+
+:meth:`Schema.put` writes the fields in this order. :meth:`Schema.take` reads them and refuses, as :class:`SchemaError`,
+whatever another release, a damaged link or a hostile peer makes of them: fields that are missing or unknown, of another
+type, out of range or too long, and fields that contradict each other (:meth:`Schema.conflict`). Reading is bounded:
+every text, list and nested document has a longest form.
+
+Flower cannot measure a record with an empty value in it, so empty texts, bytes and lists are left out and read as
+empty; a number or flag is left out where its rule names the value that stands for absence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final, Self, get_args, get_origin, get_type_hints
+
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+
+REQUIRED: Final = object()
+"""A field without a value that stands for its absence."""
+
+VERSION_FIELD: Final = "protocol"
+"""Entry that holds the version of a record that has one."""
+
+LARGEST: Final = 2**63 - 1
+"""Largest integer a record can hold."""
+
+_DEEPEST: Final = 32
+"""Levels of a nested document."""
+
+_REMEDY: Final = "run the same release on both sides; if they are the same, the sender or the link is faulty"
+
+
+class SchemaError(PayloadError):
+    """A record does not say what its schema asks for.
+
+    Attributes
+    ----------
+    field : str
+        The entry at fault; empty when the record as a whole is.
+    """
+
+    def __init__(self, what: str, field: str = "") -> None:
+        super().__init__(f"{what}; {_REMEDY}")
+        self.field = field
+
+
+class OtherVersion(SchemaError):
+    """A record is of another version of its protocol; nothing else in it was read."""
+
+
+class Rule:
+    """What a field's value may be. ``str()`` states the rule."""
+
+    @property
+    def missing(self) -> Any:
+        """What an entry that is not there stands for; :data:`REQUIRED` where it has to be there."""
+        return REQUIRED
+
+    def read(self, value: Any) -> Any:
+        """Return the field's value for an entry of a record; raise ``ValueError`` for one that breaks the rule."""
+        raise NotImplementedError
+
+    def write(self, value: Any) -> Any:
+        """Return the entry for a field's value."""
+        return value
+
+
+@dataclass(frozen=True)
+class Number(Rule):
+    """A number or flag; ``absent`` is the value that is not written, for one that most messages have."""
+
+    absent: Any = field(default=REQUIRED, kw_only=True)
+
+    @property
+    def missing(self) -> Any:
+        return self.absent
+
+
+@dataclass(frozen=True)
+class Int(Number):
+    """A whole number from ``least`` to ``most``, both included."""
+
+    least: int = 0
+    most: int = LARGEST
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.least} to {self.most}"
+
+    def read(self, value: Any) -> Any:
+        # type() and not isinstance(): True is an int.
+        if type(value) is not int or not self.least <= value <= self.most:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Real(Number):
+    """A finite number from ``least`` to ``most``, both included; greater than ``above`` where that is given."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+
+    def __str__(self) -> str:
+        parts = [f"at least {self.least}"] if self.least > -math.inf else []
+        parts += [f"above {self.above}"] if self.above > -math.inf else []
+        parts += [f"at most {self.most}"] if self.most < math.inf else []
+        return " ".join(["a finite number", " and ".join(parts)]).rstrip()
+
+    def read(self, value: Any) -> Any:
+        if type(value) is int and abs(value) <= LARGEST:
+            value = float(value)
+        if type(value) is not float or not math.isfinite(value):
+            raise ValueError
+        if not self.least <= value <= self.most or not value > self.above:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Flag(Number):
+    """True or false."""
+
+    def __str__(self) -> str:
+        return "true or false"
+
+    def read(self, value: Any) -> Any:
+        if type(value) is not bool:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Text(Rule):
+    """A text of ``least`` to ``most`` characters."""
+
+    most: int = 512
+    least: int = 0
+
+    @property
+    def missing(self) -> Any:
+        return REQUIRED if self.least else ""
+
+    def __str__(self) -> str:
+        return f"a text of {self.least} to {self.most} characters"
+
+    def read(self, value: Any) -> Any:
+        if type(value) is not str or not self.least <= len(value) <= self.most:
+            raise ValueError
+        return value
+
+
+class OneOf(Rule):
+    """One of some texts; where the empty text is one of them, it is what an absent entry stands for."""
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+
+    @property
+    def missing(self) -> Any:
+        return "" if "" in self.choices else REQUIRED
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(map(repr, self.choices))}"
+
+    def read(self, value: Any) -> Any:
+        if type(value) is not str or value not in self.choices:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Data(Rule):
+    """From ``least`` to ``most`` bytes."""
+
+    most: int
+    least: int = 0
+
+    @property
+    def missing(self) -> Any:
+        return REQUIRED if self.least else b""
+
+    def __str__(self) -> str:
+        return f"{self.most} bytes" if self.least == self.most else f"{self.least} to {self.most} bytes"
+
+    def read(self, value: Any) -> Any:
+        if type(value) is not bytes or not self.least <= len(value) <= self.most:
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Many(Rule):
+    """A list of ``least`` to ``most`` values that follow a rule; a tuple in the dataclass.
+
+    Parameters
+    ----------
+    each : Rule
+    ascending : bool
+        No value is smaller than, or the same as, the one before it.
+    """
+
+    each: Rule
+    most: int
+    least: int = 0
+    ascending: bool = False
+
+    @property
+    def missing(self) -> Any:
+        return REQUIRED if self.least else ()
+
+    def __str__(self) -> str:
+        order = " in ascending order, none twice" if self.ascending else ""
+        return f"a list of {self.least} to {self.most} values{order}, each {self.each}"
+
+    def read(self, value: Any) -> Any:
+        if not isinstance(value, list | tuple) or not self.least <= len(value) <= self.most:
+            raise ValueError
+        found = tuple(map(self.each.read, value))
+        if self.ascending and any(a >= b for a, b in itertools.pairwise(found)):
+            raise ValueError
+        return found
+
+    def write(self, value: Any) -> Any:
+        return list(map(self.each.write, value))
+
+
+@dataclass(frozen=True)
+class Frames(Rule):
+    """Up to ``most`` byte strings, each of them one frame beside the record."""
+
+    most: int
+
+    def __str__(self) -> str:
+        return f"at most {self.most} frames, numbered from 0"
+
+
+@dataclass(frozen=True)
+class Document(Rule):
+    """A small dictionary (the description of a codec) as JSON of at most ``most`` characters; {} travels as nothing.
+
+    Parameters
+    ----------
+    sort : bool
+        Write keys in alphabetical order.
+    """
+
+    most: int
+    sort: bool = False
+
+    @property
+    def missing(self) -> Any:
+        return {}
+
+    def __str__(self) -> str:
+        return f"a JSON object of at most {self.most} characters and {_DEEPEST} levels"
+
+    def read(self, value: Any) -> Any:
+        if type(value) is not str or len(value) > self.most:
+            raise ValueError
+        if not value:
+            return {}
+        try:
+            found = json.loads(value)
+        except RecursionError as error:
+            raise ValueError from error
+        if not isinstance(found, dict) or _depth(found) > _DEEPEST:
+            raise ValueError
+        return found
+
+    def write(self, value: Any) -> Any:
+        return json.dumps(dict(value), separators=(",", ":"), sort_keys=self.sort) if value else ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A field of a schema and the entry that holds it.
+
+    Attributes
+    ----------
+    field, name : str
+        Of the dataclass; in the record.
+    rule : Rule
+    """
+
+    field: str
+    name: str
+    rule: Rule
+
+
+class Schema:
+    """Base of the dataclasses that are one record; see the module for how a field is described.
+
+    Class parameters
+    ----------------
+    key : str
+        Name of the record.
+    version : int
+        Written as the first entry, ``protocol``; 0: the record has none.
+    prefix : str
+        Before every entry's name, in a record that holds other things, too: those are left alone.
+    separator : str
+        Stands for the ``_`` of field names in entries; a ``_`` at the end of a field's name, which keeps it from being
+        a Python keyword, is left out.
+    holder : type
+        ConfigRecord, or MetricRecord for figures that Flower is to show.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    KEY: ClassVar[str] = ""
+    VERSION: ClassVar[int] = 0
+    PREFIX: ClassVar[str] = ""
+    SEPARATOR: ClassVar[str] = "_"
+    HOLDER: ClassVar[type[ConfigRecord] | type[MetricRecord]] = ConfigRecord
+
+    def __init_subclass__(
+        cls,
+        *,
+        key: str | None = None,
+        version: int | None = None,
+        prefix: str | None = None,
+        separator: str | None = None,
+        holder: type[ConfigRecord] | type[MetricRecord] | None = None,
+    ) -> None:
+        super().__init_subclass__()
+        given = {"KEY": key, "VERSION": version, "PREFIX": prefix, "SEPARATOR": separator, "HOLDER": holder}
+        for name, value in given.items():
+            if value is not None:
+                setattr(cls, name, value)
+
+    @classmethod
+    @functools.cache
+    def entries(cls) -> tuple[Entry, ...]:
+        """Return the fields with their rules, in the order in which they are written."""
+        hints = get_type_hints(cls, include_extras=True)
+        return tuple(
+            Entry(f.name, cls.PREFIX + f.name.rstrip("_").replace("_", cls.SEPARATOR), _rule(cls, f.name, hints))
+            for f in dataclasses.fields(cls)
+        )
+
+    def conflict(self) -> str:
+        """Return why fields that are each in range contradict each other; empty when they do not."""
+        return ""
+
+    # Writing.
+
+    def values(self) -> dict[str, Any]:
+        """Return the entries of the record, without what stands in frames."""
+        found: dict[str, Any] = {}
+        if self.VERSION:
+            found[self.PREFIX + VERSION_FIELD] = self.VERSION
+        for entry in self.entries():
+            value = getattr(self, entry.field)
+            if not isinstance(entry.rule, Frames) and value != entry.rule.missing:
+                found[entry.name] = entry.rule.write(value)
+        return found
+
+    def put(self, content: RecordDict, key: str | None = None) -> None:
+        """Write this into ``content``, under ``key`` or the schema's own; what was said there before is replaced."""
+        key = self.KEY if key is None else key
+        for entry in self.entries():
+            if isinstance(entry.rule, Frames):
+                for name in _frame_names(content, key, entry):
+                    del content[name]
+                for place, data in enumerate(getattr(self, entry.field)):
+                    put_frame(content, _frame_name(key, entry, place), data)
+        content[key] = self.HOLDER(self.values())
+
+    # Reading.
+
+    @classmethod
+    def take(cls, source: Message | RecordDict, key: str | None = None) -> Self:
+        """Return what a message, or a client's state, says.
+
+        Raises
+        ------
+        SchemaError
+            When it says nothing of the kind, or something that breaks a rule.
+        """
+        content = source if isinstance(source, RecordDict) else source.content if source.has_content() else RecordDict()
+        key = cls.KEY if key is None else key
+        found = content.get(key)
+        if not isinstance(found, cls.HOLDER):
+            held = "nothing" if found is None else f"a {type(found).__name__}"
+            raise SchemaError(f"there is {held} under {key!r}, expected a {cls.HOLDER.__name__} ({cls.__name__})")
+        frames = {e.field: _frames(content, key, e) for e in cls.entries() if isinstance(e.rule, Frames)}
+        return cls.of(dict(found), key, **frames)
+
+    @classmethod
+    def find(cls, source: Message | RecordDict, key: str | None = None) -> Self | None:
+        """Return what :meth:`take` returns, None where there is no record of that name."""
+        content = source if isinstance(source, RecordDict) else source.content if source.has_content() else RecordDict()
+        return cls.take(source, key) if (cls.KEY if key is None else key) in content else None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], key: str | None = None, **frames: tuple[bytes, ...]) -> Self:
+        """Return what the entries of a record say; see :meth:`take`."""
+        where = repr(cls.KEY if key is None else key)
+        if cls.VERSION:
+            version = values.get(cls.PREFIX + VERSION_FIELD)
+            if type(version) is not int or version != cls.VERSION:
+                raise OtherVersion(
+                    f"record {where} is of version {shown(version)}, expected {cls.VERSION}", VERSION_FIELD
+                )
+        known = {entry.name for entry in cls.entries()} | ({cls.PREFIX + VERSION_FIELD} if cls.VERSION else set())
+        unknown = sorted(name for name in values if name.startswith(cls.PREFIX) and name not in known)
+        if unknown:
+            raise SchemaError(f"record {where} ({cls.__name__}) has unknown entries {unknown[:5]}", unknown[0])
+        found: dict[str, Any] = dict(frames)
+        for entry in cls.entries():
+            if not isinstance(entry.rule, Frames):
+                found[entry.field] = _read(entry, values, where)
+        made = cls(**found)
+        if reason := made.conflict():
+            raise SchemaError(f"record {where} is not a valid {cls.__name__}: {reason}")
+        return made
+
+
+def shown(value: object) -> str:
+    """Return a value as it appears in an error: short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _read(entry: Entry, values: Mapping[str, Any], where: str) -> Any:
+    if entry.name not in values:
+        if entry.rule.missing is REQUIRED:
+            raise SchemaError(f"field {entry.name!r} of record {where} is missing, expected {entry.rule}", entry.name)
+        return entry.rule.missing
+    value = values[entry.name]
+    try:
+        return entry.rule.read(value)
+    except ValueError as error:
+        raise SchemaError(
+            f"field {entry.name!r} of record {where} is {shown(value)}, expected {entry.rule}", entry.name
+        ) from error
+
+
+def _rule(cls: type[Schema], field: str, hints: Mapping[str, Any]) -> Rule:
+    hint = hints[field]
+    rules = [extra for extra in get_args(hint)[1:] if isinstance(extra, Rule)] if get_origin(hint) is Annotated else []
+    if len(rules) != 1:
+        raise TypeError(f"field {field!r} of {cls.__name__} has {len(rules)} rules; annotate it with exactly one")
+    return rules[0]
+
+
+def _frame_name(key: str, entry: Entry, place: int) -> str:
+    return f"{key}/{entry.name}/{place}"
+
+
+def _frame_names(content: RecordDict, key: str, entry: Entry) -> list[str]:
+    return [name for name in content if name.startswith(f"{key}/{entry.name}/")]
+
+
+def _frames(content: RecordDict, key: str, entry: Entry) -> tuple[bytes, ...]:
+    """Return the frames of a field.
+
+    Raises
+    ------
+    SchemaError
+        When there are too many, or one is missing among them.
+    PayloadError
+        When one of them is not a frame.
+    """
+    count = len(_frame_names(content, key, entry))
+    if count > entry.rule.most:  # type: ignore[attr-defined]
+        raise SchemaError(f"field {entry.name!r} of {key!r} has {count} frames, expected {entry.rule}", entry.name)
+    found = [take_frame(content, _frame_name(key, entry, place)) for place in range(count)]
+    whole = tuple(frame for frame in found if frame is not None)
+    if len(whole) != count:
+        missing = _frame_name(key, entry, found.index(None))
+        raise SchemaError(f"frame {missing!r} of {count} is missing, expected {entry.rule}", entry.name)
+    return whole
+
+
+def _depth(value: Any) -> int:
+    """Return the levels of a JSON value; what is deeper than the limit is not followed to its end."""
+    level, depth = [value], 0
+    while level and depth <= _DEEPEST:
+        level = [
+            below
+            for item in level
+            if isinstance(item, dict | list)
+            for below in (item.values() if isinstance(item, dict) else item)
+        ]
+        depth += 1
+    return depth

@@ -1,0 +1,206 @@
+"""An example of every message the two sides exchange, and all that may be wrong with one, made from its schema."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from flwr.app import RecordDict
+
+from fedcomp.flower import gcn
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.schema import (
+    LARGEST,
+    REQUIRED,
+    VERSION_FIELD,
+    Data,
+    Document,
+    Entry,
+    Frames,
+    Int,
+    Many,
+    OneOf,
+    Real,
+    Rule,
+    Schema,
+    Text,
+)
+
+_ASK = gcn.Ask("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
+_HELLO = gcn.Hello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
+
+EXAMPLES: dict[str, Schema] = {
+    "gcn.Setup": gcn.Setup("s", "hello", True, 2),
+    "gcn.Setup/norms": gcn.Setup("s", "norms"),
+    "gcn.Hello": _HELLO,
+    "gcn.Ask": _ASK,
+    "gcn.Ask/plain": replace(_ASK, absent=(), cache="none", cache_bytes=0, noise=0.0, scale=0.0, norms=0),
+    "gcn.Needs": gcn.Needs("structure", 0),
+    "gcn.Fetch": gcn.Fetch("s", "rows", "csr", 0.1),
+    "gcn.Fetch/structure": gcn.Fetch("s", "structure", norms=True),
+    "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
+    "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
+}
+"""By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
+
+CONFLICTS: list[Schema] = [
+    replace(_HELLO, index=4),
+    replace(_HELLO, owned=41),
+    replace(_HELLO, train=11),
+    replace(_HELLO, test=11),
+    replace(_ASK, scale=0.5),
+    gcn.Fetch("s", "rows"),
+]
+"""Messages of which every field is in range, and which mean nothing all the same."""
+
+OTHERS: dict[type, tuple[Any, ...]] = {
+    bool: (1, 0.5, "x", b"x", [True]),
+    int: (True, 0.5, "x", b"x", [1]),
+    float: (True, "x", b"x", [0.5]),
+    str: (True, 1, 0.5, b"x", ["x"]),
+    bytes: (True, 1, 0.5, "x", [b"x"]),
+    dict: (True, 1, 0.5, b"x", ["x"]),
+    tuple: (True, 1, 0.5, "x", b"x"),
+}
+"""Values of other types, by the type of a field."""
+
+
+def content_of(message: Schema) -> RecordDict:
+    """Return a message's content."""
+    content = RecordDict()
+    message.put(content)
+    return content
+
+
+def damages(message: Schema, entry: Entry) -> Iterator[tuple[str, RecordDict]]:
+    """Yield everything that may be wrong with one field of a message: what it is, and the content with it."""
+    for what, change in _changes(type(message), entry, message.values().get(entry.name)):
+        content = content_of(message)
+        if isinstance(entry.rule, Frames):
+            change(content, f"{message.KEY}/{entry.name}")
+            yield what, content
+            continue
+        values = dict(content[message.KEY])
+        if change is REQUIRED:
+            values.pop(entry.name)
+        else:
+            values[entry.name] = change
+        try:
+            content[message.KEY] = message.HOLDER(values)
+        except TypeError:
+            continue  # no record can hold it
+        yield what, content
+
+
+def all_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
+    """Yield everything that may be wrong with a message: with its fields, and with all of it."""
+    for entry in message.entries():
+        for what, content in damages(message, entry):
+            yield f"{entry.name}: {what}", content
+    yield from whole_damages(message)
+
+
+def whole_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
+    """Yield what may be wrong with a message as a whole."""
+    content = content_of(message)
+    content[message.KEY] = message.HOLDER({**content[message.KEY], message.PREFIX + "unheard-of": 1})
+    yield "a field too many", content
+    if message.VERSION:
+        for version in (message.VERSION + 1, 0, -1, True, str(message.VERSION), float(message.VERSION)):
+            content = content_of(message)
+            content[message.KEY][message.PREFIX + VERSION_FIELD] = version
+            yield f"version {version!r}", content
+        content = content_of(message)
+        del content[message.KEY][message.PREFIX + VERSION_FIELD]
+        yield "no version", content
+    if not message.PREFIX:
+        content = content_of(message)
+        del content[message.KEY]
+        yield "no record", content
+        put_frame(content, message.KEY, b"x" * 100_000)
+        yield "a record of another kind", content
+
+
+def _changes(schema: type[Schema], entry: Entry, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(entry.rule, Frames):
+        yield from _frame_changes(entry.rule)
+        return
+    if entry.rule.missing is REQUIRED:
+        yield "missing", REQUIRED
+    hint = get_type_hints(schema, include_extras=True)[entry.field]
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    for other in OTHERS[get_origin(kind) or kind]:
+        yield f"is {other!r}", other
+    if isinstance(entry.rule, Many) and value:
+        (item, *_) = get_args(kind)
+        for other in OTHERS[item]:
+            yield f"holds {other!r}", [*value, other]
+        for what, other in _beyond(entry.rule.each):
+            yield f"holds {what}", [*value[1:], other]
+    yield from _beyond(entry.rule)
+
+
+def _beyond(rule: Rule) -> Iterator[tuple[str, Any]]:
+    """Yield values of the right type that break a rule."""
+    if isinstance(rule, Int):
+        yield from ((f"is {n}", n) for n in (rule.least - 1, rule.most + 1) if -LARGEST - 1 <= n <= LARGEST)
+    elif isinstance(rule, Real):
+        ends = (math.nextafter(rule.least, -math.inf), math.nextafter(rule.most, math.inf), rule.above)
+        yield from ((f"is {x}", x) for x in {*ends, math.inf, -math.inf})
+        yield "is nan", math.nan
+    elif isinstance(rule, OneOf):
+        yield from (
+            (f"is {text!r}", text) for text in ("", rule.choices[0] + "x", "x" * 10_000) if text not in rule.choices
+        )
+    elif isinstance(rule, Text):
+        yield from ((f"has {n} characters", "x" * n) for n in (rule.least - 1, rule.most + 1) if n >= 0)
+    elif isinstance(rule, Data):
+        yield from ((f"has {n} bytes", b"x" * n) for n in (rule.least - 1, rule.most + 1) if n >= 0)
+    elif isinstance(rule, Document):
+        yield from ((f"is {text[:20]!r}", text) for text in ("{", "[]", "1", "null", '"x"', "[" * (rule.most - 1)))
+        yield "is too long", json.dumps({"x": "y" * rule.most})
+        yield "is too deep", '{"x":' * 40 + "1" + "}" * 40
+    elif isinstance(rule, Many):
+        item = _valid(rule.each)
+        if rule.most <= 1 << 17:
+            yield "has too many items", [item] * (rule.most + 1)
+        if rule.least:
+            yield "has too few items", [item] * (rule.least - 1)
+        if rule.ascending:
+            yield "holds one item twice", [item, item]
+            yield "is in descending order", [item + 1, item]
+
+
+def _valid(rule: Rule) -> Any:
+    if isinstance(rule, Int):
+        return rule.least
+    if isinstance(rule, Real):
+        return min(max(1.0, rule.least), rule.most)
+    return "x" * max(1, getattr(rule, "least", 1)) if isinstance(rule, Text) else b"x"
+
+
+def _frame_changes(rule: Frames) -> Iterator[tuple[str, Any]]:
+    def gap(content: RecordDict, prefix: str) -> None:
+        count = sum(name.startswith(f"{prefix}/") for name in content)
+        put_frame(content, f"{prefix}/{count + 1}", b"x")
+
+    def unnamed(content: RecordDict, prefix: str) -> None:
+        put_frame(content, f"{prefix}/x", b"x")
+
+    def other(content: RecordDict, prefix: str) -> None:
+        from flwr.app import ConfigRecord
+
+        content[f"{prefix}/0"] = ConfigRecord({"a": 1})
+
+    def many(content: RecordDict, prefix: str) -> None:
+        for place in range(rule.most + 1):
+            put_frame(content, f"{prefix}/{place}", b"x")
+
+    yield "a frame is missing", gap
+    yield "a frame has no number", unnamed
+    yield "not a frame", other
+    if rule.most <= 1 << 17:
+        yield "too many frames", many
