@@ -51,6 +51,7 @@ from fedcomp.wire.limits import (
 )
 from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
+from fedcomp.wire.section import Section, put_block, take_block
 from fedcomp.wire.support import seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded, shared, sparse
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
@@ -95,6 +96,7 @@ __all__ = [
     "Raw",
     "Schema",
     "SchemaMismatch",
+    "Section",
     "Seeded",
     "SharedSupport",
     "SignScale",
@@ -114,10 +116,12 @@ __all__ = [
     "encode",
     "longest",
     "pad",
+    "put_block",
     "seeded",
     "seeded_block",
     "seeded_support",
     "shared",
     "sparse",
+    "take_block",
     "tensor_bytes",
 ]

@@ -11,7 +11,7 @@ import time
 import tracemalloc
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fedcomp.rng import Key
 from fedcomp.wire.backends import available_backends
+from fedcomp.wire.bits import put_varint
 from fedcomp.wire.choose import SharedSupport
 from fedcomp.wire.decode import decode
 from fedcomp.wire.errors import WireError
@@ -28,8 +29,9 @@ from fedcomp.wire.index import Indices
 from fedcomp.wire.levels import QsgdLevels, Ternary
 from fedcomp.wire.limits import COEFFICIENTS, SHARED, SPARSE, Expected, Limits, Schema
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
+from fedcomp.wire.section import Section
 from fedcomp.wire.support import BLOCK, SCATTERED, seeded_support
-from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded
+from fedcomp.wire.tensor import Tensor, dense, seeded
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
 
 SHARED_ID: Final = 7
@@ -52,6 +54,49 @@ class Specimen:
     def limits(self) -> Limits:
         """The limits the receiver derives from its schema."""
         return Limits.for_schema(self.schema)
+
+    def open(self, mutant: Frame, told: bool) -> tuple[Tensor, ...]:
+        """Return what the receiver makes of a frame, with the schema or, untold, without."""
+        return decode(mutant, self._expected(mutant) if told else None, self.limits, self.supports).tensors
+
+    def body(self, frame: Frame) -> tuple[bytearray, int, int]:
+        """Return what of an honest frame is mutated, and where in it the fields begin and end that decide the rest."""
+        return bytearray(frame[:-4]), HEADER.size, int.from_bytes(frame[12:16], "little")
+
+    def lengthen(self, body: bytearray, head: int, more: int) -> None:
+        """Make it known that the fields, which ended at ``head``, are ``more`` bytes longer."""
+        body[12:16] = (head + more).to_bytes(4, "little")
+
+    def seal(self, body: bytes, spoilt: bytes | None) -> Frame:
+        """Return the frame of ``body``, with ``spoilt`` in place of its checksum if given."""
+        return seal(body) if spoilt is None else body + spoilt
+
+    def _expected(self, mutant: Frame) -> Schema:
+        """Return the schema with as many tensors as the frame claims, so that not every second mutant ends there."""
+        return self.schema if mutant[8:9] == b"\x02" else self.schema[:1]
+
+
+@dataclass(frozen=True)
+class SectionSpecimen(Specimen):
+    """Honest sections: neither fields of a table nor a checksum, and the first bytes decide what the others mean."""
+
+    section: Section
+    known: Indices | None = None
+
+    def open(self, mutant: Frame, told: bool) -> tuple[Tensor, ...]:
+        """Return the tensor of a section."""
+        return (self.section.read(mutant, self.known),)
+
+    def body(self, frame: Frame) -> tuple[bytearray, int, int]:
+        """Return the section and its first bytes."""
+        return bytearray(frame), 0, min(4, len(frame))
+
+    def lengthen(self, body: bytearray, head: int, more: int) -> None:
+        """Do nothing: no length is written anywhere."""
+
+    def seal(self, body: bytes, spoilt: bytes | None) -> Frame:
+        """Return the section."""
+        return body
 
 
 @dataclass
@@ -128,16 +173,60 @@ def specimens(size: int = 300) -> list[Specimen]:
     return out
 
 
+def section_specimens(size: int = 300) -> list[SectionSpecimen]:
+    """Return honest sections of every way to write a support, and of value codecs of every kind of length.
+
+    Parameters
+    ----------
+    size : int
+        Elements of the tensor; at most a tenth of them is sent where there is a support.
+    """
+    key = Key(2024, "fuzz sections")
+    most = size // 10
+    sign, levels = b"\x00", b"\x00" + put_varint(8) + put_varint(16)
+    out = []
+    for index, value, params in (
+        ("none", "raw", b""),
+        ("none", "sign", put_varint(16)),
+        ("none", "fixed qsgd", levels),
+        ("none", "qsgd", None),
+        ("none", "ternary", None),
+        ("known", "fp16", b""),
+        ("fixed", "raw", b""),
+        ("fixed", "ones", b""),
+        ("bitmap", "bf16", b""),
+        ("bitmap", "one sign", sign),
+        ("rice", "natural", b""),
+        ("auto", "raw", b""),
+        ("auto", "unit-sign", b""),
+    ):
+        frames = []
+        support: Indices | None = None
+        name = f"{index}+{value}{'' if params is not None else ' and parameters'}"
+        for k in (most, most // 3) if index not in ("none", "known") else (size if index == "none" else most,):
+            support = None if index == "none" else seeded_support(key.at(round=k).u64(), size, k)
+            values = _values(value, (key.at(purpose=name).uniform(k) - 0.5).astype(np.float32), key)
+            section = Section(size, type(values), index, None if index == "none" else most, params=params)
+            frames.append(section.write(values, None if index == "known" else support))
+        schema = (Expected("w", (size,), max_k=section.most_values),)
+        known = support if index == "known" else None
+        out.append(SectionSpecimen(name, tuple(frames), schema, {}, section, known))
+    return out
+
+
 def _values(name: str, x: NDArray[np.float32], key: Key) -> Values:
     uniforms = key.uniform(x.size)
+    qsgd = QsgdLevels.quantise(x, 8, 16, uniforms)
     made: dict[str, Values] = {
         "raw": Raw(x),
         "fp16": Fp16(x),
         "bf16": Bf16(x),
         "uniform": Uniform.quantise(x, 5, 16),
         "sign": SignScale.quantise(x, 16),
+        "one sign": SignScale.quantise(x),
         "ternary": Ternary(np.where(np.abs(x) > 0.45, np.sign(x), 0), 0.5),
-        "qsgd": QsgdLevels.quantise(x, 8, 16, uniforms),
+        "qsgd": qsgd,
+        "fixed qsgd": QsgdLevels(qsgd.levels, 8, 16, qsgd.norms, fixed=True),
         "natural": Natural.quantise(x, uniforms),
         "ones": Ones(x.size),
         "unit-sign": UnitSign(np.signbit(x)),
@@ -160,10 +249,10 @@ def seal(body: bytes) -> Frame:
     return body + zlib.crc32(body).to_bytes(4, "little")
 
 
-def mutants(specimen: Specimen, others: list[Specimen], count: int, seed: int) -> Iterator[Frame]:
+def mutants(specimen: Specimen, others: Sequence[Specimen], count: int, seed: int) -> Iterator[Frame]:
     """Yield ``count`` mutated frames: bit flips, edited bytes and lengths, truncations, insertions, splices.
 
-    Seven of eight are sealed with a correct checksum.
+    Seven of eight are sealed with a correct checksum, where there is one.
     """
     made = 0
     batch = 0
@@ -171,29 +260,27 @@ def mutants(specimen: Specimen, others: list[Specimen], count: int, seed: int) -
     while made < count:
         words = Key(seed, f"mutants of {specimen.name}", batch).bits(_BATCH * 6).tolist()
         for i in range(0, len(words), 6):
-            body = _mutate(specimen.frames, foreign, words[i : i + 6])
-            yield body + words[i].to_bytes(8, "little")[:4] if words[i] % 8 == 0 else seal(body)
+            body = _mutate(specimen, foreign, words[i : i + 6])
+            yield specimen.seal(body, words[i].to_bytes(8, "little")[:4] if words[i] % 8 == 0 else None)
             made += 1
             if made == count:
                 return
         batch += 1
 
 
-def _mutate(frames: tuple[Frame, ...], foreign: list[Frame], words: list[int]) -> bytes:
+def _mutate(specimen: Specimen, foreign: list[Frame], words: list[int]) -> bytes:
     pick, a, b, c, d, e = words
-    frame = frames[(pick >> 8) % len(frames)]
-    body = bytearray(frame[:-4])
+    body, first, head = specimen.body(specimen.frames[(pick >> 8) % len(specimen.frames)])
     size = len(body)
-    head = int.from_bytes(frame[12:16], "little")
     action = (pick >> 16) % 8
     if action == 0:
         for word in (a, b, c)[: 1 + d % 3]:
             body[(word >> 8) % size] ^= 1 << word % 8
     elif action == 1:
         # One byte of the table: lengths, counts, ids and parameters are all there.
-        body[HEADER.size + a % (head - HEADER.size)] = _BYTES[b % 6] if c & 1 else b & 0xFF
+        body[first + a % (head - first)] = _BYTES[b % 6] if c & 1 else b & 0xFF
     elif action == 2:
-        place = HEADER.size + a % (head - HEADER.size)
+        place = first + a % (head - first)
         body[place] = (body[place] + (1 if b & 1 else -1)) & 0xFF
     elif action == 3:
         del body[a % size :]
@@ -213,17 +300,17 @@ def _mutate(frames: tuple[Frame, ...], foreign: list[Frame], words: list[int]) -
         body = body[:cut] + other[(c % len(other) if d & 1 else min(cut, len(other))) : -4]
     elif action == 6:
         # A huge variable-length integer in place of whatever stood there.
-        place = HEADER.size + a % (head - HEADER.size)
+        place = first + a % (head - first)
         run = 1 + b % 10
         body[place : place + 1] = b"\xff" * (run - 1) + bytes((c & 0x7F,))
-        body[12:16] = (head + run - 1).to_bytes(4, "little")
+        specimen.lengthen(body, head, run - 1)
     else:
         place = head + a % max(1, size - head)
         body[place : place + 8] = b.to_bytes(8, "little")[: len(body[place : place + 8])]
     return bytes(body)
 
 
-def fuzz(specimen: Specimen, others: list[Specimen], count: int, seed: int = 0) -> FuzzResult:
+def fuzz(specimen: Specimen, others: Sequence[Specimen], count: int, seed: int = 0) -> FuzzResult:
     """Decode ``count`` mutants of ``specimen``, half of them without a schema; measure time and memory.
 
     The time of every call is taken, the memory of every fourth (tracing slows Python down fivefold).
@@ -235,23 +322,22 @@ def fuzz(specimen: Specimen, others: list[Specimen], count: int, seed: int = 0) 
     """
     limits = specimen.limits
     result = FuzzResult(limit_bytes=limits.max_bytes_in + limits.max_bytes_out)
-    slow: list[tuple[float, int, Frame, Schema | None]] = []
-    honest = max(_best_time(f, None, limits, specimen) for f in specimen.frames)
+    slow: list[tuple[float, int, Frame]] = []
+    honest = max(_best_time(specimen, f, False) for f in specimen.frames)
     for i, mutant in enumerate(mutants(specimen, others, count, seed)):
         traced = i // _TRACE_BLOCK % 4 == 0
         if i % _TRACE_BLOCK == 0:
             (tracemalloc.start if traced else tracemalloc.stop)()
-        schema = _expected(specimen, mutant) if i & 1 else None
         before = 0
         if traced:
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
         start = time.perf_counter()
         try:
-            bundle = decode(mutant, schema, limits, specimen.supports)
+            tensors = specimen.open(mutant, bool(i & 1))
             result.accepted += 1
         except WireError as error:
-            bundle = None
+            tensors = ()
             result.errors[type(error).__name__] += 1
         except Exception as error:
             raise AssertionError(f"{type(error).__name__} from {specimen.name} mutant {mutant.hex()}") from error
@@ -259,23 +345,22 @@ def fuzz(specimen: Specimen, others: list[Specimen], count: int, seed: int = 0) 
         if traced:
             result.peak_bytes = max(result.peak_bytes, tracemalloc.get_traced_memory()[1] - before)
             result.traced += 1
-        if bundle is not None:
-            _check_dense(bundle, specimen, mutant)
+        _check_dense(tensors, specimen, mutant)
         if traced:
             continue
         if len(slow) < _SLOWEST:
-            heapq.heappush(slow, (spent, i, mutant, schema))
+            heapq.heappush(slow, (spent, i, mutant))
         elif spent > slow[0][0]:
-            heapq.heapreplace(slow, (spent, i, mutant, schema))
+            heapq.heapreplace(slow, (spent, i, mutant))
     tracemalloc.stop()
     result.mutants = count
-    result.slowdown = max((_best_time(f, s, limits, specimen) / honest for _, _, f, s in slow), default=0.0)
+    result.slowdown = max((_best_time(specimen, f, bool(i & 1)) / honest for _, i, f in slow), default=0.0)
     return result
 
 
-def _check_dense(bundle: Bundle, specimen: Specimen, mutant: Frame) -> None:
+def _check_dense(tensors: tuple[Tensor, ...], specimen: Specimen, mutant: Frame) -> None:
     """Require that every tensor of an accepted mutant can be made dense; coefficients need their basis for that."""
-    for tensor in bundle.tensors:
+    for tensor in tensors:
         if tensor.kind is COEFFICIENTS or (tensor.kind is SHARED and tensor.indices is None):
             continue
         try:
@@ -288,17 +373,12 @@ def _check_dense(bundle: Bundle, specimen: Specimen, mutant: Frame) -> None:
             raise AssertionError(f"dense() of {specimen.name} mutant {mutant.hex()} is {out.dtype}{out.shape}")
 
 
-def _expected(specimen: Specimen, mutant: Frame) -> Schema:
-    """Return the schema with as many tensors as the frame claims, so that not every second mutant ends there."""
-    return specimen.schema if mutant[8:9] == b"\x02" else specimen.schema[:1]
-
-
-def _best_time(frame: Frame, schema: Schema | None, limits: Limits, specimen: Specimen) -> float:
+def _best_time(specimen: Specimen, frame: Frame, told: bool) -> float:
     """Return the least time of several decodes of ``frame``, accepted or not, in seconds."""
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
         with contextlib.suppress(WireError):
-            decode(frame, schema, limits, specimen.supports)
+            specimen.open(frame, told)
         best = min(best, time.perf_counter() - start)
     return best

@@ -157,6 +157,8 @@ class QsgdLevels(Values):
     bucket : int
         Values per norm; 0 for one norm.
     norms : ndarray of float32, shape (ceil(k / bucket),)
+    fixed : bool
+        Take b bits per value in any case: a length that tells nothing of the levels, and parameters known beforehand.
 
     Parameters on the wire: packing u8 (0 fixed width, 1 Elias-gamma), s varint, bucket varint. Section: norms f32, then
     ``level + s`` in ``bit_length(2 s)`` bits each, or the zigzag level plus one in split Elias-gamma code.
@@ -166,7 +168,9 @@ class QsgdLevels(Values):
     name = "qsgd"
     unbiased = True
 
-    def __init__(self, levels: NDArray[Any], s: int, bucket: int, norms: NDArray[np.float32]) -> None:
+    def __init__(
+        self, levels: NDArray[Any], s: int, bucket: int, norms: NDArray[np.float32], fixed: bool = False
+    ) -> None:
         require(
             1 <= s <= MAX_LEVELS and 0 <= bucket < 1 << 32,
             f"QSGD needs s in 1..2**24 and a bucket, got {s}, {bucket}",
@@ -174,7 +178,7 @@ class QsgdLevels(Values):
         levels = np.asarray(levels).reshape(-1)
         require(not levels.size or (levels.min() >= -s and levels.max() <= s), f"levels are -{s}..{s}")
         self.levels = levels.astype(np.int32, copy=False)
-        self.s, self.bucket = s, bucket
+        self.s, self.bucket, self.fixed = s, bucket, fixed
         self.norms = flat(np.atleast_1d(norms), "float32")
         count = block_count(self.k, bucket)
         require(self.norms.size == count, f"{self.k} levels in buckets of {bucket} need {count} norms")
@@ -205,7 +209,7 @@ class QsgdLevels(Values):
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         width = (2 * self.s).bit_length()
         zigzag = ((self.levels << 1) ^ (self.levels >> 31)).astype(np.uint32)
-        gamma = gamma_size(zigzag) < packed_size(self.k, width)
+        gamma = not self.fixed and gamma_size(zigzag) < packed_size(self.k, width)
         params = bytes((gamma,)) + put_varint(self.s) + put_varint(self.bucket)
         packed = pack_gamma(zigzag) if gamma else pack(self.levels + np.int32(self.s), width)
         return params, self.norms.tobytes() + packed

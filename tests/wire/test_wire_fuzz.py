@@ -10,10 +10,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 import pytest
 
 from fedcomp import wire
-from fedcomp.wire.fuzz import FuzzResult, Specimen, fuzz, mutants, specimens
+from fedcomp.wire.fuzz import FuzzResult, SectionSpecimen, Specimen, fuzz, mutants, section_specimens, specimens
+from fedcomp.wire.section import SECTION_INDEX
 
 SMALL = specimens()
 NAMES = [s.name for s in SMALL]
+SECTIONS = section_specimens()
 
 
 def check(result: FuzzResult, specimen: Specimen) -> None:
@@ -65,6 +67,21 @@ def test_small_frames(specimen: Specimen) -> None:
 def test_large_tensors(which: int) -> None:
     large = specimens(120_000)
     check(fuzz(large[which], large, 512, seed=2), large[which])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("specimen", SECTIONS, ids=[s.name for s in SECTIONS])
+def test_sections(specimen: SectionSpecimen) -> None:
+    result = fuzz(specimen, SECTIONS, 8_192, seed=1)
+    assert result.accepted + sum(result.errors.values()) == result.mutants
+    # A section has no checksum: values are anything finite, and what is told by the length is refused.
+    assert min(result.accepted, result.mutants - result.accepted) > 0.02 * result.mutants
+    assert result.peak_bytes <= 2 * result.limit_bytes
+    assert result.slowdown <= 10
+
+
+def test_sections_cover_every_way_to_write_a_support() -> None:
+    assert {s.section.index for s in SECTIONS} == set(SECTION_INDEX)
 
 
 def at_length(which: int) -> FuzzResult:
