@@ -15,18 +15,26 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 __version__ = "0.1.0"
 
+
+def _names(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield each name that a file offers with its module: ``from module import name as name``, or all of a package."""
+    for module, name, again in re.findall(
+        r"^from (\S+) import (\S+)(?: as (\w+))?$", file.read_text("utf-8"), re.MULTILINE
+    ):
+        if name == again:
+            yield name, module
+        elif name == "*":
+            yield from _names(Path(__file__).parent.joinpath(*module.split(".")[1:], "__init__.py"))
+
+
 # One list for type checkers, editors and this file.
-_PLACES: Final[dict[str, str]] = {
-    name: module
-    for module, name in re.findall(
-        r"^from (\S+) import (\w+) as \2$", Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"), re.MULTILINE
-    )
-}
+_PLACES: Final[dict[str, str]] = dict(_names(Path(__file__).with_suffix(".pyi")))
 
 __all__ = ["__version__", *_PLACES]
 

@@ -6,32 +6,8 @@ from fedcomp.strategies.compressed import Compressed as Compressed
 from fedcomp.strategies.guard import Norms as Norms
 from fedcomp.layout import SmallDense as SmallDense
 
-# Codecs.
-from fedcomp.codecs import AdaComp as AdaComp
-from fedcomp.codecs import Chain as Chain
-from fedcomp.codecs import ChunkTop1 as ChunkTop1
-from fedcomp.codecs import Clip as Clip
-from fedcomp.codecs import Codec as Codec
-from fedcomp.codecs import DGC as DGC
-from fedcomp.codecs import ErrorFeedback as ErrorFeedback
-from fedcomp.codecs import FixedPoint as FixedPoint
-from fedcomp.codecs import Identity as Identity
-from fedcomp.codecs import KeyRegion as KeyRegion
-from fedcomp.codecs import NaturalCompression as NaturalCompression
-from fedcomp.codecs import QSGD as QSGD
-from fedcomp.codecs import RandomBlock as RandomBlock
-from fedcomp.codecs import RandomK as RandomK
-from fedcomp.codecs import SIDCo as SIDCo
-from fedcomp.codecs import STC as STC
-from fedcomp.codecs import ScaleCom as ScaleCom
-from fedcomp.codecs import ScaledSign as ScaledSign
-from fedcomp.codecs import SignSGD as SignSGD
-from fedcomp.codecs import TernGrad as TernGrad
-from fedcomp.codecs import Threshold as Threshold
-from fedcomp.codecs import TopK as TopK
-from fedcomp.codecs import chain as chain
-from fedcomp.codecs import get_codec as get_codec
-from fedcomp.codecs import register as register
+# Every codec, and how they are combined.
+from fedcomp.codecs import *
 
 # Systems beyond the pair.
 from fedcomp.strategies.shared_support import SharedSupport as SharedSupport

@@ -1,30 +1,45 @@
-"""What of an update is sent: one file per compressor, found by name or made from a configuration that travels."""
+"""What of an update is sent: one file per compressor, found by name or made from a configuration that travels.
 
-from fedcomp.codecs.adacomp import AdaComp
-from fedcomp.codecs.base import Codec, State, require_finite
-from fedcomp.codecs.chain import Chain, Transform, chain, get_transform
+A codec that is imported here is known by its id and part of ``fedcomp``: that line is all it takes.
+"""
+
+import inspect
+
+from fedcomp.codecs.adacomp import AdaComp as AdaComp
+from fedcomp.codecs.base import Codec as Codec
+from fedcomp.codecs.base import State as State
+from fedcomp.codecs.base import require_finite as require_finite
+from fedcomp.codecs.chain import Chain as Chain
+from fedcomp.codecs.chain import Transform as Transform
+from fedcomp.codecs.chain import chain as chain
+from fedcomp.codecs.chain import get_transform as get_transform
 from fedcomp.codecs.chain import registry as _transforms
-from fedcomp.codecs.chunk import ChunkTop1
-from fedcomp.codecs.clip import Clip
-from fedcomp.codecs.dgc import DGC
-from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.codecs.fixedpoint import FixedPoint, fixed_point_of
-from fedcomp.codecs.identity import Identity
-from fedcomp.codecs.keyregion import KeyRegion
-from fedcomp.codecs.natural import NaturalCompression
-from fedcomp.codecs.positional import AdaptiveCodec, PositionalCodec, Stretch
-from fedcomp.codecs.qsgd import QSGD
-from fedcomp.codecs.randomblock import RandomBlock
-from fedcomp.codecs.randomk import RandomK
-from fedcomp.codecs.registry import Registry, UnknownCodec, codecs
-from fedcomp.codecs.scalecom import ScaleCom
-from fedcomp.codecs.scaledsign import ScaledSign
-from fedcomp.codecs.sidco import SIDCo
-from fedcomp.codecs.signsgd import SignSGD
-from fedcomp.codecs.stc import STC
-from fedcomp.codecs.terngrad import TernGrad
-from fedcomp.codecs.threshold import Threshold
-from fedcomp.codecs.topk import TopK
+from fedcomp.codecs.chunk import ChunkTop1 as ChunkTop1
+from fedcomp.codecs.clip import Clip as Clip
+from fedcomp.codecs.dgc import DGC as DGC
+from fedcomp.codecs.feedback import ErrorFeedback as ErrorFeedback
+from fedcomp.codecs.fixedpoint import FixedPoint as FixedPoint
+from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of
+from fedcomp.codecs.identity import Identity as Identity
+from fedcomp.codecs.keyregion import KeyRegion as KeyRegion
+from fedcomp.codecs.natural import NaturalCompression as NaturalCompression
+from fedcomp.codecs.positional import AdaptiveCodec as AdaptiveCodec
+from fedcomp.codecs.positional import PositionalCodec as PositionalCodec
+from fedcomp.codecs.positional import Stretch as Stretch
+from fedcomp.codecs.qsgd import QSGD as QSGD
+from fedcomp.codecs.randomblock import RandomBlock as RandomBlock
+from fedcomp.codecs.randomk import RandomK as RandomK
+from fedcomp.codecs.registry import Registry as Registry
+from fedcomp.codecs.registry import UnknownCodec as UnknownCodec
+from fedcomp.codecs.registry import codecs
+from fedcomp.codecs.scalecom import ScaleCom as ScaleCom
+from fedcomp.codecs.scaledsign import ScaledSign as ScaledSign
+from fedcomp.codecs.sidco import SIDCo as SIDCo
+from fedcomp.codecs.signsgd import SignSGD as SignSGD
+from fedcomp.codecs.stc import STC as STC
+from fedcomp.codecs.terngrad import TernGrad as TernGrad
+from fedcomp.codecs.threshold import Threshold as Threshold
+from fedcomp.codecs.topk import TopK as TopK
 
 register = codecs.register
 get_codec = codecs.get
@@ -32,68 +47,7 @@ known = codecs.known
 register_transform = _transforms.register
 known_transforms = _transforms.known
 
-for _codec in (
-    RandomBlock,
-    ChunkTop1,
-    AdaComp,
-    Identity,
-    TopK,
-    RandomK,
-    QSGD,
-    Chain,
-    ErrorFeedback,
-    DGC,
-    SignSGD,
-    ScaleCom,
-    ScaledSign,
-    TernGrad,
-    NaturalCompression,
-    STC,
-    Threshold,
-    SIDCo,
-    KeyRegion,
-    FixedPoint,
-):
-    register(_codec)
+for _class in list(globals().values()):
+    if isinstance(_class, type) and issubclass(_class, Codec) and not inspect.isabstract(_class):
+        register(_class)
 register_transform(Clip)
-
-__all__ = [
-    "DGC",
-    "QSGD",
-    "STC",
-    "AdaComp",
-    "AdaptiveCodec",
-    "Chain",
-    "ChunkTop1",
-    "Clip",
-    "Codec",
-    "ErrorFeedback",
-    "FixedPoint",
-    "Identity",
-    "KeyRegion",
-    "NaturalCompression",
-    "PositionalCodec",
-    "RandomBlock",
-    "RandomK",
-    "Registry",
-    "SIDCo",
-    "ScaleCom",
-    "ScaledSign",
-    "SignSGD",
-    "State",
-    "Stretch",
-    "TernGrad",
-    "Threshold",
-    "TopK",
-    "Transform",
-    "UnknownCodec",
-    "chain",
-    "fixed_point_of",
-    "get_codec",
-    "get_transform",
-    "known",
-    "known_transforms",
-    "register",
-    "register_transform",
-    "require_finite",
-]

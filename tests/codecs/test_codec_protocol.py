@@ -22,7 +22,7 @@ from fedcomp.rng import Key
 from fedcomp.wire.fuzz import seal
 
 KEY = Key(11, "codec", round=2, partition=3)
-NAMES = {name: getattr(fedcomp.codecs, name) for name in fedcomp.codecs.__all__} | {
+NAMES = {name: getattr(fedcomp.codecs, name) for name in vars(fedcomp.codecs) if not name.startswith("_")} | {
     "ErrorFeedback": ErrorFeedback,
     "BoundedFixedPoint": BoundedFixedPoint,
     "TopkSign": TopkSign,
