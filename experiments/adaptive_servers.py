@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Option
-from fedcomp.experiments.findings import Say, Table, mean
+from fedcomp.experiments.findings import Claim, Say, Table, mean
 from fedcomp.experiments.grid import Cell, Measured, run_cells
 
 SERVERS: Final = {"FedAvg": "fedavg", "FedAdam": "fedadam", "FedYogi": "fedyogi", "FedAdagrad": "fedadagrad"}

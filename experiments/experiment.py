@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.engines import ENGINES
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.private_systems import BUDGET
@@ -154,8 +153,6 @@ class Config:
 
 Rows = Callable[[Config], list[RunSpec]]
 Measure = Callable[[Config, Mapping[str, RunResult], Say], Findings]
-Claims = Callable[[Config, Mapping[str, RunResult], Findings], list[Claim]]
-Answer = Callable[[Config, Mapping[str, RunResult], Findings], str]
 
 
 def no_rows(config: Config) -> list[RunSpec]:
@@ -176,8 +173,10 @@ class Experiment:
     rows : callable
         From a :class:`Config` to one :class:`RunSpec` per system compared; labels are unique.
         :func:`no_rows` for an experiment that only measures.
-    claims : callable
-        From the configuration, the results by label and the findings to the list of :class:`Claim`.
+    measure : callable
+        From the configuration, the results of the rows by label and a :class:`~fedcomp.experiments.findings.Say` to
+        :class:`~fedcomp.experiments.findings.Findings`: whatever else has to be run, tables, figures, claims and the
+        answer. Called when all rows are finished.
     baseline : str
         Label of the row the ratio column compares with; empty without rows.
     options : mapping
@@ -186,15 +185,8 @@ class Experiment:
         Default size of a run.
     notes : str
         What a reader must know to judge the result; plain text, paragraphs parted by an empty line.
-    measure : callable, optional
-        From the configuration, the results of the rows and a :class:`~fedcomp.experiments.findings.Say` to
-        :class:`~fedcomp.experiments.findings.Findings`; called when all rows are finished. Findings are empty without
-        it.
     measures_privately : bool
         Whether what ``measure`` trains keeps the configuration's budget, so that there can be one without private rows.
-    answer : callable, optional
-        From the configuration, the results by label and the findings to the answer to ``question``: one or two
-        sentences whose every figure is measured. Without it the first claim stands for the answer.
     minutes : float
         What a run at the defaults takes on two cores, measured; 0 where nobody has.
     quick : tuple of str
@@ -205,16 +197,14 @@ class Experiment:
     name: str
     question: str
     rows: Rows
-    claims: Claims
+    measure: Measure
     baseline: str
     options: Mapping[str, Option]
     rounds: int
     clients: int
     notes: str = ""
     engines: tuple[str, ...] = tuple(ENGINES)
-    measure: Measure | None = None
     measures_privately: bool = False
-    answer: Answer | None = None
     minutes: float = 0.0
     quick: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What a measurement found beside the runs of systems: tables, curves, heat maps, pictures, and what the claims read.
+"""What an experiment found: tables, curves, heat maps, pictures, claims, and the answer to its question.
 
 An experiment's ``measure`` returns :class:`Findings`. They are plain data: they go into ``summary.json`` and come back
 from there unchanged; :mod:`fedcomp.experiments.page` and :mod:`fedcomp.experiments.console` show them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,6 +203,51 @@ class Pictures:
 
 Figure = Curves | HeatMap | Pictures
 
+_OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """``value op bound`` must hold. ``source`` says where the bound comes from: a paper, theory, a measurement.
+
+    ``gate=False`` marks a goal that is reported but does not fail the run (for instance a throughput that depends on
+    how busy the machine is); the document still shows whether it held.
+    """
+
+    name: str
+    value: float
+    op: str
+    bound: float
+    source: str
+    gate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.op not in _OPERATORS:
+            raise ValueError(f"claim {self.name!r}: unknown comparison {self.op!r}; use one of {sorted(_OPERATORS)}")
+
+    @property
+    def ok(self) -> bool:
+        """Whether the measured value satisfies the bound. NaN never does."""
+        return not math.isnan(self.value) and bool(_OPERATORS[self.op](self.value, self.bound))
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Claim:
+        """Read :meth:`to_json`'s dictionary, also with the value as None that JSON has for NaN."""
+        known = {field: document[field] for field in ("name", "value", "op", "bound", "source", "gate")}
+        return cls(**{**known, "value": _number(known["value"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the claim as a JSON-able dictionary."""
+        return {
+            "name": self.name,
+            "value": self.value,
+            "bound": self.bound,
+            "op": self.op,
+            "ok": self.ok,
+            "gate": self.gate,
+            "source": self.source,
+        }
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -211,8 +257,14 @@ class Findings:
     ----------
     tables : sequence of Table
     figures : sequence of Curves, HeatMap or Pictures
+    claims : sequence of Claim
+        Names are unique.
+    answer : str
+        The answer to the experiment's question: one or two sentences whose every figure is measured. Where it is empty
+        the first claim stands for it.
     values : mapping of str to float
-        What the claims read, by name; NaN for what could not be measured, which no claim accepts.
+        Figures that :func:`fedcomp.experiments.kit.judged` hands to claims that are made apart, by name; NaN for what
+        could not be measured, which no claim accepts.
     tasks : sequence of mappings
         :meth:`fedcomp.tasks.base.Task.record` of every task used, so that the report says which data it rests on.
     statements : mapping of str to mapping
@@ -222,6 +274,8 @@ class Findings:
 
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
+    claims: Sequence[Claim] = ()
+    answer: str = ""
     values: Mapping[str, float] = field(default_factory=dict)
     tasks: Sequence[Mapping[str, Any]] = ()
     statements: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -229,6 +283,7 @@ class Findings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", tuple(self.tables))
         object.__setattr__(self, "figures", tuple(self.figures))
+        object.__setattr__(self, "claims", tuple(self.claims))
         object.__setattr__(self, "values", {str(key): float(value) for key, value in self.values.items()})
         object.__setattr__(self, "tasks", tuple(dict(task) for task in self.tasks))
         object.__setattr__(self, "statements", {str(key): dict(said) for key, said in self.statements.items()})
@@ -245,6 +300,8 @@ class Findings:
                 | ({"series": [_series_json(s) for s in figure.series]} if isinstance(figure, Curves) else {})
                 for figure in self.figures
             ],
+            "claims": [claim.to_json() for claim in self.claims],
+            "answer": self.answer,
             "values": {key: _cell(value) for key, value in self.values.items()},
             "tasks": list(self.tasks),
             **({"statements": dict(self.statements)} if self.statements else {}),
@@ -256,6 +313,8 @@ class Findings:
         return cls(
             tables=[Table(**table) for table in document["tables"]],
             figures=[_figure(figure) for figure in document["figures"]],
+            claims=[Claim.from_json(claim) for claim in document.get("claims", ())],
+            answer=document.get("answer", ""),
             values={key: math.nan if value is None else value for key, value in document["values"].items()},
             tasks=document["tasks"],
             statements=document.get("statements", {}),
@@ -325,10 +384,10 @@ class Say:
             Names the cell within this run, whose configuration never changes: system, data, seed.
         make : callable
             Returns JSON-able data. What comes back is what JSON keeps of it, so that a resumed run computes with the
-            same values: tuples are lists, keys are text, NaN and infinity are None.
+            same values: tuples are lists, keys are text. NaN and infinity stay what they are.
         """
         if name not in self._kept:
-            made = json.loads(json.dumps(finite(make()), allow_nan=False))
+            made = json.loads(json.dumps(make(), default=_encodable))
             if self._keep is not None:
                 self._keep(name, made)
             self._kept[name] = made
@@ -375,6 +434,15 @@ def finite(value: Any) -> Any:
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _encodable(value: Any) -> Any:
+    """Return what JSON's encoder does not know as something that it does: scalars of numpy, mappings."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"a finished cell holds a {type(value).__name__}, which JSON does not know")
 
 
 def _cell(value: Any) -> Any:

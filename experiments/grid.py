@@ -180,7 +180,7 @@ def run_cells(cells: Sequence[Runnable[Found]], say: Say, workers: int = 1) -> d
     say.expect(cell.name for cell in cells)
     for cell, measured in _run_all([cell for cell in cells if not say.has(cell.name)], workers):
         content = say.cell(cell.name, partial(asdict, measured))
-        say(f"{cell.name}: " + ("diverged" if content["loss"] is None else f"loss {content['loss']:.4f}"))
+        say(f"{cell.name}: " + (f"loss {content['loss']:.4f}" if math.isfinite(content["loss"]) else "diverged"))
     return {cell.name: cell.read(say.cell(cell.name, dict)) for cell in cells}
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment
-from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.findings import Claim, Findings
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.privacy.statement import Statement
 
@@ -67,16 +66,16 @@ def summarise(
     specs: Sequence[RunSpec],
     rounds: Mapping[str, Sequence[RoundRecord]],
     results: Mapping[str, RunResult],
-    claims: Iterable[Claim],
+    findings: Findings,
     run: str,
-    findings: Findings | None = None,
 ) -> dict[str, Any]:
     """Return the summary of a run as one JSON-able document.
 
     ``rounds`` and ``results`` go by label. Each row's ``uplink_ratio`` is the baseline's uplink payload
     over its own, ``None`` where either sent nothing.
     """
-    found, checked = Findings() if findings is None else findings, list(claims)
+    found = findings.to_json()
+    claims, said = found.pop("claims"), found.pop("answer")
     rows = [make_row(spec, rounds.get(spec.label, ()), results.get(spec.label)) for spec in specs]
     reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == experiment.baseline), None)
     for row in rows:
@@ -90,11 +89,11 @@ def summarise(
         "idle": experiment.idle(config),
         "baseline": experiment.baseline,
         "rows": rows,
-        "findings": found.to_json(),
-        "claims": [claim.to_json() for claim in checked],
-        "answer": answer(experiment, config, results, found, checked),
+        "findings": found,
+        "claims": claims,
+        "answer": said or answer(findings.claims),
         "environment": environment(),
-        "data": data_sentence([*(r.notes.get("task", {}) for r in results.values()), *found.tasks]),
+        "data": data_sentence([*(r.notes.get("task", {}) for r in results.values()), *findings.tasks]),
         "notes": experiment.notes,
         "run": run,
     }
@@ -117,21 +116,8 @@ def environment() -> dict[str, str]:
     }
 
 
-def answer(
-    experiment: Experiment,
-    config: Config,
-    results: Mapping[str, RunResult],
-    findings: Findings,
-    claims: Sequence[Claim],
-) -> str:
-    """Return the answer to the experiment's question in the figures of this run; empty when nothing was run.
-
-    An experiment without an ``answer`` of its own is answered by its first claim that gates, or its first goal.
-    """
-    if experiment.idle(config):
-        return ""
-    if experiment.answer is not None:
-        return experiment.answer(config, results, findings)
+def answer(claims: Sequence[Claim]) -> str:
+    """Return the answer of an experiment that gives none: its first claim that gates, or its first goal."""
     first = next(iter(sorted(claims, key=lambda claim: not claim.gate)), None)
     return "" if first is None else f"{first.name}: {number(first.value)}."
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Option
-from fedcomp.experiments.findings import Say, Table
+from fedcomp.experiments.findings import Claim, Say, Table
 from fedcomp.experiments.parts import make_inner
 from fedcomp.experiments.private_central import quiet
 from fedcomp.rng import Key

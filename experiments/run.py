@@ -277,16 +277,14 @@ def _execute(
                 folder.save(result)
             results[spec.label] = result
             watch.done(spec, result.accuracy, kept=kept, rounds=result.final.round)
-        idle, findings = experiment.idle(config), Findings()
-        if experiment.measure is not None and not idle:
-            findings = experiment.measure(
-                config, results, Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
-            )
-    claims = [] if idle else experiment.claims(config, results, findings)
+        findings = Findings()
+        if not experiment.idle(config):
+            say = Say(watch.say, folder.cells(), folder.keep_cell, watch.remaining.cells)
+            findings = experiment.measure(config, results, say)
     if config.quick:
-        claims = [replace(claim, gate=False) for claim in claims]
+        findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])
     rounds = {label: result.rounds for label, result in results.items()}
-    summary = summarise(experiment, config, specs, rounds, results, claims, str(folder.path), findings)
+    summary = summarise(experiment, config, specs, rounds, results, findings, str(folder.path))
     write_json(folder.path / "summary.json", summary)
     write_text(folder.path / "report.html", render_html(summary, rounds))
     return summary

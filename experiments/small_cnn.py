@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Option
-from fedcomp.experiments.findings import Say, Table, mean
+from fedcomp.experiments.findings import Claim, Say, Table, mean
 from fedcomp.experiments.grid import Cell, Measured, run_cells
 
 CLIENTS: Final = 10

@@ -138,8 +138,11 @@ class RunFolder:
         return {label: [records[i] for i in sorted(records)] for label, records in found.items()}
 
     def keep_cell(self, name: str, content: Any) -> None:
-        """Add one finished part of a measurement to ``cells.jsonl``; it is on disk when this returns."""
-        self._append("cells.jsonl", json.dumps({"cell": name, "content": content}, allow_nan=False))
+        """Add one finished part of a measurement to ``cells.jsonl``; it is on disk when this returns.
+
+        NaN and infinity are written as Python's JSON has them, so that a resumed run reads what it computed.
+        """
+        self._append("cells.jsonl", json.dumps({"cell": name, "content": content}))
 
     def cells(self) -> dict[str, Any]:
         """Return the finished parts of a measurement by name; a line cut short by a crash is ignored."""

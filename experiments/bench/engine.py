@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedcomp.errors import FedcompError
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 from fedcomp.flower.offline import go_offline
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View
 from fedcomp.gossip.central import Nodes, simulate

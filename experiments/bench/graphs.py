@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 from fedcomp.privacy.entropy import SystemEntropy
 from fedcomp.privacy.noise import discrete_gaussian, gaussian, skellam
 

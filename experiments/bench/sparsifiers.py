@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs.sidco import FIRST, estimate_threshold
 from fedcomp.experiments.bench.readpass import Times, Vector
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 from fedcomp.kernels import adaptive_step, select_above, select_adaptive, select_bins
 
 SLACK: Final = 1.25

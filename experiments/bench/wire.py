@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 from fedcomp.rng import Key
 from fedcomp.wire import backends
 from fedcomp.wire.bits import put_varint

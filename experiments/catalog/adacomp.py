@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.parts import policy
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec
@@ -410,13 +410,11 @@ EXPERIMENT = Experiment(
     name="adacomp",
     question="Does AdaComp find its own compression ratio, and which one on convolutional and fully connected layers?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=DENSE,
     options=OPTIONS,
     rounds=150,
     clients=4,
-    answer=answer,
     minutes=3.2,
     quick=(
         "rounds=3",

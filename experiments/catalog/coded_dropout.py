@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any, Final
 
 from fedcomp.coding.relay import RelayPlan
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, mean
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.vanishing import World, live, relive, wasted
 from fedcomp.rng import Key
@@ -587,13 +587,11 @@ EXPERIMENT = Experiment(
     name="coded_dropout",
     question="Clients die inside the round: do coded shards at their peers keep their updates in the sum?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=DENSE,
     options=OPTIONS,
     rounds=8,
     clients=20,
-    answer=answer,
     minutes=2.5,
     quick=(
         "rounds=1",

@@ -23,9 +23,9 @@ from fedcomp.coding.errors import NotDecodable
 from fedcomp.coding.linearloss import residuals
 from fedcomp.coding.parcels import HEADER_BYTES
 from fedcomp.coding.stream import SplitMix64, derive
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 Real = NDArray[np.float64]
@@ -585,13 +585,11 @@ EXPERIMENT = Experiment(
     name="coded_training",
     question="What does half the set-up traffic of an MDS code buy in coded training, and what does it cost?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=UNCODED,
     options=OPTIONS,
     rounds=200,
     clients=20,
-    answer=answer,
     minutes=2.9,
     quick=(
         "rounds=3",

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, largest, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, largest, mean
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
@@ -624,12 +624,10 @@ EXPERIMENT = Experiment(
     name="cold",
     question="How few bits reach the exact optimum when every neighbour of a ring holds other classes?",
     rows=rows,
-    claims=claims,
     baseline=NIDS,
     options=OPTIONS,
     rounds=60,
     clients=8,
-    answer=answer,
     minutes=6.0,
     quick=(
         "rounds=4",
@@ -650,5 +648,5 @@ EXPERIMENT = Experiment(
         "Two rows run over Flower's messages, for fewer rounds, from the task's initial model instead of zero; their "
         "accuracy says nothing here, and their models must be those of the same run in one process, bit for bit."
     ),
-    measure=measure,
+    measure=judged(measure, claims, answer),
 )

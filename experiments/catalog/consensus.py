@@ -12,10 +12,10 @@ import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.averaging import FLOOR, READINGS, Track, average, by_matrices, reading, starts
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, largest
+from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, largest
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Edges, Topology, topology_of
@@ -585,13 +585,11 @@ EXPERIMENT = Experiment(
     name="consensus",
     question="How fast do nodes that only average agree, by topology and compressor, and what does a digit cost?",
     rows=no_rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline="",
     options=OPTIONS,
     rounds=600,
     clients=8,
-    answer=answer,
     minutes=0.6,
     quick=(
         "rounds=6",

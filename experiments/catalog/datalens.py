@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.datalens_published import DELTA, PUBLISHED, agreement, dealt, packed, published
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Pictures, Say, Series, Table, largest, mean, spread
+from fedcomp.experiments.findings import Claim, Curves, Findings, Pictures, Say, Series, Table, largest, mean, spread
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.accounting import noise_multiplier_for, releases_for
 from fedcomp.privacy.votes import entropy_bits, longest_rows
@@ -437,13 +437,11 @@ EXPERIMENT = Experiment(
     name="datalens",
     question="Can a generator learn digits from the noisy votes of teachers that never show a record?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=label(NOISELESS, 0),
     options=OPTIONS,
     rounds=60,
     clients=10,
-    answer=answer,
     minutes=5.3,
     quick=(
         "rounds=4",

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Findings, Pictures, Say, Table, largest, mean, spread
+from fedcomp.experiments.findings import Claim, Findings, Pictures, Say, Table, largest, mean, spread
 from fedcomp.experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, GeneratorOutcome, task_of
 from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult
 
 TOPAGG: Final = "TopAgg votes"
@@ -362,15 +362,13 @@ EXPERIMENT = Experiment(
     name="datalens_mnist",
     question="What is a generator worth that learnt MNIST from noisy votes, beside what else the same privacy buys?",
     rows=no_rows,
-    claims=claims,
     baseline="",
     options=OPTIONS,
     rounds=60,
     clients=4000,
     notes=NOTES,
     engines=("inprocess",),
-    measure=measure,
-    answer=answer,
+    measure=judged(measure, claims, answer),
     minutes=31.0,
     quick=("rounds=2", "clients=24", "seeds=1", "images=2", "synthetic=20", "classifier_epochs=1"),
 )

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import graph_tables as tables
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Findings, Say, largest, mean
+from fedcomp.experiments.findings import Claim, Findings, Say, largest, mean
 from fedcomp.experiments.graph_runs import SYSTEM, GraphCell, outcome
 from fedcomp.experiments.graph_systems import layer_sizes
 from fedcomp.experiments.graph_tables import (
@@ -29,6 +28,7 @@ from fedcomp.experiments.graph_tables import (
     skewed,
 )
 from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
@@ -580,12 +580,10 @@ EXPERIMENT = Experiment(
     name="gcn",
     question="How many feature rows of other owners does a GCN need when nodes at hand are drawn more often?",
     rows=rows,
-    claims=claims,
     baseline=tables.name(CUT, UNSKEWED),
     options=OPTIONS,
     rounds=90,
     clients=4,
-    answer=answer,
     minutes=3.4,
     quick=(
         "rounds=2",
@@ -601,7 +599,7 @@ EXPERIMENT = Experiment(
         "cross_rounds=1",
         "cross_long=1",
     ),
-    measure=measure,
+    measure=judged(measure, claims, answer),
     notes=(
         "The sampler is after Jiang and Rumi (arXiv 2101.07706, abstract); the rule by which a budget D sets s is "
         "derived here, and nothing is compared with figures of the paper.\n\n"

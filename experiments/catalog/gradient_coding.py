@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, mean
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
@@ -421,13 +421,11 @@ EXPERIMENT = Experiment(
     name="gradient_coding",
     question="Does a round that any n - s devices can end stay exact, and when is it worth s + 1 times the work?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=DENSE,
     options=OPTIONS,
     rounds=30,
     clients=10,
-    answer=answer,
     minutes=0.9,
     quick=(
         "rounds=2",

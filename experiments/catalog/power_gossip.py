@@ -14,7 +14,6 @@ from typing import Any, Final
 import numpy as np
 
 from fedcomp.experiments.averaging import Track, average
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.decentralised import (
     COST_CAPTION,
     COST_COLUMNS,
@@ -28,8 +27,9 @@ from fedcomp.experiments.decentralised import (
     table_of,
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
 from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.gossip.power_gossip import auto_rate
 from fedcomp.gossip.topology import Ring
@@ -628,13 +628,11 @@ EXPERIMENT = Experiment(
     name="power_gossip",
     question="Does low-rank gossip without a number to tune hold what CHOCO holds at its best consensus step size?",
     rows=rows,
-    claims=claims,
     baseline=DENSE,
     options=OPTIONS,
     rounds=1500,
     clients=8,
     minutes=6.0,
-    answer=answer,
     quick=(
         "rounds=3",
         "clients=3",
@@ -645,7 +643,7 @@ EXPERIMENT = Experiment(
         "matrix=8",
         "matrix_rounds=16",
     ),
-    measure=measure,
+    measure=judged(measure, claims, answer),
     notes=(
         "The nodes form a ring; each holds the digits of about three classes, so that a node's own data teach it "
         "about a third of the task. Every algorithm has the same step size and momentum, chosen once for D-PSGD. CHOCO "

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rng import Key
 
@@ -410,13 +410,11 @@ EXPERIMENT = Experiment(
     name="privacy_audit",
     question="Does any private system give away more than it says, and would we notice if it did?",
     rows=no_rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline="",
     options=OPTIONS,
     rounds=0,
     clients=1,
-    answer=answer,
     minutes=0.75,
     quick=(
         "runs=60",

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Findings, different_bytes
+from fedcomp.experiments.findings import Findings, Say, different_bytes
+from fedcomp.experiments.kit import claim
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK = "digits"
@@ -49,39 +49,41 @@ def rows(config: Config) -> list[RunSpec]:
     ]
 
 
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Feedback keeps the accuracy, the bytes are few, and a codec that drops nothing changes nothing."""
     dense, kept, lost = (results[label] for label in (FEDAVG, with_feedback(config), without_feedback(config)))
-    return [
-        Claim(
-            "top-k with feedback: points of accuracy lost against FedAvg",
-            points(dense) - points(kept),
-            "<=",
-            1.0,
-            "goal: within one point; measured 0.1 to 0.4 over seeds 0 to 3",
-        ),
-        Claim(
-            "top-k with feedback: times fewer uplink payload bytes",
-            dense.uplink_payload_bytes / kept.uplink_payload_bytes,
-            ">=",
-            50.0,
-            "derived: of 1000 coordinates 10 are sent, 4 bytes and about one byte of position each, biases whole",
-        ),
-        Claim(
-            "top-k without feedback: points of accuracy lost against the same with it",
-            points(kept) - points(lost),
-            ">=",
-            1.0,
-            "measured 2.2 to 3.9 over seeds 0 to 3; a memory that does nothing gives 0",
-        ),
-        Claim(
-            "identity codec: bytes of the final model that differ from FedAvg's",
-            float(different_bytes(dense.arrays, results[IDENTITY].arrays)),
-            "==",
-            0.0,
-            "theory: a codec that drops nothing changes nothing",
-        ),
-    ]
+    loss = points(dense) - points(kept)
+    times = dense.uplink_payload_bytes / kept.uplink_payload_bytes
+    return Findings(
+        claims=[
+            claim(
+                "top-k with feedback: points of accuracy lost against FedAvg",
+                loss,
+                "<= 1.0",
+                "goal: within one point; measured 0.1 to 0.4 over seeds 0 to 3",
+            ),
+            claim(
+                "top-k with feedback: times fewer uplink payload bytes",
+                times,
+                ">= 50.0",
+                "derived: of 1000 coordinates 10 are sent, 4 bytes and about one byte of position each, biases whole",
+            ),
+            claim(
+                "top-k without feedback: points of accuracy lost against the same with it",
+                points(kept) - points(lost),
+                ">= 1.0",
+                "measured 2.2 to 3.9 over seeds 0 to 3; a memory that does nothing gives 0",
+            ),
+            claim(
+                "identity codec: bytes of the final model that differ from FedAvg's",
+                different_bytes(dense.arrays, results[IDENTITY].arrays),
+                "== 0.0",
+                "theory: a codec that drops nothing changes nothing",
+            ),
+        ],
+        answer=f"{times:.3g} times fewer uplink bytes, {loss:.1f} points of accuracy lost "
+        f"(top-k with feedback against FedAvg, mean of the last {LAST} rounds).",
+    )
 
 
 def points(result: RunResult) -> float:
@@ -116,26 +118,15 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    dense, kept = results[FEDAVG], results[with_feedback(config)]
-    times = dense.uplink_payload_bytes / max(1, kept.uplink_payload_bytes)
-    return (
-        f"{times:.3g} times fewer uplink bytes, {points(dense) - points(kept):.1f} points of accuracy lost "
-        f"(top-k with feedback against FedAvg, mean of the last {LAST} rounds)."
-    )
-
-
 EXPERIMENT = Experiment(
     name="quickstart",
     question="Can ten unlike clients send a fiftieth of the bytes and still learn what federated averaging learns?",
     rows=rows,
-    claims=claims,
+    measure=measure,
     baseline=FEDAVG,
     options=OPTIONS,
     rounds=40,
     clients=10,
-    answer=answer,
     minutes=0.5,
     quick=(
         "rounds=2",

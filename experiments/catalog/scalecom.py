@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
@@ -327,13 +327,11 @@ EXPERIMENT = Experiment(
     name="scalecom",
     question="Does a support that one client chooses for all keep the downlink from growing with the clients?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=DENSE,
     options=OPTIONS,
     rounds=10,
     clients=8,
-    answer=answer,
     minutes=2.2,
     quick=(
         "rounds=2",

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any, Final
 
 from fedcomp.experiments.catalog.adacomp import train_loss
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.estimates import (
     CHANGING,
     DENSITIES,
@@ -26,7 +25,8 @@ from fedcomp.experiments.estimates import (
     timing,
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, mean
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
@@ -401,13 +401,11 @@ EXPERIMENT = Experiment(
     name="sidco",
     question="Can a threshold guessed from a few moments of a gradient replace the search for its largest coordinates?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=DENSE,
     options=OPTIONS,
     rounds=250,
     clients=8,
-    answer=answer,
     minutes=3.2,
     quick=(
         "rounds=2",

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.decentralised import (
     COST_CAPTION,
     COST_COLUMNS,
@@ -24,8 +23,9 @@ from fedcomp.experiments.decentralised import (
     table_of,
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option, Value
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
 from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.push_sum_readings import LABELS, READINGS, Reading, ReadingCell, claims_of_readings
 from fedcomp.experiments.spec import RunResult, RunSpec
 
@@ -559,12 +559,10 @@ EXPERIMENT = Experiment(
     name="sparse_push",
     question="How much of push-sum's accuracy is left when a letter holds a hundredth of the model, or two values?",
     rows=rows,
-    claims=claims,
     baseline=SGP,
     options=OPTIONS,
     rounds=1500,
     clients=8,
-    answer=answer,
     minutes=8.0,
     quick=(
         "rounds=2",
@@ -573,7 +571,7 @@ EXPERIMENT = Experiment(
         "check_rounds=2",
         "workers=1",
     ),
-    measure=measure,
+    measure=judged(measure, claims, answer),
     notes=(
         "The network 64-32-10 has 2410 parameters, and all of them are compressed, biases too. A node of the "
         "static exponential graph sends to three others in every iteration, one of the one-peer graph to one; the "

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table, mean, spread
+from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, mean, spread
 from fedcomp.experiments.grid import Cell, Measured, run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult
 
 TASK: Final = "digits"
@@ -333,12 +333,10 @@ EXPERIMENT = Experiment(
     name="sparse_study",
     question="Same coordinates or individual ones, per layer or over the whole model, with memory or without?",
     rows=no_rows,
-    claims=claims,
     baseline="",
     options=OPTIONS,
     rounds=150,
     clients=8,
-    answer=answer,
     minutes=8.0,
     quick=(
         "rounds=2",
@@ -347,7 +345,7 @@ EXPERIMENT = Experiment(
         "task.hidden=20",
         "densities=0.02,0.1",
     ),
-    measure=measure,
+    measure=judged(measure, claims, answer),
     notes=(
         "Eight clients, the model 64-256-10, one step of 16 images a round. 18 944 weights are compressed, the 266 "
         "biases travel whole. Shared top-k and chunk: a leader's choice, in turn (CLT-k). Shared random supports: one "

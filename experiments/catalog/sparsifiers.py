@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, mean, spread
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, mean, spread
 from fedcomp.experiments.grid import Cell, Measured, run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK: Final = "digits"
@@ -349,12 +349,10 @@ EXPERIMENT = Experiment(
     name="sparsifiers",
     question="What does each way of sending a hundredth of an update cost, and what does it save?",
     rows=rows,
-    claims=claims,
     baseline=DENSE,
     options=OPTIONS,
     rounds=500,
     clients=8,
-    answer=answer,
     minutes=19.0,
     quick=(
         "rounds=2",
@@ -367,7 +365,7 @@ EXPERIMENT = Experiment(
         "cnn_rounds=1",
         "cnn_seeds=1",
     ),
-    measure=measure,
+    measure=judged(measure, claims, answer),
     notes=(
         "Eight clients make one step of 16 images a round; the model, 64-256-10, has 19 210 parameters. Ten biases, "
         "which are less than a hundredth of them, travel whole in every frame; the other 19 200 are compressed.\n\n"

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK = "digits"
@@ -357,13 +357,11 @@ EXPERIMENT = Experiment(
     name="sumcode",
     question="Does what the server receives stay the same when clients are added, and is what it decodes the sum?",
     rows=rows,
-    measure=measure,
-    claims=claims,
+    measure=judged(measure, claims, answer),
     baseline=plain(FEDERATIONS[0]),
     options=OPTIONS,
     rounds=4,
     clients=FEDERATIONS[0],
-    answer=answer,
     minutes=1.0,
     quick=(
         "rounds=1",

@@ -10,10 +10,21 @@ from itertools import product
 from typing import Any, Final
 
 from fedcomp.experiments.ballots import PUBLISHED, SHARES, agreement, drawn_difference, passing
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, different_bytes, largest, mean, spread
+from fedcomp.experiments.findings import (
+    Claim,
+    Curves,
+    Findings,
+    Say,
+    Series,
+    Table,
+    different_bytes,
+    largest,
+    mean,
+    spread,
+)
 from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.private_central import PrivateCell, Trained
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
@@ -583,12 +594,10 @@ EXPERIMENT = Experiment(
     name="topagg",
     question="What does it cost to vote instead of averaging, at equal epsilon, and how many bytes does it save?",
     rows=rows,
-    claims=claims,
     baseline=FEDAVG,
     options=OPTIONS,
     rounds=20,
     clients=200,
-    answer=answer,
     minutes=8.0,
     quick=(
         "rounds=1",
@@ -600,7 +609,7 @@ EXPERIMENT = Experiment(
         "epochs=1",
         "agreement_size=40",
     ),
-    measure=measure,
+    measure=judged(measure, claims, answer),
     notes=(
         "Client-level privacy with a trusted server: one client more or less changes what is known of the model by at "
         "most epsilon. 200 clients hold seven or eight images each. All of them are in every round, so nothing rests "

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest, mean, spread
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
 from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.kit import judged
 from fedcomp.experiments.record_training import TASK, RecordCell, RecordOutcome
 from fedcomp.experiments.spec import RunResult
 
@@ -453,13 +453,11 @@ EXPERIMENT = Experiment(
     name="topagg_dpsgd",
     question="What does it cost, at equal epsilon, to train on votes, masks or low-rank products of gradients?",
     rows=no_rows,
-    claims=claims,
     baseline="",
     options=OPTIONS,
     rounds=100,
     clients=1,
     minutes=1.5,
-    answer=answer,
     quick=(
         "rounds=2",
         "seeds=1",
@@ -470,6 +468,6 @@ EXPERIMENT = Experiment(
     ),
     notes=NOTES,
     engines=("inprocess",),
-    measure=measure,
+    measure=judged(measure, claims, answer),
     measures_privately=True,
 )

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say, Series, Table
+from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 
 DATA = {"note": "numbers made by formula", "used": "offline", "verified": False, "substitute": False}
@@ -84,23 +83,23 @@ def rows(config: Config) -> list[RunSpec]:
     ]
 
 
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-    gain = results["dense"].uplink_payload_bytes / results["sparse"].uplink_payload_bytes
-    return [
-        Claim("fewer bytes", gain, ">=", 5.0, "derived: 1 / density"),
-        Claim("very many fewer bytes", gain, ">=", 1e6, "wishful", gate=False),
-    ]
-
-
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    return f"Sparse sends {results['sparse'].uplink_payload_bytes} bytes <in all>."
+def compare(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    sent = results["sparse"].uplink_payload_bytes
+    gain = results["dense"].uplink_payload_bytes / sent
+    return Findings(
+        claims=[
+            Claim("fewer bytes", gain, ">=", 5.0, "derived: 1 / density"),
+            Claim("very many fewer bytes", gain, ">=", 1e6, "wishful", gate=False),
+        ],
+        answer=f"Sparse sends {sent} bytes <in all>.",
+    )
 
 
 TINY = Experiment(
     name="tiny",
     question="Does <counting> work?",
     rows=rows,
-    claims=claims,
+    measure=compare,
     baseline="dense",
     options={
         "train.lr": Option(0.1, "learning rate", above=0.0),
@@ -113,7 +112,6 @@ TINY = Experiment(
     rounds=5,
     clients=4,
     notes="First.\n\nSecond.",
-    answer=answer,
     minutes=0.5,
     quick=("rounds=1", "clients=2", "codec.density=0.5"),
 )
@@ -130,20 +128,15 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             Curves("Loss by cell", "cell", "loss", [Series("a < b", range(len(losses)), losses)], log_y=True),
             HeatMap("Loss again", [str(i) for i in range(len(losses))], ["loss"], [losses], "nats", log=True),
         ],
-        values={"last": losses[-1]},
+        claims=[Claim("the last loss", losses[-1], "<=", 1.0, "test")],
         tasks=[{"data": DATA}],
     )
-
-
-def measured_claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-    return [Claim("the last loss", findings.values["last"], "<=", 1.0, "test")]
 
 
 MEASURED = Experiment(
     name="measured",
     question="Does measuring work?",
     rows=no_rows,
-    claims=measured_claims,
     baseline="",
     options={},
     rounds=4,

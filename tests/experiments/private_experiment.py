@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.kit import claim
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 COMMON = {"task.hidden": "16", "max_steps": 2, "insecure_deterministic": True}
@@ -18,15 +18,15 @@ def rows(config: Config) -> list[RunSpec]:
     return [plain, private]
 
 
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-    return [Claim("rounds of FedAvg", float(results["FedAvg"].final.round), ">=", 1.0, "it is not private")]
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    return Findings(claims=[claim("rounds of FedAvg", results["FedAvg"].final.round, ">= 1", "it is not private")])
 
 
 EXPERIMENT = Experiment(
     name="guarded",
     question="Does the budget hold?",
     rows=rows,
-    claims=claims,
+    measure=measure,
     baseline="FedAvg",
     options={
         "noise_multiplier": Option(2.0, "noise over sensitivity", above=0.0),

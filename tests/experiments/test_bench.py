@@ -15,7 +15,7 @@ from fedcomp.experiments.bench.__main__ import Setup, main
 ROOT = Path(__file__).parents[2]
 
 MODULE = """
-from fedcomp.experiments.claims import Claim
+from fedcomp.experiments.findings import Claim
 
 def run(*, quick=False, progress=None):
     if progress is not None:

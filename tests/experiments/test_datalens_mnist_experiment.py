@@ -24,9 +24,8 @@ from fedcomp.experiments.catalog.datalens_mnist import (
     TOPAGG,
     label,
 )
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Pictures, Say
+from fedcomp.experiments.findings import Claim, Findings, Pictures, Say
 from fedcomp.experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.statement import Statement
@@ -59,7 +58,7 @@ def small() -> Small:
         config = dataclasses.replace(config, settings=settings)
         kept: dict[str, Any] = {}
         findings = module.measure(config, {}, Say(keep=kept.__setitem__))
-        return Small(config, findings, EXPERIMENT.claims(config, {}, findings), kept, settings.read)
+        return Small(config, findings, module.claims(config, {}, findings), kept, settings.read)
 
 
 def cell(**changes: Any) -> GeneratorCell:
@@ -132,7 +131,7 @@ def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_lea
 
     def failed(values: dict[str, float]) -> list[str]:
         findings = dataclasses.replace(small.findings, values=values)
-        return [c.name for c in EXPERIMENT.claims(small.config, {}, findings) if c.gate and not c.ok]
+        return [c.name for c in module.claims(small.config, {}, findings) if c.gate and not c.ok]
 
     assert failed(good) == []
     seen = [failed({**good, key: wrong}) for key, (_, wrong) in figures.items()]

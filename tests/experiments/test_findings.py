@@ -12,6 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from fedcomp.experiments.findings import (
+    Claim,
     Curves,
     Findings,
     HeatMap,
@@ -35,6 +36,8 @@ def everything() -> Findings:
             HeatMap("H", ["u", "v"], ["w"], [[1.0, None]], "value", log=True),
             Pictures.of("P", np.linspace(-1, 2, 48).reshape(2, 3, 2, 4), ["0", "1"], "caption"),
         ],
+        claims=[Claim("c", 0.25, "<=", 1.0, "s", gate=False)],
+        answer="A quarter.",
         values={"loss": 0.25},
         tasks=[{"task": "digits", "data": {"note": "n"}}],
     )
@@ -104,9 +107,12 @@ def test_a_kept_cell_is_not_made_again_and_is_what_json_makes_of_it() -> None:
 
     say("one line")
     assert say.cell("old", never) == {"loss": 1.0}
-    assert say.cell("new", lambda: {"pair": (1, math.nan), 3: np.float32(0.5)}) == {"pair": [1, None], "3": 0.5}
-    assert say.cell("new", never) == {"pair": [1, None], "3": 0.5}
-    assert stored == {"new": {"pair": [1, None], "3": 0.5}}
+    assert say.cell("new", lambda: {"pair": (1, math.inf), 3: np.float32(0.5)}) == {"pair": [1, math.inf], "3": 0.5}
+    assert say.cell("new", never) == {"pair": [1, math.inf], "3": 0.5}
+    assert stored == {"new": {"pair": [1, math.inf], "3": 0.5}}
+    assert math.isnan(say.cell("lost", lambda: math.nan))
+    with pytest.raises(TypeError, match="a finished cell holds a set"):
+        say.cell("odd", lambda: {1})
     assert (say.has("old"), say.has("new"), say.has("other")) == (True, True, False)
     assert said == ["one line"]
     Say()("nobody listens")

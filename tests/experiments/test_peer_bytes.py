@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines, serve
 from fedcomp.experiments.console import result_table
 from fedcomp.experiments.federation import Cohorts
+from fedcomp.experiments.findings import Findings
 from fedcomp.experiments.page import render_html
 from fedcomp.experiments.report import summarise
 from fedcomp.experiments.spec import RoundRecord, RunSpec
@@ -88,10 +88,9 @@ def test_a_stored_round_from_before_there_were_any_can_be_read() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("wire", [0, 2_500_000])
 def test_reports_show_the_column_where_there_is_something_in_it(wire: int) -> None:
-    tiny = replace(TINY, answer=None)  # it reads results, and there are none here
-    config = tiny.configure()
+    config = TINY.configure()
     records = [RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, peer_payload_bytes=wire, peer_wire_bytes=wire)]
-    summary = summarise(tiny, config, tiny.specs(config), {"dense": records, "sparse": []}, {}, [], "x")
+    summary = summarise(TINY, config, TINY.specs(config), {"dense": records, "sparse": []}, {}, Findings(), "x")
     assert [row["peer_wire_bytes"] for row in summary["rows"]] == [wire, 0]
     assert summary["rows"][0]["uplink_wire_bytes"] == 20
     page = render_html(summary, {"dense": records, "sparse": []})

@@ -24,10 +24,9 @@ from fedcomp.experiments.catalog.power_gossip import (
     TUNED,
     Group,
 )
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.decentralised import Point, Trained
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Claim, Findings, Say
 from fedcomp.experiments.relayed import beside, without_messages
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.power_gossip import PowerGossip
@@ -61,10 +60,9 @@ def small() -> Small:
     config = dataclasses.replace(config, settings=settings)
     specs = EXPERIMENT.specs(config)
     results = {spec.label: engines.run(spec) for spec in specs}
-    assert EXPERIMENT.measure is not None
     findings = EXPERIMENT.measure(config, results, Say())
     used = settings.read | {key for spec in specs for key in spec.settings}
-    return Small(config, results, findings, EXPERIMENT.claims(config, results, findings), used)
+    return Small(config, results, findings, list(findings.claims), used)
 
 
 @pytest.mark.long

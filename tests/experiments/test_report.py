@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from fake_engine import DATA, TINY, FakeEngine
 
-from fedcomp.experiments.claims import Claim
-from fedcomp.experiments.findings import Curves, Findings, HeatMap, Series, Table
+from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table
 from fedcomp.experiments.page import render_html
 from fedcomp.experiments.plots import line_plot
 from fedcomp.experiments.report import (
@@ -76,10 +75,10 @@ def make(
     specs = TINY.specs(config)
     engine = FakeEngine()
     results: dict[str, RunResult] = {spec.label: engine(spec, on_round=None, checkpoint=None) for spec in specs}
-    if claims is None:
-        claims = TINY.claims(config, results, Findings()) if rounds else []
+    told = TINY.measure(config, results, Say()) if rounds else Findings()
+    found = replace(findings or Findings(), claims=told.claims if claims is None else claims, answer=told.answer)
     series = {label: result.rounds for label, result in results.items()}
-    return summarise(TINY, config, specs, series, results, claims, "/somewhere/private/runs/x-tiny", findings), series
+    return summarise(TINY, config, specs, series, results, found, "/somewhere/private/runs/x-tiny"), series
 
 
 @pytest.mark.long
@@ -237,7 +236,7 @@ def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() ->
         RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, failures=2),
         RoundRecord(2, math.nan, math.nan, 1, 2, 3, 4, failures=1),
     ]
-    summary = summarise(replace(TINY, answer=None), config, specs, {"dense": records, "sparse": []}, {}, [], "x")
+    summary = summarise(TINY, config, specs, {"dense": records, "sparse": []}, {}, Findings(), "x")
     dense, sparse = summary["rows"]
     assert (dense["accuracy"], dense["loss"], dense["rounds"], dense["failures"]) == (0.4, 1.0, 2, 3)
     assert [dense[key] for key in ("uplink_payload_bytes", "uplink_wire_bytes")] == [11, 22]
@@ -286,11 +285,10 @@ def test_bytes_are_shown_with_three_digits(count: float, text: str) -> None:
 
 
 def test_e4_an_experiment_without_an_answer_is_answered_by_its_first_claim() -> None:
-    nameless = replace(TINY, answer=None)
-    config = nameless.configure()
+    config = TINY.configure()
     goal, rule = Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("times fewer", 12.5, ">=", 1.0, "test")
     for claims, said in (([goal, rule], "times fewer: 12.5."), ([goal], "goal: 0."), ([], "")):
-        summary = summarise(nameless, config, [], {}, {}, claims, "x")
+        summary = summarise(TINY, config, [], {}, {}, Findings(claims=claims), "x")
         assert summary["answer"] == said
         assert verdict(summary).startswith(said)
 

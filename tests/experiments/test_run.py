@@ -17,9 +17,8 @@ import pytest
 from fake_engine import CATALOG, MEASURED, TINY, FakeEngine
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment
-from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.findings import Claim, Findings, Say
 from fedcomp.experiments.run import Setup, main
 from fedcomp.experiments.spec import RunResult
 
@@ -269,7 +268,7 @@ def test_e2_a_user_is_told_how_long_it_takes(call: Caller) -> None:
 @pytest.mark.long
 def test_a_claim_that_measured_nothing_fails_and_is_null_in_json(call: Caller) -> None:
     nan = Claim("nothing there", float("nan"), ">=", 0.0, "test")
-    experiment = Experiment(**{**vars(TINY), "claims": lambda config, results, findings: [nan]})
+    experiment = Experiment(**{**vars(TINY), "measure": lambda config, results, say: Findings(claims=[nan])})
     assert call("tiny", "--json", experiment=experiment) == 1
     assert json.loads(call.stdout)["claims"][0]["value"] is None
 
@@ -366,24 +365,21 @@ def test_an_experiment_may_only_measure(call: Caller) -> None:
     assert call("measured", "--json", "--rounds", "2", experiment=MEASURED) == 0
     document = json.loads(call.stdout)
     assert document["rows"] == []
-    assert document["findings"]["values"] == {"last": 1.0}
     assert document["claims"][0]["value"] == 1.0
     assert document["data"] == "numbers made by formula (nothing downloaded)."
     assert "Measured &lt;losses&gt;" in (folder / "report.html").read_text()
 
 
 @pytest.mark.long
-def test_rows_come_before_the_measurement_and_claims_see_both(call: Caller) -> None:
+def test_rows_come_before_the_measurement(call: Caller) -> None:
     seen: list[object] = []
 
     def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
         seen.append(sorted(results))
-        return Findings(values={"last": 0.5})
+        both = TINY.measure(config, results, say), MEASURED.measure(config, results, say)
+        return Findings(claims=[claim for found in both for claim in found.claims])
 
-    def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-        return [*TINY.claims(config, results, findings), *MEASURED.claims(config, results, findings)]
-
-    both = dataclasses.replace(TINY, measure=look, claims=claims)
+    both = dataclasses.replace(TINY, measure=look)
     assert call("tiny", "--json", experiment=both) == 0
     assert seen == [["dense", "sparse"]]
     assert [claim["name"] for claim in json.loads(call.stdout)["claims"]][-1] == "the last loss"
@@ -393,7 +389,7 @@ def test_rows_come_before_the_measurement_and_claims_see_both(call: Caller) -> N
 
 def test_an_experiment_without_rounds_is_measured_all_the_same(call: Caller) -> None:
     def look(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-        return Findings(values={"last": 3.0})
+        return Findings(claims=[Claim("the last loss", 3.0, "<=", 1.0, "test")])
 
     assert call("measured", experiment=dataclasses.replace(MEASURED, rounds=0, measure=look)) == 1
 
@@ -412,7 +408,7 @@ def test_an_interrupted_measurement_keeps_its_finished_cells(call: Caller) -> No
                 made.append(text)
 
             kept = Say(tell, say._kept, say._keep)
-            return MEASURED.measure(config, results, kept)  # type: ignore[misc]
+            return MEASURED.measure(config, results, kept)
 
         return dataclasses.replace(MEASURED, measure=look)
 

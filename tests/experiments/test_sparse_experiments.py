@@ -10,9 +10,8 @@ from noted_settings import Read
 
 from fedcomp.experiments import adaptive_servers, engines, robust_rules, small_cnn
 from fedcomp.experiments.catalog import sparse_study, sparsifiers
-from fedcomp.experiments.claims import Claim
 from fedcomp.experiments.experiment import Config, Experiment
-from fedcomp.experiments.findings import Curves, Findings, HeatMap, Say
+from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say
 from fedcomp.experiments.spec import RunResult
 
 
@@ -22,10 +21,9 @@ def run(experiment: Experiment, *assignments: str, **size: int) -> tuple[Config,
     config = dataclasses.replace(config, settings=settings)
     specs = experiment.specs(config)
     results: dict[str, RunResult] = {spec.label: engines.run(spec) for spec in specs}
-    assert experiment.measure is not None
     findings = experiment.measure(config, results, Say())
     used = settings.read | {key for spec in specs for key in spec.settings}
-    return config, findings, experiment.claims(config, results, findings), used
+    return config, findings, list(findings.claims), used
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def tiny():
 def test_a_tiny_run_keeps_every_claim_but_that_it_learns(tiny) -> None:
     config, results, findings = tiny
     again = Findings.from_json(findings.to_json())
-    claims = EXPERIMENT.claims(config, results, again)
+    claims = module.claims(config, results, again)
     failed = {claim.name for claim in claims if claim.gate and not claim.ok}
     # Of six clients nobody learns anything, and rounding a frame to bytes weighs more on 650 coordinates.
     assert {name for name in failed if "longest vote" not in name} <= {"TopAgg learns at epsilon 10: accuracy"}
@@ -53,13 +53,13 @@ def test_claims_catch_a_crossed_epsilon_longer_votes_and_other_bits(tiny) -> Non
         f"{sent}: difference in epsilon": 1e-9,
         "closed form against draws": 0.02,
     }
-    assert all(c.ok for c in EXPERIMENT.claims(config, results, findings) if "epsilon of the statement" in c.name)
+    assert all(c.ok for c in module.claims(config, results, findings) if "epsilon of the statement" in c.name)
     for name, value in wrong.items():
         forged = replace(findings, values={**findings.values, name: value})
-        caught = [c for c in EXPERIMENT.claims(config, results, forged) if c.gate and not c.ok and c.value == value]
+        caught = [c for c in module.claims(config, results, forged) if c.gate and not c.ok and c.value == value]
         assert len(caught) == 1, name
         missing = replace(findings, values={**findings.values, name: math.nan})
-        assert any(c.gate and math.isnan(c.value) and not c.ok for c in EXPERIMENT.claims(config, results, missing))
+        assert any(c.gate and math.isnan(c.value) and not c.ok for c in module.claims(config, results, missing))
 
 
 def test_every_private_training_has_its_statement(tiny) -> None:
@@ -87,7 +87,7 @@ def test_a_budget_ends_what_is_measured_as_it_ends_rows(monkeypatch) -> None:
         assert [said[epsilon]["rounds"] for epsilon in EPSILONS] == [2, 1, 0, 2]
         assert all(said[epsilon]["epsilon"] <= 2.0 for epsilon in EPSILONS[:-1])
         assert results[method.name(SENT)].notes["privacy"]["epsilon"] == said[SENT]["epsilon"]
-    failed = {claim.name for claim in EXPERIMENT.claims(config, results, findings) if claim.gate and not claim.ok}
+    failed = {claim.name for claim in module.claims(config, results, findings) if claim.gate and not claim.ok}
     assert not any("differ" in name or "epsilon of the statement" in name for name in failed)
     assert "uplink of dense over votes, the longest of all settings" in failed, (
         "a training without a round has no bytes"

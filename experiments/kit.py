@@ -1,0 +1,335 @@
+"""What a page of the catalogue is written with: sweeps over axes, tables and curves of records, claims.
+
+A page says what is compared, over which axes, in which columns, what is claimed of it, and what the answer is. What
+every experiment needs besides is here, once: cells that run side by side, are kept as they finish and are named on the
+way; rows and lines that are made of records.
+
+Examples
+--------
+>>> def halve(start, steps):
+...     return {"loss": start / 2**steps}
+>>> records = Sweep(halve, {"start": [1.0, 3.0], "steps": [0, 1]})(Say())
+>>> table("Halving", {"start": "start", "loss": "loss"}, records.where(steps=1)).rows
+((1.0, 0.5), (3.0, 1.5))
+>>> [(line.name, line.y) for line in curves("Loss", records, "steps", "loss", by="start").series]
+[('1.0', (1.0, 0.5)), ('3.0', (3.0, 1.5))]
+>>> claim("loss after a step, from 1", records.one(start=1.0, steps=1).loss, "<= 0.5", "theory").ok
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, overload
+
+from fedcomp.experiments.experiment import Config, Option
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table
+
+if TYPE_CHECKING:
+    from fedcomp.experiments.experiment import Measure
+    from fedcomp.experiments.spec import RunResult
+
+__all__ = ["Record", "Records", "Say", "Sweep", "claim", "curves", "repetitions", "table", "workers"]
+
+Field = str | Callable[[Any], Any]
+"""What of a record stands in a column or on an axis: a field's name, or a function of the record."""
+
+
+class Record(Mapping[str, Any]):
+    """One cell of a sweep: what was asked and what came out. ``record.loss`` is ``record["loss"]``."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = dict(fields)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"a record of {sorted(self.__dict__.get('_fields', ()))} has no {name!r}") from None
+
+    def __repr__(self) -> str:
+        return f"Record({self._fields!r})"
+
+
+class Records(Sequence[Record]):
+    """The cells of a sweep, in its order."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._records = tuple(records)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Records: ...
+
+    def __getitem__(self, index: int | slice) -> Record | Records:
+        return Records(self._records[index]) if isinstance(index, slice) else self._records[index]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __add__(self, other: Records) -> Records:
+        return Records((*self, *other))
+
+    def where(self, **fields: Any) -> Records:
+        """Return the records whose fields have these values."""
+        return Records(r for r in self if all(r[name] == value for name, value in fields.items()))
+
+    def one(self, **fields: Any) -> Record:
+        """Return the only record whose fields have these values.
+
+        Raises
+        ------
+        LookupError
+            When there is none, or more than one.
+        """
+        found = self.where(**fields)
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} of {len(self)} records have {fields}; expected one")
+        return found[0]
+
+    def each(self, name: Field) -> list[Any]:
+        """Return a field of every record."""
+        return [_get(name, record) for record in self]
+
+    def groups(self, *names: str) -> dict[Any, Records]:
+        """Return the records by the value of a field, or by the values of several, in the order of their first."""
+        found: dict[Any, list[Record]] = {}
+        for record in self:
+            key = tuple(record[name] for name in names)
+            found.setdefault(key[0] if len(names) == 1 else key, []).append(record)
+        return {key: Records(group) for key, group in found.items()}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cells: every combination of some axes, or those that are listed, each run once and kept.
+
+    What a cell comes to depends on the cell alone: processes change the time and nothing else. After an interruption
+    the cells that were finished are not run again; within a run, a name stands for the same cell always.
+
+    Parameters
+    ----------
+    run : callable
+        From one value of each axis, as keyword arguments, to a mapping of JSON-able fields. With more than one process
+        it has to be a function of a module, or a partial of one.
+    axes : mapping of str to sequence, or sequence of mappings
+        All combinations, the last axis fastest; or the cells themselves.
+    title : str
+        Goes before the names of the cells: sweeps of one experiment have different ones, or different axes.
+    shared : mapping
+        Further arguments of ``run``, the same for all cells. They are in no name and in no record.
+    """
+
+    run: Callable[..., Mapping[str, Any]]
+    axes: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]
+    title: str = ""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cells(self) -> dict[str, dict[str, Any]]:
+        """The cells by name.
+
+        Raises
+        ------
+        ValueError
+            When two cells are the same.
+        """
+        if isinstance(self.axes, Mapping):
+            asked = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        else:
+            asked = [dict(cell) for cell in self.axes]
+        named = {self._name(cell): cell for cell in asked}
+        if len(named) != len(asked):
+            raise ValueError(f"the sweep {self.title!r} asks for a cell twice: {len(asked)} cells, {len(named)} names")
+        return named
+
+    def __call__(self, say: Say, workers: int = 1) -> Records:
+        """Run what is not kept yet, and return a record of every cell: its axes, then what ``run`` returned.
+
+        Parameters
+        ----------
+        say : Say
+            Is told which cells there are and which of them are finished, and keeps those.
+        workers : int
+            Processes to use; 1 runs the cells in this one.
+        """
+        cells = self.cells
+        say.expect(cells)
+        for name, found in self._results({name: cell for name, cell in cells.items() if not say.has(name)}, workers):
+            say(f"{name}{_reached(say.cell(name, partial(dict, found)))}")
+        return Records(Record({**cell, **say.cell(name, dict)}) for name, cell in cells.items())
+
+    def _name(self, cell: Mapping[str, Any]) -> str:
+        values = ", ".join(
+            value if isinstance(value, str) else f"{axis} {_short(value)}" for axis, value in cell.items()
+        )
+        return f"{self.title}: {values}" if self.title else values
+
+    def _results(self, cells: Mapping[str, Mapping[str, Any]], workers: int) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        calls = {name: partial(self.run, **cell, **self.shared) for name, cell in cells.items()}
+        if workers <= 1 or len(calls) <= 1:
+            return ((name, call()) for name, call in calls.items())
+        return _in_processes(calls, min(workers, len(calls)))
+
+
+def _in_processes(
+    calls: Mapping[str, Callable[[], Mapping[str, Any]]], workers: int
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    # Spawned, not forked: a copy of a process that has threads of torch and Flower is not one that can be relied on.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_ignore_interrupt)
+    with contextlib.ExitStack() as stack:
+        stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        yield from zip(calls, pool.map(_call, calls.values()), strict=True)
+
+
+def _call(call: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    return call()
+
+
+def _ignore_interrupt() -> None:
+    # Ctrl-C reaches all processes of a terminal; this one's parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _reached(fields: Mapping[str, Any]) -> str:
+    loss = fields.get("loss")
+    if not isinstance(loss, float):
+        return ""
+    return f": loss {loss:.4f}" if math.isfinite(loss) else ": diverged"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _get(name: Field, record: Any) -> Any:
+    if callable(name):
+        return name(record)
+    return record[name] if isinstance(record, Mapping) else getattr(record, name)
+
+
+def table(
+    title: str, columns: Mapping[str, Field], records: Iterable[Any], caption: str = "", *, optional: Iterable[str] = ()
+) -> Table:
+    """Return a table with one row per record.
+
+    Parameters
+    ----------
+    columns : mapping of str to str or callable
+        What stands below each heading: a field of the record, or a function of it.
+    records : iterable
+        Records, or anything that the functions take.
+    optional : iterable of str
+        Headings of columns that are left out when nothing stands in them.
+    """
+    found = [[_get(name, record) for name in columns.values()] for record in records]
+    shown = [
+        i for i, heading in enumerate(columns) if heading not in optional or any(row[i] is not None for row in found)
+    ]
+    headings = list(columns)
+    return Table(title, [headings[i] for i in shown], [[row[i] for i in shown] for row in found], caption)
+
+
+def curves(
+    title: str,
+    records: Iterable[Any],
+    x: Field,
+    y: Field,
+    by: Field,
+    *,
+    x_label: str = "",
+    y_label: str = "",
+    **options: Any,
+) -> Curves:
+    """Return a plot with one line for each value of ``by``, in the order of their first records.
+
+    Parameters
+    ----------
+    x, y : str or callable
+        A field of the record or a function of it: one number, so that every record is a point of its line; or a
+        sequence, so that a record is a stretch of it.
+    x_label, y_label : str
+        Default: the names of the fields.
+    **options
+        ``log_x``, ``log_y``, ``x_bytes`` and ``caption`` of :class:`~fedcomp.experiments.findings.Curves`.
+    """
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for record in records:
+        line = lines.setdefault(str(_get(by, record)), ([], []))
+        for values, name in zip(line, (x, y), strict=True):
+            found = _get(name, record)
+            values.extend(found if isinstance(found, Iterable) else [found])
+    series = [Series(name, *line) for name, line in lines.items()]
+    across, up = (label or (name if isinstance(name, str) else "") for label, name in ((x_label, x), (y_label, y)))
+    return Curves(title, across, up, series, **options)
+
+
+def claim(name: str, value: float, bound: str, source: str, *, gate: bool = True) -> Claim:
+    """Return the claim that ``value`` keeps ``bound``.
+
+    Parameters
+    ----------
+    bound : str
+        A comparison and a number: ``"<= 1.2"``. A number put in with ``f"<= {number}"`` keeps all its digits.
+    source : str
+        Where the bound comes from: a paper, theory, a measurement, a goal.
+    gate : bool
+        Whether the run fails with the claim; a goal is reported and fails nothing.
+
+    Raises
+    ------
+    ValueError
+        When the bound is not of this form.
+    """
+    op, _, number = bound.partition(" ")
+    try:
+        return Claim(name, float(value), op, float(number), source, gate)
+    except ValueError as error:
+        raise ValueError(
+            f"claim {name!r}: bound {bound!r} is not a comparison and a number such as '<= 1.2'"
+        ) from error
+
+
+def workers(default: int = 1) -> Option:
+    """Return the setting that says how many processes a sweep may use."""
+    text = "processes that train side by side; changes nothing but the time"
+    return Option(default, text, least=1, most=256, neutral=True)
+
+
+def repetitions(config: Config, setting: str = "seeds") -> range:
+    """Return the seeds of repeated trainings: as many as ``setting`` says, from the run's own on."""
+    return range(config.seed, config.seed + int(config.settings[setting]))
+
+
+def judged(
+    measure: Measure,
+    claims: Callable[[Config, Mapping[str, RunResult], Findings], list[Claim]],
+    answer: Callable[[Config, Mapping[str, RunResult], Findings], str],
+) -> Measure:
+    """Return a measurement whose findings hold the claims and the answer that are made of its values."""
+
+    def measured(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+        found = measure(config, results, say)
+        made = {"claims": claims(config, results, found), "answer": answer(config, results, found)}
+        return replace(found, **made)  # type: ignore[arg-type]
+
+    return measured
