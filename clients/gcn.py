@@ -30,9 +30,9 @@ from fedcomp.flower.records import to_record
 from fedcomp.graphs.adjacency import HaloStructure
 from fedcomp.graphs.base import GraphError, Ids, MissingRows, Norms, Part, StepPlan, Unavailable, UnknownStructure
 from fedcomp.graphs.cache import noisy_rows
-from fedcomp.graphs.ids import decode_ids, encode_ids
+from fedcomp.graphs.ids import decode_ids, decode_norms, encode_ids, encode_norms
 from fedcomp.graphs.plan import feature_norms, plan_round, reach, wanted
-from fedcomp.graphs.rowcodecs import decode_norms, encode_norms, get_row_codec
+from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.graphs.structure_rows import decode_structure, encode_structure
 from fedcomp.rng import Key

@@ -66,7 +66,7 @@ batches of ``batch_size`` nodes, 0 for all it has to learn from.
 """
 
 _UNUSED: Final[Settings] = MappingProxyType({"epochs": 1, "max_steps": 0})
-_PICKY: Final = "binary-csr"
+_PICKY: Final = "binary-rice"
 _SAMPLER: Final = ("sampler", "fanout", "estimator", "weight", "mode", "scale", "s_max", "keep_self", "favour", "q")
 
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.graphs.base import GraphError, Ids, MissingRows
-from fedcomp.graphs.rowforms import BITS, Block, Floats, column_width, join_places
+from fedcomp.graphs.rowcodecs import BITS, Block, Floats
 
 POLICIES: Final = ("none", "lru", "all")
 
@@ -153,7 +153,7 @@ class FeatureCache:
 
     def _decoded(self, rows: list[bytes]) -> Floats:
         d, dtype = self._features, self._dtype
-        wide, narrow = dtype.itemsize, column_width(d)
+        wide, narrow = dtype.itemsize, _column_width(d)
         out = np.zeros((len(rows), d), dtype)
         bits = out.view(BITS[wide])
         kinds = np.array([row[0] for row in rows], np.uint8)
@@ -169,7 +169,7 @@ class FeatureCache:
             pieces = [rows[i] for i in at]
             values = np.frombuffer(b"".join(p[1:e] for p, e in zip(pieces, ends, strict=True)), bits.dtype)
             columns = np.frombuffer(b"".join(p[e:] for p, e in zip(pieces, ends, strict=True)), narrow)
-            places = join_places(counts, columns, 0) + np.repeat(at * d, counts)
+            places = np.repeat(at * d, counts) + columns
             bits.reshape(-1)[places] = values if kind == _SPARSE else np.repeat(values, counts)
         return out
 
@@ -223,13 +223,14 @@ class FeatureCache:
 def _encoded(rows: Floats) -> list[bytes]:
     """Return each row in its shortest form: its kind, its values, the columns of these."""
     d, wide = rows.shape[1], rows.dtype.itemsize
-    counts, columns, values = Block(d, dense=rows).sparse
-    starts = np.cumsum(counts) - counts
+    block = Block(*rows.shape, dense=rows)
+    places, values = block.entries
+    starts, counts, columns = block.starts[:-1], np.diff(block.starts), places % d
     words = values.view(BITS[wide])
     first = np.repeat(words[np.minimum(starts, max(0, words.size - 1))], counts) if words.size else words
     of = np.repeat(np.arange(counts.size), counts)
     several = np.bincount(of[words != first], minlength=counts.size) > 0
-    narrow = column_width(d)
+    narrow = _column_width(d)
     sizes = np.stack(
         (
             np.full(counts.size, d * wide),
@@ -251,6 +252,11 @@ def _encoded(rows: Floats) -> list[bytes]:
     return out
 
 
+def _column_width(d: int) -> np.dtype[Any]:
+    """Return the dtype in which columns of ``d`` features are held."""
+    return np.dtype("u1") if d <= 1 << 8 else np.dtype("<u2") if d <= 1 << 16 else np.dtype("<u4")
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
@@ -266,9 +272,9 @@ def noisy_rows(rows: Floats, ids: ArrayLike, std: float, secret: bytes) -> Float
     """Return rows with Gaussian noise that is the same each time a row leaves its owner.
 
     Fresh noise would average out over fetches. The noise of a row is a function of its id, the standard deviation and
-    the owner's secret, by SHAKE-256: who lacks the secret cannot draw it again. That is no promise of privacy: nothing
-    is clipped, nothing is accounted for, floating-point noise tells in its last bits, and neighbours' rows are
-    correlated.
+    the owner's secret, by SHAKE-256: without the secret nobody can draw it again. This is not differential privacy:
+    nothing is clipped or accounted for, the last bits of floating-point noise reveal something of the value, and rows
+    of neighbours are correlated.
 
     Parameters
     ----------

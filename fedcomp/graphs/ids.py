@@ -1,4 +1,4 @@
-"""Bytes of id lists, and the envelope of every frame that graph learning sends.
+"""Bytes of id lists and of norms, and the envelope of every frame that graph learning sends.
 
 A list of ids ascends, so that it travels as its gaps: one byte for a gap below 128, two below 16 384. Feature rows,
 norms and adjacency rows begin with such a list. docs/graphs-wire.md describes every byte. Frames are read with the
@@ -21,6 +21,7 @@ from fedcomp.wire.errors import (
     ChecksumMismatch,
     Corrupt,
     LimitExceeded,
+    NonFinite,
     Truncated,
     UnsupportedVersion,
 )
@@ -39,6 +40,12 @@ HEAD: Final = 5
 _TAIL: Final = 4
 _LONGEST: Final = 9
 """Bytes of the longest variable-length integer: 63 bits."""
+
+
+def widened(values: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Return values in float64. Those of a frame may be anything: numpy warns of a NaN that signals, and is not to."""
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
 
 
 def put_varints(values: NDArray[np.integer[Any]]) -> bytes:
@@ -271,3 +278,59 @@ def decode_ids(frame: Buffer, *, nodes: int = MAX_NODES, limit: int | None = Non
     ids, pos = take_ids(body, HEAD, nodes, limit)
     finish(body, pos)
     return ids
+
+
+def encode_norms(ids: ArrayLike, norms: ArrayLike, *, nodes: int = MAX_NODES) -> bytes:
+    """Return the frame of one norm per node, 4 bytes each beside its id.
+
+    Parameters
+    ----------
+    ids : array of integers, (R,)
+        Ascending.
+    norms : array of floats, (R,)
+        Finite and not negative; rounded to float32.
+
+    Raises
+    ------
+    GraphError
+    """
+    ids = ascending(ids, nodes)
+    return seal(NORMS, (put_ids(ids), put_norms(ids, norms)))
+
+
+def decode_norms(frame: Buffer, *, nodes: int = MAX_NODES, limit: int | None = None) -> tuple[Ids, NDArray[np.float32]]:
+    """Return ids and norms of a frame from anyone; ids are below ``nodes``, and at most ``limit``.
+
+    Raises
+    ------
+    WireError
+    """
+    body = unseal(frame, NORMS)
+    ids, pos = take_ids(body, HEAD, nodes, limit)
+    norms, pos = take_norms(body, pos, ids.size)
+    finish(body, pos)
+    return ids, norms
+
+
+def put_norms(ids: Ids, norms: ArrayLike) -> bytes:
+    """Return a section of norms; raise GraphError when they are not one per id, finite and not negative."""
+    given = np.asarray(norms, np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        # Adding 0 makes a negative zero a positive one.
+        written = given.astype("<f4") + np.float32(0)
+    if given.shape != ids.shape or not np.isfinite(written).all() or (written < 0).any():
+        raise GraphError(
+            f"norms of shape {given.shape} for {ids.size} nodes; expected one each, not negative, finite in float32"
+        )
+    return written.tobytes()
+
+
+def take_norms(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.float32], int]:
+    """Read a section of ``count`` norms at ``pos``; return them and the position after it, or raise WireError."""
+    section, pos = take_section(body, pos, 4 * count, "norms")
+    norms = np.frombuffer(section, "<f4").astype(np.float32)
+    if not np.isfinite(norms).all():
+        raise NonFinite("a norm is NaN or infinite")
+    if np.signbit(norms).any():
+        raise Corrupt("a norm is negative")
+    return norms, pos

@@ -1,8 +1,9 @@
 """Row codecs: the bytes of feature rows on their way from their owner to another client.
 
-A frame holds the ids of its rows and the rows, each on its own: ``select`` takes rows out of a frame without decoding
-their values and makes the very bytes that encoding these rows alone would have made. Word counts are mostly zeros, and
-there the codec matters more than the sampler: of Cora, 5 732 bytes dense are 36 as columns, 18 as one Rice code.
+A frame holds the ids of its rows and the rows; ``select`` takes rows out of a frame and makes the very bytes that
+encoding these rows alone would have made. Where values stand and how they are written down are the index and value
+codecs of :mod:`fedcomp.wire`. Word counts are mostly zeros, and there the codec matters more than the sampler: of Cora,
+5 732 bytes dense are 18 as one Rice code of where the ones are.
 
 =============  =====================================  ==========================================
 name           bytes per row, beside its id           exact for
@@ -11,73 +12,569 @@ dense-f32      4 d                                    float32
 dense-f16      2 d                                    what float16 holds
 dense-f64      8 d                                    everything
 int8           d + 8                                  constant rows
-csr            nnz (w + 4) + 1                        float32
-csr-f16        nnz (w + 2) + 1                        what float16 holds
-csr-f64        nnz (w + 8) + 1                        everything
-binary-csr     nnz w + 1 (+ 0, 4 or 8)                everything, of rows with one value beside 0
-binary-rice    about nnz (log2(d / nnz) + 1.6) / 8    the same
+csr            nnz 4 + places                         float32
+csr-f16        nnz 2 + places                         what float16 holds
+csr-f64        nnz 8 + places                         everything
+binary-rice    places (+ 0, 4 or 8)                   everything, of rows with one value beside 0
 auto           the shortest that is exact for these   everything
 =============  =====================================  ==========================================
 
-w is 1, 2 or 4 as columns need it; the count of a row's non-zeros is 1 byte below 128 and 2 below 16 384. Exact means
-bit for bit, the sign of a zero included.
+The places of a row take about nnz (log2(d / nnz) + 1.6) / 8 bytes. Exact means bit for bit, the sign of a zero
+included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.graphs.base import GraphError, Ids
+from fedcomp.graphs.base import GraphError, Ids, MissingRows
 from fedcomp.graphs.ids import (
     HEAD,
     MAX_NODES,
-    NORMS,
     ROWS,
     ascending,
     finish,
     put_ids,
+    put_pattern,
     seal,
     take_ids,
+    take_pattern,
     take_section,
     unseal,
+    widened,
 )
-from fedcomp.graphs.rowforms import (
-    BITS,
-    MAX_BYTES,
-    MAX_FEATURES,
-    NAMES,
-    STRETCH,
-    Block,
-    DenseF16,
-    DenseF32,
-    DenseF64,
-    Floats,
-    Form,
-    Int8,
-    RowCodec,
-    called,
-)
-from fedcomp.graphs.rowsparse import BinaryCsr, BinaryRice, Csr, CsrF16, CsrF64
-from fedcomp.wire.bits import Buffer, put_varint
-from fedcomp.wire.errors import Corrupt, NonFinite, Truncated, UnsupportedCodec
+from fedcomp.wire import Raw
+from fedcomp.wire.bits import Buffer, put_varint, take_varint
+from fedcomp.wire.errors import Corrupt, LimitExceeded, NonFinite, SchemaMismatch, Truncated, UnsupportedCodec
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_FEATURES",
-    "NAMES",
-    "ROW_CODECS",
-    "RowCodec",
-    "codec_of",
-    "decode_norms",
-    "encode_norms",
-    "get_row_codec",
-]
+Floats = NDArray[np.floating[Any]]
+
+MAX_BYTES: Final = 1 << 30
+"""Most bytes of decoded rows that a receiver takes unless it says otherwise."""
+
+MAX_FEATURES: Final = 1 << 32
+
+BITS: Final = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Unsigned integers as wide as a float of so many bytes."""
+
+_F16, _F32, _F64 = (np.dtype(name) for name in ("f2", "f4", "f8"))
+_ALIGN: Final = 8
+_ALIGN_FROM: Final = 1024
+
+
+class Block:
+    """Rows of one frame, dense or as their non-zeros; the other form is made when it is asked for.
+
+    A non-zero is a value of which some bit is set, so that the sign of a zero travels.
+
+    Parameters
+    ----------
+    rows, features : int
+    dense : ndarray, (rows, features), optional
+    entries : pair of ndarray, optional
+        Flat places of the non-zeros, int64 and ascending, and their values.
+    """
+
+    def __init__(
+        self, rows: int, features: int, *, dense: Floats | None = None, entries: tuple[Ids, Floats] | None = None
+    ) -> None:
+        self.rows, self.features = rows, features
+        self._dense = dense
+        if entries is not None:
+            self.entries = entries
+
+    @cached_property
+    def entries(self) -> tuple[Ids, Floats]:
+        """Flat places of the non-zeros, and their values."""
+        assert self._dense is not None
+        flat = self._dense.reshape(-1)
+        places = np.flatnonzero(flat.view(BITS[flat.itemsize]) != 0)
+        return places, flat[places]
+
+    @cached_property
+    def starts(self) -> Ids:
+        """Where the non-zeros of each row begin among all, ``(rows + 1,)``."""
+        return np.searchsorted(self.entries[0], self.features * np.arange(self.rows + 1)).astype(np.int64)
+
+    @property
+    def values(self) -> Floats:
+        """All values, or all that are not 0."""
+        return self.entries[1] if self._dense is None else self._dense
+
+    @property
+    def dense(self) -> Floats:
+        """All values, (rows, features); made of non-zeros a new array."""
+        if self._dense is not None:
+            return self._dense
+        places, values = self.entries
+        dense = np.zeros((self.rows, self.features), values.dtype)
+        dense.reshape(-1)[places] = values
+        return dense
+
+    @cached_property
+    def single(self) -> NDArray[np.float64] | None:
+        """The one value beside 0 of each row (0 for a row of zeros), or None when some row has more than one."""
+        values, starts = self.entries[1], self.starts
+        filled = np.flatnonzero(np.diff(starts))
+        first = np.zeros(self.rows, values.dtype)
+        first[filled] = values[starts[filled]]
+        bits = BITS[values.itemsize]
+        same = np.array_equal(np.repeat(first.view(bits), np.diff(starts)), values.view(bits))
+        return widened(first) if same else None
+
+    def astype(self, dtype: DTypeLike) -> Block:
+        """Return the same rows in another dtype; values too large for it become infinite."""
+        if np.dtype(dtype) == self.values.dtype:
+            return self
+        # As in widened().
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            if self._dense is not None:
+                return Block(self.rows, self.features, dense=self._dense.astype(dtype))
+            places, values = self.entries
+            return Block(self.rows, self.features, entries=(places, values.astype(dtype)))
+
+    def take(self, keep: Ids) -> Block:
+        """Return the rows at positions ``keep``, ascending."""
+        if self._dense is not None:
+            return Block(len(keep), self.features, dense=self._dense[keep])
+        places, values = self.entries
+        counts = self.starts[keep + 1] - self.starts[keep]
+        ends = np.cumsum(counts)
+        at = np.repeat(self.starts[keep] - (ends - counts), counts) + np.arange(int(counts.sum()))
+        moved = np.repeat((keep - np.arange(len(keep))) * self.features, counts)
+        return Block(len(keep), self.features, entries=(places[at] - moved, values[at]))
+
+
+def positions(have: Ids, ids: Ids) -> Ids:
+    """Return where ascending ``ids`` stand in ascending ``have``; raise MissingRows naming those that do not."""
+    at = np.searchsorted(have, ids)
+    found = at < have.size
+    found[found] = have[at[found]] == ids[found]
+    if not found.all():
+        absent = ids[~found]
+        raise MissingRows(f"{absent.size} of {ids.size} rows are not here, the first of node {int(absent[0])}", absent)
+    return at
+
+
+class RowCodec(ABC):
+    """One way to write feature rows; see the table of the module.
+
+    Attributes
+    ----------
+    name : str
+    codec_id : int
+        The codec byte of its frames; 0 where they are of other codecs.
+    dtype : numpy.dtype or None
+        What rows are rounded to before they are written; None: they are not.
+    """
+
+    name: ClassVar[str]
+    codec_id: ClassVar[int] = 0
+    dtype: ClassVar[np.dtype[Any] | None] = None
+
+    def exact_for(self, dtype: DTypeLike) -> bool:
+        """Whether every row of float32 or float64 comes out bit for bit as it went in."""
+        return self.dtype is None or np.can_cast(np.dtype(dtype), self.dtype, "safe")
+
+    def encode(self, ids: ArrayLike, rows: Floats) -> bytes:
+        """Return the frame of some rows.
+
+        Parameters
+        ----------
+        ids : array of integers, (R,)
+            Which rows, ascending.
+        rows : ndarray of float32 or float64, (R, d)
+            R may be 0.
+
+        Raises
+        ------
+        GraphError
+            For other shapes or dtypes, values that are not finite or that the codec cannot hold; names the row.
+        """
+        ids, rows = ascending(ids), np.asarray(rows)
+        if rows.ndim != 2 or rows.shape[0] != ids.size or not 0 < rows.shape[1] < MAX_FEATURES:
+            raise GraphError(f"rows have shape {rows.shape}; expected {ids.size} of them, with at least one feature")
+        if rows.dtype not in (_F32, _F64):
+            raise GraphError(f"rows are {rows.dtype}; expected float32 or float64")
+        dense = np.ascontiguousarray(rows)
+        if Raw(dense).count_non_finite():
+            row = int(np.argmin(np.isfinite(dense).all(axis=1)))
+            raise GraphError(f"the row of node {int(ids[row])} holds NaN or infinity; nothing was encoded")
+        return self._frame(ids, Block(*rows.shape, dense=dense))
+
+    def decode(
+        self,
+        frame: Buffer,
+        *,
+        features: int,
+        dtype: DTypeLike = np.float32,
+        nodes: int = MAX_NODES,
+        limit: int | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> tuple[Ids, Floats]:
+        """Return ids and rows of a frame, of which nothing is taken for granted.
+
+        Parameters
+        ----------
+        frame : bytes
+        features : int
+            Columns of the receiver's own features.
+        dtype : dtype-like
+            Of the rows to return: float32 or float64, that of the receiver's own.
+        nodes : int
+            Ids are below it.
+        limit : int, optional
+            Most rows that the receiver takes: as many as it asked for.
+        max_bytes : int
+            Most bytes of decoded rows.
+
+        Returns
+        -------
+        ids : ndarray of int64, (R,)
+            Ascending.
+        rows : ndarray, (R, features)
+            Maybe a read-only view of the frame.
+
+        Raises
+        ------
+        WireError
+            For anything that is not a frame of this codec with such rows.
+        """
+        dtype = np.dtype(dtype)
+        if dtype not in (_F32, _F64):
+            raise ConfigError(f"rows cannot be decoded to {dtype}; take float32 or float64, as the features are")
+        form, ids, d, body = self._open(frame, nodes, limit)
+        if d != features:
+            raise SchemaMismatch(f"a frame holds rows of {d} features, expected {features}")
+        if ids.size * d * dtype.itemsize > max_bytes:
+            raise LimitExceeded(f"{ids.size} rows of {d} features take more than {max_bytes} bytes")
+        block = form.read(body, ids.size, d, dtype).astype(dtype)
+        if bad := Raw(block.values).count_non_finite():
+            raise NonFinite(f"{bad} values of a frame of rows are NaN or infinite, or too large for {dtype}")
+        return ids, block.dense
+
+    def select(self, frame: Buffer, ids: ArrayLike) -> bytes:
+        """Return the frame of some rows of a frame: the same bytes as if these alone had been encoded.
+
+        What is wrong with their values is left for the receiver to find.
+
+        Parameters
+        ----------
+        frame : bytes
+        ids : array of integers
+            Ascending, all of them in the frame.
+
+        Raises
+        ------
+        WireError
+            When the frame is damaged or of another codec.
+        MissingRows
+            When it lacks some of the rows; names them.
+        """
+        form, have, d, body = self._open(frame, MAX_NODES, None)
+        ids = ascending(ids)
+        keep = positions(have, ids)
+        return self._frame(ids, form.read(body, have.size, d, _F64).take(keep))
+
+    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+        """Return the body of finite rows; raise GraphError, naming the row, when one has no such form."""
+        raise NotImplementedError
+
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+        """Return ``count`` rows of ``d`` features; raise WireError. Their values may be NaN or infinite."""
+        raise NotImplementedError
+
+    def padding(self, pos: int, count: int, d: int) -> int:
+        """Return how many zero bytes stand before the body of ``count`` rows that would else begin at ``pos``."""
+        return 0
+
+    def _frame(self, ids: Ids, block: Block) -> bytes:
+        return self._seal(ids, block.features, self.write(block, ids))
+
+    def _seal(self, ids: Ids, d: int, body: list[Buffer]) -> bytes:
+        head = bytes((self.codec_id,)) + put_varint(d) + put_ids(ids)
+        return seal(ROWS, (head, bytes(self.padding(HEAD + len(head), ids.size, d)), *body))
+
+    def _open(self, frame: Buffer, nodes: int, limit: int | None) -> tuple[RowCodec, Ids, int, memoryview]:
+        """Return the codec that reads a frame from anyone, its ids, number of features and body."""
+        buf = unseal(frame, ROWS)
+        form = self._form(_code_of(buf))
+        d, pos = take_varint(buf, HEAD + 1, len(buf))
+        if not 0 < d < MAX_FEATURES:
+            raise Corrupt(f"rows of {d} features are not possible")
+        ids, pos = take_ids(buf, pos, nodes, limit)
+        pad, pos = take_section(buf, pos, form.padding(pos, ids.size, d), "padding")
+        if any(pad):
+            raise Corrupt("padding before a body of rows is not zero")
+        return form, ids, d, buf[pos:]
+
+    def _form(self, code: int) -> RowCodec:
+        if code != self.codec_id:
+            raise UnsupportedCodec(f"a frame of rows is {_called(code)}, expected {self.name!r}", (self.name,))
+        return self
+
+    def _rounded(self, values: Floats, ids: Ids, row_of: Callable[[int], int]) -> Floats:
+        """Return finite values in :attr:`dtype`; raise GraphError, naming the row, when it cannot hold one of them."""
+        assert self.dtype is not None
+        if values.dtype == self.dtype:
+            return values
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = values.astype(self.dtype)
+        if self.dtype.itemsize < values.itemsize and Raw(rounded).count_non_finite():
+            place = int(np.argmin(np.isfinite(rounded)))
+            raise GraphError(
+                f"the row of node {int(ids[row_of(place)])} holds {float(values.reshape(-1)[place]):g}, which "
+                f"{self.dtype.name} cannot; scale the features or take another codec than {self.name!r}"
+            )
+        return rounded
+
+
+class _Dense(RowCodec):
+    """Every value. Long bodies begin at a multiple of eight bytes, so that receivers can use them in place."""
+
+    dtype: ClassVar[np.dtype[Any]]
+
+    def padding(self, pos: int, count: int, d: int) -> int:
+        return -pos % _ALIGN if count * d * self.dtype.itemsize >= _ALIGN_FROM else 0
+
+    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+        return [Raw(self._rounded(block.dense, ids, lambda place: place // block.features)).pack()[1]]
+
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+        section, pos = take_section(body, 0, count * d * self.dtype.itemsize, "rows")
+        finish(body, pos)
+        values = Raw.unpack(b"", section, count * d, self.dtype.name).array
+        return Block(count, d, dense=values.reshape(count, d))
+
+
+class DenseF32(_Dense):
+    """float32 values."""
+
+    codec_id = 1
+    name = "dense-f32"
+    dtype = _F32
+
+
+class DenseF16(_Dense):
+    """float16 values, rounded to nearest even; a value that float16 cannot hold is refused."""
+
+    codec_id = 2
+    name = "dense-f16"
+    dtype = _F16
+
+
+class DenseF64(_Dense):
+    """float64 values."""
+
+    codec_id = 3
+    name = "dense-f64"
+    dtype = _F64
+
+
+class Int8(RowCodec):
+    """One of 256 levels between the least and the largest value of its row: ``offset + scale * level``.
+
+    A row is its scale and offset, float32, then a level per value, the nearest one (ties to even). The error is at most
+    ``range / 510``, beside the rounding of scale and offset to float32 and of the result to the receiver's dtype.
+    """
+
+    codec_id = 4
+    name = "int8"
+
+    def exact_for(self, dtype: DTypeLike) -> bool:
+        return False
+
+    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+        rows = block.dense.astype(np.float64)
+        if not rows.size:
+            return []
+        with np.errstate(over="ignore", under="ignore"):
+            offset = rows.min(axis=1).astype(np.float32)
+            spread = np.maximum(rows.max(axis=1) - offset.astype(np.float64), 0.0)
+            scale = (spread / 255).astype(np.float32)
+        # Level 255 has to reach the largest value; what was rounded down, next to zero above all, goes up again.
+        scale = np.where(scale.astype(np.float64) * 255 < spread, np.nextafter(scale, np.float32(np.inf)), scale)
+        if not (np.isfinite(offset) & np.isfinite(scale)).all():
+            row = int(np.argmin(np.isfinite(offset) & np.isfinite(scale)))
+            raise GraphError(
+                f"the row of node {int(ids[row])} holds values that float32 cannot, which scale and offset of "
+                f"{self.name!r} are; scale the features or take another codec"
+            )
+        rows -= offset[:, None]
+        np.divide(rows, scale.astype(np.float64)[:, None], out=rows, where=(scale > 0)[:, None])
+        table = np.empty((len(rows), block.features + 8), np.uint8)
+        table[:, :8] = np.stack((scale, offset), axis=1).astype("<f4").view(np.uint8)
+        table[:, 8:] = np.clip(np.rint(rows, out=rows), 0, 255, out=rows)
+        return [Raw(table).pack()[1]]
+
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+        table = self._table(body, count, d)
+        params = widened(np.ascontiguousarray(table[:, :8]).view("<f4"))
+        scale, offset = params[:, :1], params[:, 1:]
+        if not np.isfinite(params).all():
+            raise NonFinite("the scale or offset of a row is NaN or infinite")
+        if np.signbit(scale).any() or table[np.flatnonzero(scale == 0), 8:].any():
+            raise Corrupt("the scale of a row is negative, or is 0 and levels are not")
+        values = table[:, 8:] * scale
+        values += offset
+        # The topmost level of an honest row is a rounding beyond the largest number; what is further becomes infinite,
+        # and is refused.
+        largest = float(np.finfo(dtype).max)
+        if (np.maximum(np.abs(offset), np.abs(offset + 255 * scale)) > largest).any():
+            np.clip(values, -largest, largest, out=values, where=np.abs(values) < largest * (1 + 2.0**-20))
+        with np.errstate(over="ignore"):
+            return Block(count, d, dense=values.astype(dtype))
+
+    def select(self, frame: Buffer, ids: ArrayLike) -> bytes:
+        _, have, d, body = self._open(frame, MAX_NODES, None)
+        ids = ascending(ids)
+        keep = positions(have, ids)
+        # Levels of levels would be others.
+        return self._seal(ids, d, [Raw(self._table(body, have.size, d)[keep]).pack()[1]])
+
+    @staticmethod
+    def _table(body: memoryview, count: int, d: int) -> NDArray[np.uint8]:
+        section, pos = take_section(body, 0, count * (d + 8), "rows")
+        finish(body, pos)
+        return np.frombuffer(section, np.uint8).reshape(count, d + 8)
+
+
+class _Csr(RowCodec):
+    """Compressed sparse rows: one Rice code of the places of all non-zeros, then their values."""
+
+    dtype: ClassVar[np.dtype[Any]]
+
+    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+        places, values = block.entries
+        rounded = self._rounded(values, ids, lambda place: int(places[place]) // block.features)
+        if rounded is not values:
+            # What is too small for the dtype has become zero.
+            kept = rounded.view(BITS[rounded.itemsize]) != 0
+            places, rounded = places[kept], rounded[kept]
+        return [put_pattern(places, block.rows * block.features), Raw(rounded).pack()[1]]
+
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+        places, pos = take_pattern(body, 0, count * d)
+        section, pos = take_section(body, pos, places.size * self.dtype.itemsize, "values")
+        finish(body, pos)
+        values = Raw.unpack(b"", section, places.size, self.dtype.name).array
+        if not values.view(BITS[values.itemsize]).all():
+            raise Corrupt("a zero is among the non-zeros of a frame of rows")
+        return Block(count, d, entries=(places, values))
+
+
+class Csr(_Csr):
+    """Non-zeros as float32."""
+
+    codec_id = 10
+    name = "csr"
+    dtype = _F32
+
+
+class CsrF16(_Csr):
+    """Non-zeros as float16; a value that float16 cannot hold is refused."""
+
+    codec_id = 11
+    name = "csr-f16"
+    dtype = _F16
+
+
+class CsrF64(_Csr):
+    """Non-zeros as float64."""
+
+    codec_id = 12
+    name = "csr-f64"
+    dtype = _F64
+
+
+class BinaryRice(RowCodec):
+    """Places of non-zeros, where each row has one value beside 0.
+
+    That value is 1 for word occurrences, and one over the number of words for normalised ones; it travels only when it
+    is neither. The mode holds for the whole frame: the first of these that is true of all its rows.
+
+    ====  ====================================
+    mode  the value of a row with c non-zeros
+    ====  ====================================
+    0     1
+    1     1 / c in float32
+    2     1 / c in float64
+    3     float32, one per row, follows
+    4     float64, one per row, follows
+    ====  ====================================
+    """
+
+    codec_id = 9
+    name = "binary-rice"
+
+    def write(self, block: Block, ids: Ids) -> list[Buffer]:
+        values = block.single
+        if values is None:
+            starts, entries = block.starts, block.entries[1]
+            first = np.repeat(entries[np.minimum(starts[:-1], entries.size - 1)], np.diff(starts))
+            row = int(np.searchsorted(starts, int(np.argmax(entries != first)), side="right")) - 1
+            raise GraphError(
+                f"the row of node {int(ids[row])} has different values beside 0, which {self.name!r} cannot hold; "
+                "take 'csr' or 'auto'"
+            )
+        coded = _put_singles(values, np.diff(block.starts))
+        return [coded[:1], put_pattern(block.entries[0], block.rows * block.features), coded[1:]]
+
+    def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
+        mode, pos = take_varint(body, 0, len(body))
+        places, pos = take_pattern(body, pos, count * d)
+        counts = np.bincount(places // d, minlength=count)
+        values, pos = _take_singles(body, pos, counts, mode)
+        finish(body, pos)
+        return Block(count, d, entries=(places, np.repeat(values, counts)))
+
+
+def _put_singles(values: NDArray[np.float64], counts: Ids) -> bytes:
+    """Return the mode, and the values that it does not imply."""
+    some = counts > 0
+    values = np.where(some, values, 0.0)
+    for mode in (0, 1, 2):
+        if np.array_equal(_implied(mode, counts)[some], values[some]):
+            return bytes((mode,))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        narrow = values.astype("<f4")
+    if np.array_equal(narrow.astype(np.float64), values):
+        return b"\x03" + narrow.tobytes()
+    return b"\x04" + values.astype("<f8").tobytes()
+
+
+def _take_singles(body: memoryview, pos: int, counts: Ids, mode: int) -> tuple[Floats, int]:
+    """Return the value of each row, float32 or float64, and the position after them."""
+    if mode > 4:
+        raise Corrupt(f"mode {mode} of binary rows is unknown; expected 0 to 4")
+    values: Floats
+    if mode < 3:
+        values = np.where(counts == 0, 0.0, _implied(mode, counts)).astype(_F64 if mode == 2 else _F32)
+    else:
+        kind = _F32 if mode == 3 else _F64
+        section, pos = take_section(body, pos, counts.size * kind.itemsize, "values")
+        values = Raw.unpack(b"", section, counts.size, kind.name).array
+        if not np.array_equal(values.view(BITS[kind.itemsize]) != 0, counts > 0):
+            raise Corrupt("the value of a row is 0 although it has non-zeros, or is not although it has none")
+    if (least := _put_singles(widened(values), counts)[0]) < mode:
+        raise Corrupt(f"binary rows are written in mode {mode}, and mode {least} holds for all of them")
+    return values, pos
+
+
+def _implied(mode: int, counts: Ids) -> NDArray[np.float64]:
+    """Return the values that modes 0 to 2 of binary rows stand for."""
+    if mode == 0:
+        return np.ones(counts.size)
+    parts = np.maximum(counts, 1)
+    return (1 / parts.astype(np.float32)).astype(np.float64) if mode == 1 else 1 / parts.astype(np.float64)
 
 
 class Auto(RowCodec):
@@ -88,61 +585,45 @@ class Auto(RowCodec):
 
     name = "auto"
 
-    def exact_for(self, dtype: DTypeLike) -> bool:
-        return True
-
     def _frame(self, ids: Ids, block: Block) -> bytes:
-        counts, columns, values = block.sparse
+        block = block.astype(np.float32) if block.values.dtype == np.float16 else block
+        places, values = block.entries
         # What is shortest depends on values alone, not on the dtype they happen to come in.
-        dtype = next((narrow for narrow in _NARROW if _holds(values, narrow)), block.dtype)
-        rows, d = block.rows, block.features
+        dtype = next((narrow for narrow in (_F16, _F32) if _holds(values, narrow)), block.values.dtype)
         # Ids and header are as long in every form, so that what stands after them decides.
-        after = HEAD + 1 + len(put_varint(d)) + len(put_ids(ids))
-        best: Form = _DENSE[dtype]
-        size = rows * d * dtype.itemsize + best.padding(after, rows, d)
+        after = HEAD + 1 + len(put_varint(block.features)) + len(put_ids(ids))
+        best: RowCodec = _DENSE[dtype]
+        size = block.rows * block.features * dtype.itemsize + best.padding(after, block.rows, block.features)
         body: list[Buffer] | None = None
-        few = Block(d, sparse=(counts, columns, values)).astype(dtype)
-        for form in (_CSR[dtype], *(_BINARY if few.single is not None else ())):
+        few = Block(block.rows, block.features, entries=(places, values)).astype(dtype)
+        for form in (_CSR[dtype], *((BinaryRice(),) if few.single is not None else ())):
             written = form.write(few, ids)
             length = sum(map(len, written))
             if length < size:
                 best, size, body = form, length, written
-        return best.seal(ids, d, best.write(block.astype(dtype), ids) if body is None else body)
+        return best._seal(ids, block.features, best.write(block.astype(dtype), ids) if body is None else body)
 
-    def _choose(self, form: Form, count: int, d: int, body: memoryview, ids: Ids, keep: Ids) -> bytes:
-        block = form.read(body, count, d, np.dtype(np.float64)).take(keep)
-        return self._frame(ids, block.astype(np.float32) if block.dtype == np.float16 else block)
-
-    def _form(self, code: int) -> Form:
-        form = _FORMS.get(NAMES.get(code, ""))
+    def _form(self, code: int) -> RowCodec:
+        form = _FORMS.get(code)
         if form is None or not form.exact_for(np.float16):
             exact = tuple(f.name for f in _FORMS.values() if f.exact_for(np.float16))
-            raise UnsupportedCodec(f"a frame of rows is {called(code)}, expected one of {', '.join(exact)}", exact)
+            raise UnsupportedCodec(f"a frame of rows is {_called(code)}, expected one of {', '.join(exact)}", exact)
         return form
 
 
 def _holds(values: Floats, dtype: np.dtype[Any]) -> bool:
     """Whether ``dtype`` holds every value exactly, the signs of zeros included."""
-    flat, bits = values.reshape(-1), BITS[values.itemsize]
+    bits = BITS[values.itemsize]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for i in range(0, flat.size, STRETCH):
-            part = flat[i : i + STRETCH]
-            if not np.array_equal(part.astype(dtype).astype(part.dtype).view(bits), part.view(bits)):
-                return False
-    return True
+        return np.array_equal(values.astype(dtype).astype(values.dtype).view(bits), values.view(bits))
 
 
-_NARROW: Final = (np.dtype(np.float16), np.dtype(np.float32))
-_BINARY: Final[tuple[Form, ...]] = (BinaryCsr(), BinaryRice())
-_DENSE: Final[Mapping[np.dtype[Any], Form]] = MappingProxyType(
-    {form.dtype: form for form in (DenseF16(), DenseF32(), DenseF64())}
-)
-_CSR: Final[Mapping[np.dtype[Any], Form]] = MappingProxyType({form.dtype: form for form in (CsrF16(), Csr(), CsrF64())})
-_FORMS: Final[Mapping[str, Form]] = MappingProxyType(
-    {f.name: f for f in sorted((*_DENSE.values(), Int8(), *_CSR.values(), *_BINARY), key=lambda f: f.codec_id)}
-)
+_DENSE: Final[Mapping[np.dtype[Any], RowCodec]] = {form.dtype: form for form in (DenseF16(), DenseF32(), DenseF64())}
+_CSR: Final[Mapping[np.dtype[Any], RowCodec]] = {form.dtype: form for form in (CsrF16(), Csr(), CsrF64())}
+_ALL: Final = (DenseF32(), DenseF16(), DenseF64(), Int8(), Csr(), CsrF16(), CsrF64(), BinaryRice())
+_FORMS: Final[Mapping[int, RowCodec]] = {form.codec_id: form for form in _ALL}
 
-ROW_CODECS: Final[Mapping[str, RowCodec]] = MappingProxyType({**_FORMS, Auto.name: Auto()})
+ROW_CODECS: Final[Mapping[str, RowCodec]] = MappingProxyType({form.name: form for form in (*_ALL, Auto())})
 """By name."""
 
 
@@ -156,65 +637,18 @@ def get_row_codec(name: str) -> RowCodec:
 
 def codec_of(frame: Buffer) -> str:
     """Return the name of the codec that a frame of rows is in; raise WireError for anything else."""
-    buf = unseal(frame, ROWS)
+    code = _code_of(unseal(frame, ROWS))
+    if code not in _FORMS:
+        raise UnsupportedCodec(f"a frame of rows is {_called(code)}", tuple(form.name for form in _ALL))
+    return _FORMS[code].name
+
+
+def _code_of(buf: memoryview) -> int:
     if len(buf) <= HEAD:
         raise Truncated("a frame of rows ends before its codec")
-    if buf[HEAD] not in NAMES:
-        raise UnsupportedCodec(f"a frame of rows is {called(buf[HEAD])}", tuple(_FORMS))
-    return NAMES[buf[HEAD]]
+    return buf[HEAD]
 
 
-def encode_norms(ids: ArrayLike, norms: ArrayLike, *, nodes: int = MAX_NODES) -> bytes:
-    """Return the frame of one norm per node, 4 bytes each beside its id.
-
-    Parameters
-    ----------
-    ids : array of integers, (R,)
-        Ascending.
-    norms : array of floats, (R,)
-        Finite and not negative; rounded to float32.
-
-    Raises
-    ------
-    GraphError
-    """
-    ids = ascending(ids, nodes)
-    return seal(NORMS, (put_ids(ids), put_norms(ids, norms)))
-
-
-def decode_norms(frame: Buffer, *, nodes: int = MAX_NODES, limit: int | None = None) -> tuple[Ids, NDArray[np.float32]]:
-    """Return ids and norms of a frame from anyone; ids are below ``nodes``, and at most ``limit``.
-
-    Raises
-    ------
-    WireError
-    """
-    body = unseal(frame, NORMS)
-    ids, pos = take_ids(body, HEAD, nodes, limit)
-    norms, pos = take_norms(body, pos, ids.size)
-    finish(body, pos)
-    return ids, norms
-
-
-def put_norms(ids: Ids, norms: ArrayLike) -> bytes:
-    """Return a section of norms; raise GraphError when they are not one per id, finite and not negative."""
-    given = np.asarray(norms, np.float64)
-    with np.errstate(over="ignore", under="ignore"):
-        # Adding 0 makes a negative zero a positive one.
-        written = given.astype("<f4") + np.float32(0)
-    if given.shape != ids.shape or not np.isfinite(written).all() or (written < 0).any():
-        raise GraphError(
-            f"norms of shape {given.shape} for {ids.size} nodes; expected one each, not negative, finite in float32"
-        )
-    return written.tobytes()
-
-
-def take_norms(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.float32], int]:
-    """Read a section of ``count`` norms at ``pos``; return them and the position after it, or raise WireError."""
-    section, pos = take_section(body, pos, 4 * count, "norms")
-    norms = np.frombuffer(section, "<f4").astype(np.float32)
-    if not np.isfinite(norms).all():
-        raise NonFinite("a norm is NaN or infinite")
-    if np.signbit(norms).any():
-        raise Corrupt("a norm is negative")
-    return norms, pos
+def _called(code: int) -> str:
+    """Return how a message names a codec byte."""
+    return repr(_FORMS[code].name) if code in _FORMS else f"of the unknown codec {code}"

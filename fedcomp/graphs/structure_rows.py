@@ -21,15 +21,16 @@ from fedcomp.graphs.ids import (
     ascending,
     finish,
     put_ids,
+    put_norms,
     put_pattern,
     seal,
     take_ids,
+    take_norms,
     take_pattern,
     take_section,
     unseal,
+    widened,
 )
-from fedcomp.graphs.rowcodecs import put_norms, take_norms
-from fedcomp.graphs.rowforms import entries_of, join_places, positions, split_places, widened
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, take_varint, unpack
 from fedcomp.wire.errors import Corrupt, LimitExceeded, NonFinite
 
@@ -77,7 +78,7 @@ def encode_structure(rows: Rows, owners: ArrayLike, norms: ArrayLike | None = No
         raise GraphError("an adjacency row holds NaN, infinity or a zero, which is no entry of it")
     columns, first, at = np.unique(rows.columns, return_index=True, return_inverse=True)
     columns = ascending(columns)
-    places = join_places(counts, at.reshape(-1), columns.size)
+    places = np.repeat(np.arange(ids.size), counts) * columns.size + at.reshape(-1)
     if not (places[1:] > places[:-1]).all():
         raise GraphError("columns of an adjacency row are not ascending without repeats")
     whose = owners[first]
@@ -140,7 +141,7 @@ def decode_structure(
     if largest.bit_length() != width:
         raise Corrupt(f"owners up to {largest} stand in {width} bits each; expected {largest.bit_length()}")
     places, pos = take_pattern(body, pos, ids.size * columns.size, max_entries)
-    counts, at = split_places(places, ids.size, max(1, columns.size))
+    row, at = np.divmod(places, max(1, columns.size))
     if not np.bincount(at, minlength=columns.size).all():
         raise Corrupt("a frame of adjacency rows lists a column that is in none of them")
     values, pos = _take_values(body, pos, places.size)
@@ -152,29 +153,8 @@ def decode_structure(
         norms, pos = take_norms(body, pos, ids.size)
     finish(body, pos)
     indptr = np.zeros(ids.size + 1, np.int64)
-    np.cumsum(counts, out=indptr[1:])
+    np.cumsum(np.bincount(row, minlength=ids.size), out=indptr[1:])
     return Rows(ids, indptr, columns[at], values), whose.astype(np.int32)[at], norms
-
-
-def select_structure(frame: Buffer, ids: ArrayLike) -> bytes:
-    """Return the frame of some of a frame's rows: the same bytes as if these alone had been encoded.
-
-    Raises
-    ------
-    WireError
-        When the frame is damaged.
-    MissingRows
-        When it lacks some of the rows; names them.
-    """
-    rows, owners, norms = decode_structure(frame)
-    ids = ascending(ids)
-    keep = positions(rows.ids, ids)
-    counts = np.diff(rows.indptr)
-    entries = entries_of(counts, keep)
-    indptr = np.zeros(ids.size + 1, np.int64)
-    np.cumsum(counts[keep], out=indptr[1:])
-    chosen = Rows(ids, indptr, rows.columns[entries], rows.values[entries])
-    return encode_structure(chosen, owners[entries], None if norms is None else norms[keep])
 
 
 def _put_values(values: NDArray[np.float64]) -> bytes:

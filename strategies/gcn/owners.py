@@ -21,8 +21,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.graphs.base import GraphError
-from fedcomp.graphs.ids import decode_ids
-from fedcomp.graphs.rowcodecs import decode_norms
+from fedcomp.graphs.ids import decode_ids, decode_norms
 from fedcomp.strategies.gcn.report import GraphReport, Traffic
 from fedcomp.strategies.partitions import contest
 

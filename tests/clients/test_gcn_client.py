@@ -40,10 +40,10 @@ from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.gcn import Fetch, Figures, Hello, Refused, take_frames
 from fedcomp.flower.payload import NODE_RECORD, PayloadError
 from fedcomp.graphs.base import GraphError, MissingRows, Part
-from fedcomp.graphs.ids import decode_ids, encode_ids
+from fedcomp.graphs.ids import decode_ids, decode_norms, encode_ids
 from fedcomp.graphs.layers import GraphConvolutions, whole
 from fedcomp.graphs.plan import draw_batch
-from fedcomp.graphs.rowcodecs import decode_norms, get_row_codec
+from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
 from fedcomp.tasks.base import EmptyPartition

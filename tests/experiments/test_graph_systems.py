@@ -53,10 +53,10 @@ def row(task: str = "karate", clients: int = 2, **settings: object) -> RunSpec:
         (row(feedback=True), "need a codec"),
         (row(sampler="fastgcn", **{"task.structure": "halo"}), "use structure='full'"),
         (
-            row("digits-graph", row_codec="binary-csr"),
-            "binary-csr does not fit task 'digits-graph'.*take 'csr' or 'auto'",
+            row("digits-graph", row_codec="binary-rice"),
+            "binary-rice does not fit task 'digits-graph'.*take 'csr' or 'auto'",
         ),
-        (row(row_codec="binary-csr", noise=0.1), "cannot hold rows with noise"),
+        (row(row_codec="binary-rice", noise=0.1), "cannot hold rows with noise"),
         (row("cross-partition", clients=4), "has 1 layers?.*layers=1"),
         (row(layers=3), "has 2 layers?.*layers=2"),
     ],
@@ -69,7 +69,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(spec: RunSpec, said: 
 def test_layers_are_the_tasks_where_it_is_asked_for_them() -> None:
     check(row(layers=0, **{"task.layers": 3}))
     check(row("cross-partition", clients=4, layers=1))
-    check(row(row_codec="binary-csr"))
+    check(row(row_codec="binary-rice"))
     assert layer_sizes("384") == 384
     assert layer_sizes("384,256") == (384, 256)
 

@@ -1,4 +1,4 @@
-"""Lists of ids as bytes: exact, short, and nothing else than ascending ids comes out of bytes from anyone."""
+"""Lists of ids, and norms, as bytes: exact, short, and nothing else comes out of bytes from anyone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from fedcomp.graphs.base import GraphError
 from fedcomp.graphs.ids import (
     MAX_NODES,
     decode_ids,
+    decode_norms,
     encode_ids,
+    encode_norms,
+    put_ids,
     put_pattern,
     put_varints,
     take_pattern,
@@ -168,3 +171,27 @@ def test_patterns_say_where_ones_are() -> None:
         take_pattern(memoryview(put_pattern(np.arange(9), 50)), 0, 50, limit=8)
     with pytest.raises(wire.Corrupt):
         take_pattern(memoryview(put_pattern(np.arange(9), 50)), 0, 8)
+
+
+def test_norms_are_four_bytes_beside_their_ids() -> None:
+    ids, norms = np.array([2, 3, 200]), np.array([0.5, 0.0, 1.25])
+    frame = encode_norms(ids, norms)
+    assert frame.hex() == "464347010303040200c4010000003f000000000000a03f5bb896c3"
+    assert len(frame) == 9 + len(put_ids(ids)) + 12
+    found, values = decode_norms(frame, nodes=201, limit=3)
+    assert found.tolist() == ids.tolist()
+    assert values.dtype == np.float32
+    assert values.tolist() == norms.tolist()
+    damage.refuses_every_truncation_and_flip(decode_norms, frame)
+    damage.refuses_every_sealed_truncation(decode_norms, frame)
+    damage.survives_mutants(lambda f: decode_norms(f, nodes=300), [frame], 300, seed=4, most=30_000)
+    for bad in ([1, -1, 1], [1, np.nan, 1], [1, 1e39, 1], [1, 2]):
+        with pytest.raises(GraphError):
+            encode_norms(ids, bad)
+    for bits_, error in ((b"\x00\x00\x80\xbf", wire.Corrupt), (b"\x00\x00\xc0\x7f", wire.NonFinite)):
+        with pytest.raises(error):
+            decode_norms(damage.sealed(frame[:-8] + bits_))
+    with pytest.raises(wire.LimitExceeded):
+        decode_norms(frame, limit=2)
+    with pytest.raises(wire.Corrupt):
+        decode_norms(frame, nodes=200)

@@ -11,9 +11,9 @@ from graph_toys import toy_adjacency, toy_owner
 
 from fedcomp import wire
 from fedcomp.graphs.adjacency import Adjacency, HaloStructure, check_rows
-from fedcomp.graphs.base import GraphError, MissingRows, Rows
+from fedcomp.graphs.base import GraphError, Rows
 from fedcomp.graphs.ids import put_ids, put_pattern
-from fedcomp.graphs.structure_rows import decode_structure, encode_structure, select_structure
+from fedcomp.graphs.structure_rows import decode_structure, encode_structure
 from fedcomp.rng import Key
 
 GRAPHS = [("sym", 0), ("mean", 0), ("mean", 40)]
@@ -108,24 +108,6 @@ def test_values_take_the_shortest_of_three_forms() -> None:
         sizes[name] = len(frame)
     rest = sizes["wide"] - 3200
     assert sizes == {"wide": rest + 3200, "narrow": rest + 1600, "few": rest + 1 + 40 + 150, "one": rest + 1 + 8}
-
-
-@pytest.mark.parametrize("norms", [False, True])
-def test_selected_rows_are_the_bytes_of_encoding_them_alone(norms: bool) -> None:
-    adjacency, owner = graph("sym", 0)
-    ids = np.arange(1, 400, 5)
-    given = Key(1, "norms").uniform(80) if norms else None
-
-    def framed(keep: np.ndarray) -> bytes:
-        rows = adjacency.rows(ids[keep])
-        return encode_structure(rows, owner[rows.columns], None if given is None else given[keep])
-
-    whole = framed(np.arange(80))
-    for keep in (np.arange(80), np.arange(0), np.array([3]), np.arange(2, 80, 9)):
-        assert select_structure(whole, ids[keep]) == framed(keep)
-    with pytest.raises(MissingRows) as caught:
-        select_structure(whole, [1, 2])
-    assert caught.value.ids.tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from fedcomp.flower.gcn import (
     take_frames,
 )
 from fedcomp.flower.payload import frames, put_frame
-from fedcomp.graphs.ids import decode_ids, encode_ids
-from fedcomp.graphs.rowcodecs import encode_norms, get_row_codec
+from fedcomp.graphs.ids import decode_ids, encode_ids, encode_norms
+from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 
 LIAR, OTHERS = 1, [0, 2, 3]
