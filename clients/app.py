@@ -36,7 +36,7 @@ from fedcomp.rng import Key
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedcomp.flower.datalens import Lesson
+    from fedcomp.flower.datalens import TrainingRequest
     from fedcomp.flower.gossip import Setup
     from fedcomp.graphs.base import Part
     from fedcomp.tasks.base import Task
@@ -123,11 +123,11 @@ def _objective(task: Task, partition: int, clients: int, seed: int, batch_size: 
 answer_gossip(app, local_objective)
 
 
-def teachers(msg: Message, context: Context, lesson: Lesson) -> Ensemble:
+def teachers(msg: Message, context: Context, request: TrainingRequest) -> Ensemble:
     """Return this node's teachers, each with its own part of the node's records, for a DataLens run."""
     job = Job.read(msg, context)
     return _ensemble(
-        job.task(), job.partition, job.clients, lesson.teachers, lesson.lr, lesson.decay, lesson.batch, lesson.seed
+        job.task(), job.partition, job.clients, request.teachers, request.lr, request.decay, request.batch, request.seed
     )
 
 

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedcomp.clients.private.datalens import answer_datalens
-from fedcomp.flower.datalens import Kept, Lesson
+from fedcomp.flower.datalens import Kept, TrainingRequest
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.rng import Key
@@ -71,8 +71,8 @@ class ToyEnsemble(NamedTuple):
     student: ToyStudent
 
 
-def ensemble(message: Message, context: Context, lesson: Lesson) -> ToyEnsemble:
-    return ToyEnsemble(ToyTeachers(int(context.node_config["partition-id"]), lesson.teachers), ToyStudent())
+def ensemble(message: Message, context: Context, request: TrainingRequest) -> ToyEnsemble:
+    return ToyEnsemble(ToyTeachers(int(context.node_config["partition-id"]), request.teachers), ToyStudent())
 
 
 def client() -> ClientApp:

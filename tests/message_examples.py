@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from flwr.app import RecordDict
 
-from fedcomp.flower import gcn
+from fedcomp.flower import datalens, gcn, lsg
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -42,6 +42,12 @@ EXAMPLES: dict[str, Schema] = {
     "gcn.Fetch": gcn.Fetch("s", "rows", "csr", 0.1),
     "gcn.Fetch/structure": gcn.Fetch("s", "structure", norms=True),
     "gcn.Refused": gcn.Refused((0, 2), "ids of another part"),
+    "datalens.TrainingRequest": datalens.TrainingRequest(
+        "s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False
+    ),
+    "datalens.Answered": datalens.Answered("s", 3),
+    "lsg.Ask": lsg.Ask(2, "fc.*", 0.25, -9, 1.5, True),
+    "lsg.Ask/all": lsg.Ask(0, "", 1.0, 9, 1.5, False),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""

@@ -19,7 +19,7 @@ from fedcomp import wire
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet
 from fedcomp.errors import ConfigError
 from fedcomp.flower import datalens
-from fedcomp.flower.datalens import Kept, Lesson
+from fedcomp.flower.datalens import Kept, TrainingRequest
 from fedcomp.flower.payload import PARTITION_KEY, put_frame, put_node
 from fedcomp.flower.state import StaleMessage
 from fedcomp.privacy.votes import encode_rows, longest_rows, topk_stochastic_sign
@@ -73,8 +73,8 @@ class Ensemble(Protocol):
     def student(self) -> Student: ...
 
 
-EnsembleOf = Callable[[Message, Context, Lesson], Ensemble]
-"""``ensemble(message, context, lesson)``: called only where a lesson is not answered from memory."""
+EnsembleOf = Callable[[Message, Context, TrainingRequest], Ensemble]
+"""``ensemble(message, context, request)``: called only where a request is not answered from memory."""
 
 
 def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
@@ -91,27 +91,27 @@ def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
 
     @app.train(datalens.ACTION)
     def datalens_vote(msg: Message, context: Context) -> Message:
-        lesson, kept, partition = Lesson.of(msg), Kept.load(context), _partition(context)
-        if kept is not None and kept.session == lesson.session:
-            if lesson.sequence < kept.sequence:
+        request, kept, partition = TrainingRequest.take(msg), Kept.load(context), _partition(context)
+        if kept is not None and kept.session == request.session:
+            if request.sequence < kept.sequence:
                 raise StaleMessage(
-                    f"this node has already answered lesson {kept.sequence}; lesson {lesson.sequence} came too late"
+                    f"this node has already answered request {kept.sequence}; request {request.sequence} came too late"
                 )
-            if lesson.sequence == kept.sequence:
+            if request.sequence == kept.sequence:
                 return _reply(msg, kept.answer, partition)
         else:
             kept = None
 
         def vote() -> Message:
-            own = ensemble(msg, context, lesson)
-            state, votes = study(lesson, msg, own, None if kept is None else kept.state, partition)
+            own = ensemble(msg, context, request)
+            state, votes = study(request, msg, own, None if kept is None else kept.state, partition)
             answer = encode_rows(votes)
-            if lesson.pad:
-                longest = longest_rows(lesson.rows, lesson.pixels, lesson.k)
-                salt = Key(lesson.draw, "padding", partition=partition).digest()
+            if request.pad:
+                longest = longest_rows(request.rows, request.pixels, request.k)
+                salt = Key(request.draw, "padding", partition=partition).digest()
                 answer = wire.pad(answer, longest + wire.FILLED, salt)
             reply = _reply(msg, answer, partition)
-            Kept(lesson.session, lesson.sequence, state, answer).save(context)
+            Kept(request.session, request.sequence, state, answer).save(context)
             return reply
 
         return discreet(msg, vote, passing=ABOUT_SETTINGS)
@@ -120,22 +120,22 @@ def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
 
 
 def study(
-    lesson: Lesson, message: Message, own: Ensemble, state: Arrays | None, partition: int
+    request: TrainingRequest, message: Message, own: Ensemble, state: Arrays | None, partition: int
 ) -> tuple[Arrays, NDArray[np.int8]]:
     """Let the teachers learn and vote; return their state and the votes, int8 ``(teachers * B, pixels)``.
 
     Whoever has no state yet takes the steps of the pretraining first. With a generator at hand every step looks at new
     images, of the labels of each teacher's own batch; where images were sent, at those.
     """
-    key = lesson.key
-    shown = datalens.take_images(message, lesson)
-    labels = own.student.labels(key, lesson.images)
+    key = request.key
+    shown = datalens.take_images(message, request)
+    labels = own.student.labels(key, request.images)
     arrays = datalens.generator_of(message) if shown is None else {}
-    images = own.student.images(arrays, key, lesson.images) if shown is None else shown
-    steps = lesson.steps if state is not None else lesson.steps + lesson.pretrain
+    images = own.student.images(arrays, key, request.images) if shown is None else shown
+    steps = request.steps if state is not None else request.steps + request.pretrain
     state = own.teachers.start() if state is None else state
     for step in range(steps):
-        batch = Key(lesson.draw, "datalens/batch", partition=partition, layer=step)
+        batch = Key(request.draw, "datalens/batch", partition=partition, layer=step)
         if shown is None:
             fakes = own.student.faker(arrays, batch.at(purpose="datalens/fakes"))
             state = own.teachers.learn(state, fakes, batch)
@@ -143,11 +143,11 @@ def study(
             state = own.teachers.learn(state, lambda _: images, batch, labels)
     directions = own.teachers.gradients(state, images, labels)
     votes = topk_stochastic_sign(
-        directions.reshape(lesson.rows, lesson.pixels),
-        lesson.k,
-        saturation=lesson.saturation or None,
-        stochastic=lesson.stochastic,
-        uniforms=Key(lesson.draw, "datalens/votes", partition=partition),
+        directions.reshape(request.rows, request.pixels),
+        request.k,
+        saturation=request.saturation or None,
+        stochastic=request.stochastic,
+        uniforms=Key(request.draw, "datalens/votes", partition=partition),
     )
     return state, votes
 

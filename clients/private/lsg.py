@@ -37,7 +37,7 @@ def lsg() -> Mod:
 
     def lsg_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         try:
-            ask = Ask.of(msg.content) if msg.has_content() else None
+            ask = Ask.find(msg)
         except FedcompError as error:
             return _refuse(msg, str(error))
         if ask is None:

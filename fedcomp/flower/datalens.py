@@ -1,23 +1,24 @@
 """What the server of a DataLens run and its teachers say to each other, as Flower's records.
 
-One kind of message, ``train.datalens``: a :class:`Lesson` and what there is to look at, either the generated images
-themselves (one frame of float32) or the generator's weights, of which a teacher makes as many images as it wants. The
-answer is one frame of packed votes and nothing else: no loss, no number of records.
+One kind of message, ``train.datalens``: a :class:`TrainingRequest` and what there is to look at, either the generated
+images themselves (one frame of float32) or the generator's weights, of which a teacher makes as many images as it
+wants. The answer is one frame of packed votes and nothing else: no loss, no number of records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.schema import Flag, Int, Real, Schema, Text
 from fedcomp.rng import Key
 
 ACTION: Final = "datalens"
@@ -25,7 +26,7 @@ TYPE: Final = f"train.{ACTION}"
 """Action and type of the messages."""
 
 HEADER: Final = "fedcomp.datalens"
-"""Name of the ConfigRecord with the lesson."""
+"""Name of the ConfigRecord with the request."""
 
 MODEL: Final = "arrays"
 """Name of the ArrayRecord with the generator's weights."""
@@ -37,21 +38,23 @@ VOTES: Final = "fedcomp.datalens.votes"
 SENDS: Final = ("generator", "images")
 """What goes down."""
 
-_KEPT: Final = "fedcomp.datalens.kept"
 _STATE: Final = "fedcomp.datalens.state"
 _ANSWER: Final = "fedcomp.datalens.answer"
 
 Arrays = Mapping[str, NDArray[Any]]
+Name = Annotated[str, Text(256, least=1)]
+Word = Annotated[int, Int(least=-(2**63))]
+Steps = Annotated[int, Int(most=1 << 20)]
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What every message says.
+class TrainingRequest(Schema, key=HEADER):
+    """What every message asks of the teachers of a node.
 
     Attributes
     ----------
     session : str
-        Names the run: another one is another generator, for which teachers begin anew.
+        Names the run: another one is another generator, for which teachers start over.
     sequence : int
         Number of the message in its session, from 1.
     draw : int
@@ -77,22 +80,22 @@ class Lesson:
         Whether answers are padded to the longest that any votes could make.
     """
 
-    session: str
-    sequence: int
-    draw: int
-    images: int
-    pixels: int
-    teachers: int
-    k: int
-    saturation: float
-    stochastic: bool
-    steps: int
-    pretrain: int
-    batch: int
-    lr: float
-    decay: float
-    seed: int
-    pad: bool = True
+    session: Name
+    sequence: Annotated[int, Int(1)]
+    draw: Word
+    images: Annotated[int, Int(1, 1 << 20)]
+    pixels: Annotated[int, Int(1, 1 << 24)]
+    teachers: Annotated[int, Int(1, 1 << 16)]
+    k: Annotated[int, Int(1, 1 << 24)]
+    saturation: Annotated[float, Real(least=0.0)]
+    stochastic: Annotated[bool, Flag()]
+    steps: Steps
+    pretrain: Steps
+    batch: Annotated[int, Int(1, 1 << 31)]
+    lr: Annotated[float, Real()]
+    decay: Annotated[float, Real()]
+    seed: Word
+    pad: Annotated[bool, Flag()] = True
 
     @property
     def rows(self) -> int:
@@ -104,43 +107,13 @@ class Lesson:
         """What everything public of this message is drawn from."""
         return Key(self.draw, "datalens")
 
-    def put(self, content: RecordDict) -> None:
-        """Write the lesson."""
-        content[HEADER] = ConfigRecord(asdict(self))
-
-    @classmethod
-    def of(cls, message: Message) -> Lesson:
-        """Return the lesson a message brings.
-
-        Raises
-        ------
-        PayloadError
-            When it brings none, or its entries are of other names or types.
-        """
-        found = message.content.get(HEADER) if message.has_content() else None
-        if not isinstance(found, ConfigRecord):
-            raise PayloadError(f"the message has no record {HEADER!r}: it does not come from a DataLens server")
-        types = {"str": str, "int": int, "float": float, "bool": bool}
-        form = {f.name: types[str(f.type)] for f in fields(cls)}
-        # type() and not isinstance(): True is an int.
-        wrong = [name for name, kind in form.items() if type(found.get(name)) is not kind]
-        if wrong or len(found) != len(form):
-            raise PayloadError(
-                f"record {HEADER!r} does not describe a lesson: entries {wrong or sorted(set(found) - set(form))} are "
-                "missing, unknown or of another type; server and client are of different versions"
-            )
-        values: dict[str, Any] = dict(found)
-        if min(values[n] for n in ("sequence", "images", "pixels", "teachers", "k", "batch")) < 1:
-            raise PayloadError(f"record {HEADER!r} asks for nothing: {values}")
-        return cls(**values)
-
 
 def put_images(content: RecordDict, images: NDArray[np.float32]) -> None:
     """Write images as they are in memory: little-endian float32, ``(B, d)``."""
     put_frame(content, IMAGES, np.ascontiguousarray(images, "<f4").tobytes())
 
 
-def take_images(message: Message, lesson: Lesson) -> NDArray[np.float32] | None:
+def take_images(message: Message, request: TrainingRequest) -> NDArray[np.float32] | None:
     """Return the images of a message, float32 ``(B, d)``; None when it brings the generator instead.
 
     Raises
@@ -151,11 +124,19 @@ def take_images(message: Message, lesson: Lesson) -> NDArray[np.float32] | None:
     data = take_frame(message.content, IMAGES)
     if data is None:
         return None
-    if len(data) != 4 * lesson.images * lesson.pixels:
+    if len(data) != 4 * request.images * request.pixels:
         raise PayloadError(
-            f"{len(data)} bytes of images, expected {lesson.images} of {lesson.pixels} pixels of 4 bytes each"
+            f"{len(data)} bytes of images, expected {request.images} of {request.pixels} pixels of 4 bytes each"
         )
-    return np.frombuffer(data, "<f4").astype(np.float32).reshape(lesson.images, lesson.pixels)
+    return np.frombuffer(data, "<f4").astype(np.float32).reshape(request.images, request.pixels)
+
+
+@dataclass(frozen=True)
+class Answered(Schema, key="fedcomp.datalens.kept"):
+    """Which request the stored answer is to."""
+
+    session: Name
+    sequence: Annotated[int, Int(1)]
 
 
 @dataclass(frozen=True)
@@ -165,7 +146,7 @@ class Kept:
     Attributes
     ----------
     session, sequence
-        Of the last lesson it has answered.
+        Of the last request it has answered.
     state : dict of str to ndarray
         Discriminators and their optimisers.
     answer : bytes
@@ -186,25 +167,22 @@ class Kept:
         StateError
             When what is there cannot be read.
         """
-        meta, held = context.state.config_records.get(_KEPT), context.state.array_records.get(_STATE)
-        if meta is None:
-            return None
         try:
-            answer = take_frame(context.state, _ANSWER)
+            to = Answered.find(context.state)
+            if to is None:
+                return None
+            answer, held = take_frame(context.state, _ANSWER), context.state.array_records.get(_STATE)
             if held is None or answer is None:
                 raise PayloadError("a part is missing")
-            session, sequence = meta["session"], meta["sequence"]
-            if not isinstance(session, str) or not isinstance(sequence, int):
-                raise PayloadError(f"it is of session {session!r}, message {sequence!r}")
-            return cls(session, sequence, to_arrays(held), answer)
-        except (PayloadError, KeyError, ValueError, TypeError) as error:
+            return cls(to.session, to.sequence, to_arrays(held), answer)
+        except (PayloadError, ValueError, TypeError) as error:
             raise StateError(f"this node's teachers cannot be read: {error}; restart the node") from error
 
     def save(self, context: Context) -> None:
         """Write all of it; the last thing a handler does."""
         context.state[_STATE] = to_record(self.state)
         put_frame(context.state, _ANSWER, self.answer)
-        context.state[_KEPT] = ConfigRecord({"session": self.session, "sequence": self.sequence})
+        Answered(self.session, self.sequence).put(context.state)
 
 
 def generator_of(message: Message) -> dict[str, NDArray[Any]]:

@@ -9,17 +9,16 @@ onto slightly other carriers would be undone by the wrong ones.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
 import numpy as np
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import RecordDict
 from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+from fedcomp.flower.schema import Flag, Int, Real, Schema, Text
 from fedcomp.layout import Layout
 from fedcomp.privacy.lsg import Carriers, Plan, count_kept, kept
 from fedcomp.rng import Key
@@ -39,7 +38,7 @@ SLACK: Final = 1e-5
 
 
 @dataclass(frozen=True)
-class Ask:
+class Ask(Schema, key=HEADER):
     """What every message of a round says.
 
     Attributes
@@ -58,48 +57,16 @@ class Ask:
         The kept coordinates come along; they are not drawn.
     """
 
-    rank: int
-    whole: str
-    share: float
-    draw: int
-    clip: float
-    chosen: bool
+    rank: Annotated[int, Int(most=1 << 20)]
+    whole: Annotated[str, Text(4096)]
+    share: Annotated[float, Real(above=0.0, most=1.0)]
+    draw: Annotated[int, Int(least=-(2**63))]
+    clip: Annotated[float, Real(above=0.0)]
+    chosen: Annotated[bool, Flag()]
 
     def plan(self, layout: Layout) -> Plan:
         """Return how the model of ``layout`` is shortened."""
         return Plan.of({t.name: t.shape for t in layout.tensors}, self.rank, self.whole.split())
-
-    def put(self, content: RecordDict) -> None:
-        """Write it."""
-        content[HEADER] = ConfigRecord(asdict(self))
-
-    @classmethod
-    def of(cls, content: RecordDict) -> Ask | None:
-        """Return what a message asks, None when it asks nothing of the kind.
-
-        Raises
-        ------
-        PayloadError
-            When its entries are of other names or types, or out of range.
-        """
-        found = content.get(HEADER)
-        if found is None:
-            return None
-        types = {"str": str, "int": int, "float": float, "bool": bool}
-        form = {f.name: types[str(f.type)] for f in fields(cls)}
-        values: Mapping[str, Any] = dict(found) if isinstance(found, ConfigRecord) else {}
-        # type() and not isinstance(): True is an int.
-        wrong = [name for name, kind in form.items() if type(values.get(name)) is not kind]
-        if wrong or len(values) != len(form):
-            raise PayloadError(
-                f"record {HEADER!r} does not ask for a shortened update: entries "
-                f"{wrong or sorted(set(values) - set(form))} are missing, unknown or of another type; server and "
-                "client are of different versions"
-            )
-        ask = cls(**values)
-        if ask.rank < 0 or not 0.0 < ask.share <= 1.0 or not 0.0 < ask.clip < math.inf:
-            raise PayloadError(f"record {HEADER!r} is out of range: {ask}")
-        return ask
 
 
 def put_carriers(content: RecordDict, pairs: Carriers) -> None:

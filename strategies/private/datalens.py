@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import datalens
-from fedcomp.flower.datalens import SENDS, Lesson
+from fedcomp.flower.datalens import SENDS, TrainingRequest
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import LENGTHS, SECRET
@@ -90,7 +90,7 @@ class LessonReport:
     ----------
     round : int
     asked, answered : int
-        Clients that were sent the lesson, and whose votes are in the sum.
+        Clients that were sent the request, and whose votes are in the sum.
     lost : list of str
         Why there is no answer, one entry for each client without one.
     refused : list of str
@@ -359,8 +359,8 @@ class DataLens(ExchangeStrategy):
         self._require_clients()
         generator = to_arrays(arrays)
         student = self._student(config)
-        lesson, images = self._lesson(server_round, student, generator)
-        self._pixels = lesson.pixels
+        request, images = self._request(server_round, student, generator)
+        self._pixels = request.pixels
         reason = self.over(server_round)
         if reason:
             self._warn(f"no teacher is asked in round {server_round} or later: {reason}")
@@ -380,31 +380,31 @@ class DataLens(ExchangeStrategy):
         if self.sampling.kind == "capped" and not chosen:
             self._warn(f"round {server_round}: every client that is online has taken part as often as it may")
             return None, None
-        self._sequence = lesson.sequence
+        self._sequence = request.sequence
         config["server-round"] = server_round
         if self.withholds:
             config[SECRET] = True
-        messages = [self._message(node, lesson, config, arrays, images) for node in chosen]
+        messages = [self._message(node, request, config, arrays, images) for node in chosen]
         # Made in each round: whom earlier rounds prefer would make one client's part in the sum depend on another's.
         holders = Holders()
         holders.meet(grid)
         replies = yield Push(messages, self.deadline)
-        total = PrivateSum(self.mechanism((self.images, lesson.pixels)), (self.images, lesson.pixels))
-        sent = [Sent(message, message.metadata.dst_node_id, lesson.sequence) for message in messages]
+        total = PrivateSum(self.mechanism((self.images, request.pixels)), (self.images, request.pixels))
+        sent = [Sent(message, message.metadata.dst_node_id, request.sequence) for message in messages]
         matched = RoundReport(server_round, sent=len(sent))
-        report = self._collect(total, lesson, match_replies(sent, replies, matched, holders), matched)
+        report = self._collect(total, request, match_replies(sent, replies, matched, holders), matched)
         noisy = total.release(
             self.privacy,
             round=server_round,
             entropy=self._entropy("noise", server_round),
-            event=self.event(lesson.pixels),
+            event=self.event(request.pixels),
             participants=chosen,
         )
         passed = threshold(noisy, self.beta * self.expected)
         report.moved = float(np.count_nonzero(passed)) / passed.size
         targets = (self.eta * passed).astype(np.float32)
         moments = student.start() if self._moments is None else self._moments
-        after, self._moments = student.step(generator, moments, lesson.key, targets)
+        after, self._moments = student.step(generator, moments, request.key, targets)
         if self.withholds:
             self.lessons[server_round] = LessonReport(server_round, moved=report.moved)
             return to_record(after), MetricRecord({"datalens.moved": report.moved})
@@ -416,11 +416,13 @@ class DataLens(ExchangeStrategy):
         """Whether what a round costs rests on nobody knowing who took part: then no report says it."""
         return self.sampling.event_rate < 1.0
 
-    def _lesson(self, server_round: int, student: Student, generator: Arrays) -> tuple[Lesson, NDArray[np.float32]]:
+    def _request(
+        self, server_round: int, student: Student, generator: Arrays
+    ) -> tuple[TrainingRequest, NDArray[np.float32]]:
         # Below 2**63, which is the largest integer a message carries.
         draw = Key(self.seed, "datalens/draw", server_round).u64() >> 1
         images = student.images(generator, Key(draw, "datalens"), self.images)
-        lesson = Lesson(
+        request = TrainingRequest(
             session=self._session,
             sequence=self._sequence + 1,
             draw=draw,
@@ -438,13 +440,18 @@ class DataLens(ExchangeStrategy):
             seed=self.seed,
             pad=self.pad,
         )
-        return lesson, images
+        return request, images
 
     def _message(
-        self, node: int, lesson: Lesson, config: ConfigRecord, arrays: ArrayRecord, images: NDArray[np.float32]
+        self,
+        node: int,
+        request: TrainingRequest,
+        config: ConfigRecord,
+        arrays: ArrayRecord,
+        images: NDArray[np.float32],
     ) -> Message:
         content = RecordDict({self._key: config})
-        lesson.put(content)
+        request.put(content)
         if self.send == "images":
             datalens.put_images(content, images)
         else:
@@ -452,7 +459,7 @@ class DataLens(ExchangeStrategy):
         return Message(content, node, datalens.TYPE)
 
     def _collect(
-        self, total: PrivateSum, lesson: Lesson, replies: Iterable[tuple[Sent, Message]], matched: RoundReport
+        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[Sent, Message]], matched: RoundReport
     ) -> LessonReport:
         """Add the votes of every reply that can be verified; whoever sent another one is left out whole."""
         report = LessonReport(matched.round, asked=matched.sent)
@@ -461,7 +468,7 @@ class DataLens(ExchangeStrategy):
                 report.lost.append(str(reply.error.reason))
                 continue
             try:
-                total.add_all(sent.node, self._votes(reply, lesson))
+                total.add_all(sent.node, self._votes(reply, request))
             except FedcompError as error:
                 matched.reject(sent.node, f"{type(error).__name__}: {error}")
         report.answered = len(total.participants)
@@ -472,7 +479,7 @@ class DataLens(ExchangeStrategy):
             log.warning("round %d: a client's votes are not in the sum: %s", report.round, reason)
         return report
 
-    def _votes(self, reply: Message, lesson: Lesson) -> NDArray[np.int8]:
+    def _votes(self, reply: Message, request: TrainingRequest) -> NDArray[np.int8]:
         """Return the votes of a client, int8 ``(teachers, B, pixels)``.
 
         Raises
@@ -483,10 +490,10 @@ class DataLens(ExchangeStrategy):
         frame = take_frame(reply.content, datalens.VOTES)
         if frame is None:
             raise PayloadError(f"the reply has no frame {datalens.VOTES!r}")
-        rows = decode_rows(frame, lesson.rows, lesson.pixels, lesson.k)
-        if rows.shape != (lesson.rows, lesson.pixels):
-            raise Unbounded(f"votes have shape {rows.shape}, expected {(lesson.rows, lesson.pixels)}")
-        return rows.reshape(self.teachers, self.images, lesson.pixels)
+        rows = decode_rows(frame, request.rows, request.pixels, request.k)
+        if rows.shape != (request.rows, request.pixels):
+            raise Unbounded(f"votes have shape {rows.shape}, expected {(request.rows, request.pixels)}")
+        return rows.reshape(self.teachers, self.images, request.pixels)
 
     def _student(self, config: ConfigRecord) -> Student:
         if self._made is None:

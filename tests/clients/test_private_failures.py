@@ -26,7 +26,7 @@ from fedcomp.codecs import Codec, TopK, chain
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower import datalens
-from fedcomp.flower.datalens import Lesson
+from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.lsg import Ask
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
@@ -81,7 +81,7 @@ def answer(msg: Message, arrays: dict[str, np.ndarray]) -> Message:
 FAILURES = (raise_value, raise_own, raise_ours, return_error, return_another)
 
 LOCAL = chain(Privatise(1.0, 2.0), TopK(density=0.5))
-LESSON = Lesson("s", 1, 77, IMAGES, PIXELS, 2, 4, 0.0, True, 2, 3, 30, 0.001, 0.5, 5)
+REQUEST = TrainingRequest("s", 1, 77, IMAGES, PIXELS, 2, 4, 0.0, True, 2, 3, 30, 0.001, 0.5, 5)
 POLICY = LocalPolicy(noise_multiplier=2.0, releases=3)
 
 PATHS: dict[str, tuple[list[Any], Codec | None, bool]] = {
@@ -150,17 +150,17 @@ def test_a9_what_the_pair_refuses_before_the_app_keeps_its_words() -> None:
 
 
 def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    def reading(msg: Message, context: Context, lesson: Lesson) -> Any:
+    def reading(msg: Message, context: Context, request: TrainingRequest) -> Any:
         raise ValueError(WORDS)
 
-    def learning(msg: Message, context: Context, lesson: Lesson) -> Any:
-        own = toy_teachers(msg, context, lesson)
+    def learning(msg: Message, context: Context, request: TrainingRequest) -> Any:
+        own = toy_teachers(msg, context, request)
         own.teachers.learn = lambda *given: raise_own(msg)  # type: ignore[method-assign]
         return own
 
     for own in (reading, learning):
         content = RecordDict({datalens.MODEL: generator()})
-        LESSON.put(content)
+        REQUEST.put(content)
         context = node()
         with server(), caplog.at_level(logging.ERROR, "flwr.fedcomp"):
             reply = answer_datalens(ClientApp(), own)(Message(content, 2, datalens.TYPE), context)
@@ -186,10 +186,10 @@ def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
 
 def among_teachers(act: Callable[[Message], Message]) -> Message:
     content = RecordDict({datalens.MODEL: generator()})
-    LESSON.put(content)
+    REQUEST.put(content)
     with server():
         message = Message(content, 2, datalens.TYPE)
-        return answer_datalens(ClientApp(), lambda msg, context, lesson: act(msg))(message, node())  # type: ignore[arg-type, return-value]
+        return answer_datalens(ClientApp(), lambda msg, context, request: act(msg))(message, node())  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("send", [with_record_level_privacy, among_teachers])

@@ -346,8 +346,8 @@ def test_noise_from_the_system_is_another_one_each_time_and_public_choices_are_n
     honest = client()
 
     def app(message: Message, context: Context) -> Message:
-        lesson = datalens.Lesson.of(message)
-        sent.append(repr((lesson.draw, lesson.sequence)).encode())
+        request = datalens.TrainingRequest.take(message)
+        sent.append(repr((request.draw, request.sequence)).encode())
         return honest(message, context)
 
     options = {"insecure_deterministic": False, "noise_multiplier": 5.0, "beta": 0.0}

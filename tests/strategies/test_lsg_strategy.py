@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from message_examples import all_damages
 from toy import client_app, fedavg, model, update
 
 from fedcomp import wire
@@ -17,9 +19,10 @@ from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
+from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
-from fedcomp.flower.lsg import HEADER, UPDATE, Ask, drawn, pack, take_carriers, take_kept
+from fedcomp.flower.lsg import UPDATE, Ask, drawn, pack, take_carriers, take_kept
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import PayloadError, put_frame
 from fedcomp.flower.privacy import Private, find_private
@@ -214,7 +217,7 @@ def test_2_6_the_mask_is_independent_of_the_data_and_another_in_every_round() ->
 
         def watching(msg: Message, context: Context, seen: list = seen, shift: float = shift) -> Message:
             if context.node_config["partition-id"] == 0:
-                ask = Ask.of(msg.content)
+                ask = Ask.take(msg)
                 assert ask is not None
                 seen.append((ask.draw, ask.share))
             return client_app([lsg(), private(), shifting(shift)])(msg, context)
@@ -338,28 +341,31 @@ def test_an_update_that_is_not_finite_is_answered_with_an_error_that_tells_nothi
 # The client's own door.
 
 
-def asked(**changes: Any) -> RecordDict:
+def asked(said: Ask) -> RecordDict:
     content = RecordDict({"arrays": start(), "config": ConfigRecord({"private": True, "server-round": 1})})
-    Ask(0, "", 0.5, 5, 1.0, chosen=False).put(content)
-    for name, value in changes.items():
-        content[HEADER][name] = value
+    said.put(content)
     return content
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (asked(share=2.0), "range"),
-        (asked(clip=0.0), "range"),
-        (asked(rank=-1), "range"),
-        (asked(share="half"), "share"),
-        (asked(extra=1), "extra"),
-        (asked(rank=5), "carriers"),
-        (asked(chosen=True), "kept"),
-    ],
-)
-def test_a_client_refuses_what_it_cannot_read(content: RecordDict, words: str) -> None:
-    assert words in refusal(content, "train")
+ASK = Ask(0, "", 0.5, 5, 1.0, chosen=False)
+
+
+def test_a_client_refuses_what_it_cannot_read() -> None:
+    assert "carriers" in refusal(asked(replace(ASK, rank=5)), "train")
+    assert "kept" in refusal(asked(replace(ASK, chosen=True)), "train")
+    assert "'share'" in refusal(asked(replace(ASK, share=2.0)), "train")
+
+
+def test_a_damaged_request_is_refused_before_the_app_sees_it() -> None:
+    adopt_identity((1, 1, 1))
+    mod, context, seen = lsg(), Context(1, 2, {}, RecordDict(), {}), []
+    for what, content in all_damages(ASK):
+        content["arrays"], content["config"] = start(), ConfigRecord({"private": True})
+        reply = mod(Message(content, 2, "train"), context, lambda msg, _: seen.append(msg) or msg)
+        assert reply.has_error() or what == "no record", what
+    # Without a record it is an ordinary message.
+    assert len(seen) == 1
+    assert not context.state
 
 
 def refusal(content: RecordDict, kind: str) -> str:
@@ -375,9 +381,9 @@ def refusal(content: RecordDict, kind: str) -> str:
 
 
 def test_a_client_shortens_private_training_messages_only() -> None:
-    content = asked()
+    content = asked(ASK)
     content["config"]["private"] = False
-    for kind, given in (("train", content), ("evaluate", asked())):
+    for kind, given in (("train", content), ("evaluate", asked(ASK))):
         assert "private training" in refusal(given, kind)
 
 

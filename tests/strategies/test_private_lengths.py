@@ -109,8 +109,8 @@ def test_a7_low_rank_updates_are_equally_long_whatever_was_learnt() -> None:
 
 
 def test_a7_teachers_votes_are_equally_long_whatever_they_hold() -> None:
-    def ensemble(msg: Message, context: Context, lesson: Any) -> Any:
-        own = datalens_toy.ensemble(msg, context, lesson)
+    def ensemble(msg: Message, context: Context, request: Any) -> Any:
+        own = datalens_toy.ensemble(msg, context, request)
         partition = int(context.node_config["partition-id"])
         honest = own.teachers.gradients
         scale = (0.0, 1.0, np.nan, 1.0, 1.0, 1.0)[partition]

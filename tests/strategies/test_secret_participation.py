@@ -23,7 +23,7 @@ from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.flower.datalens import Lesson
+from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import SECRET as MARK
@@ -179,10 +179,10 @@ def test_a8_a_generators_rounds_tell_nothing_of_who_voted() -> None:
 def told_of_a_generator(sampling: Sampling, seed: int, caplog: pytest.LogCaptureFixture) -> tuple[str, int]:
     """Return the log of a round in which the first six clients fail if drawn, and how many of them were drawn."""
 
-    def failing(message: Message, context: Context, lesson: Lesson) -> datalens_toy.ToyEnsemble:
+    def failing(message: Message, context: Context, request: TrainingRequest) -> datalens_toy.ToyEnsemble:
         if int(context.node_config["partition-id"]) < NODES // 2:
             raise RuntimeError("its own words")
-        return datalens_toy.ensemble(message, context, lesson)
+        return datalens_toy.ensemble(message, context, request)
 
     strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
     over = datalens_toy.grid(answer_datalens(ClientApp(), failing), nodes=NODES)
