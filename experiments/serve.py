@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
@@ -32,6 +32,7 @@ from fedcomp.flower.gossip import TRAINING as GOSSIP_MESSAGES
 from fedcomp.flower.grid import in_process
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import Private, find_private
+from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.rounds import RoundOutcome, fit, over
 from fedcomp.privacy.errors import LedgerError
 from fedcomp.timing import parse_link, simulated_seconds
@@ -46,30 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")
 
 OnRound = Callable[[RoundRecord], object]
-
-_CODED: Final = (
-    "planned",
-    "relays",
-    "symbols",
-    "shards",
-    "received",
-    "innovative",
-    "dependent",
-    "waves",
-    "asked",
-    "recollects",
-)
-"""Numbers of a coded round that a record keeps."""
-
-_PUBLIC: Final = frozenset(
-    {
-        *(f"report.{name}" for name in ("compressed", "plain", "lost", "duplicates", "rolled_back", "fresh")),
-        *(f"report.{name}" for name in ("rejected", "unsupported")),
-        *(f"coded.{name}" for name in (*_CODED, "included", "excluded", "partitions", "payload_bytes")),
-    }
-)
-"""What a private run shows of a round beside its model: who took part. Sizes of memories, changed coordinates and what
-clients gave as the reason of an error depend on their data, and nothing of them is accounted for."""
 
 
 def serve(
@@ -159,6 +136,11 @@ class _Run:
         self._private = find_private(self.strategy)
         self.withheld = getattr(self._private, "withholds", False) is True
         self._each: dict[tuple[str, str], int] = {}
+
+    @property
+    def _reports(self) -> Reports:
+        found = reports_of(self.strategy)
+        return Reports() if found is None else found
 
     def execute(self) -> dict[str, Any]:
         """Run all rounds that are still to do; return the notes."""
@@ -337,61 +319,20 @@ class _Run:
     def _metrics(self, server_round: int, outcome: RoundOutcome) -> dict[str, Any]:
         metrics: dict[str, Any] = dict(outcome.train or {})
         metrics |= {f"clients.{key}": value for key, value in (outcome.evaluate or {}).items()}
-        report = getattr(self.strategy, "reports", {}).get(server_round)
+        report = self._reports.get(server_round)
         if report is not None:
-            # Node ids are drawn anew in every run and mean nothing afterwards; numbers and reasons do.
-            for name in ("compressed", "plain", "lost", "duplicates", "changed"):
-                metrics[f"report.{name}"] = getattr(report, name)
-            if report.tensor_bytes:
-                metrics["report.tensor_bytes"] = dict(report.tensor_bytes)
-            if report.memory:
-                ratios = list(report.memory.values())
-                metrics["report.memory_mean"] = sum(ratio / len(ratios) for ratio in ratios)
-                metrics["report.memory_max"] = max(ratios)
-            for name in ("rolled_back", "fresh"):
-                metrics[f"report.{name}"] = len(getattr(report, name))
-            for name in ("rejected", "unsupported"):
-                reasons = getattr(report, name)
-                metrics[f"report.{name}"] = len(reasons)
-                if reasons:
-                    metrics[f"report.{name}_because"] = sorted(set(reasons.values()))
-            if report.notes:
-                metrics["report.notes"] = list(report.notes)
+            metrics |= report.figures()
         elif self._cohorts.reasons:
             metrics["report.errors_because"] = sorted(set(self._cohorts.reasons))
-        metrics |= self._coded(server_round) | self._gossip(server_round)
+        metrics |= self._gossip(server_round)
         if self._private is None:
             return metrics
-        if self.withheld:
+        if self.withheld or report is None:
             return dict(outcome.train or {}) | _cost(self._private)
         # The strategy's own figures are part of its promise, and those of clients' evaluations are not.
-        public = {key: value for key, value in metrics.items() if key in _PUBLIC}
-        reasons = [reason for key, found in metrics.items() if key.endswith("_because") for reason in found]
-        if reasons:
+        if reasons := report.reasons():
             log.warning("round %d, for the server alone: %s", server_round, "; ".join(reasons))
-        return dict(outcome.train or {}) | public | _cost(self._private)
-
-    def _coded(self, server_round: int) -> dict[str, Any]:
-        """Return the figures of a coded round; the time of decoding, which never repeats, is in the notes."""
-        report = getattr(self.strategy, "coded", {}).get(server_round)
-        if report is None:
-            return {}
-        metrics: dict[str, Any] = {f"coded.{name}": getattr(report, name) for name in _CODED}
-        partitions = map(self._cohorts.partition_of, report.included)
-        metrics |= {
-            "coded.included": len(report.included),
-            "coded.excluded": len(report.excluded),
-            "coded.partitions": sorted(partition for partition in partitions if partition is not None),
-            "coded.payload_bytes": dict(report.payload_bytes),
-        }
-        if report.residual:
-            metrics["coded.residual"] = report.residual
-        for name, reasons in (("excluded", report.excluded.values()), ("refused", report.refused)):
-            if reasons:
-                metrics[f"coded.{name}_because"] = sorted(set(reasons))
-        if report.notes:
-            metrics["coded.notes"] = list(report.notes)
-        return metrics
+        return dict(outcome.train or {}) | report.figures(public=True) | _cost(self._private)
 
     def _gossip(self, server_round: int) -> dict[str, Any]:
         """Return what a decentralised round cost beside its letters, and what happened in it.
@@ -420,7 +361,7 @@ class _Run:
             "task": self.task.record(),
             "settings": dict(self.settings),
             "versions": {name: importlib.metadata.version(name) for name in packages},
-            **self._decoding(),
+            **self._spent(),
             **self._promised(),
             **({} if self.withheld else self.grid.ledger.summary()),
         }
@@ -433,10 +374,13 @@ class _Run:
         ended = over(self.strategy, made + 1) if made < self.spec.rounds else ""
         return {"privacy": self._private.statement().to_json(), "ended": ended}
 
-    def _decoding(self) -> dict[str, Any]:
-        """Return the seconds the server decoded, by round, where anything was coded."""
-        reports = getattr(self.strategy, "coded", {})
-        return {"decode_seconds": {str(r): reports[r].decode_seconds for r in sorted(reports)}} if reports else {}
+    def _spent(self) -> dict[str, Any]:
+        """Return the seconds the server spent, by what they were spent on and by round."""
+        seconds: dict[str, dict[str, float]] = {}
+        for number, report in sorted(self._reports.items()):
+            for name, value in report.times().items():
+                seconds.setdefault(name, {})[str(number)] = value
+        return {"seconds": seconds} if seconds else {}
 
     def _save(self, path: Path, server_round: int) -> None:
         extra: dict[str, Any] = {

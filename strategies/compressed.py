@@ -8,6 +8,7 @@ that aggregation memory is one model whatever the number of clients; any other s
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, payload_bytes, put_frame, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, RESYNC, STEP, Announcement, announce
 from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_arrays, to_record
+from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import own_loop
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
 from fedcomp.rng import Key
@@ -43,7 +45,6 @@ from fedcomp.strategies.replies import (
     Arrival,
     Peer,
     Rejected,
-    RoundReport,
     Sent,
     Usual,
     admit,
@@ -51,7 +52,6 @@ from fedcomp.strategies.replies import (
     agreeing,
     consistent,
     match_replies,
-    shorten,
 )
 from fedcomp.strategies.round_log import RoundLog, require_usable
 from fedcomp.strategies.statistics import hold_in_record, warn_of_missing_names
@@ -95,9 +95,9 @@ class Compressed(Strategy):
 
     Attributes
     ----------
-    reports : dict of int to RoundReport
+    reports : Reports
         Per training round: who was asked, what arrived in which form, what was refused and why.
-    evaluations : dict of int to RoundReport
+    evaluations : Reports
         The same for client evaluation.
 
     Raises
@@ -165,8 +165,8 @@ class Compressed(Strategy):
         self.guard = guard
         self.record = record
         self.seed = seed
-        self.reports: dict[int, RoundReport] = {}
-        self.evaluations: dict[int, RoundReport] = {}
+        self.reports = Reports()
+        self.evaluations = Reports()
         self._log = RoundLog(f"Compressed({type(inner).__name__})")
         self._session = secrets.token_bytes(8)
         self._broadcast = None if self.downlink is None else Broadcast(self.downlink)
@@ -398,20 +398,19 @@ class Compressed(Strategy):
         NoUsableReply
             When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
-        report = RoundReport(server_round, sent=len(self._sent))
-        self.reports[server_round] = report
+        began = time.perf_counter()
+        report = self.reports.join(server_round)
+        report.asked = len(self._sent)
         arrays, metrics = self._aggregate(server_round, replies, report)
-        withheld = self._private is not None and self._private.withholds
+        report.seconds += time.perf_counter() - began
         # A private round may have released, and paid for, its noise without a reply.
-        if arrays is None and not withheld and not any(earlier.used for earlier in self.reports.values()):
+        if arrays is None and not self._withheld and not any(earlier.used for earlier in self.reports.values()):
             require_usable(report)
-        self._log.conclude(report, withheld=withheld)
-        if withheld:
-            report.withhold()
+        self._log.conclude(report, withheld=self._withheld)
         return arrays, metrics
 
     def _aggregate(
-        self, server_round: int, replies: Iterable[Message], report: RoundReport
+        self, server_round: int, replies: Iterable[Message], report: Report
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         weight_key = weight_key_of(self.inner)
         key = Key(self.seed, "uplink", server_round)
@@ -436,11 +435,11 @@ class Compressed(Strategy):
                 arrivals.append(arrival)
                 self._note_version(sent, reply)
             except Rejected as reason:
-                report.reject(sent.node, str(reason))
+                report.refuse(sent.node, str(reason))
                 errors.append(Message(Error(_APP_RAISED, str(reason)), reply_to=sent.message))
         if self._private is not None:
             arrivals = self._bared(self._private, arrivals, report)
-        past = [self.reports[r] for r in sorted(self.reports) if r < server_round]
+        past = self.reports.before(server_round)
         usual = self._usual["train"] if self._private is None else None
         checked, arrivals = arrivals, consistent(arrivals, report, usual, self.guard, past)
         # An outlier is dropped for good: put back into its client's memory, it would come again and again.
@@ -456,7 +455,7 @@ class Compressed(Strategy):
         with np.errstate(over="ignore", invalid="ignore"):
             arrays, metrics = aggregate(server_round, arrivals, errors, report)
         if arrays is None:
-            if len(report.rejected) + report.lost < report.sent:
+            if len(report.refused) + report.lost < report.asked:
                 report.notes.append(f"{type(self.inner).__name__} made no model of the replies; the model is kept")
             return None, metrics
         consumed = [(a.sent.node, a.sequence, a.generation) for a in arrivals]
@@ -516,14 +515,14 @@ class Compressed(Strategy):
         if mean.shape != (layout.size,) or mean.dtype != np.float32:
             raise LayoutError(f"the mean is {mean.dtype}{mean.shape}, expected float32({layout.size},)")
         consumed = list(members)
-        report = self.reports[server_round] = RoundReport(server_round, sent=len(self._sent))
+        report = self.reports.join(server_round)
+        report.asked = len(self._sent)
         report.lost = len(self._sent) - len(consumed)
         report.compressed = len(consumed)
         report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
-        withheld = self._private is not None and self._private.withholds
         if not consumed or weight <= 0:
             report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
-            self._log.conclude(report, withheld=withheld)
+            self._log.conclude(report, withheld=self._withheld)
             return None, None
         report.changed = int(np.count_nonzero(mean[: layout.compressed_size]))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -537,23 +536,30 @@ class Compressed(Strategy):
             )
         accepted = arrays is not None and self._accept(arrays, consumed, report)
         model = self._restored(arrays, [], report) if arrays is not None and accepted else None
-        self._log.conclude(report, withheld=withheld)
+        self._log.conclude(report, withheld=self._withheld)
         return model, None if model is None else metrics
 
     def skip_round(self, server_round: int) -> tuple[None, None]:
         """Report a round that was given up before any reply was there to aggregate; whoever gave it up says why."""
         lost = len(self._sent)
-        self.reports[server_round] = RoundReport(server_round, sent=lost, lost=lost)
+        report = self.reports.join(server_round)
+        report.asked = report.lost = lost
+        self._log.conclude(report, withheld=self._withheld)
         return None, None
 
-    def _restored(self, arrays: ArrayRecord, sent: Sequence[Arrays], report: RoundReport) -> ArrayRecord:
+    @property
+    def _withheld(self) -> bool:
+        """Whether neither log nor reports may say who took part."""
+        return self._private is not None and self._private.withholds
+
+    def _restored(self, arrays: ArrayRecord, sent: Sequence[Arrays], report: Report) -> ArrayRecord:
         """Return an aggregate in the model's own dtypes, without variances that turned negative."""
         restored = restore_dtypes(arrays, self._model, sent)
         if note := hold_in_record(restored, self._layout, self._model):
             report.notes.append(note)
         return restored
 
-    def _accept(self, arrays: ArrayRecord, consumed: list[tuple[int, int, int]], report: RoundReport) -> bool:
+    def _accept(self, arrays: ArrayRecord, consumed: list[tuple[int, int, int]], report: Report) -> bool:
         """Return whether the aggregate can be the new model; if so, acknowledge (node, sequence, generation)."""
         if not finite_where(arrays, self._model):
             report.notes.append(NOT_FINITE)
@@ -571,8 +577,8 @@ class Compressed(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Note which versions the nodes hold, leave out replies that cannot be averaged, and let inner aggregate."""
-        report = RoundReport(server_round, sent=len(self._sent))
-        self.evaluations[server_round] = report
+        report = self.evaluations.begin(server_round)
+        report.asked = len(self._sent)
         weight_key = weight_key_of(self.inner)
         usable: list[tuple[tuple[Sent, Message], str, RecordDict]] = []
         errors: list[Message] = []
@@ -584,7 +590,7 @@ class Compressed(Strategy):
             try:
                 admit_metrics(reply, weight_key)
             except Rejected as reason:
-                report.reject(sent.node, str(reason))
+                report.refuse(sent.node, str(reason))
                 continue
             self._note_version(sent, reply)
             if NODE_RECORD in reply.content:
@@ -594,13 +600,13 @@ class Compressed(Strategy):
         self._log.warn(report)
         return self.inner.aggregate_evaluate(server_round, [*(reply for _, reply in kept), *errors])
 
-    def _note_error(self, sent: Sent, reply: Message, report: RoundReport) -> None:
+    def _note_error(self, sent: Sent, reply: Message, report: Report) -> None:
         reason = f"error {reply.error.code}: {reply.error.reason}"
         if reply.error.reason and RESYNC in reply.error.reason:
             self._peers[sent.node].version = 0
-        report.reject(sent.node, reason)
+        report.refuse(sent.node, reason)
 
-    def _account(self, arrivals: list[Arrival], report: RoundReport) -> None:
+    def _account(self, arrivals: list[Arrival], report: Report) -> None:
         """Add up what the usable replies took, and what as many full models take."""
         framed = [a for a in arrivals if a.frame is not None and a.plain is None]
         exact = sum(len(take_frame(a.message.content, EXACT) or b"") for a in framed)
@@ -618,7 +624,7 @@ class Compressed(Strategy):
         self._peers[sent.node].version = version if known else 0  # type: ignore[assignment]
 
     def _aggregate_mean(
-        self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: RoundReport
+        self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: Report
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Sum all frames into one buffer with Flower's own weights, and hand the mean to the inner strategy."""
         # All replies have the same ones. The inner strategy sees the mean of the models in their place.
@@ -631,7 +637,7 @@ class Compressed(Strategy):
         total = sum(a.weight for a in arrivals)
         if total <= 0:
             for arrival in arrivals:
-                report.reject(arrival.sent.node, "weight 0, as all others of the round: nothing to average")
+                report.refuse(arrival.sent.node, "weight 0, as all others of the round: nothing to average")
             return None, None
         layout = self._layout
         # -0.0 is the exact identity of addition: the first contribution is stored, not added to +0.0.
@@ -672,11 +678,11 @@ class Compressed(Strategy):
             first.sent.message,
             [a.content for a in arrivals],
             metrics_name=first.metrics_name,
-            received=(len(arrivals), len(report.rejected)),
+            received=(len(arrivals), len(report.refused)),
             sparse=self.codec.sparse(layout),
         )
 
-    def _bared(self, private: PrivateStrategy, arrivals: list[Arrival], report: RoundReport) -> list[Arrival]:
+    def _bared(self, private: PrivateStrategy, arrivals: list[Arrival], report: Report) -> list[Arrival]:
         """Return the arrivals of a private round without all but their updates; reject what nobody privatised.
 
         What a reply says decides about itself alone: names of records and metrics are not put to a majority.
@@ -684,11 +690,11 @@ class Compressed(Strategy):
         for arrival in arrivals:
             arrival.record, arrival.content, arrival.memory = self._record_name, RecordDict(), None
             if arrival.plain is not None and not private.takes_plain:
-                report.reject(arrival.sent.node, "an update that its client did not privatise; its app lacks the mod")
-        return [arrival for arrival in arrivals if arrival.sent.node not in report.rejected]
+                report.refuse(arrival.sent.node, "an update that its client did not privatise; its app lacks the mod")
+        return [arrival for arrival in arrivals if arrival.sent.node not in report.refused]
 
     def _aggregate_private(
-        self, server_round: int, private: PrivateStrategy, arrivals: list[Arrival], report: RoundReport, key: Key
+        self, server_round: int, private: PrivateStrategy, arrivals: list[Arrival], report: Report, key: Key
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Hand the decoded updates, one after the other, to the private sum."""
         if private.pad and (longest := self.codec.longest(self._layout)) is not None:
@@ -697,13 +703,13 @@ class Compressed(Strategy):
         updates = decoded_updates(arrivals, self.codec, self._layout, start)
         support = self.codec.common_support(self._layout, key)
         arrays, metrics = private.aggregate_updates(server_round, updates, self._layout, report=report, support=support)
-        used = [(a.sent.node, a.sequence, a.generation) for a in arrivals if a.sent.node not in report.rejected]
+        used = [(a.sent.node, a.sequence, a.generation) for a in arrivals if a.sent.node not in report.refused]
         if arrays is None or not self._accept(arrays, used, report):
             return None, None
         return arrays, metrics
 
     def _aggregate_dense(
-        self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: RoundReport
+        self, server_round: int, arrivals: list[Arrival], errors: list[Message], report: Report
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Decode every reply into an ordinary dense one; memory grows with the number of replies, as in Flower."""
         layout = self._layout
@@ -778,8 +784,8 @@ class Compressed(Strategy):
             "peers": peers,
             "holders": self._holders.state_dict(),
             "usual": {kind: usual.form for kind, usual in self._usual.items()},
-            "reports": {str(r): report.to_json() for r, report in self.reports.items()},
-            "evaluations": {str(r): report.to_json() for r, report in self.evaluations.items()},
+            "reports": self.reports.to_json(),
+            "evaluations": self.evaluations.to_json(),
             "inner": capture_strategy(self.inner),
             **{f"broadcast/{k}": v for k, v in broadcast.items()},
         }
@@ -803,8 +809,8 @@ class Compressed(Strategy):
         self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
         self._holders.load_state_dict(state["holders"])
         self._usual = {kind: Usual(state["usual"][kind]) for kind in self._usual}
-        self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
-        self.evaluations = {int(r): RoundReport.from_json(v) for r, v in state["evaluations"].items()}
+        self.reports = Reports.from_json(state["reports"])
+        self.evaluations = Reports.from_json(state["evaluations"])
         if self._broadcast is not None:
             prefix = "broadcast/"
             self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})

@@ -14,11 +14,11 @@ from fedcomp.errors import ConfigError
 
 
 class Measured(Protocol):
-    """What is known of a round, by node: a :class:`fedcomp.strategies.replies.RoundReport`."""
+    """What is known of a round, by node: a :class:`fedcomp.flower.report.Report`."""
 
     norms: dict[int, float]
     weights: dict[int, float]
-    rejected: dict[int, str]
+    refused: dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Norms:
                 value
                 for figures, r in zip(before, recent, strict=True)
                 for node, value in figures.items()
-                if node not in r.rejected
+                if node not in r.refused
             ]
             found |= _outliers(what, times, now, accepted)
         return found

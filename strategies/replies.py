@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -19,26 +19,23 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec
 from fedcomp.codecs.base import norm
-from fedcomp.codecs.positional import DENSE_REST
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import NODE_RECORD, models, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
 from fedcomp.flower.records import read_array
+from fedcomp.flower.report import Report, shorten
 from fedcomp.layout import Layout, TensorSpec, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
-from fedcomp.wire import Frame, tensor_bytes
+from fedcomp.wire import Frame
 
 T = TypeVar("T")
 Arrays = Mapping[str, NDArray[Any]]
 
 MAX_WEIGHT: Final = 2**63
 """Weights at or above it are refused: their sum could overflow, and no client has that many examples."""
-
-MAX_REASON: Final = 300
-"""Characters of a reason that a report keeps."""
 
 MAX_RECORDS: Final = 64
 """Records in a reply: the model or its frame, metrics, a few of ours and of the app's. A larger reply is refused."""
@@ -52,10 +49,6 @@ MAX_NUMBERS: Final = 2**16
 GONE: Final = (3, 4, 5)
 """Codes of errors a SuperLink makes: no message, reply expired, node unavailable. With any other the node itself says
 that it failed: it is there, and its memory may be as it was before."""
-
-
-WITHHELD: Final = "private, who took part is withheld: the stated epsilon assumes that nobody knows"
-"""What log and report say of a round whose participants are secret."""
 
 
 NOT_FINITE: Final = (
@@ -131,128 +124,6 @@ class Arrival:
 
 
 @dataclass
-class RoundReport:
-    """What happened in one training round, by node id.
-
-    Attributes
-    ----------
-    sent : int
-        Messages sent.
-    used : int
-        Updates that are in the new model; 0 when the model was kept.
-    compressed, plain : int
-        Updates that arrived as frames, and as ordinary arrays from clients without the mod.
-    without_mod : list
-        Clients that sent ordinary arrays and said nothing: their app lacks the mod. Those that said why are in
-        ``unsupported``.
-    lost : int
-        Messages without any reply in time.
-    rejected : dict
-        Replies that could not be used, error replies among them, with the reason.
-    unsupported : dict
-        Clients that have the mod but could not use the codec, with their reason.
-    rolled_back, fresh : list
-        Clients that put an unacknowledged update back into their memory; clients whose memory began in this round.
-    duplicates, unmatched : int
-        Second replies of a node, and replies to nothing that was sent.
-    changed : int
-        Compressible coordinates that the round's updates together changed: of the summed update those that are not
-        zero; where the inner strategy gets dense replies, those that at least one of them changed. Sparse updates of
-        many clients build up: from k when all send the same coordinates to clients times k.
-    tensor_bytes : dict
-        Bytes of each tensor of the frame, entry, indices and values, in all frames of the round together: per layer for
-        a codec that works by layer, else the compressed part and the dense rest.
-    padded_bytes : int
-        Length of every client's frame in a private round, padding included; 0 where frames are as long as their
-        updates make them.
-    memory : dict
-        ‖memory‖ / ‖update‖ of the clients that report it: it stays bounded while what is not sent is sent later.
-    payload_bytes, model_bytes : int
-        Payload of the replies that passed all checks, and what as many full models take.
-    frame_bytes, dense_bytes : int
-        Bytes of their frames, and how many of these travelled dense: the dense rest of an update and the tensors that
-        travel as values; all of them with a lossless codec.
-    norms, weights : dict
-        Euclidean norm of each update as it arrived (of a vote, of the vote), and the weight it was given with: of all
-        that could be used, those a guard then refused included. Empty in private rounds that bound every update (all
-        but those of local privacy), and where sums are decoded instead of updates.
-    """
-
-    round: int
-    sent: int = 0
-    used: int = 0
-    compressed: int = 0
-    plain: int = 0
-    without_mod: list[int] = field(default_factory=list)
-    lost: int = 0
-    duplicates: int = 0
-    unmatched: int = 0
-    rejected: dict[int, str] = field(default_factory=dict)
-    unsupported: dict[int, str] = field(default_factory=dict)
-    rolled_back: list[int] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    changed: int = 0
-    tensor_bytes: dict[str, int] = field(default_factory=dict)
-    padded_bytes: int = 0
-    memory: dict[int, float] = field(default_factory=dict)
-    payload_bytes: int = 0
-    model_bytes: int = 0
-    frame_bytes: int = 0
-    dense_bytes: int = 0
-
-    @property
-    def ratio(self) -> float:
-        """How many times less than full models the replies took; 0 when there were none."""
-        return self.model_bytes / self.payload_bytes if self.payload_bytes else 0.0
-
-    norms: dict[int, float] = field(default_factory=dict)
-    weights: dict[int, float] = field(default_factory=dict)
-
-    def withhold(self) -> None:
-        """Forget, in place, all that depends on who took part."""
-        blank = RoundReport(self.round, padded_bytes=self.padded_bytes, notes=[WITHHELD])
-        for entry in fields(self):
-            setattr(self, entry.name, getattr(blank, entry.name))
-
-    def reject(self, node: int, reason: str) -> None:
-        """Record that the reply of ``node`` was not used."""
-        self.rejected[node] = shorten(reason)
-
-    def account(self, codec: Codec, layout: Layout, frames: Iterable[Frame], *, exact_bytes: int = 0) -> None:
-        """Add up how many bytes of ``frames``, which ``codec`` has opened, each tensor took, and how many were dense.
-
-        ``exact_bytes`` are those of the frames beside them, of tensors that travel as values.
-        """
-        names = codec.tensor_names(layout)
-        self.frame_bytes += exact_bytes
-        self.dense_bytes += exact_bytes
-        for frame in frames:
-            self.frame_bytes += len(frame)
-            self.dense_bytes += len(frame) if codec.lossless else 0
-            for name, size in zip(names, tensor_bytes(frame), strict=True):
-                self.tensor_bytes[name] = self.tensor_bytes.get(name, 0) + size
-                self.dense_bytes += size if name == DENSE_REST else 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-able dictionary; node ids become strings, as JSON keys are."""
-        return {
-            k: {str(n): reason for n, reason in v.items()} if isinstance(v, dict) else v
-            for k, v in asdict(self).items()
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RoundReport:
-        """Restore what :meth:`to_json` returned."""
-        by_node = ("rejected", "unsupported", "memory", "norms", "weights")
-        fields: dict[str, Any] = {
-            k: {int(n): r for n, r in v.items()} if k in by_node else dict(v) if isinstance(v, dict) else v
-            for k, v in value.items()
-        }
-        return cls(**fields)
-
-
-@dataclass
 class Usual:
     """The form that most replies had when last there was such a form; it decides where two are equally frequent."""
 
@@ -260,7 +131,7 @@ class Usual:
 
 
 def match_replies(
-    sent: list[Sent], replies: Iterable[Message], report: RoundReport, holders: Holders
+    sent: list[Sent], replies: Iterable[Message], report: Report, holders: Holders
 ) -> Iterator[tuple[Sent, Message]]:
     """Yield each message with its first reply, in the order of partition ids; count the rest in ``report``.
 
@@ -295,11 +166,11 @@ def match_replies(
         if not (reply.has_error() and reply.error.code in GONE)
     }
     for node, reason in holders.settle(order, answers).items():
-        report.reject(node, reason)
+        report.refuse(node, reason)
         del first[node]
     for node, (_, reply) in list(first.items()):
         if not reply.has_error() and (excess := _excess(reply.content)):
-            report.reject(node, excess)
+            report.refuse(node, excess)
             del first[node]
 
     def place(pair: tuple[Sent, Message]) -> tuple[bool, int, int]:
@@ -403,10 +274,10 @@ def admit(
 
 def consistent(
     arrivals: list[Arrival],
-    report: RoundReport,
+    report: Report,
     usual: Usual | None = None,
     guard: Norms | None = None,
-    past: Sequence[RoundReport] = (),
+    past: Sequence[Report] = (),
 ) -> list[Arrival]:
     """Return the arrivals that name records and metrics as most do, and note in ``report`` what arrived.
 
@@ -439,7 +310,7 @@ def consistent(
 
 
 def ordinary(
-    arrivals: list[Arrival], report: RoundReport, guard: Norms | None = None, past: Sequence[RoundReport] = ()
+    arrivals: list[Arrival], report: Report, guard: Norms | None = None, past: Sequence[Report] = ()
 ) -> list[Arrival]:
     """Note norm and weight of each arrival in ``report``; return those that ``guard`` lets pass, and reject the others.
 
@@ -460,13 +331,13 @@ def ordinary(
         # Where all of several are refused nobody can tell which is one.
         arrival.outlier = arrival.sent.node in found and not 1 < len(found) == len(arrivals)
     for node, reason in found.items():
-        report.reject(node, reason)
+        report.refuse(node, reason)
     return [arrival for arrival in arrivals if arrival.sent.node not in found]
 
 
 def agreeing(
     items: list[tuple[T, str, RecordDict]],
-    report: RoundReport,
+    report: Report,
     node_of: Callable[[T], int],
     usual: Usual | None = None,
 ) -> list[T]:
@@ -496,9 +367,9 @@ def agreeing(
         if form == taken:
             kept.append(item)
         elif taken:
-            report.reject(node_of(item), f"records and metrics {form} are not the others' {taken}")
+            report.refuse(node_of(item), f"records and metrics {form} are not the others' {taken}")
         else:
-            report.reject(
+            report.refuse(
                 node_of(item),
                 f"{len(first)} forms of records and metrics are equally frequent ({most} replies each), and none was "
                 f"usual before: nobody can tell which is right. This reply's: {form}",
@@ -637,8 +508,3 @@ def text(header: ConfigRecord, name: str) -> str:
     if not isinstance(value, str) or not value:
         raise Rejected(f"header field {name!r} is {value!r}, expected a name")
     return value
-
-
-def shorten(text: str) -> str:
-    """Return ``text`` cut to what a report keeps: reasons come from clients, and reports are kept for the whole run."""
-    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

@@ -13,7 +13,7 @@ from typing import Final
 
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.logs import log
-from fedcomp.strategies.replies import WITHHELD, RoundReport
+from fedcomp.flower.report import WITHHELD, Report
 
 _REASONS: Final = 8
 """Different reasons of one node that are told apart: error texts are the clients' own, and they may all differ."""
@@ -43,29 +43,31 @@ class RoundLog:
         self._name = name
         self._count: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
-    def conclude(self, report: RoundReport, *, withheld: bool = False) -> None:
-        """Log a training round: its warnings, then its line.
+    def conclude(self, report: Report, *, withheld: bool = False) -> None:
+        """Log a training round: its warnings, then its line. The report is complete with that.
 
         Parameters
         ----------
         withheld : bool
-            Say nothing that depends on who took part.
+            Say nothing that depends on who took part, and let the report forget it.
         """
+        report.concluded = True
         if withheld:
             log.info("%s, round %d: %s", self._name, report.round, WITHHELD)
+            report.withhold()
             return
         self.warn(report)
         self._warn(report.round, "full model instead of a frame", dict.fromkeys(report.without_mod, _WITHOUT_MOD))
         self._warn(report.round, "full model instead of a frame", report.unsupported)
         for note in report.notes:
             self._warn(report.round, "note", {_NOBODY: note})
-        if report.sent and not report.used:
+        if report.asked and not report.used:
             log.warning("%s, round %d: no update was used, the model is unchanged", self._name, report.round)
         log.info("%s, round %d: %s", self._name, report.round, line(report))
 
-    def warn(self, report: RoundReport) -> None:
+    def warn(self, report: Report) -> None:
         """Log what was refused in a round, training or evaluation, and why."""
-        self._warn(report.round, "reply not used", report.rejected)
+        self._warn(report.round, "reply not used", report.refused)
 
     def _warn(self, server_round: int, what: str, reasons: Mapping[int, str]) -> None:
         """Log reasons by node: each the first time, and every power of ten times; one line for all that share it."""
@@ -85,26 +87,27 @@ class RoundLog:
             log.warning("%s, round %d: %s: %s%s%s", self._name, server_round, what, text, _whose(nodes), again)
 
 
-def line(report: RoundReport) -> str:
+def line(report: Report) -> str:
     """Return a round in one line: asked, used, refused and why, bytes, ratio, and what part travelled dense."""
-    if not report.sent:
+    if not report.asked:
         return "nobody was asked"
     full = report.plain
-    parts = [f"{report.sent} asked, {report.used} used" + (f" ({full} sent full models)" if full else "")]
-    if report.rejected:
-        reasons = Counter(_one_line(reason)[:_CUT] for reason in report.rejected.values()).most_common(3)
+    parts = [f"{report.asked} asked, {report.used} used" + (f" ({full} sent full models)" if full else "")]
+    if report.refused:
+        reasons = Counter(_one_line(reason)[:_CUT] for reason in report.refused.values()).most_common(3)
         why = "; ".join(f"{count} x {reason}" if count > 1 else reason for reason, count in reasons)
-        parts.append(f"{len(report.rejected)} refused ({why})")
+        parts.append(f"{len(report.refused)} refused ({why})")
     if report.lost:
         parts.append(f"{report.lost} without a reply")
     if report.payload_bytes:
         parts.append(f"{report.payload_bytes:,} bytes, ratio {report.ratio:.3g}x")
     if report.frame_bytes:
         parts.append(f"{100 * report.dense_bytes / report.frame_bytes:.0f} % of the frames dense")
+    parts += [said for section in report.sections.values() if (said := section.line())]
     return ", ".join(parts)
 
 
-def require_usable(report: RoundReport) -> None:
+def require_usable(report: Report) -> None:
     """Raise when clients replied and no reply of theirs could be used.
 
     Where nobody replied at all nothing says that anything is wrong: devices vanish, and the next round may find them.
@@ -113,15 +116,15 @@ def require_usable(report: RoundReport) -> None:
     ------
     NoUsableReply
     """
-    replied = report.sent - report.lost
-    if not replied or len(report.rejected) < replied:
+    replied = report.asked - report.lost
+    if not replied or len(report.refused) < replied:
         return
-    reasons = Counter(_one_line(reason) for reason in report.rejected.values())
+    reasons = Counter(_one_line(reason) for reason in report.refused.values())
     why = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common(10)]
-    why += [f"{report.lost} of {report.sent} without a reply in time"] if report.lost else []
+    why += [f"{report.lost} of {report.asked} without a reply in time"] if report.lost else []
     why += [_one_line(note) for note in report.notes]
     raise NoUsableReply(
-        f"round {report.round}: {report.sent} clients were asked and no update can be used: {'; '.join(why)}. "
+        f"round {report.round}: {report.asked} clients were asked and no update can be used: {'; '.join(why)}. "
         "Nothing was learnt yet, so the run ends here; a later round like this one is a warning. Correct the clients, "
         "whose own logs say more, and start again"
     )

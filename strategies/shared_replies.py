@@ -18,9 +18,10 @@ from fedcomp.codecs.similarity import similarity
 from fedcomp.exact import check_exact, decode_exact
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import EXACT, PROBE, UPDATE
+from fedcomp.flower.report import Report
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.strategies.replies import Rejected, RoundReport, Sent
+from fedcomp.strategies.replies import Rejected, Sent
 from fedcomp.wire import Frame
 
 
@@ -70,7 +71,7 @@ class Round:
     seed: int
     layout: Layout
     model: Mapping[str, NDArray[Any]]
-    report: RoundReport
+    report: Report
     clients: list[Client] = field(default_factory=list)
     supports: Supports | None = None
     block: Frame = b""

@@ -41,6 +41,7 @@ from fedcomp.flower.protocol import (
     announce,
 )
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
+from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.layout import DensityPolicy, Layout, Update, policy_config
 from fedcomp.rng import Key
@@ -51,13 +52,11 @@ from fedcomp.strategies.replies import (
     NOT_FINITE,
     Peer,
     Rejected,
-    RoundReport,
     Sent,
     Usual,
     agreeing,
     integer,
     match_replies,
-    shorten,
     strip,
     text,
     weight_of,
@@ -114,7 +113,7 @@ class SharedSupport(ExchangeStrategy):
 
     Attributes
     ----------
-    reports : dict of int to RoundReport
+    reports : Reports
     leaders : dict of int to int
         Partition of the client whose support each round used (of the client that chose it, with ``stale_leader``).
     """
@@ -176,8 +175,8 @@ class SharedSupport(ExchangeStrategy):
         self.policy = policy
         self.guard = guard
         self.seed = seed
-        self.reports: dict[int, RoundReport] = {}
-        self.evaluations: dict[int, RoundReport] = {}
+        self.reports = Reports()
+        self.evaluations = Reports()
         self.leaders: dict[int, int] = {}
         self._session = secrets.token_bytes(8)
         self._sequence = 0
@@ -218,7 +217,8 @@ class SharedSupport(ExchangeStrategy):
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         nodes = self._nodes(grid, "train", self.fraction_train, self.min_train_nodes, server_round)
         warm = server_round > self.warmup_rounds
-        report = self.reports[server_round] = RoundReport(server_round, sent=len(nodes))
+        report = self.reports.begin(server_round)
+        report.asked = len(nodes)
         config["server-round"] = server_round
         self._adopt(arrays)
         now = self._round(report, self.codec if warm else replace(self.codec, dense=True))
@@ -255,11 +255,11 @@ class SharedSupport(ExchangeStrategy):
             return None
         config["server-round"] = server_round
         self._adopt(arrays)
-        report = self.evaluations[server_round] = RoundReport(server_round)
+        report = self.evaluations.begin(server_round)
         now = self._round(report, self.codec)
         nodes = self._nodes(grid, "evaluate", self.fraction_evaluate, self.min_evaluate_nodes, server_round)
         sent = [self._message(node, now, config, "evaluate") for node in nodes]
-        report.sent = len(sent)
+        report.asked = len(sent)
         replies = yield [s.message for s in sent]
         usable, weights = [], {}
         for each, reply in match_replies(sent, replies, report, self._holders):
@@ -267,7 +267,7 @@ class SharedSupport(ExchangeStrategy):
                 self._refuse_errors(each, reply)
                 _, weights[each.node] = weight_of(reply.content, self.weighted_by_key)
             except Rejected as reason:
-                report.reject(each.node, str(reason))
+                report.refuse(each.node, str(reason))
                 continue
             self._note_version(each.node, reply)
             usable.append((each, "", strip(reply.content)))
@@ -280,7 +280,7 @@ class SharedSupport(ExchangeStrategy):
             return None
         return self.evaluate_metrics_aggr_fn([contents[each.node] for each in kept], self.weighted_by_key)
 
-    def _round(self, report: RoundReport, codec: ScaleCom) -> Round:
+    def _round(self, report: Report, codec: ScaleCom) -> Round:
         return Round(report.round, codec, self.seed, self._layout, self._model, report)
 
     def _nodes(self, grid: Grid, kind: str, fraction: float, least: int, server_round: int) -> list[int]:
@@ -406,7 +406,7 @@ class SharedSupport(ExchangeStrategy):
                 if known:
                     now.take_values(client, reply)
             except FedcompError as reason:
-                now.report.reject(each.node, str(reason))
+                now.report.refuse(each.node, str(reason))
                 continue
             # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
             if each.node != appointed or self._take_lead(client, reply, now):
@@ -475,7 +475,7 @@ class SharedSupport(ExchangeStrategy):
                     raise
                 self.leaders[now.number] = client.partition
         except FedcompError as reason:
-            now.report.reject(client.sent.node, f"as leader: {reason}")
+            now.report.refuse(client.sent.node, f"as leader: {reason}")
             return False
         if self._asks(now) & LOOKS_AHEAD:
             try:
@@ -504,7 +504,7 @@ class SharedSupport(ExchangeStrategy):
                 try:
                     self._check_answer(each, reply, now, client)
                 except FedcompError as reason:
-                    now.report.reject(each.node, f"as leader: {reason}")
+                    now.report.refuse(each.node, f"as leader: {reason}")
                     continue
                 self._take_lead(client, reply, now)
             if now.supports is not None:
@@ -523,7 +523,7 @@ class SharedSupport(ExchangeStrategy):
                 self._check_answer(each, reply, now, client)
                 now.take_values(client, reply)
             except FedcompError as reason:
-                now.report.reject(each.node, str(reason))
+                now.report.refuse(each.node, str(reason))
 
     def _query(self, client: Client, now: Round, *, leader: bool) -> Sent:
         frames = {} if leader else {SUPPORT: now.block}
@@ -554,10 +554,9 @@ class SharedSupport(ExchangeStrategy):
             report.weights[client.sent.node] = client.weight
         refused: dict[int, str] = {}
         if self.guard is not None:
-            past = [self.reports[r] for r in sorted(self.reports) if r < now.number]
-            refused = self.guard.outliers(report, past)
+            refused = self.guard.outliers(report, self.reports.before(now.number))
         for node, reason in refused.items():
-            report.reject(node, reason)
+            report.refuse(node, reason)
         senders = [client for client in arrived if client.sent.node not in refused]
         if senders or len(refused) == 1:
             # An outlier is dropped for good: put back into its client's memory, it would come again and again. Where
@@ -627,8 +626,8 @@ class SharedSupport(ExchangeStrategy):
             "holds": {str(node): version for node, version in self._holds.items()},
             "leaders": {str(r): partition for r, partition in self.leaders.items()},
             "ahead": [] if self._ahead is None else list(self._ahead),
-            "reports": {str(r): report.to_json() for r, report in self.reports.items()},
-            "evaluations": {str(r): report.to_json() for r, report in self.evaluations.items()},
+            "reports": self.reports.to_json(),
+            "evaluations": self.evaluations.to_json(),
             **{f"broadcast/{k}": v for k, v in self._broadcast.state_dict().items()},
         }
 
@@ -653,8 +652,8 @@ class SharedSupport(ExchangeStrategy):
         self._holds = {int(node): int(v) for node, v in state["holds"].items()}
         self.leaders = {int(r): int(p) for r, p in state["leaders"].items()}
         self._ahead = (bytes(state["ahead"][0]), int(state["ahead"][1])) if state["ahead"] else None
-        self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
-        self.evaluations = {int(r): RoundReport.from_json(v) for r, v in state["evaluations"].items()}
+        self.reports = Reports.from_json(state["reports"])
+        self.evaluations = Reports.from_json(state["evaluations"])
         prefix = "broadcast/"
         self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
         self._layout = _NO_LAYOUT

@@ -90,7 +90,7 @@ def oracle(strategy: CodedFedAvg, grid: Tap, recorder: Recorder, rounds: int, *,
     codec = fixed_point_of(strategy.inner.codec)
     vector = np.zeros(SIZE, np.float32)
     for round_ in range(1, rounds + 1):
-        included = [grid.partition_of(node) for node in strategy.coded[round_].included]
+        included = [grid.partition_of(node) for node in strategy.reports[round_].coded.included]
         weights = {p: 10 * (p + 1) if weighted else 1 for p in included}
         if not included:
             continue
@@ -104,7 +104,7 @@ def oracle(strategy: CodedFedAvg, grid: Tap, recorder: Recorder, rounds: int, *,
 
 
 def included(strategy: CodedFedAvg, grid: Tap, round_: int = 1) -> list[int]:
-    return sorted(grid.partition_of(node) for node in strategy.coded[round_].included)
+    return sorted(grid.partition_of(node) for node in strategy.reports[round_].coded.included)
 
 
 def json_of(fields) -> dict:

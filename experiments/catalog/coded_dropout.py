@@ -254,7 +254,7 @@ def _run(
         "down": result.downlink_wire_bytes,
         "peer": result.peer_wire_bytes,
         "vain": wasted(life),
-        "decode": median(result.notes["decode_seconds"].values()) if scheme.system else 0.0,
+        "decode": median(result.notes["seconds"]["coded.decode_seconds"].values()) if scheme.system else 0.0,
         "waves": mean(float(record.metrics.get("coded.waves", 0)) for record in result.rounds[1:]),
         "recollects": sum(int(record.metrics.get("coded.recollects", 0)) for record in result.rounds[1:]),
         "dependent": sum(int(record.metrics.get("coded.dependent", 0)) for record in result.rounds[1:]),

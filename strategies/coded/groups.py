@@ -24,13 +24,14 @@ from fedcomp.coding.partial import PartialSum, empty_sum
 from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.coded import MEMBER, SUM, fields_of, open_content, put_bundle, take_bundle
+from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.sharing import Sharing
 from fedcomp.strategies.coded.strategy import Member, Outcome
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
-from fedcomp.strategies.replies import GONE, Rejected, RoundReport, agreeing
+from fedcomp.strategies.replies import GONE, Rejected, agreeing
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -215,9 +216,9 @@ class GroupSharing(Sharing):
         key = Key(self.inner.seed, "uplink", now.number)
         mean = self.fixed.place(total.integers, total.weight, self.inner.layout, key)
         consumed = [(now.members[part.index].node, part.sequence, part.generation) for part in total.parts]
-        scratch = RoundReport(now.number)
+        scratch = Report(now.number)
         kept = agreeing([((node, content), name, content) for node, name, content in contents], scratch, lambda i: i[0])
-        for reason in scratch.rejected.values():
+        for reason in scratch.refused.values():
             report.note(f"metrics of a client are left out: {reason}")
         return self.inner.aggregate_sum(now.number, mean, total.weight, consumed, [content for _, content in kept])
 

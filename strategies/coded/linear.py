@@ -40,9 +40,9 @@ from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
 from fedcomp.flower import linear
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.report import shorten
 from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
 from fedcomp.strategies.coded.linear_setup import LinearReport, LinearSetup, Shape, exchange
-from fedcomp.strategies.replies import shorten
 
 Real = NDArray[np.float64]
 
@@ -183,7 +183,7 @@ class CodedLinearGD(ExchangeStrategy):
             answers = yield from self._phase1(online, sent, step, report)
             step.decode(answers)
             for device in step.odd:
-                report.reject(device, NotDecodable("its margins contradict those of all others"))
+                report.refuse(device, NotDecodable("its margins contradict those of all others"))
             yield from self._phase2(sorted(answers.keys() - step.odd), online, sent, step, report)
             report.condition = step.condition
         except CodingError as reason:
@@ -232,7 +232,7 @@ class CodedLinearGD(ExchangeStrategy):
             wrong = step.contradicts(sent, answers)
             for i in wrong:
                 del answers[i]
-                report.reject(i, NotDecodable("its part of the gradient does not fit its margins"))
+                report.refuse(i, NotDecodable("its part of the gradient does not fit its margins"))
             report.lost += wrong
             used |= answers.keys()
             if step.take(answers):
@@ -289,7 +289,7 @@ class CodedLinearGD(ExchangeStrategy):
             try:
                 answers[device] = linear.take_vector(self._setup.content(reply, device), take, size, self.payload)
             except FedcompError as reason:
-                report.reject(device, reason)
+                report.refuse(device, reason)
         report.lost += [i for i in vectors if i not in answers]
         return answers
 

@@ -32,9 +32,9 @@ from fedcomp.flower import linear
 from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
+from fedcomp.flower.report import shorten
 from fedcomp.flower.rounds import Enough, Exchanges, Push
 from fedcomp.strategies.partitions import contest
-from fedcomp.strategies.replies import shorten
 
 Real = NDArray[np.float64]
 
@@ -70,7 +70,7 @@ class LinearReport:
         Packed partitions handed over in this round, by link class: "hub-up", "hub-down", "peer".
     transfers : int
         How many of them went to a device that combines them.
-    rejected : dict of int to str
+    refused : dict of int to str
         Why an answer was not used; -1 for a node that does not say which device it is.
     """
 
@@ -88,16 +88,16 @@ class LinearReport:
     built: list[int] = field(default_factory=list)
     setup_bytes: dict[str, int] = field(default_factory=dict)
     transfers: int = 0
-    rejected: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def count(self, link: str, size: int) -> None:
         """Add bytes that were handed over on a link class."""
         self.setup_bytes[link] = self.setup_bytes.get(link, 0) + size
 
-    def reject(self, device: int | None, reason: Exception) -> None:
+    def refuse(self, device: int | None, reason: Exception) -> None:
         """Note why what a device said was not used."""
-        self.rejected[-1 if device is None else device] = shorten(str(reason))
+        self.refused[-1 if device is None else device] = shorten(str(reason))
 
     def metrics(self) -> MetricRecord:
         """Return the figures of the round."""
@@ -115,12 +115,12 @@ class LinearReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dictionary with text keys."""
-        return {**asdict(self), "rejected": {str(i): reason for i, reason in self.rejected.items()}}
+        return {**asdict(self), "refused": {str(i): reason for i, reason in self.refused.items()}}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> LinearReport:
         """Restore what :meth:`to_json` returned."""
-        return cls(**{**value, "rejected": {int(i): reason for i, reason in value["rejected"].items()}})
+        return cls(**{**value, "refused": {int(i): reason for i, reason in value["refused"].items()}})
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class LinearSetup:
                     self._take_owner(device, reply, shape)
                 self._addresses[device] = linear.text_of(linear.header_of(reply), "address")
             except FedcompError as error:
-                report.reject(device, error)
+                report.refuse(device, error)
                 continue
             if holder is not None:
                 # Another node in its place: what the former one stored is gone with it.
@@ -420,7 +420,7 @@ class LinearSetup:
                     raise StateError("the reply holds no partition")
                 unpack_partition(data, self.plan_id, {owner: (len(self.labels[owner]), shape.features)})
             except FedcompError as reason:
-                report.reject(owner, reason)
+                report.refuse(owner, reason)
                 continue
             parts[owner] = data
             report.count("hub-up", len(data))
@@ -474,7 +474,7 @@ class LinearSetup:
             try:
                 self.content(reply, device)
             except FedcompError as reason:
-                report.reject(device, reason)
+                report.refuse(device, reason)
                 continue
             self.ready.add(device)
             report.built.append(device)

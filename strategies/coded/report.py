@@ -1,28 +1,26 @@
-"""What happened in one coded round: the report all constructions write."""
+"""What coded rounds report beside what all rounds do: the section ``report.coded`` that all constructions write."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
 
 from fedcomp.flower.logs import log
-from fedcomp.strategies.replies import shorten
-
-_MAX_REFUSED: Final = 100
-"""How many reasons for thrown-away bytes a report keeps."""
+from fedcomp.flower.report import MAX_REASONS, Section, figure, shorten
 
 
 @dataclass
-class CodedReport:
-    """What happened in one coded round, by node id.
+class Coding(Section, name="coded"):
+    """What was coded in one round, by node id.
 
     Attributes
     ----------
+    round : int
     planned, relays, symbols, shards, private : int
         Contributors and relays of the plan; symbols that are needed, shards that were made, random symbols among those.
     included : list of int
         Nodes whose update is in the result, in source order; with groups, members of every group that was decoded.
+    partitions : list of int
+        The partitions they hold, in order.
     excluded : dict
         Nodes whose update is not, with the reason. Their weight is not in the result either.
     direct : dict
@@ -46,26 +44,27 @@ class CodedReport:
         otherwise.
     """
 
-    round: int
-    planned: int = 0
-    relays: int = 0
-    symbols: int = 0
-    shards: int = 0
-    private: int = 0
-    included: list[int] = field(default_factory=list)
-    excluded: dict[int, str] = field(default_factory=dict)
-    direct: dict[int, str] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-    received: int = 0
-    innovative: int = 0
-    dependent: int = 0
-    waves: int = 0
-    asked: int = 0
-    recollects: int = 0
-    payload_bytes: dict[str, int] = field(default_factory=dict)
-    decode_seconds: float = 0.0
-    residual: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    round: int = figure(show="none")
+    planned: int = figure(unit="nodes", public=True)
+    relays: int = figure(unit="nodes", public=True)
+    symbols: int = figure(unit="packets", public=True)
+    shards: int = figure(unit="packets", public=True)
+    private: int = figure(unit="packets", show="none")
+    included: list[int] = figure(list, unit="nodes", public=True, show="count")
+    partitions: list[int] = figure(list, public=True)
+    excluded: dict[int, str] = figure(dict, unit="nodes", public=True, show="reasons")
+    direct: dict[int, str] = figure(dict, unit="nodes", show="none")
+    refused: list[str] = figure(list, show="reasons")
+    received: int = figure(unit="packets", public=True)
+    innovative: int = figure(unit="packets", public=True)
+    dependent: int = figure(unit="packets", public=True)
+    waves: int = figure(unit="exchanges", public=True)
+    asked: int = figure(unit="nodes", public=True)
+    recollects: int = figure(unit="nodes", public=True)
+    payload_bytes: dict[str, int] = figure(dict, unit="bytes", public=True, show="table")
+    decode_seconds: float = figure(0.0, unit="seconds", show="seconds")
+    residual: float = figure(0.0)
+    notes: list[str] = figure(list, show="texts")
 
     def exclude(self, node: int, reason: str) -> None:
         """Record that the update of ``node`` is not in the result."""
@@ -73,7 +72,7 @@ class CodedReport:
 
     def refuse(self, reason: str) -> None:
         """Record that coded bytes were thrown away; a flood of them is cut."""
-        if len(self.refused) < _MAX_REFUSED:
+        if len(self.refused) < MAX_REASONS:
             self.refused.append(shorten(reason))
 
     def note(self, reason: str) -> None:
@@ -85,14 +84,6 @@ class CodedReport:
         """Add ``size`` coded bytes on ``link``."""
         self.payload_bytes[link] = self.payload_bytes.get(link, 0) + size
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-able dictionary; node ids become strings, as JSON keys are."""
-        by_node = ("excluded", "direct")
-        return {k: {str(n): r for n, r in v.items()} if k in by_node else v for k, v in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> CodedReport:
-        """Restore what :meth:`to_json` returned."""
-        by_node = ("excluded", "direct")
-        fields: dict[str, Any] = {k: {int(n): r for n, r in v.items()} if k in by_node else v for k, v in value.items()}
-        return cls(**fields)
+    def line(self) -> str:
+        """Return how many contributors are in the result, and what that took."""
+        return f"{len(self.included)} of {self.planned} coded updates in {self.waves} exchanges"

@@ -53,11 +53,12 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
 from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.privacy import find_private
+from fedcomp.flower.report import Reports, reports_of, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
-from fedcomp.strategies.coded.report import CodedReport
+from fedcomp.strategies.coded.report import Coding
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.strategy import PrivateStrategy
-from fedcomp.strategies.replies import Rejected, RoundReport, shorten
+from fedcomp.strategies.replies import Rejected
 from fedcomp.strategies.wrapping import require_inner
 
 CONSTRUCTIONS: Final[Mapping[str, str]] = {
@@ -189,7 +190,7 @@ class CodedRound:
     strangers : list of Message
         Training messages for nodes without the mod, or that did not say hello in time: they are pushed as they are,
         with the members', and what they answer is an ordinary reply.
-    report : CodedReport
+    report : Coding
     """
 
     number: int
@@ -201,7 +202,7 @@ class CodedRound:
     messages: list[Message]
     members: list[Member]
     strangers: list[Message]
-    report: CodedReport
+    report: Coding
     _learn: Callable[[int, Fields], None]
 
     def plan(self, member: Member, fields: Mapping[str, Any]) -> Message:
@@ -333,8 +334,7 @@ class CodedFedAvg(ExchangeStrategy):
 
     Attributes
     ----------
-    coded : dict of int to CodedReport
-    reports, evaluations : dict of int to RoundReport
+    reports, evaluations : Reports
         Those of the inner strategy, where it keeps any.
 
     Raises
@@ -396,7 +396,7 @@ class CodedFedAvg(ExchangeStrategy):
             seed=seed,
             options=dict(options),
         )
-        self.coded: dict[int, CodedReport] = {}
+        self._reports = Reports()
         module, _, name = CONSTRUCTIONS[construction].partition(":")
         self.construction: Construction = getattr(importlib.import_module(module), name)(self.settings, inner)
         self._run = secrets.token_bytes(8)
@@ -417,14 +417,15 @@ class CodedFedAvg(ExchangeStrategy):
         return SpoolRoot.create(Path(spool), self.settings.max_store_bytes)
 
     @property
-    def reports(self) -> dict[int, RoundReport]:
-        """Training reports of the inner strategy."""
-        return getattr(self.inner, "reports", {})
+    def reports(self) -> Reports:
+        """Training reports: the inner strategy's where it makes any, with the section ``coded``."""
+        found = reports_of(self.inner)
+        return self._reports if found is None else found
 
     @property
-    def evaluations(self) -> dict[int, RoundReport]:
+    def evaluations(self) -> Reports:
         """Evaluation reports of the inner strategy."""
-        return getattr(self.inner, "evaluations", {})
+        return reports_of(self.inner, "evaluations") or Reports()
 
     def summary(self) -> None:
         """Log the construction, then the inner strategy's own summary."""
@@ -433,7 +434,8 @@ class CodedFedAvg(ExchangeStrategy):
 
     def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
         """Greet new nodes, then run the construction's exchanges around the inner strategy's training messages."""
-        report = self.coded[server_round] = CodedReport(server_round)
+        report = self.reports.begin(server_round).section(Coding)
+        report.round = server_round
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
         if len(set(nodes)) < len(nodes):
@@ -469,7 +471,9 @@ class CodedFedAvg(ExchangeStrategy):
             report=report,
             _learn=self._learn,
         )
-        return (yield from self.construction.round(now))
+        outcome = yield from self.construction.round(now)
+        report.partitions = sorted(member.partition for member in members if member.node in report.included)
+        return outcome
 
     def evaluate_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -555,7 +559,7 @@ class CodedFedAvg(ExchangeStrategy):
             "greeted": {str(n): [g.partition, g.public, g.address] for n, g in self._greeted.items()},
             "deaf": {str(n): reason for n, reason in self._deaf.items()},
             "holders": self._holders.state_dict(),
-            "coded": {str(r): report.to_json() for r, report in self.coded.items()},
+            "reports": self._reports.to_json(),
             "own": self.construction.state_dict(),
             "inner": capture_strategy(self.inner),
         }
@@ -577,7 +581,7 @@ class CodedFedAvg(ExchangeStrategy):
         self._greeted = {int(n): _Greeted(int(p), bytes(k), str(a)) for n, (p, k, a) in state["greeted"].items()}
         self._deaf = {int(n): str(reason) for n, reason in state["deaf"].items()}
         self._holders.load_state_dict(state["holders"])
-        self.coded = {int(r): CodedReport.from_json(v) for r, v in state["coded"].items()}
+        self._reports = Reports.from_json(state["reports"])
         self.construction.load_state_dict(state["own"])
         restore_strategy(self.inner, state["inner"])
 

@@ -48,13 +48,14 @@ from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM_SHARD, put_bun
 from fedcomp.flower.coded import SUM as ASK_SUM
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import Announcement
+from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.sharing import GONE
 from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
-from fedcomp.strategies.replies import Rejected, RoundReport, agreeing, strip
+from fedcomp.strategies.replies import Rejected, agreeing, strip
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
@@ -587,9 +588,9 @@ class _Summing:
         if not self.construction.metrics:
             return []
         held = [(source, "", self.contents[source]) for source in self.chosen if source in self.contents]
-        scratch = RoundReport(self.now.number)
+        scratch = Report(self.now.number)
         kept = agreeing(held, scratch, lambda source: self.now.members[source].node)
-        for node, reason in scratch.rejected.items():
+        for node, reason in scratch.refused.items():
             self.now.report.note(f"metrics of node {node} are left out: {reason}")
         return [self.contents[source] for source in kept]
 

@@ -14,7 +14,7 @@ from flwr.app import Message, MetricRecord, RecordDict
 
 from fedcomp.flower.gcn import FEATURES, HEADER, Figures
 from fedcomp.flower.payload import frames
-from fedcomp.strategies.replies import shorten
+from fedcomp.flower.report import shorten
 
 _BY_PART: Final = ("rows_sent", "rows_received")
 _COUNTED: Final = (

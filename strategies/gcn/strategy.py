@@ -35,6 +35,7 @@ from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, Ask, put_fra
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.flower.privacy import find_private
+from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, own_loop
 from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.scale import AdaptiveScale
@@ -44,7 +45,6 @@ from fedcomp.strategies.gcn.owners import Owners, Talk, sent
 from fedcomp.strategies.gcn.report import GraphReport, Traffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
 from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
-from fedcomp.strategies.replies import RoundReport
 from fedcomp.strategies.wrapping import require_inner
 
 __all__ = ["GraphReport", "RoundSettings", "RowSettings", "SamplerSettings", "SkewedGCN", "Traffic"]
@@ -86,7 +86,7 @@ class SkewedGCN(ExchangeStrategy):
     ----------
     graph : dict of int to GraphReport
         By round.
-    reports, evaluations : dict of int to RoundReport
+    reports, evaluations : Reports
         Those of the inner strategy, where it keeps any.
 
     Raises
@@ -142,14 +142,14 @@ class SkewedGCN(ExchangeStrategy):
         self._epochs: dict[int, tuple[int, int, int]] = {}
 
     @property
-    def reports(self) -> dict[int, RoundReport]:
+    def reports(self) -> Reports:
         """Training reports of the inner strategy."""
-        return getattr(self.inner, "reports", {})
+        return reports_of(self.inner) or Reports()
 
     @property
-    def evaluations(self) -> dict[int, RoundReport]:
+    def evaluations(self) -> Reports:
         """Evaluation reports of the inner strategy."""
-        return getattr(self.inner, "evaluations", {})
+        return reports_of(self.inner, "evaluations") or Reports()
 
     @property
     def method(self) -> str:

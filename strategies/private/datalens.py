@@ -36,6 +36,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import LENGTHS, SECRET
 from fedcomp.flower.records import to_arrays, to_record
+from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
@@ -47,7 +48,7 @@ from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
 from fedcomp.strategies.partitions import Holders
-from fedcomp.strategies.replies import RoundReport, Sent, match_replies
+from fedcomp.strategies.replies import Sent, match_replies
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -391,7 +392,7 @@ class DataLens(ExchangeStrategy):
         replies = yield Push(messages, self.deadline)
         total = PrivateSum(self.mechanism((self.images, request.pixels)), (self.images, request.pixels))
         sent = [Sent(message, message.metadata.dst_node_id, request.sequence) for message in messages]
-        matched = RoundReport(server_round, sent=len(sent))
+        matched = Report(server_round, asked=len(sent))
         report = self._collect(total, request, match_replies(sent, replies, matched, holders), matched)
         noisy = total.release(
             self.privacy,
@@ -459,10 +460,10 @@ class DataLens(ExchangeStrategy):
         return Message(content, node, datalens.TYPE)
 
     def _collect(
-        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[Sent, Message]], matched: RoundReport
+        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[Sent, Message]], matched: Report
     ) -> LessonReport:
         """Add the votes of every reply that can be verified; whoever sent another one is left out whole."""
-        report = LessonReport(matched.round, asked=matched.sent)
+        report = LessonReport(matched.round, asked=matched.asked)
         for sent, reply in replies:
             if reply.has_error():
                 report.lost.append(str(reply.error.reason))
@@ -470,10 +471,10 @@ class DataLens(ExchangeStrategy):
             try:
                 total.add_all(sent.node, self._votes(reply, request))
             except FedcompError as error:
-                matched.reject(sent.node, f"{type(error).__name__}: {error}")
+                matched.refuse(sent.node, f"{type(error).__name__}: {error}")
         report.answered = len(total.participants)
         report.lost += ["nothing came back in time"] * matched.lost
-        report.refused = list(matched.rejected.values())
+        report.refused = list(matched.refused.values())
         # That a client failed says that it had been drawn.
         for reason in () if self.withholds else sorted({*report.lost, *report.refused}):
             log.warning("round %d: a client's votes are not in the sum: %s", report.round, reason)

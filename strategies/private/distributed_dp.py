@@ -33,6 +33,7 @@ from fedcomp.coding.sumcode import Summed, SumPlan
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.records import to_arrays
+from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import Layout
 from fedcomp.privacy.bounded import BoundedFixedPoint
@@ -43,7 +44,6 @@ from fedcomp.strategies.coded.strategy import CodedFedAvg, Settings
 from fedcomp.strategies.coded.sums import SumCode
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateStrategy
-from fedcomp.strategies.replies import RoundReport
 
 _UNKNOWN: Final = 1 << 20
 """Coordinates that stand in for those of a model that was not seen yet."""
@@ -144,7 +144,7 @@ class NoisyMean(PrivateStrategy):
         updates: Iterable[tuple[int, NDArray[Any]]],
         layout: Layout,
         *,
-        report: RoundReport | None = None,
+        report: Report | None = None,
         support: NDArray[np.int64] | None = None,
         summed: Layout | None = None,
     ) -> Outcome:

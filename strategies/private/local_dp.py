@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import Codec, chain, get_codec
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
+from fedcomp.flower.report import Report
 from fedcomp.layout import DensityPolicy, Layout
 from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
@@ -32,7 +33,6 @@ from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.private.strategy import Outcome, PrivateStrategy
-from fedcomp.strategies.replies import RoundReport
 
 _NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -110,7 +110,7 @@ class LocalMean(PrivateStrategy):
         updates: Iterable[tuple[int, NDArray[Any]]],
         layout: Layout,
         *,
-        report: RoundReport | None = None,
+        report: Report | None = None,
         support: NDArray[np.int64] | None = None,
         summed: Layout | None = None,
     ) -> Outcome:
@@ -121,12 +121,12 @@ class LocalMean(PrivateStrategy):
         if self._open != server_round:
             return None, None
         self._open = None
-        report = self.reports[server_round] = RoundReport(server_round) if report is None else report
+        report = self.reports[server_round] = Report(server_round) if report is None else report
         total = np.zeros(layout.size, np.float64)
         came = 0
         for node, update in updates:
             if not np.isfinite(update).all():
-                report.reject(node, "the message holds values that are not finite")
+                report.refuse(node, "the message holds values that are not finite")
                 continue
             total += update
             came += 1

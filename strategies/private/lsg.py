@@ -26,6 +26,7 @@ from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.lsg import SLACK, UPDATE, Ask, drawn, put_carriers, put_kept, unpack
 from fedcomp.flower.payload import take_frame
+from fedcomp.flower.report import Report
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.bounds import clip_arrays
 from fedcomp.privacy.errors import Unbounded
@@ -33,7 +34,7 @@ from fedcomp.privacy.lsg import Carriers, Plan, check_fraction, check_mask, coun
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.private.strategy import Contribution, Outcome, PrivateStrategy
-from fedcomp.strategies.replies import Rejected, RoundReport, match_replies, read_plain
+from fedcomp.strategies.replies import Rejected, match_replies, read_plain
 
 DECAY = 0.9
 """Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
@@ -170,17 +171,16 @@ class Lsg(PrivateStrategy):
         """Release the noisy sum of the kept coordinates, and make the update it stands for."""
         if self._open != server_round:
             return None, None
-        report = RoundReport(server_round, sent=len(self._sent))
+        report = Report(server_round, asked=len(self._sent))
         layout = Layout.of(self._model)
         outcome = self.aggregate_updates(
             server_round, self._short(replies, layout, report), layout, report=report, summed=self._layout
         )
-        if self.withholds:
-            report.withhold()
+        self._conclude(report, outcome)
         return outcome
 
     def _short(
-        self, replies: Iterable[Message], layout: Layout, report: RoundReport
+        self, replies: Iterable[Message], layout: Layout, report: Report
     ) -> Iterator[tuple[int, NDArray[np.float32]]]:
         assert self._plan is not None
         model = layout.flatten(self._model)
@@ -199,7 +199,7 @@ class Lsg(PrivateStrategy):
                     (update,), _ = clip_arrays([short[self._kept].astype(np.float32)], self.clip)
                     report.plain += 1
             except FedcompError as reason:
-                report.reject(sent.node, str(reason))
+                report.refuse(sent.node, str(reason))
                 continue
             yield sent.node, update
 

@@ -29,6 +29,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
 from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
+from fedcomp.flower.report import Report, Reports, reports_of
 from fedcomp.layout import Layout
 from fedcomp.privacy.parallel import ParallelLedger
 from fedcomp.privacy.statement import Statement, make_statement
@@ -40,7 +41,6 @@ from fedcomp.strategies.replies import (
     NOT_FINITE,
     Arrival,
     Rejected,
-    RoundReport,
     Sent,
     match_replies,
     ordinary,
@@ -128,7 +128,7 @@ class RecordDp(Strategy):
         self._size = 0
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
-        self._reports: dict[int, RoundReport] = {}
+        self._reports = Reports()
         # Refuses wrong figures now, not at the first round.
         plan.event(max(1, int(plan.options.get("k", 1))))
 
@@ -144,10 +144,10 @@ class RecordDp(Strategy):
         )
 
     @property
-    def reports(self) -> dict[int, RoundReport]:
+    def reports(self) -> Reports:
         """The inner strategy's reports where it makes any, else this one's."""
-        found: dict[int, RoundReport] = getattr(self.inner, "reports", self._reports)
-        return found
+        found = reports_of(self.inner)
+        return self._reports if found is None else found
 
     # What the outside asks.
 
@@ -283,8 +283,8 @@ class RecordDp(Strategy):
         if not is_mean(self.inner):
             # The drop-in pair matches and checks replies itself.
             return self.inner.aggregate_train(server_round, paid)[0], MetricRecord()
-        report = RoundReport(server_round, sent=len(self._sent))
-        self._reports[server_round] = report
+        report = self._reports.begin(server_round)
+        report.asked = len(self._sent)
         arrays = self._averaged(server_round, paid, report)
         if arrays is None and not any(earlier.used for earlier in self._reports.values()):
             require_usable(report)
@@ -323,7 +323,7 @@ class RecordDp(Strategy):
             passed.append(reply)
         return passed
 
-    def _averaged(self, server_round: int, replies: list[Message], report: RoundReport) -> ArrayRecord | None:
+    def _averaged(self, server_round: int, replies: list[Message], report: Report) -> ArrayRecord | None:
         """Return the inner mean's model of the dense replies that can be used; None keeps the former one.
 
         Flower's own means end the run when one reply is unlike the others, take NaN for a number, and add whoever
@@ -341,14 +341,13 @@ class RecordDp(Strategy):
                 found = read_plain(reply, layout, self._model)
                 require_finite(found, layout)
             except Rejected as reason:
-                report.reject(sent.node, str(reason))
+                report.refuse(sent.node, str(reason))
                 errors.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
                 continue
             with np.errstate(over="ignore"):
                 length = norm(layout.flatten(found), start)
             arrivals.append(Arrival(sent, reply, RecordDict(), self._record_name, {}, plain=found, norm=length))
-        past = [self._reports[r] for r in sorted(self._reports) if r < server_round]
-        arrivals = ordinary(arrivals, report, self.guard, past)
+        arrivals = ordinary(arrivals, report, self.guard, self._reports.before(server_round))
         report.plain = len(arrivals)
         for arrival in arrivals:
             assert arrival.plain is not None
@@ -420,7 +419,7 @@ class RecordDp(Strategy):
             "parties": {str(node): party for node, party in self._parties.items()},
             "asked": list(self._asked),
             "holders": self._holders.state_dict(),
-            "reports": {str(r): report.to_json() for r, report in self._reports.items()},
+            "reports": self._reports.to_json(),
             "inner": capture_strategy(self.inner),
         }
 
@@ -445,5 +444,5 @@ class RecordDp(Strategy):
         self._parties = {int(node): int(party) for node, party in state["parties"].items()}
         self._asked = [int(node) for node in state["asked"]]
         self._holders.load_state_dict(state["holders"])
-        self._reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
+        self._reports = Reports.from_json(state["reports"])
         restore_strategy(self.inner, state["inner"])

@@ -34,6 +34,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import LENGTHS, PRIVATE, SECRET, UNPADDED
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
+from fedcomp.flower.report import Report, Reports
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
@@ -46,7 +47,8 @@ from fedcomp.rng import Key
 from fedcomp.strategies.means import MEANS, aggregate_once, is_mean
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.nodes import Shown, online, unheard
-from fedcomp.strategies.replies import Rejected, RoundReport, Sent, match_replies, read_plain
+from fedcomp.strategies.replies import Rejected, Sent, match_replies, read_plain
+from fedcomp.strategies.round_log import RoundLog
 
 Contribution = NDArray[Any]
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]
@@ -106,7 +108,7 @@ class PrivateStrategy(Strategy):
     ----------
     privacy : Ledger
         What was released, and what it cost.
-    reports : dict of int to RoundReport
+    reports : Reports
         Per round: who was asked, what arrived, what was refused and why. For the server, not for release.
 
     Raises
@@ -179,7 +181,8 @@ class PrivateStrategy(Strategy):
         self.budget = budget
         self.insecure_deterministic = insecure_deterministic
         self.seed = seed
-        self.reports: dict[int, RoundReport] = {}
+        self.reports = Reports()
+        self._log = RoundLog(type(self).__name__)
         self.privacy = Ledger(
             delta=delta, population=population, adjacency=adjacency, sampling=self.sampling, budget=budget
         )
@@ -434,16 +437,18 @@ class PrivateStrategy(Strategy):
         """Release the noisy mean of ordinary dense replies."""
         if self._open != server_round:
             return None, None
-        report = RoundReport(server_round, sent=len(self._sent))
+        report = Report(server_round, asked=len(self._sent))
         layout = Layout.of(self._model)
         outcome = self.aggregate_updates(server_round, self._plain(replies, layout, report), layout, report=report)
-        if self.withholds:
-            report.withhold()
+        self._conclude(report, outcome)
         return outcome
 
-    def _plain(
-        self, replies: Iterable[Message], layout: Layout, report: RoundReport
-    ) -> Iterator[tuple[int, NDArray[Any]]]:
+    def _conclude(self, report: Report, outcome: Outcome) -> None:
+        """Log a round whose replies this strategy has read itself; whoever was asked is lost, refused or used."""
+        report.used = 0 if outcome[0] is None else report.asked - report.lost - len(report.refused)
+        self._log.conclude(report, withheld=self.withholds)
+
+    def _plain(self, replies: Iterable[Message], layout: Layout, report: Report) -> Iterator[tuple[int, NDArray[Any]]]:
         before = layout.flatten(self._model)
         for sent, reply in match_replies(self._sent, replies, report, self._holders):
             try:
@@ -456,7 +461,7 @@ class PrivateStrategy(Strategy):
                 key = Key(self.seed, "uplink", report.round, take_node(reply) or 0)
                 vector = self.cast(vector, layout, key)
             except (Rejected, Unbounded) as reason:
-                report.reject(sent.node, str(reason))
+                report.refuse(sent.node, str(reason))
                 continue
             report.plain += 1
             yield sent.node, vector
@@ -467,7 +472,7 @@ class PrivateStrategy(Strategy):
         updates: Iterable[tuple[int, NDArray[Any]]],
         layout: Layout,
         *,
-        report: RoundReport | None = None,
+        report: Report | None = None,
         support: NDArray[np.int64] | None = None,
         summed: Layout | None = None,
     ) -> Outcome:
@@ -479,7 +484,7 @@ class PrivateStrategy(Strategy):
             Differences to the model, each read and forgotten before the next.
         layout : Layout
             The model's.
-        report : RoundReport, optional
+        report : Report, optional
             Where refusals are noted; default a new one.
         support : int64 array, optional
             Public coordinates outside of which nothing is summed, released or changed, ascending.
@@ -499,7 +504,7 @@ class PrivateStrategy(Strategy):
         if self._open != server_round:
             return None, None
         self._open = None
-        report = self.reports[server_round] = RoundReport(server_round) if report is None else report
+        report = self.reports[server_round] = Report(server_round) if report is None else report
         given_as = layout if summed is None else summed
         kept = given_as if support is None else Layout.flat(int(support.size))
         mechanism = self.mechanism(kept, server_round)
@@ -515,7 +520,7 @@ class PrivateStrategy(Strategy):
                 given = self.contribution(update if support is None else update[support], kept, server_round)
                 total.add(node, given)
             except Unbounded as reason:
-                report.reject(node, str(reason))
+                report.refuse(node, str(reason))
                 continue
             self.added(given)
         entropy = self._entropy("noise", server_round)
@@ -539,7 +544,7 @@ class PrivateStrategy(Strategy):
         return self._hand_over(server_round, moved, layout, report, sparse=support is not None)
 
     def _hand_over(
-        self, server_round: int, moved: Vector, layout: Layout, report: RoundReport, *, sparse: bool = False
+        self, server_round: int, moved: Vector, layout: Layout, report: Report, *, sparse: bool = False
     ) -> Outcome:
         """Let the inner strategy make its step from the noisy mean; buffers keep the server's values."""
         exact = {t.name: self._model[t.name] for t in layout.exact}
@@ -589,7 +594,7 @@ class PrivateStrategy(Strategy):
         return {
             "settings": self._settings(),
             "privacy": self.privacy.state_dict(),
-            "reports": {str(r): report.to_json() for r, report in self.reports.items()},
+            "reports": self.reports.to_json(),
             "inner": capture_strategy(self.inner),
             "exhausted": self._exhausted,
         }
@@ -609,7 +614,7 @@ class PrivateStrategy(Strategy):
             )
         self.privacy.load_state_dict(state["privacy"])
         restore_strategy(self.inner, state["inner"])
-        self.reports = {int(r): RoundReport.from_json(v) for r, v in state["reports"].items()}
+        self.reports = Reports.from_json(state["reports"])
         self._exhausted = str(state["exhausted"])
 
     def _entropy(self, purpose: str, server_round: int) -> Entropy:

@@ -370,5 +370,5 @@ def test_two_servers_in_turn_do_not_mix_what_their_clients_keep() -> None:
         for _ in range(2):
             strategy = CodedFedAvg(Compressed(fedavg(), QSGD(levels=4)), symbols=2)
             strategy.start(grid, model(), num_rounds=2, timeout=9)
-            assert [len(strategy.coded[r].included) for r in (1, 2)] == [4, 4]
-            assert strategy.coded[1].refused == []
+            assert [len(strategy.reports[r].coded.included) for r in (1, 2)] == [4, 4]
+            assert strategy.reports[1].coded.refused == []

@@ -96,7 +96,7 @@ def test_rows_ride_through_compression_both_ways() -> None:
             weights.append(reply.content["metrics"]["num-examples"])
         before = to_arrays(arrays)
         arrays, _ = strategy.aggregate_train(number, replies)
-        assert not strategy.reports[number].rejected
+        assert not strategy.reports[number].refused
         assert strategy.reports[number].compressed == 4
         for name, array in arrays.items():
             mean = np.average([one[name] for one in wanted], axis=0, weights=weights)

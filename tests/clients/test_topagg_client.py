@@ -118,6 +118,6 @@ def test_a_refusal_costs_a_private_round_nothing_but_that_vote() -> None:
         inner(), clip=1.0, noise_multiplier=1.0, population=NODES, delta=1e-3, insecure_deterministic=True
     )
     moved, *_ = run(chosen, client=mixed)
-    assert len(chosen.reports[1].rejected) == 1
+    assert len(chosen.reports[1].refused) == 1
     assert chosen.privacy.releases == 1
     assert np.isfinite(moved).all()

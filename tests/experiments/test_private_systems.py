@@ -16,7 +16,7 @@ from fedcomp.privacy.statement import Statement
 
 COUNTS = {
     *(f"report.{name}" for name in ("compressed", "plain", "lost", "duplicates", "rolled_back", "fresh")),
-    *(f"report.{name}" for name in ("rejected", "unsupported")),
+    *(f"report.{name}" for name in ("refused", "unsupported")),
 }
 
 

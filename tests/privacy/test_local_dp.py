@@ -154,7 +154,7 @@ def test_the_server_averages_messages_and_adds_nothing(codec) -> None:
     result = run(strategy, rounds=1)
     assert np.linalg.norm(stack(result.arrays)) > 1e3
     report = strategy.reports[1]
-    assert (report.compressed, report.rejected, report.memory) == (4, {}, {})
+    assert (report.compressed, report.refused, report.memory) == (4, {}, {})
     assert find_private(strategy).privacy.epsilon() == math.inf
 
 
@@ -208,8 +208,8 @@ def test_a_client_that_does_not_privatise_is_left_out() -> None:
     strategy = local_dp(inner(), QSGD(levels=8), **BASIC)
     with pytest.raises(NoUsableReply, match="did not privatise"):
         run(strategy, mods=[private()], rounds=1)
-    assert len(strategy.reports[1].rejected) == 4
-    assert "did not privatise" in next(iter(strategy.reports[1].rejected.values()))
+    assert len(strategy.reports[1].refused) == 4
+    assert "did not privatise" in next(iter(strategy.reports[1].refused.values()))
     assert LocalMean.takes_plain is False
     assert DpFedAvg.takes_plain is True
 

@@ -29,16 +29,16 @@ EVIL = 1
 def test_a_key_nothing_can_be_sealed_for_loses_one_relay_not_every_contributor(transport: str) -> None:
     """A point of small order has 32 bytes like any key, and sealing for it fails: at everybody else's."""
     strategy, found = attack(header(public=bytes(32)), "query.coded_hello", seal=True, transport=transport)
-    assert strategy.coded[1].excluded == {}
+    assert strategy.reports[1].coded.excluded == {}
     assert found == uncoded()
-    assert any("agrees on no secret" in reason for reason in strategy.coded[1].refused)
+    assert any("agrees on no secret" in reason for reason in strategy.reports[1].coded.refused)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("address", ["nonsense", "tcp://", "tcp://host:99999999", "spool:relative", "tcp://[::1"])
 def test_an_address_that_is_none_loses_one_relay(address: str) -> None:
     strategy, found = attack(header(address=address), "query.coded_hello", transport="peers")
-    assert strategy.coded[1].excluded == {}
+    assert strategy.reports[1].coded.excluded == {}
     assert found == uncoded()
 
 
@@ -107,10 +107,12 @@ def test_wrong_bodies_under_the_right_digest_cost_their_victims_nothing(monkeypa
     strategy = relay(transport="peers", **options)
     result, _ = run(strategy, NODES, app=waiting)
     assert victims == set(range(NODES)) - {EVIL}
-    assert strategy.coded[1].excluded == {}
+    assert strategy.reports[1].coded.excluded == {}
     assert bits(result) == uncoded()
     for victim in victims:
-        assert any(f"not the one source {victim} announced for this" in reason for reason in strategy.coded[1].refused)
+        assert any(
+            f"not the one source {victim} announced for this" in reason for reason in strategy.reports[1].coded.refused
+        )
 
 
 def test_a_relay_that_sends_wrong_bodies_is_told_from_the_others_at_once() -> None:
@@ -194,7 +196,7 @@ def test_one_relay_alone_cannot_speak_for_a_client_whose_reply_was_lost() -> Non
     strategy = relay(transport="peers")
     result, _ = run(strategy, NODES, app=lying, fault=reply_of_0_lost)
     assert bits(result) == uncoded()
-    assert strategy.coded[1].excluded == {}
+    assert strategy.reports[1].coded.excluded == {}
 
 
 @pytest.mark.parametrize("size", [10, 65, 130, 5000])
@@ -236,7 +238,7 @@ def test_a_parcel_longer_than_a_relays_store_costs_only_itself() -> None:
         bundle(content, [dataclasses.replace(p, body=bytes(30_000)).to_bytes() for p in parcels(content)])
 
     strategy, found = attack(evil, "train", app_options={"max_store_bytes": 20_000})
-    assert any("accepts at most 20000" in reason for reason in strategy.coded[1].refused)
+    assert any("accepts at most 20000" in reason for reason in strategy.reports[1].coded.refused)
     assert found == uncoded(EVIL)
 
 
@@ -253,7 +255,7 @@ def test_a_relays_tale_of_what_it_holds_is_no_number_the_ledger_cannot_hold() ->
 
     result, grid = run(strategy, NODES, app=lying, fault=reply_of_0_lost)
     assert bits(result) == uncoded()
-    assert strategy.coded[1].payload_bytes["peer"] < 1 << 30
+    assert strategy.reports[1].coded.payload_bytes["peer"] < 1 << 30
     assert 0 < grid.ledger.total(link="peer") < 1 << 30
 
 
@@ -272,7 +274,7 @@ def test_an_aggregator_nothing_can_be_sealed_for_costs_its_own_group_and_no_clie
 
     strategy = CodedFedAvg(inner, code="mds", symbols=3, groups=2, transport=transport, collect_timeout=5.0)
     result, _ = run(strategy, NODES, app=lying)
-    report = strategy.coded[1]
+    report = strategy.reports[1].coded
     assert len(report.included) == 4, "the other group, and the aggregator's own update"
     assert sorted(report.excluded.values()) == ["its aggregator did not get its update"] * 2
     assert sum("agrees on no secret" in reason for reason in report.refused) >= 2

@@ -88,8 +88,8 @@ def test_whichever_s_clients_are_lost_the_mean_is_that_of_all(n: int, s: int, op
         if exact:
             assert found.tobytes() == whole.tobytes()
         assert np.max(np.abs(found - whole)) <= 1e-9 * np.max(np.abs(whole))
-        assert coded.coded[1].received == n - s
-        assert len(coded.coded[1].included) == n
+        assert coded.reports[1].coded.received == n - s
+        assert len(coded.reports[1].coded.included) == n
     (wanted,) = full_batch(1, range(n))
     bound = {"gf65521": 1e-2, "gf31": 1e-6}.get(options.get("arithmetic", ""), 1e-12)
     assert np.max(np.abs(whole - wanted)) < bound
@@ -101,7 +101,7 @@ def test_every_kind_of_loss_is_a_loss(kind: str) -> None:
     coded = strategy(1)
     found = weights(run(5, coded, fault=losing([3], kind)))
     assert np.allclose(found, full_batch(1, range(5))[0], rtol=0, atol=1e-12)
-    assert coded.coded[1].received == 4
+    assert coded.reports[1].coded.received == 4
 
 
 @pytest.mark.long
@@ -174,7 +174,7 @@ def test_a_round_lasts_as_long_as_the_n_minus_s_th_answer(n: int, s: int, second
     with InProcessGrid(client_app(), n, compute_seconds=lambda d: _training(d, times)) as grid:
         found = weights(fit(coded, MeteredGrid(grid), model(), 1))
         assert grid.clock == pytest.approx(seconds)
-    assert coded.coded[1].received == n - s
+    assert coded.reports[1].coded.received == n - s
     assert np.allclose(found, full_batch(1, range(n))[0], rtol=0, atol=1e-12)
 
 
@@ -184,7 +184,7 @@ def test_fractional_repetition_may_end_before_n_minus_s_answers() -> None:
     with InProcessGrid(client_app(), 4, compute_seconds=lambda d: _training(d, times)) as grid:
         fit(coded, MeteredGrid(grid), model(), 1)
         assert grid.clock == pytest.approx(2.0)
-    assert coded.coded[1].received == 2
+    assert coded.reports[1].coded.received == 2
 
 
 def test_what_comes_after_the_deadline_is_a_loss() -> None:
@@ -194,7 +194,7 @@ def test_what_comes_after_the_deadline_is_a_loss() -> None:
         before = weights(fit(coded, MeteredGrid(grid), model(), 1))
         assert grid.clock == pytest.approx(10.0)
     assert not before.any()
-    assert coded.coded[1].received == 3
+    assert coded.reports[1].coded.received == 3
 
 
 @pytest.mark.long
@@ -217,7 +217,7 @@ def test_one_loss_too_many_skips_the_round_and_leaves_the_model() -> None:
     found = run(5, coded, fault=losing([1, 2]))
     assert not weights(found).any()
     assert found.arrays["num_batches_tracked"].numpy() == 7
-    report = coded.coded[1]
+    report = coded.reports[1].coded
     assert "2 of 5 devices did not answer (1, 2)" in report.notes[0]
     assert not report.included
     assert len(report.excluded) == 5
@@ -234,15 +234,15 @@ def test_an_approximation_is_labelled_with_its_residual() -> None:
     coded = strategy(1, approximate=True)
     found = weights(run(6, coded, fault=losing([2, 3])))
     assert np.allclose(found, full_batch(1, [0, 1, 4, 5])[0], rtol=0, atol=1e-12)
-    report = coded.coded[1]
+    report = coded.reports[1].coded
     assert report.residual == pytest.approx(np.sqrt(2.0))
     assert "an approximation" in report.notes[0]
     assert len(report.included) == 4
     assert set(report.excluded.values()) == {"nobody who holds its partition answered"}
     exact = strategy(1, approximate=True)
     run(6, exact, fault=losing([2]))
-    assert exact.coded[1].residual == 0.0
-    assert not exact.coded[1].notes
+    assert exact.reports[1].coded.residual == 0.0
+    assert not exact.reports[1].coded.notes
 
 
 def test_a_quorum_ends_the_round_with_what_is_there() -> None:
@@ -253,13 +253,13 @@ def test_a_quorum_ends_the_round_with_what_is_there() -> None:
         found = weights(fit(coded, MeteredGrid(grid), model(), 1))
         assert grid.clock == pytest.approx(3.0)
     assert np.allclose(found, full_batch(1, [0, 2, 4])[0], rtol=0, atol=1e-12)
-    assert coded.coded[1].residual == pytest.approx(np.sqrt(2.0))
+    assert coded.reports[1].coded.residual == pytest.approx(np.sqrt(2.0))
 
 
 def test_nothing_answered_is_no_approximation() -> None:
     coded = strategy(1, approximate=True)
     assert not weights(run(4, coded, fault=losing(range(4)))).any()
-    assert "unchanged" in coded.coded[1].notes[0]
+    assert "unchanged" in coded.reports[1].coded.notes[0]
 
 
 # Who takes part.
@@ -274,10 +274,10 @@ def test_a_client_that_left_stays_in_the_code_and_its_data_in_the_sum() -> None:
         grid.remove_node(4)
         second = fit(coded, metered, first, 2, start_round=2).arrays
         assert np.allclose(second["weight"].numpy(), full_batch(2, range(6))[-1], rtol=0, atol=1e-12)
-        assert coded.coded[2].planned == 6
+        assert coded.reports[2].coded.planned == 6
         grid.add_node(4)
         fit(coded, metered, second, 3, start_round=3)
-        assert coded.coded[3].planned == coded.coded[3].received == 6
+        assert coded.reports[3].coded.planned == coded.reports[3].coded.received == 6
 
 
 def test_when_more_left_than_may_be_lost_the_code_is_made_for_the_others() -> None:
@@ -288,8 +288,8 @@ def test_when_more_left_than_may_be_lost_the_code_is_made_for_the_others() -> No
         grid.remove_node(4)
         grid.remove_node(5)
         second = fit(coded, metered, first, 2, start_round=2).arrays
-    assert coded.coded[2].planned == 4
-    assert "[4, 5] are offline" in coded.coded[2].notes[0]
+    assert coded.reports[2].coded.planned == 4
+    assert "[4, 5] are offline" in coded.reports[2].coded.notes[0]
     assert not np.allclose(second["weight"].numpy(), full_batch(2, range(6))[-1], atol=1e-6)
 
 
@@ -305,10 +305,10 @@ def test_clients_outside_of_a_sample_have_not_left() -> None:
     coded = strategy(1)
     with InProcessGrid(client_app(), 7) as grid:
         fit(coded, Sampled(grid), model(), 5)
-    assert [coded.coded[r].planned for r in range(1, 6)] == [4] * 5
+    assert [coded.reports[r].coded.planned for r in range(1, 6)] == [4] * 5
     by_fraction = strategy(1, toy.fedavg(fraction_evaluate=0.0, fraction_train=0.6))
     run(7, by_fraction, 5)
-    assert [by_fraction.coded[r].planned for r in range(1, 6)] == [4] * 5
+    assert [by_fraction.reports[r].coded.planned for r in range(1, 6)] == [4] * 5
 
 
 def test_a_node_without_the_mod_is_left_out_with_the_reason() -> None:
@@ -320,7 +320,7 @@ def test_a_node_without_the_mod_is_left_out_with_the_reason() -> None:
     coded = strategy(1)
     found = weights(run(5, coded, client=client))
     assert np.allclose(found, full_batch(1, [0, 1, 3, 4])[0], rtol=0, atol=1e-12)
-    (reason,) = coded.coded[1].excluded.values()
+    (reason,) = coded.reports[1].coded.excluded.values()
     assert "not in the code" in reason
     assert "answer_coded" in reason
 
@@ -329,7 +329,7 @@ def test_a_node_without_the_mod_is_left_out_with_the_reason() -> None:
 def test_fewer_clients_than_the_code_needs_is_no_round(nodes: int) -> None:
     coded = strategy(2)
     assert not weights(run(nodes, coded)).any()
-    assert "needs 3" in coded.coded[1].notes[0]
+    assert "needs 3" in coded.reports[1].coded.notes[0]
 
 
 def test_devices_are_told_their_partitions_and_get_their_own_back() -> None:
@@ -360,14 +360,14 @@ def test_an_app_that_crashes_on_one_partition_of_one_device_is_one_loss() -> Non
             assert grid.context(partition).node_config["partition-id"] == partition
             assert "scratch" not in grid.context(partition).state
     assert np.allclose(found, full_batch(2, range(5))[-1], rtol=0, atol=1e-12)
-    assert "partition 2 is broken" in coded.coded[1].refused[0]
+    assert "partition 2 is broken" in coded.reports[1].coded.refused[0]
 
 
 def test_an_app_that_crashes_on_one_partition_everywhere_stops_the_sum_and_says_why() -> None:
     coded = strategy(1)
     found = weights(run(5, coded, client=_crashing(lambda _own, trained: trained == 2)))
     assert not found.any()
-    assert [reason for reason in coded.coded[1].refused if "partition 2 is broken" in reason]
+    assert [reason for reason in coded.reports[1].coded.refused if "partition 2 is broken" in reason]
 
 
 def _crashing(when: Callable[[int, int], bool]) -> Client:
@@ -403,8 +403,8 @@ def test_an_app_that_keeps_state_is_refused_and_its_state_put_back() -> None:
         found = weights(fit(coded, MeteredGrid(grid), model(), 1))
         assert all("memory" not in grid.context(p).state for p in range(4))
     assert not found.any()
-    assert all("changed the node's state (memory)" in reason for reason in coded.coded[1].refused)
-    assert len(coded.coded[1].refused) == 4
+    assert all("changed the node's state (memory)" in reason for reason in coded.reports[1].coded.refused)
+    assert len(coded.reports[1].coded.refused) == 4
 
 
 def _cut(reply: Message, _partition: int) -> None:
@@ -463,7 +463,7 @@ def test_an_answer_that_cannot_be_used_is_left_out_with_the_reason(change, reaso
     coded = strategy(1)
     found = weights(run(5, coded, client=altering(change, [3])))
     assert np.allclose(found, full_batch(1, range(5))[0], rtol=0, atol=1e-12)
-    (said,) = coded.coded[1].refused
+    (said,) = coded.reports[1].coded.refused
     assert said.startswith("client of partition 3")
     assert reason in said
 
@@ -478,16 +478,16 @@ def test_clients_that_compute_different_updates_are_noticed() -> None:
     for options in ({}, {"scheme": "cyclic"}):
         coded = strategy(1, **options)
         run(4, coded, client=altering(other, [2]))
-        assert any("contradict each other" in note for note in coded.coded[1].notes)
+        assert any("contradict each other" in note for note in coded.reports[1].coded.notes)
         honest = strategy(1, **options)
         run(4, honest)
-        assert not honest.coded[1].notes
+        assert not honest.reports[1].coded.notes
 
 
 def test_an_update_beyond_the_agreed_range_of_a_field_is_refused_not_wrapped() -> None:
     coded = strategy(1, arithmetic="gf31", limit=1e-3)
     assert not weights(run(4, coded)).any()
-    assert all("choose a larger limit" in reason for reason in coded.coded[1].refused)
+    assert all("choose a larger limit" in reason for reason in coded.reports[1].coded.refused)
 
 
 def test_weights_of_zero_leave_the_model() -> None:
@@ -498,7 +498,7 @@ def test_weights_of_zero_leave_the_model() -> None:
 
     coded = strategy(1)
     assert not weights(run(4, coded, client=altering(zero, range(4)))).any()
-    assert "total weight is 0" in coded.coded[1].notes[-1]
+    assert "total weight is 0" in coded.reports[1].coded.notes[-1]
 
 
 # Bytes, settings, resuming.
@@ -513,7 +513,7 @@ def test_an_answer_is_as_long_as_an_update_of_its_number_format() -> None:
             metered = MeteredGrid(grid)
             fit(coded, metered, model(), 1)
             up = metered.ledger.total("payload", round=1, direction="up")
-        assert up == coded.coded[1].payload_bytes["hub_up"]
+        assert up == coded.reports[1].coded.payload_bytes["hub_up"]
         sizes[arithmetic] = up // 5
     scalars = 1 + 3 + 1 + 3  # weight, three metric values, counter, mask
     assert sizes["float64"] == 8 * (FEATURES + scalars)
@@ -554,7 +554,7 @@ def test_a_resumed_strategy_still_knows_who_belongs_to_the_code() -> None:
         after = strategy(2)
         after.load_state_dict(before.state_dict())
         fit(after, metered, first, 2, start_round=2)
-    assert after.coded[2].planned == 6
+    assert after.reports[2].coded.planned == 6
 
 
 def test_rounds_can_be_driven_by_hand() -> None:

@@ -50,8 +50,8 @@ def test_however_clients_are_grouped_the_result_has_the_same_bits() -> None:
         transport = ("hub", "peers")[count % 2]
         strategy = grouped(groups=count, transport=transport, seal=bool(count % 3))
         result, _ = run(strategy, NODES, rounds=2, fault=after_sharing([0, 4, 8]))
-        assert [len(strategy.coded[r].included) for r in (1, 2)] == [NODES, NODES]
-        assert strategy.coded[2].received == min(count, NODES) * 4, "K packets of every group are collected"
+        assert [len(strategy.reports[r].coded.included) for r in (1, 2)] == [NODES, NODES]
+        assert strategy.reports[2].coded.received == min(count, NODES) * 4, "K packets of every group are collected"
         runs[count] = bits(result)
     assert len(set(runs.values())) == 1
     # The float sum of the uncoded pair differs by float32's rounding only.
@@ -96,8 +96,8 @@ def test_an_aggregator_lost_before_it_shared_takes_its_group_with_it_and_nobody_
     for fault in (before_adding, before_sharing([3])):
         strategy = grouped(transport=transport)
         result, _ = run(strategy, NODES, fault=fault)
-        assert len(strategy.coded[1].included) == 6
-        assert len(strategy.coded[1].excluded) == 3
+        assert len(strategy.reports[1].coded.included) == 6
+        assert len(strategy.reports[1].coded.excluded) == 3
         alone, _ = run(grouped(groups=1), NODES, fault=before_sharing([3, 4, 5]))
         assert bits(result) == bits(alone)
 
@@ -107,8 +107,8 @@ def test_an_aggregator_lost_before_it_shared_takes_its_group_with_it_and_nobody_
 def test_a_member_lost_before_it_joined_is_left_out_with_its_weight(transport: str) -> None:
     strategy = grouped(transport=transport)
     result, _ = run(strategy, NODES, fault=either(before_sharing([4]), after_sharing([1, 7])))
-    assert len(strategy.coded[1].included) == 8
-    assert list(strategy.coded[1].excluded.values()) == ["no reply in time"]
+    assert len(strategy.reports[1].coded.included) == 8
+    assert list(strategy.reports[1].coded.excluded.values()) == ["no reply in time"]
     alone, _ = run(grouped(groups=1), NODES, fault=before_sharing([4]))
     assert bits(result) == bits(alone)
 
@@ -119,8 +119,8 @@ def test_a_member_whose_reply_was_lost_is_in_the_sum_between_peers() -> None:
     result, _ = run(
         strategy, NODES, fault=lambda d: "lost_reply" if (d.partition, d.message_type) == (4, "train") else None
     )
-    assert len(strategy.coded[1].included) == NODES
-    assert strategy.coded[1].excluded == {}
+    assert len(strategy.reports[1].coded.included) == NODES
+    assert strategy.reports[1].coded.excluded == {}
     whole, _ = run(grouped(), NODES)
     assert bits(result) == bits(whole)
 
@@ -159,7 +159,7 @@ def test_conservation_over_groups_under_faults(transport: str, error_state: str)
 
         def note(server_round, arrays, outcome) -> None:
             nonlocal consumed
-            included = len(strategy.coded[server_round].included)
+            included = len(strategy.reports[server_round].coded.included)
             consumed = consumed + included * (stack(arrays) - stack(before[0]))
             before[0] = arrays
             taken[server_round] = included
@@ -206,7 +206,7 @@ def test_a_corrupt_aggregator_can_only_harm_its_own_group() -> None:
 
         strategy = grouped()
         result, _ = run(strategy, NODES, app=lying)
-        assert len(strategy.coded[1].included) == 6, name
+        assert len(strategy.reports[1].coded.included) == 6, name
         alone, _ = run(grouped(groups=1), NODES, fault=before_sharing([3, 4, 5]))
         assert bits(result) == bits(alone), name
 
@@ -231,8 +231,8 @@ def test_forged_and_damaged_replies_of_members_are_left_out_by_the_aggregator() 
     for seal in (True, False):
         strategy = grouped(seal=seal)
         result, _ = run(strategy, NODES, app=dishonest)
-        assert list(strategy.coded[1].excluded.values()) == ["its aggregator did not get its update"]
-        assert any("member 4" in reason for reason in strategy.coded[1].refused)
+        assert list(strategy.reports[1].coded.excluded.values()) == ["its aggregator did not get its update"]
+        assert any("member 4" in reason for reason in strategy.reports[1].coded.refused)
         alone, _ = run(grouped(groups=1), NODES, fault=before_sharing([4]))
         assert bits(result) == bits(alone)
 
@@ -271,16 +271,16 @@ def test_replies_that_are_sound_but_not_of_this_round_are_left_out(change: str, 
     app = answer_coded(client_app([coded(), liar, compression()]))
     strategy = CodedFedAvg(Compressed(fedavg(), sparse, feedback=False), code="mds", symbols=3, groups=3)
     run(strategy, NODES, app=app)
-    assert list(strategy.coded[1].excluded.values()) == ["its aggregator did not get its update"]
-    assert any(reason in refusal for refusal in strategy.coded[1].refused), strategy.coded[1].refused
-    assert len(strategy.coded[1].included) == NODES - 1
+    assert list(strategy.reports[1].coded.excluded.values()) == ["its aggregator did not get its update"]
+    assert any(reason in refusal for refusal in strategy.reports[1].coded.refused), strategy.reports[1].coded.refused
+    assert len(strategy.reports[1].coded.included) == NODES - 1
 
 
 @pytest.mark.long
 def test_bytes_are_those_handed_over() -> None:
     strategy = grouped(transport="peers", seal=False)
     _, grid = run(strategy, NODES)
-    counted = strategy.coded[1].payload_bytes
+    counted = strategy.reports[1].coded.payload_bytes
     assert grid.ledger.total("wire", link="peer") == counted["peer"]
     # Six members send one reply each, three aggregators eight shards each; headers of all are in the figure.
     assert grid.ledger.total("payload", link="peer") == counted["peer"] - (6 + 3 * 8) * HEADER_BYTES

@@ -163,7 +163,7 @@ def test_one_lying_relay_changes_nothing(lie: str) -> None:
     """Relay 1 is among the first that are asked; three others make up for it, so all six updates are in the sum."""
     strategy, found = attack(RELAY_LIES[lie], "query.coded_collect")
     assert found == uncoded()
-    report = strategy.coded[1]
+    report = strategy.reports[1].coded
     assert len(report.included) == NODES
     assert report.excluded == {}
     assert len(report.refused) <= 100
@@ -201,7 +201,7 @@ def test_one_lying_contributor_costs_its_own_update_only(lie: str) -> None:
     """The five others' updates are in the sum; the liar's is left out with the reason, and its weight with it."""
     strategy, found = attack(CONTRIBUTOR_LIES[lie], "train")
     assert found == uncoded(1)
-    report = strategy.coded[1]
+    report = strategy.reports[1].coded
     assert len(report.included) == NODES - 1
     (reason,) = report.excluded.values()
     assert reason
@@ -222,7 +222,7 @@ def test_shards_of_two_payloads_are_no_payload() -> None:
 
     strategy, found = attack(evil, "train")
     assert found == uncoded(1)
-    assert "digest" in next(iter(strategy.coded[1].excluded.values()))
+    assert "digest" in next(iter(strategy.reports[1].coded.excluded.values()))
 
 
 @pytest.mark.long
@@ -254,7 +254,7 @@ def test_a_payload_that_is_no_reply_is_refused_by_whoever_reads_it(content: byte
     result, _ = run(strategy, NODES, app=dishonest)
     assert bits(result) == uncoded(1)
     inner = strategy.inner.reports[1]  # type: ignore[attr-defined]
-    assert len(strategy.coded[1].excluded) + len(inner.rejected) == 1
+    assert len(strategy.reports[1].coded.excluded) + len(inner.refused) == 1
 
 
 @pytest.mark.long
@@ -273,7 +273,7 @@ def test_a_peer_that_forges_another_ones_shards_cannot_change_its_update(monkeyp
     strategy = relay(transport="peers")
     result, _ = run(strategy, NODES)
     assert bits(result) == uncoded()
-    assert any("not the one source 4 announced for this relay" in r for r in strategy.coded[1].refused)
+    assert any("not the one source 4 announced for this relay" in r for r in strategy.reports[1].coded.refused)
 
 
 @pytest.mark.long
@@ -281,10 +281,10 @@ def test_hello_answers_that_cannot_be_used_make_an_ordinary_client() -> None:
     for fields in ({"public": b"short"}, {"public": None}, {"partition": -4}, {"protocol": 99}, {"address": "x" * 999}):
         strategy, found = attack(header(**fields), "query.coded_hello")
         if "partition" in fields:
-            assert strategy.coded[1].planned == NODES, "the engine knows the partition better than the node"
+            assert strategy.reports[1].coded.planned == NODES, "the engine knows the partition better than the node"
         else:
-            assert strategy.coded[1].planned == NODES - 1
-            assert "hello cannot be used" in next(iter(strategy.coded[1].direct.values()))
+            assert strategy.reports[1].coded.planned == NODES - 1
+            assert "hello cannot be used" in next(iter(strategy.reports[1].coded.direct.values()))
         assert found == uncoded()
 
 
@@ -301,7 +301,7 @@ def test_a_member_that_answers_without_coding_is_an_ordinary_client_for_that_rou
     result, _ = run(strategy, NODES, app=changing)
     assert bare
     assert bits(result) == uncoded()
-    assert list(strategy.coded[1].direct.values()) == ["it answered without coding, although it said hello"]
+    assert list(strategy.reports[1].coded.direct.values()) == ["it answered without coding, although it said hello"]
 
 
 @pytest.mark.long
@@ -312,8 +312,8 @@ def test_key_substitution_between_rounds_hurts_only_the_one_who_says_it() -> Non
         content[CODED]["public"] = bytes(range(32))
 
     strategy, _ = attack(evil, "train", rounds=2, seal=True)
-    assert len(strategy.coded[2].included) == NODES
-    assert any("does not open" in reason for reason in strategy.coded[2].refused)
+    assert len(strategy.reports[2].coded.included) == NODES
+    assert any("does not open" in reason for reason in strategy.reports[2].coded.refused)
 
 
 @pytest.mark.long
@@ -330,7 +330,7 @@ def test_errors_of_any_code_are_losses(kind: str) -> None:
         strategy = relay()
         result, _ = run(strategy, NODES, app=failing)
         assert bits(result) == uncoded()
-        assert all(len(reason) <= 300 for reason in strategy.coded[1].refused)
+        assert all(len(reason) <= 300 for reason in strategy.reports[1].coded.refused)
 
 
 @pytest.mark.long
@@ -350,8 +350,10 @@ def test_several_liars_and_losses_at_once_leave_what_can_be_decoded() -> None:
     strategy = relay()
     gone = either(after_sharing([5]), before_sharing([4]))
     result, _ = run(strategy, NODES, app=dishonest, fault=gone)
-    assert len(strategy.coded[1].included) == 4
-    assert sorted(re.sub(r"[;,].*", "", reason) for reason in strategy.coded[1].excluded.values())[-1].startswith("no")
+    assert len(strategy.reports[1].coded.included) == 4
+    assert sorted(re.sub(r"[;,].*", "", reason) for reason in strategy.reports[1].coded.excluded.values())[
+        -1
+    ].startswith("no")
     assert bits(result) == uncoded(1, 4)
     assert bits(result) != b"".join(a.numpy().tobytes() for a in model().values())
 
@@ -390,7 +392,7 @@ def test_a_plan_from_a_hostile_server_is_refused_by_the_client_without_training(
         strategy = relay()
         with pytest.raises(NoUsableReply):
             run(strategy, NODES, app=tampered)
-        assert strategy.coded[1].included == []
+        assert strategy.reports[1].coded.included == []
         assert len(said) == NODES
         assert all(reason in text for text in said), said
         assert trained == []
@@ -413,7 +415,7 @@ def test_a_reply_longer_than_the_plan_accepts_is_never_sent() -> None:
     strategy = relay()
     with pytest.raises(NoUsableReply, match="more than the 10"):
         run(strategy, NODES, app=tampered)
-    assert strategy.coded[1].included == []
+    assert strategy.reports[1].coded.included == []
     assert sorted(trained) == list(range(NODES))
     assert len(said) == NODES
     assert all(reply.has_error() and "more than the 10" in reply.error.reason for reply in said)

@@ -146,7 +146,7 @@ def test_a_device_that_lost_its_state_is_set_up_again(transport: str) -> None:
     assert moves(strategy) == [True] * 5
     assert [report.built for report in strategy.iterations.values()] == [list(range(7)), [], [], [1, 5], []]
     assert [report.transfers for report in strategy.iterations.values()] == [12, 0, 0, 4, 0]
-    assert "set up again" in strategy.iterations[3].rejected[5]
+    assert "set up again" in strategy.iterations[3].refused[5]
     assert strategy.iterations[3].answered == 5
     assert np.abs(vector(result.arrays) - uncoded(4, [True] * 5)).max() < 1e-10
 
@@ -191,7 +191,7 @@ def test_rows_of_another_plan_are_never_multiplied_with() -> None:
     run(second, grid, 1)
     result = fit(first, grid, arrays, 4, start_round=3)
     assert moves(first) == [True, True, False, True]
-    assert "set up again" in first.iterations[3].rejected[0]
+    assert "set up again" in first.iterations[3].refused[0]
     assert first.iterations[4].built == [0, 1, 2, 3, 4]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 3)).max() < 1e-10
 
@@ -362,7 +362,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
     config = ConfigRecord({"task": "wifi", "clients": 3})
     grid = metered(3, app=generic_app)
     strategy.start(grid, model(), num_rounds=1, train_config=config)
-    assert "not linear in its inputs" in strategy.iterations[1].rejected[0]
+    assert "not linear in its inputs" in strategy.iterations[1].refused[0]
     task = get_task("digits-zero", model="svm")
     x, y = task.linear_rows(task.client(0, 4))
     assert (x.dtype, y.dtype, set(np.unique(y))) == (np.float64, np.float64, {0.0, 1.0})
@@ -375,7 +375,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
 def test_an_app_without_the_handlers_is_told_what_it_lacks() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1)
     run(strategy, metered(3, app=ClientApp()), 1)
-    assert "answer_coded_linear()" in strategy.iterations[1].rejected[0]
+    assert "answer_coded_linear()" in strategy.iterations[1].refused[0]
 
 
 def test_partitions_follow_from_the_number_of_clients() -> None:

@@ -174,11 +174,11 @@ def test_partitions_go_over_tcp_and_a_device_nobody_reaches_is_a_loss(
         result = run(strategy, metered(5, node_config=listeners.configuration), 1)
         report = strategy.iterations[1]
         assert (report.transfers, report.built, moves(strategy)) == (3, [0, 1, 2, 3], [True])
-        assert "did not arrive" in report.rejected[4]
+        assert "did not arrive" in report.refused[4]
         assert np.abs(vector(result.arrays) - uncoded(3, [True])).max() < 1e-10
 
 
 def test_half_an_address_is_refused() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1, transport="peers")
     run(strategy, metered(3, node_config=lambda i: {PEER_ADDRESS: "tcp://127.0.0.1:9"}), 1)
-    assert "needs both peer-address and peer-store" in strategy.iterations[1].rejected[0]
+    assert "needs both peer-address and peer-store" in strategy.iterations[1].refused[0]

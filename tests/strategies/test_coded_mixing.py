@@ -38,7 +38,7 @@ def test_everybody_is_decoded_although_clients_vanish_after_sharing(options) -> 
     strategy = mixed(**options)
     result, _ = run(strategy, NODES, fault=after_sharing([1, 4]))
     assert bits(result) == uncoded()
-    report = strategy.coded[1]
+    report = strategy.reports[1].coded
     assert len(report.included) == NODES
     assert report.innovative == NODES
 
@@ -48,7 +48,7 @@ def test_who_shared_nothing_is_left_out() -> None:
     strategy = mixed()
     result, _ = run(strategy, NODES, fault=either(before_sharing([3]), after_sharing([0])))
     assert bits(result) == uncoded(3)
-    assert len(strategy.coded[1].excluded) == 1
+    assert len(strategy.reports[1].coded.excluded) == 1
 
 
 def test_one_polluting_relay_costs_the_round_and_not_the_model() -> None:
@@ -70,8 +70,8 @@ def test_one_polluting_relay_costs_the_round_and_not_the_model() -> None:
 
     strategy = mixed()
     result, _ = run(strategy, NODES, app=polluting)
-    assert strategy.coded[1].included == []
-    assert all("some combination was wrong" in reason for reason in strategy.coded[1].excluded.values())
+    assert strategy.reports[1].coded.included == []
+    assert all("some combination was wrong" in reason for reason in strategy.reports[1].coded.excluded.values())
     assert bits(result) == b"".join(a.numpy().tobytes() for a in model().values())
 
 
@@ -80,7 +80,7 @@ def test_between_clients_it_moves_whole_replies() -> None:
     _, grid = run(strategy, NODES)
     symbol = 2048 + 64  # room for the reply and its framing, in whole cache lines
     each = HEADER_BYTES + OVERHEAD + 42 + symbol
-    assert strategy.coded[1].payload_bytes["peer"] == NODES * (NODES - 1) * each
+    assert strategy.reports[1].coded.payload_bytes["peer"] == NODES * (NODES - 1) * each
     assert grid.ledger.total("wire", link="peer") == NODES * (NODES - 1) * each
 
 
@@ -88,8 +88,8 @@ def test_a_reply_that_does_not_fit_a_symbol_is_left_out_with_what_to_do() -> Non
     strategy = mixed(mix_bytes=128)
     with pytest.raises(NoUsableReply, match="raise mix_bytes"):
         run(strategy, NODES)
-    assert all("raise mix_bytes" in reason for reason in strategy.coded[1].excluded.values())
-    assert len(strategy.coded[1].excluded) == NODES
+    assert all("raise mix_bytes" in reason for reason in strategy.reports[1].coded.excluded.values())
+    assert len(strategy.reports[1].coded.excluded) == NODES
 
 
 def test_it_warns_and_refuses_what_makes_no_sense(caplog) -> None:

@@ -104,7 +104,7 @@ def test_all_orders_of_arrival_and_repeated_messages_give_the_same_model() -> No
     for fault, shuffle in ((None, True), (None, False), (lambda d: "duplicate", True)):
         strategy = coded_sum(transport="peers" if shuffle else "hub")
         result = run(strategy, grid_of(fault=fault, shuffle_replies=shuffle))
-        assert all(len(r.included) == NODES for r in strategy.coded.values())
+        assert all(len(r.coded.included) == NODES for r in strategy.reports.values())
         models.append(stack(result.arrays))
     np.testing.assert_array_equal(models[0], models[1])
     np.testing.assert_array_equal(models[0], models[2])
@@ -128,7 +128,7 @@ def test_fewer_relays_than_clients_take_turns(transport: str) -> None:
     strategy = coded_sum(shards=4, symbols=2, transport=transport)
     result = run(strategy, grid)
     np.testing.assert_array_equal(stack(result.arrays), oracle(strategy, grid, recorder, 3))
-    assert [len(r.included) for r in strategy.coded.values()] == [NODES] * 3
+    assert [len(r.coded.included) for r in strategy.reports.values()] == [NODES] * 3
     asked = [grid.partition_of(m.metadata.dst_node_id) for m in grid.sent if m.metadata.message_type == SUM]
     assert len(asked) == 9
     assert len(set(asked)) > 4
@@ -141,7 +141,7 @@ def test_relays_without_room_are_lost_relays() -> None:
     assert stack(run(roomy, grid_of(), 1).arrays).any()
     strategy = coded_sum(max_store_bytes=2 * PARCEL + 2 * roomy.construction.plan(NODES, 1).shard_bytes)
     assert not stack(run(strategy, grid_of(), 1).arrays).any()
-    assert any("does not fit" in reason for reason in strategy.coded[1].refused)
+    assert any("does not fit" in reason for reason in strategy.reports[1].coded.refused)
 
 
 # Dropouts.
@@ -176,12 +176,12 @@ def test_two_of_six_clients_may_drop_out_at_any_point(transport: str, mode: str,
     grid = grid_of(recorder=recorder, fault=at(message, 1, 4, fault=fault))
     strategy = coded_sum(transport=transport, mode=mode)
     result = run(strategy, grid, 2)
-    assert strategy.coded[1].excluded.keys() <= {grid.inner.node_id_of(1), grid.inner.node_id_of(4)}
+    assert strategy.reports[1].coded.excluded.keys() <= {grid.inner.node_id_of(1), grid.inner.node_id_of(4)}
     gone = [1, 4] if kind == "train" else []
     assert included(strategy, grid, 1) == [p for p in range(NODES) if p not in gone]
     assert included(strategy, grid, 2) == list(range(NODES))
     np.testing.assert_array_equal(stack(result.arrays), oracle(strategy, grid, recorder, 2))
-    back = {grid.partition_of(node) for node in strategy.coded[1].excluded}
+    back = {grid.partition_of(node) for node in strategy.reports[1].coded.excluded}
     assert back == set(gone)
 
 
@@ -201,7 +201,7 @@ def test_a_lost_reply_costs_the_update_only_where_the_shards_rode_in_it(transpor
     meta = grid.inner.context(2).state.config_records["fedcomp.uplink"]
     assert strategy.inner._peers[node].acknowledged == meta["pending"]
     if not shared:
-        assert "no reply in time" in strategy.coded[1].excluded[node]
+        assert "no reply in time" in strategy.reports[1].coded.excluded[node]
 
 
 @pytest.mark.long
@@ -225,9 +225,9 @@ def test_with_three_of_six_gone_the_round_is_skipped(transport: str, kind: str, 
     strategy.start(
         grid, model(), num_rounds=2, timeout=9, evaluate_fn=lambda r, arrays: models.append(stack(arrays)) or None
     )
-    assert strategy.coded[1].included == []
-    assert len(strategy.coded[1].excluded) == NODES
-    assert "the round is skipped, the model is unchanged" in strategy.coded[1].notes[-1]
+    assert strategy.reports[1].coded.included == []
+    assert len(strategy.reports[1].coded.excluded) == NODES
+    assert "the round is skipped, the model is unchanged" in strategy.reports[1].coded.notes[-1]
     assert not models[1].any()
     np.testing.assert_array_equal(models[2], oracle(strategy, grid, recorder, 2))
     assert models[2].any()
@@ -237,7 +237,7 @@ def test_fewer_clients_than_decode_skip_the_round_without_training_for_nothing()
     strategy, grid = coded_sum(), grid_of(3)
     result = run(strategy, grid, 1)
     assert not stack(result.arrays).any()
-    assert "3 clients take part" in strategy.coded[1].notes[0]
+    assert "3 clients take part" in strategy.reports[1].coded.notes[0]
     assert {m.metadata.message_type for m in grid.sent} == {"query.coded_hello"}
 
 
@@ -247,7 +247,7 @@ def test_sums_of_a_single_contributor_are_not_asked_for() -> None:
     strategy = coded_sum(symbols=1, private=1)
     result = run(strategy, grid, 1)
     assert not stack(result.arrays).any()
-    assert "at least 2 are needed" in strategy.coded[1].notes[0]
+    assert "at least 2 are needed" in strategy.reports[1].coded.notes[0]
     assert not any(m.metadata.message_type == SUM for m in grid.sent)
 
 
@@ -258,10 +258,10 @@ def test_d5_a_share_that_is_the_update_itself_is_refused_or_said() -> None:
         coded_sum(symbols=1, private=0)
     strategy = coded_sum(symbols=0, private=0, loss=0.9, target=0.999999)
     run(strategy, grid_of(4), 1)
-    assert any("a share is the update itself" in note for note in strategy.coded[1].notes)
+    assert any("a share is the update itself" in note for note in strategy.reports[1].coded.notes)
     safe = coded_sum(symbols=1, private=1)
     run(safe, grid_of(4), 1)
-    assert not any("update itself" in note for note in safe.coded[1].notes)
+    assert not any("update itself" in note for note in safe.reports[1].coded.notes)
 
 
 # Nothing twice, nothing lost.
@@ -300,13 +300,13 @@ def test_every_update_arrives_once_under_faults(transport: str, mode: str) -> No
     strategy = coded_sum(inner=Still(fedavg(fraction_evaluate=0.0), codec), transport=transport, mode=mode, symbols=2)
     strategy.start(grid, model(), num_rounds=ROUNDS, timeout=9)
     delivered = {p: np.zeros(SIZE) for p in range(NODES)}
-    for round_, report in strategy.coded.items():
-        for node in report.included:
+    for round_, report in strategy.reports.items():
+        for node in report.coded.included:
             p = grid.partition_of(node)
             frames = set(recorder.frames[round_, p])
             assert len(frames) == 1
             delivered[p] += codec.decode(frames.pop(), LAYOUT)
-    used = [len(report.included) for report in strategy.coded.values()]
+    used = [len(report.coded.included) for report in strategy.reports.values()]
     assert 0 < min(n for n in used if n) < NODES
     assert sum(used) > 3 * ROUNDS
     for p in range(NODES):
@@ -355,11 +355,11 @@ def test_a_relay_that_added_another_set_is_found_out_and_left_out(partition: int
     np.testing.assert_array_equal(stack(result.arrays), wanted)
     asked = {grid.partition_of(m.metadata.dst_node_id) for m in grid.sent if m.metadata.message_type == SUM}
     if partition in asked:
-        assert "a check symbol of the sum is violated" in strategy.coded[1].notes[0]
+        assert "a check symbol of the sum is violated" in strategy.reports[1].coded.notes[0]
         assert asked == set(range(NODES))
-        assert f"the sum of relay {partition} contradicts the others" in strategy.coded[1].notes[-1]
+        assert f"the sum of relay {partition} contradicts the others" in strategy.reports[1].coded.notes[-1]
     else:
-        assert strategy.coded[1].notes == []
+        assert strategy.reports[1].coded.notes == []
 
 
 @pytest.mark.long
@@ -367,8 +367,8 @@ def test_without_a_relay_to_spare_the_round_is_skipped_instead_of_wrong() -> Non
     strategy, grid = coded_sum(symbols=5), grid_of(client=tampered(3, one_missing))
     result = run(strategy, grid, 1)
     assert not stack(result.arrays).any()
-    assert strategy.coded[1].included == []
-    assert "check symbol" in strategy.coded[1].notes[-1]
+    assert strategy.reports[1].coded.included == []
+    assert "check symbol" in strategy.reports[1].coded.notes[-1]
 
 
 # What the server sees.
@@ -420,7 +420,7 @@ def test_between_peers_the_server_gets_no_shard_at_all() -> None:
     run(strategy, grid, 2)
     for reply in train_replies(grid):
         assert set(reply.content) == {"fedcomp.coded", "fedcomp.node"}
-    sent = strategy.coded[2].payload_bytes["peer"]
+    sent = strategy.reports[2].coded.payload_bytes["peer"]
     plan = strategy.construction.plan(NODES, 2)
     assert sent == NODES * (NODES - 1) * (PARCEL + plan.shard_bytes)
     assert grid.ledger.total("wire", round=2, link="peer") == sent
@@ -490,7 +490,7 @@ def test_a_client_beyond_the_largest_weight_is_left_out_with_the_reason() -> Non
     strategy, grid = coded_sum(max_weight=55), grid_of(recorder=recorder)
     result = run(strategy, grid, 1)
     assert included(strategy, grid) == [0, 1, 2, 3, 4]
-    assert "more than the 55" in strategy.coded[1].excluded[grid.inner.node_id_of(5)]
+    assert "more than the 55" in strategy.reports[1].coded.excluded[grid.inner.node_id_of(5)]
     assert not any("60" in str(m.error.reason) for m in grid.received if m.has_error())  # the weight stays with it
     np.testing.assert_array_equal(stack(result.arrays), oracle(strategy, grid, recorder, 1))
 
@@ -502,7 +502,7 @@ def test_clients_without_the_mods_are_left_out_with_the_reason() -> None:
     grid = grid_of(client=lambda msg, ctx: odd.get(int(ctx.node_config["partition-id"]), usual)(msg, ctx))
     strategy = coded_sum()
     run(strategy, grid, 1)
-    excluded = {grid.partition_of(n): reason for n, reason in strategy.coded[1].excluded.items()}
+    excluded = {grid.partition_of(n): reason for n, reason in strategy.reports[1].coded.excluded.items()}
     assert "add the mod coded()" in excluded[1]
     assert "holds no frame that could be added" in excluded[2]
     assert included(strategy, grid) == [0, 3, 4, 5]

@@ -173,7 +173,7 @@ def test_a_client_that_shares_what_no_update_holds_spoils_the_round_and_not_the_
     strategy, grid = coded_sum(), grid_of()
     result = run(strategy, grid, 1)
     assert not stack(result.arrays).any()
-    assert "did not keep to them" in strategy.coded[1].notes[-1]
+    assert "did not keep to them" in strategy.reports[1].coded.notes[-1]
 
 
 @pytest.mark.long
@@ -189,7 +189,7 @@ def test_a_tag_of_a_memory_from_the_future_is_refused(monkeypatch) -> None:
     strategy, grid = coded_sum(), grid_of()
     run(strategy, grid, 1)
     assert len(included(strategy, grid)) == NODES - 1
-    assert any("a memory that began with message" in reason for reason in strategy.coded[1].excluded.values())
+    assert any("a memory that began with message" in reason for reason in strategy.reports[1].coded.excluded.values())
 
 
 @pytest.mark.long
@@ -198,8 +198,8 @@ def test_an_automatic_code_that_cannot_reach_the_target_says_so() -> None:
     lost. With ten clients there is room for more pieces."""
     few, many = coded_sum(symbols=0, loss=0.3), coded_sum(symbols=0)
     run(few, grid_of(4), 1)
-    assert few.coded[1].symbols == 1
-    assert "4 relays decode with probability 0.916" in few.coded[1].notes[0]
+    assert few.reports[1].coded.symbols == 1
+    assert "4 relays decode with probability 0.916" in few.reports[1].coded.notes[0]
     run(many, grid_of(10), 1)
-    assert many.coded[1].symbols == 4
-    assert many.coded[1].notes == []
+    assert many.reports[1].coded.symbols == 4
+    assert many.reports[1].coded.notes == []

@@ -221,8 +221,8 @@ def test_non_finite_updates_are_refused_at_the_sender(bad: float) -> None:
 
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     result, _ = run(strategy, app, rounds=2)
-    assert all(r.compressed == 3 and len(r.rejected) == 1 for r in strategy.reports.values())
-    assert all("weight" in reason for r in strategy.reports.values() for reason in r.rejected.values())
+    assert all(r.compressed == 3 and len(r.refused) == 1 for r in strategy.reports.values())
+    assert all("weight" in reason for r in strategy.reports.values() for reason in r.refused.values())
     assert np.isfinite(stack(result.arrays)).all()
 
 
@@ -245,7 +245,7 @@ def test_replies_that_all_have_weight_zero_are_no_use() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     with pytest.raises(NoUsableReply, match="weight 0"):
         run(strategy, client_app([compression()], examples=0))
-    assert len(strategy.reports[1].rejected) == 4
+    assert len(strategy.reports[1].refused) == 4
 
 
 def test_one_client_and_zero_rounds() -> None:
@@ -269,7 +269,7 @@ def test_a_model_of_another_shape_is_rejected_by_name() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     with pytest.raises(NoUsableReply, match="weight"):
         run(strategy, app, rounds=1)
-    assert all("(2, 2)" in reason and "weight" in reason for reason in strategy.reports[1].rejected.values())
+    assert all("(2, 2)" in reason and "weight" in reason for reason in strategy.reports[1].refused.values())
 
 
 def test_wrong_construction_is_refused_with_a_reason() -> None:
@@ -300,7 +300,7 @@ def test_the_round_of_a_dead_fleet_changes_nothing() -> None:
     app = client_app([compression()])
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     run(strategy, dead_in_round_two, rounds=3)
-    assert len(strategy.reports[2].rejected) == 4
+    assert len(strategy.reports[2].refused) == 4
     assert [r.used for r in strategy.reports.values()] == [4, 0, 4]
 
 
@@ -388,7 +388,7 @@ def test_a_damaged_frame_costs_its_own_update_only(damage, error: str) -> None:
     result, _ = run(strategy, call, rounds=1)
     report = strategy.reports[1]
     assert report.compressed == 3
-    assert [reason.split(":")[0] for reason in report.rejected.values()] == [error]
+    assert [reason.split(":")[0] for reason in report.refused.values()] == [error]
     weights = {0: 1, 1: 2, 3: 4}
     expected = sum(update(1, p, (40, 30)).astype(np.float64) * w for p, w in weights.items()) / 7
     np.testing.assert_allclose(result.arrays["weight"].numpy(), expected, rtol=1e-5, atol=1e-3)

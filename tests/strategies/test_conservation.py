@@ -131,7 +131,7 @@ def test_conservation_under_faults(error_state: str) -> None:
     assert wipes >= 10
     reports = strategy.reports.values()
     assert sum(r.lost for r in reports) > 100
-    assert sum(len(r.rejected) for r in reports) > 100
+    assert sum(len(r.refused) for r in reports) > 100
     assert sum(len(r.rolled_back) for r in reports) > 100
     assert sum(r.duplicates for r in reports) > 50
     for p in range(10):
@@ -196,7 +196,7 @@ def test_replicas_never_diverge_silently() -> None:
         for i, node in enumerate(nodes):
             if Key(19, "wipe", round_, i).uniform(1)[0] < 0.01:
                 grid.wipe(node)
-    resyncs = [r for report in strategy.reports.values() for r in report.rejected.values() if "resync" in r]
+    resyncs = [r for report in strategy.reports.values() for r in report.refused.values() if "resync" in r]
     assert resyncs, "no wiped node ever asked for a full model: the faults did not reach the code"
     assert 10 < full < 100, "full models go to new and resynchronised nodes only"
 
@@ -217,8 +217,8 @@ def test_a_tampered_replica_is_noticed() -> None:
     grid = InProcessGrid(tampering, 3, seed=6)
     strategy = Compressed(Sum(), TopK(density=0.02), downlink=TopK(density=0.05))
     strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=4, timeout=9)
-    assert [len(r.rejected) for r in strategy.reports.values()] == [0, 0, 1, 0]
-    assert "digests differ" in next(iter(strategy.reports[3].rejected.values()))
+    assert [len(r.refused) for r in strategy.reports.values()] == [0, 0, 1, 0]
+    assert "digests differ" in next(iter(strategy.reports[3].refused.values()))
 
 
 def test_handler_that_raises_leaves_the_state_untouched() -> None:

@@ -109,15 +109,15 @@ def test_a_lost_sum_is_made_up_for_by_other_relays() -> None:
     strategy = distributed(noise_multiplier=0.0)
     run(strategy, grid)
     assert included(strategy, grid) == list(range(NODES))
-    assert strategy.coded[1].asked > 4
+    assert strategy.reports[1].coded.asked > 4
 
 
 def test_beyond_the_tolerated_losses_the_round_is_void_and_free() -> None:
     grid, strategy = grid_of(fault=at("train", 0, 1, 2)), distributed()
     result = run(strategy, grid, 2)
     assert not stack(result.arrays).any()
-    assert strategy.coded[1].included == []
-    assert any("at least 4 are needed" in note for note in strategy.coded[1].notes)
+    assert strategy.reports[1].coded.included == []
+    assert any("at least 4 are needed" in note for note in strategy.reports[1].coded.notes)
     assert not [m for m in grid.sent if m.metadata.message_type == SUM]
     assert find_private(strategy).privacy.releases == 0
 
@@ -246,7 +246,7 @@ def test_clients_refuse_what_would_show_more(change, why: str) -> None:
     strategy.construction = type("Asking", (Asks,), {"change": change})(strategy.construction.settings, strategy.inner)
     result = run(strategy, grid)
     assert not stack(result.arrays).any()
-    assert all(why in reason for reason in strategy.coded[1].excluded.values())
+    assert all(why in reason for reason in strategy.reports[1].coded.excluded.values())
     assert find_private(strategy).privacy.releases == 0
 
 
@@ -254,8 +254,8 @@ def test_clients_refuse_to_share_in_the_clear() -> None:
     grid, strategy = grid_of(), distributed()
     strategy.construction.seal = False
     run(strategy, grid)
-    assert all("are sealed" in reason for reason in strategy.coded[1].excluded.values())
-    assert len(strategy.coded[1].excluded) == NODES
+    assert all("are sealed" in reason for reason in strategy.reports[1].coded.excluded.values())
+    assert len(strategy.reports[1].coded.excluded) == NODES
 
 
 def test_a_bare_request_for_such_an_update_is_refused() -> None:
@@ -382,7 +382,7 @@ def test_a9_clients_of_a_noisy_sum_tell_nothing_of_why_they_failed(caplog: pytes
     strategy = distributed()
     with caplog.at_level(logging.INFO, "flwr.fedcomp"):
         run(strategy, grid_of(client=answer_coded(client_app([coded(), compression(), change]))))
-    told = repr(strategy.state_dict()) + repr(strategy.coded) + repr(strategy.reports)
+    told = repr(strategy.state_dict()) + repr(strategy.reports)
     assert STAYS in told
     assert "4711" not in told
     assert "4711" in caplog.text

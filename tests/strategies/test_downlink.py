@@ -96,7 +96,7 @@ def test_a_node_that_was_away_gets_the_steps_it_missed() -> None:
 
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.01), downlink=TopK(density=0.01))
     _, ledger, grid = start(strategy, rounds=5, fault=plan)
-    assert [len(r.rejected) for r in strategy.reports.values()] == [0, 1, 1, 0, 0]
+    assert [len(r.refused) for r in strategy.reports.values()] == [0, 1, 1, 0, 0]
     down = ledger.total(round=4, direction="down", value="payload")
     assert down < DENSE, "two missed steps are shorter than a model"
     versions = {int(grid.context(n).state.config_records["fedcomp.replica"]["version"]) for n in grid.get_node_ids()}

@@ -116,7 +116,7 @@ def test_error_feedback_may_exceed_the_clip_and_the_contribution_does_not() -> N
     assert max(strategy.given) > 1.5
     assert max(strategy.lengths) <= 1.0
     # All were acknowledged: nothing was put back into a memory.
-    assert all(not r.rolled_back and not r.rejected for r in pair.reports.values())
+    assert all(not r.rolled_back and not r.refused for r in pair.reports.values())
 
 
 def test_a_compressed_downlink_carries_what_was_released() -> None:
@@ -128,7 +128,7 @@ def test_a_compressed_downlink_carries_what_was_released() -> None:
     expected = plain.start(federation([private()], 3), model(), num_rounds=3, timeout=9)
     # The toy app adds the same whatever model it is given: the sum is that of whole models, whoever holds which.
     np.testing.assert_allclose(stack(result.arrays), stack(expected.arrays), atol=3 * 1e5 / BOUND)
-    assert all(report.compressed == 3 and not report.rejected for report in pair.reports.values())
+    assert all(report.compressed == 3 and not report.refused for report in pair.reports.values())
     # The first two models are sent whole, a mere difference follows.
     down = [grid.ledger.total("wire", round=r, direction="down") for r in (1, 2, 3)]
     assert down[2] < down[0] / 2
@@ -141,7 +141,7 @@ def test_a_sampled_round_without_anybody_is_released_through_the_pair() -> None:
     result = pair.start(federation([compression(), private()], 3), model(), num_rounds=2, timeout=9)
     assert np.count_nonzero(stack(result.arrays)) > 1000
     assert [event.rate for event in strategy.privacy.events] == [1e-9] * 2
-    assert [report.sent for report in pair.reports.values()] == [0, 0]
+    assert [report.asked for report in pair.reports.values()] == [0, 0]
 
 
 def test_reports_of_private_rounds_tell_less() -> None:

@@ -217,7 +217,7 @@ def test_a2_flowers_mods_outside_of_compression_let_nothing_pass(mod) -> None:
     with pytest.raises(NoUsableReply):
         run(strategy, [mod, compression()])
     assert not watched.lengths
-    assert len(strategy.reports[1].rejected) == NODES
+    assert len(strategy.reports[1].refused) == NODES
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -225,7 +225,7 @@ def test_a2_noise_of_local_dp_mod_goes_before_the_codec(feedback: bool) -> None:
     """Inside of compression() it noises what is then selected, so that memory holds noised values alone."""
     strategy = Compressed(Watched(), TopK(0.1), feedback=feedback)
     moved = run(strategy, [compression(), LocalDpMod(CLIP, 1e3, 1.0, 1e-5)])
-    assert len(strategy.reports[1].rejected) == 0
+    assert len(strategy.reports[1].refused) == 0
     sent = np.count_nonzero(moved)
     assert SIZE // 10 <= sent <= NODES * SIZE // 10, "noise after the codec would be everywhere"
     assert np.abs(moved).max() > 1000.0, "an update of length 0.5 would not be"

@@ -271,7 +271,7 @@ def test_the_drop_in_pair_compresses_a_graph_run(inner: Any, downlink: Any) -> N
     over = grid(graph())
     found = run(of, over, 2)
     assert [r.compressed for r in of.reports.values()] == [PARTS] * 2
-    assert all(not r.rejected and not r.rolled_back for r in of.reports.values())
+    assert all(not r.refused and not r.rolled_back for r in of.reports.values())
     assert [len(r.fresh) for r in of.reports.values()] == [PARTS, 0]
     plain = 2 * PARTS * sum(len(array.data) for array in record(initial()).values())
     assert over.ledger.total("payload", message_type=TRAIN_TYPE, direction="up") < plain / 2

@@ -27,6 +27,7 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.errors import Unbounded
@@ -40,7 +41,6 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import LocalMean, local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.topagg import TopAgg
-from fedcomp.strategies.replies import RoundReport
 from fedcomp.strategies.shared_support import SharedSupport
 from fedcomp.tasks import get_task
 
@@ -118,16 +118,16 @@ def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_r
     assert np.abs(stack(ruined)).max() > 1e22
     assert max(bare.reports[2].norms, key=bare.reports[2].norms.get) == node
     assert bare.reports[2].norms[node] == pytest.approx(1e25 * np.sqrt(SIZE), rel=1e-6)
-    assert bare.reports[2].rejected == {}
+    assert bare.reports[2].refused == {}
 
     guarded = made(guard=Norms())
     arrays, node = play(guarded, app_of(path))
-    assert guarded.reports[2].rejected.keys() == {node}
-    assert "times the usual" in guarded.reports[2].rejected[node]
+    assert guarded.reports[2].refused.keys() == {node}
+    assert "times the usual" in guarded.reports[2].refused[node]
     assert guarded.reports[2].norms[node] == pytest.approx(1e25 * np.sqrt(SIZE), rel=1e-6)
     assert guarded.reports[2].compressed + guarded.reports[2].plain == 4
     # What was refused does not come again from the client's memory.
-    assert [guarded.reports[r].rejected for r in (1, 3)] == [{}, {}]
+    assert [guarded.reports[r].refused for r in (1, 3)] == [{}, {}]
     tolerance = {"rtol": 1e-5, "atol": 0.05} if path != "downlink" else {"atol": 60.0}
     np.testing.assert_allclose(arrays["bias"].numpy(), bias((1, ALL), (2, OTHERS), (3, ALL)), **tolerance)
 
@@ -143,7 +143,7 @@ def test_d2_norms_and_weights_are_those_of_the_updates(path: str) -> None:
             parts = [update(1, p, SHAPES[name], layer) for layer, name in enumerate(SHAPES)]
             assert strategy.reports[1].norms[node] == pytest.approx(np.sqrt(sum((a**2).sum() for a in parts)), rel=1e-5)
             assert strategy.reports[1].weights[node] == 10 * (p + 1)
-    again = RoundReport.from_json(strategy.reports[1].to_json())
+    again = Report.from_json(strategy.reports[1].to_json())
     assert again == strategy.reports[1]
 
 
@@ -152,7 +152,7 @@ def test_d2_strategies_that_look_at_single_updates_see_no_outlier(mods: Any) -> 
     """A median of three is moved by one: dense replies are guarded, too."""
     strategy = Compressed(FedMedian(**ONES), TopK(1.0), guard=Norms())
     arrays, node = play(strategy, broken(mods), rounds=2, nodes=3)
-    assert strategy.reports[2].rejected.keys() == {node}
+    assert strategy.reports[2].refused.keys() == {node}
     assert np.abs(stack(arrays)).max() < 1e4
 
 
@@ -165,8 +165,8 @@ def test_d2_a_weight_that_captures_the_mean_is_refused(path: str) -> None:
     assert max(bare.reports[2].weights.values()) == 2**62
     strategy = FRAMES[path][0](guard=Norms())
     arrays, node = play(strategy, app_of(path, weight=2**62), rounds=2)
-    assert strategy.reports[2].rejected.keys() == {node}
-    assert "the weight is 4.612e+18" in strategy.reports[2].rejected[node]
+    assert strategy.reports[2].refused.keys() == {node}
+    assert "the weight is 4.612e+18" in strategy.reports[2].refused[node]
     np.testing.assert_allclose(arrays["bias"].numpy(), bias((1, ALL), (2, OTHERS)), rtol=1e-5, atol=0.05)
 
 
@@ -174,7 +174,7 @@ def test_d2_a_weight_that_captures_the_mean_is_refused(path: str) -> None:
 def test_d2_with_one_or_two_replies_the_past_decides(nodes: int) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0), guard=Norms())
     arrays, _ = play(strategy, broken([compression()], culprit=0), nodes=nodes)
-    assert [len(report.rejected) for report in strategy.reports.values()] == [0, 1, 0]
+    assert [len(report.refused) for report in strategy.reports.values()] == [0, 1, 0]
     assert np.abs(stack(arrays)).max() < 1e4
 
 
@@ -182,13 +182,13 @@ def test_d2_a_divided_first_round_uses_nobody() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0), guard=Norms())
     with pytest.raises(NoUsableReply, match="nobody can tell which is right"):
         play(strategy, broken([compression()], when=1), nodes=2, rounds=1)
-    assert len(strategy.reports[1].rejected) == 2
+    assert len(strategy.reports[1].refused) == 2
 
 
-def report(number: int, norms: list[float], rejected: tuple[int, ...] = ()) -> RoundReport:
-    found = RoundReport(number, norms=dict(enumerate(norms)), weights=dict.fromkeys(range(len(norms)), 1.0))
+def report(number: int, norms: list[float], rejected: tuple[int, ...] = ()) -> Report:
+    found = Report(number, norms=dict(enumerate(norms)), weights=dict.fromkeys(range(len(norms)), 1.0))
     for node in rejected:
-        found.reject(node, "refused")
+        found.refuse(node, "refused")
     return found
 
 
@@ -231,13 +231,13 @@ def test_d2_what_was_refused_is_no_measure_and_what_is_long_past_neither() -> No
 def test_d2_no_node_keeps_a_persistent_outlier_from_being_one() -> None:
     """An outlier in every round does not become the usual, nor do tiny replies of one of two make the other one."""
     for value, expected in ((1e9, {1}), (1e-9, set())):
-        history: list[RoundReport] = [report(0, [1.0, 1.0])]
+        history: list[Report] = [report(0, [1.0, 1.0])]
         for i in range(1, 60):
             now = report(i, [1.0, value])
             found = Norms().outliers(now, history)
             assert found.keys() == expected
             for node, reason in found.items():
-                now.reject(node, reason)
+                now.refuse(node, reason)
             history.append(now)
 
 
@@ -295,8 +295,8 @@ def test_d2_a_hostile_message_of_local_privacy_is_named_and_with_a_guard_refused
     assert set(bare.reports[2].weights.values()) == {1.0}
 
     guarded, arrays, node = run(guard=Norms())
-    assert [set(found.rejected) for found in guarded.reports.values()] == [set(), {node}, set()]
-    assert "times the usual" in guarded.reports[2].rejected[node]
+    assert [set(found.refused) for found in guarded.reports.values()] == [set(), {node}, set()]
+    assert "times the usual" in guarded.reports[2].refused[node]
     assert [found.used for found in guarded.reports.values()] == [5, 4, 5]
     assert np.abs(stack(arrays)).max() < 1e3
     assert guarded.inner.privacy.epsilon() == bare.inner.privacy.epsilon()
@@ -341,7 +341,7 @@ def test_d2_votes_are_bounded_already_and_what_travels_dense_beside_them_is_guar
     """1200 coordinates vote, whatever was trained; the bias travels as it is."""
     strategy = Compressed(fedavg(fraction_evaluate=0.0), SignSGD(step=0.1), guard=Norms())
     arrays, node = play(strategy, broken([compression()]))
-    assert [set(found.rejected) for found in strategy.reports.values()] == [set(), {node}, set()]
+    assert [set(found.refused) for found in strategy.reports.values()] == [set(), {node}, set()]
     assert np.abs(stack(arrays)).max() < 1e4
 
 
@@ -360,5 +360,5 @@ def test_d2_honest_clients_are_not_refused_however_different_their_data(codec: A
     for r, found in strategy.reports.items():
         ordered = sorted(found.norms.values())
         log.info("round %d: largest norm %.2f times the median", r, ordered[-1] / ordered[len(ordered) // 2])
-        assert found.rejected == {}
+        assert found.refused == {}
         assert len(found.norms) == 12

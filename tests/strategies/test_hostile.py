@@ -151,7 +151,7 @@ def test_a_bad_client_costs_its_own_update_only(name: str, inner) -> None:
     result = run(strategy, BAD[name])
     reports = list(strategy.reports.values())
     assert [r.compressed for r in reports] == [3, 3], reports
-    assert [len(r.rejected) for r in reports] == [1, 1]
+    assert [len(r.refused) for r in reports] == [1, 1]
     assert np.isfinite(stack(result.arrays)).all()
     if inner is fedavg:
         weights = {0: 1, 2: 3, 3: 4}
@@ -198,7 +198,7 @@ def test_reasons_are_cut_before_they_are_kept() -> None:
     assert all(len(reason) <= 300 for r in strategy.reports.values() for reason in r.unsupported.values())
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=0.1))
     run(strategy, header(record="x" * 5_000_000))
-    assert all(len(reason) <= 300 for r in strategy.reports.values() for reason in r.rejected.values())
+    assert all(len(reason) <= 300 for r in strategy.reports.values() for reason in r.refused.values())
 
 
 def test_exact_buffers_are_checked() -> None:
@@ -248,7 +248,7 @@ def test_a_sender_does_not_choose_its_own_random_coordinates() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), RandomK(density=0.01), feedback=False)
     run(strategy, evil)
     assert [r.compressed for r in strategy.reports.values()] == [3, 3]
-    assert all("seed" in reason for r in strategy.reports.values() for reason in r.rejected.values())
+    assert all("seed" in reason for r in strategy.reports.values() for reason in r.refused.values())
 
 
 def many(count: int, kind: type) -> Callable[[RecordDict], None]:
@@ -313,7 +313,7 @@ def test_d4_a_reply_that_holds_too_much_is_refused_unread(path: str, name: str, 
     monkeypatch.setattr("fedcomp.strategies.replies.weight_of", watched)
     monkeypatch.setattr("fedcomp.strategies.shared_support.weight_of", watched)
     run(strategy, evil, app=app, rounds=1)
-    (reason,) = strategy.reports[1].rejected.values()
+    (reason,) = strategy.reports[1].refused.values()
     assert said in reason
     assert strategy.reports[1].compressed == 3
     assert len(read) == 3
@@ -326,15 +326,15 @@ def test_d4_what_is_just_within_the_limits_is_read() -> None:
 
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0))
     run(strategy, full, rounds=1)
-    assert strategy.reports[1].rejected == {}
+    assert strategy.reports[1].refused == {}
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0))
     run(strategy, entries(MAX_ENTRIES - 3), rounds=1)
-    (reason,) = strategy.reports[1].rejected.values()
+    (reason,) = strategy.reports[1].refused.values()
     assert reason.startswith("records and metrics [")
 
 
 def test_d4_evaluation_replies_are_bounded_too() -> None:
     strategy = Compressed(fedavg(), TopK(1.0))
     run(strategy, entries(5_000), kind="evaluate", rounds=1)
-    (reason,) = strategy.evaluations[1].rejected.values()
+    (reason,) = strategy.evaluations[1].refused.values()
     assert "5002 entries" in reason

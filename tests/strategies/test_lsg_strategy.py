@@ -324,7 +324,7 @@ def without() -> tuple[np.ndarray, list]:
 def test_a_forged_update_costs_nobody_but_its_sender(name: str, without: tuple[np.ndarray, list]) -> None:
     chosen = strategy(noise_multiplier=1.0)
     moved, *_ = run(chosen, client=forger(BAD[name]))
-    assert len(chosen.reports[1].rejected) == 1
+    assert len(chosen.reports[1].refused) == 1
     np.testing.assert_array_equal(moved, without[0])
     assert chosen.privacy.events == without[1]
     assert len(chosen.privacy.participations) == NODES, "who was asked took part"
@@ -333,8 +333,8 @@ def test_a_forged_update_costs_nobody_but_its_sender(name: str, without: tuple[n
 def test_an_update_that_is_not_finite_is_answered_with_an_error_that_tells_nothing() -> None:
     chosen = strategy(noise_multiplier=1.0)
     run(chosen, client=client_app([lsg(), private(), shifting(math.nan)]))
-    assert len(chosen.reports[1].rejected) == NODES
-    assert all("stays on the node" in reason for reason in chosen.reports[1].rejected.values())
+    assert len(chosen.reports[1].refused) == NODES
+    assert all("stays on the node" in reason for reason in chosen.reports[1].refused.values())
     assert chosen.privacy.releases == 1
 
 

@@ -24,13 +24,14 @@ from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.partitions import Holders, contest
 from fedcomp.strategies.private.datalens import LessonReport
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.replies import RoundReport, Usual, agreeing
+from fedcomp.strategies.replies import Usual, agreeing
 from fedcomp.strategies.shared_support import SharedSupport
 
 TWIN = 7
@@ -89,14 +90,14 @@ def test_d1_twins_are_both_refused_and_named_in_report_and_log(path: str, caplog
     with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         arrays = play(strategy, grid, 2)
     for report in strategy.reports.values():
-        assert report.rejected.keys() == twins
-        assert all("2 nodes declare partition 2" in reason for reason in report.rejected.values())
+        assert report.refused.keys() == twins
+        assert all("2 nodes declare partition 2" in reason for reason in report.refused.values())
     np.testing.assert_allclose(arrays["bias"].numpy(), mean((1, (0, 1)), (2, (0, 1))), rtol=1e-5, atol=1e-2)
     told = [r.getMessage() for r in caplog.records if "declare partition 2" in r.getMessage()]
     assert len(told) >= 1
     assert all(str(node) in told[0] for node in twins)
     # What evaluates is refused, too, whether or not its reply says again which partition it is.
-    assert all(report.rejected.keys() == twins for report in strategy.evaluations.values())
+    assert all(report.refused.keys() == twins for report in strategy.evaluations.values())
     assert len(strategy.evaluations) == 2
 
 
@@ -108,14 +109,14 @@ def test_d1_a_newcomer_does_not_drive_out_the_holder_and_takes_over_when_that_on
     arrays = play(strategy, grid, 1)
     held, twin = grid.node_id_of(2), grid.add_node(TWIN)
     arrays = play(strategy, grid, 2, start=2, arrays=arrays)
-    assert strategy.reports[2].rejected.keys() == {twin}
-    assert f"only node {held}" in strategy.reports[2].rejected[twin]
+    assert strategy.reports[2].refused.keys() == {twin}
+    assert f"only node {held}" in strategy.reports[2].refused[twin]
     np.testing.assert_allclose(arrays["bias"].numpy(), mean((1, (0, 1, 2)), (2, (0, 1, 2))), rtol=1e-5, atol=1e-2)
     fresh = MEANS[path][0]()
     fresh.load_state_dict(strategy.state_dict())
     grid.remove_node(held)
     play(fresh, grid, 3, start=3, arrays=arrays)
-    assert fresh.reports[3].rejected == {}
+    assert fresh.reports[3].refused == {}
 
 
 @pytest.mark.long
@@ -125,7 +126,7 @@ def test_d1_a_hundred_copied_configurations_train_nothing_and_say_so() -> None:
     grid = Blind(client_app([compression()]), 100, seed=4, node_config=lambda p: {"partition-id": 0})
     with pytest.raises(NoUsableReply, match=r"100 x 100 nodes declare partition 0 .*partition-id of its own"):
         fit(strategy, grid, model(), 1, timeout=9)
-    assert len(strategy.reports[1].rejected) == 100
+    assert len(strategy.reports[1].refused) == 100
 
 
 @pytest.mark.parametrize("pair", [True, False], ids=["compressed", "alone"])
@@ -141,10 +142,10 @@ def test_d1_in_a_private_round_twins_are_left_out_whoever_was_there_before(pair:
     strategy = made()
     grid = grid_of(client_app([compression(), private()] if pair else [private()]), 3)
     arrays = play(strategy, grid, 1)
-    assert strategy.reports[1].rejected == {}
+    assert strategy.reports[1].refused == {}
     held, twin = grid.node_id_of(2), grid.add_node(TWIN)
     play(strategy, grid, 2, start=2, arrays=arrays)
-    assert strategy.reports[2].rejected.keys() == {held, twin}
+    assert strategy.reports[2].refused.keys() == {held, twin}
 
 
 @pytest.mark.parametrize("teachers", [1, 3])
@@ -197,7 +198,7 @@ def test_d1_in_a_coded_round_twins_take_no_part(kind: str) -> None:
     grid = grid_of(coded_app(), 6)
     twins = {grid.node_id_of(2), grid.add_node(TWIN)}
     fitted = fit(strategy, MeteredGrid(grid, Ledger()), model(), 1, timeout=9)
-    arrays, report = fitted.arrays, strategy.coded[1]
+    arrays, report = fitted.arrays, strategy.reports[1].coded
     assert {node for node, reason in report.excluded.items() if "declare partition 2" in reason} == twins
     assert report.planned == 5
     assert not twins & set(report.included)
@@ -217,7 +218,7 @@ def test_d1_where_the_engine_knows_a_claim_in_a_reply_decides_nothing() -> None:
     for grid, refused in ((InProcessGrid(liar, 4, seed=4), 0), (Blind(liar, 4, seed=4), 2)):
         strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(1.0))
         play(strategy, grid, 1)
-        assert len(strategy.reports[1].rejected) == refused
+        assert len(strategy.reports[1].refused) == refused
 
 
 @pytest.mark.parametrize("blind", [False, True], ids=["the engine knows", "what nodes say"])
@@ -236,9 +237,9 @@ def test_d1_a_claim_in_an_answer_to_a_query_drives_out_no_holder(blind: bool) ->
     strategy = SharedSupport(ScaleCom(density=0.5), fraction_evaluate=0.0)
     play(strategy, grid, 2)
     for report in strategy.reports.values():
-        assert grid.node_id_of(2) not in report.rejected
-        assert report.rejected.keys() <= {grid.node_id_of(3)}
-    assert bool(strategy.reports[1].rejected) == blind
+        assert grid.node_id_of(2) not in report.refused
+        assert report.refused.keys() <= {grid.node_id_of(3)}
+    assert bool(strategy.reports[1].refused) == blind
 
 
 def test_d1_contest() -> None:
@@ -297,8 +298,8 @@ def test_d3_between_two_forms_that_are_equally_frequent_nobody_is_chosen(culprit
     strategy = Compressed(inner(**ones), TopK(1.0))
     with pytest.raises(NoUsableReply, match="equally frequent"):
         odd(strategy, culprit, 1)
-    assert len(strategy.reports[1].rejected) == 2
-    assert all("equally frequent" in reason for reason in strategy.reports[1].rejected.values())
+    assert len(strategy.reports[1].refused) == 2
+    assert all("equally frequent" in reason for reason in strategy.reports[1].refused.values())
 
 
 @pytest.mark.long
@@ -307,8 +308,8 @@ def test_d3_the_form_of_earlier_rounds_decides_a_tie(culprit: int) -> None:
     """Who is odd is known when the others' form is: the honest client stays, in training and in evaluation."""
     strategy = Compressed(fedavg(), TopK(1.0))
     arrays = odd(strategy, culprit, 3, since=2)
-    assert [len(report.rejected) for report in strategy.reports.values()] == [0, 1, 1]
-    assert [len(report.rejected) for report in strategy.evaluations.values()] == [0, 1, 1]
+    assert [len(report.refused) for report in strategy.reports.values()] == [0, 1, 1]
+    assert [len(report.refused) for report in strategy.evaluations.values()] == [0, 1, 1]
     other = (1 - culprit,)
     np.testing.assert_allclose(arrays["bias"].numpy(), mean((1, (0, 1)), (2, other), (3, other)), rtol=1e-5, atol=1e-2)
 
@@ -318,10 +319,10 @@ def test_d3_a_tie_among_many_rejects_its_forms_only_when_none_was_usual() -> Non
         return node, "arrays", RecordDict({"metrics": MetricRecord(dict.fromkeys(names, 1.0))})
 
     items = [item(1, "a"), item(2, "b"), item(3, "a"), item(4, "b"), item(5, "c")]
-    report = RoundReport(1)
+    report = Report(1)
     assert agreeing(items, report, lambda node: node) == []
-    assert report.rejected.keys() == {1, 2, 3, 4, 5}
+    assert report.refused.keys() == {1, 2, 3, 4, 5}
     usual = Usual()
-    assert agreeing([item(2, "b")], RoundReport(1), lambda node: node, usual) == [2]
-    assert agreeing(items, RoundReport(2), lambda node: node, usual) == [2, 4]
-    assert agreeing([item(1, "a"), item(3, "a"), item(2, "b")], RoundReport(3), lambda node: node, usual) == [1, 3]
+    assert agreeing([item(2, "b")], Report(1), lambda node: node, usual) == [2]
+    assert agreeing(items, Report(2), lambda node: node, usual) == [2, 4]
+    assert agreeing([item(1, "a"), item(3, "a"), item(2, "b")], Report(3), lambda node: node, usual) == [1, 3]

@@ -97,7 +97,7 @@ def test_what_cannot_be_bounded_is_left_out_and_costs_nobody_else(name, codec) -
     without, _, _ = run(codec, fault=silent)
     out, report, strategy = run(codec, REFUSED[name])
     np.testing.assert_array_equal(out, without)
-    assert len(report.rejected) == 1
+    assert len(report.refused) == 1
     assert len(strategy.privacy.entries[0].participants) == NODES, "who was asked took part"
 
 
@@ -107,7 +107,7 @@ def test_forged_frames_are_left_out(name) -> None:
     without, _, _ = run(TopK(density=0.5), fault=silent)
     out, report, _ = run(TopK(density=0.5), REFUSED_FRAMES[name])
     np.testing.assert_array_equal(out, without)
-    assert len(report.rejected) == 1
+    assert len(report.refused) == 1
 
 
 @pytest.mark.long
@@ -126,7 +126,7 @@ def test_huge_updates_are_clipped_by_the_server(codec, change) -> None:
     clip = 1e3
     without, _, _ = run(codec, fault=silent, clip=clip)
     out, report, _ = run(codec, change, clip=clip)
-    assert not report.rejected
+    assert not report.refused
     moved = np.linalg.norm(out - without)
     assert 0.98 * clip / NODES < moved <= clip / NODES * (1 + 1e-5)
 
@@ -150,7 +150,7 @@ def test_what_a_reply_says_beside_the_update_decides_nothing(name) -> None:
     honest, _, _ = run(TopK(density=0.5))
     out, report, _ = run(TopK(density=0.5), INNOCENT[name])
     np.testing.assert_array_equal(out, honest)
-    assert report.rejected == {}
+    assert report.refused == {}
     assert report.compressed == NODES
 
 
@@ -160,7 +160,7 @@ def test_one_client_cannot_evict_another_by_its_form() -> None:
     pair = Compressed(strategy, TopK(density=0.5))
     change = header(record="first")
     pair.start(federation([compression(), private()], 2, change=change, culprit=0), model(), num_rounds=1, timeout=9)
-    assert pair.reports[1].rejected == {}
+    assert pair.reports[1].refused == {}
     open_pair = Compressed(inner(), TopK(density=0.5))
     with pytest.raises(NoUsableReply, match="equally frequent"):
         open_pair.start(federation([compression()], 2, change=change, culprit=0), model(), num_rounds=1, timeout=9)
@@ -195,7 +195,7 @@ def test_updates_that_did_nothing_are_contributions() -> None:
     out, report, strategy = run(None, plain(weights(0.0)))
     without, _, _ = run(None, fault=silent)
     np.testing.assert_array_equal(out, without)
-    assert report.rejected == {}
+    assert report.refused == {}
     assert len(strategy.privacy.entries[0].participants) == NODES
 
 

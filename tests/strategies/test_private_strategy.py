@@ -218,7 +218,7 @@ def test_an_update_of_a_client_that_was_not_asked_is_refused() -> None:
     one = np.float32([1, 0, 0, 0])
     out = play(strategy, {1: one, 7: one}, nodes=[1, 2])
     np.testing.assert_allclose(out, one * 0.1)
-    assert "not asked" in strategy.reports[1].rejected[7]
+    assert "not asked" in strategy.reports[1].refused[7]
     assert set(strategy.privacy.participations) == {1, 2}
 
 
@@ -237,7 +237,7 @@ def test_who_is_in_the_sum_twice_counts_once() -> None:
     one = np.float32([1, 0, 0, 0])
     out = play(strategy, [(1, one), (1, one), (2, one)], nodes=[1, 2])
     np.testing.assert_allclose(out, one * 0.2)
-    assert "one contribution each" in strategy.reports[1].rejected[1]
+    assert "one contribution each" in strategy.reports[1].refused[1]
 
 
 def test_poisson_takes_part_with_its_rate_and_claims_it() -> None:

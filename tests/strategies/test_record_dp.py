@@ -175,7 +175,7 @@ def test_an_update_that_does_not_say_what_it_cost_is_no_part_of_the_model(lie, c
     result = play(strategy, rounds=1, clients=3, alter=alter)
     assert weight(result) == pytest.approx(0.5)
     assert set(strategy.privacy.participations) == {0, 1}
-    (reason,) = strategy.reports[1].rejected.values()
+    (reason,) = strategy.reports[1].refused.values()
     assert "account" in reason or "does not say" in reason
 
 
@@ -217,7 +217,7 @@ def test_a_hostile_model_is_paid_for_and_left_out_and_the_run_goes_on(lie, codec
         result = fit(strategy, nodes, toy.model(), 2)
     assert weight(result) == pytest.approx(1.0)
     assert strategy.privacy.participations == {0: 6, 1: 6, 2: 6}
-    assert len(strategy.reports[2].rejected) == 1
+    assert len(strategy.reports[2].refused) == 1
 
 
 def test_buffers_of_clients_are_no_part_of_a_model_without_the_pair():
@@ -281,8 +281,8 @@ def test_d1_both_of_two_twins_are_paid_for_and_neither_is_used(codec, caplog):
         assert weight(result) == pytest.approx(1.0)
         assert strategy.privacy.participations == {0: 6, 1: 6, 2: 12}
         for report in strategy.reports.values():
-            assert report.rejected.keys() == twins
-            assert all("2 nodes declare partition 2" in reason for reason in report.rejected.values())
+            assert report.refused.keys() == twins
+            assert all("2 nodes declare partition 2" in reason for reason in report.refused.values())
             assert report.used == 2
         (told,) = [m for m in caplog.messages if "declare partition 2" in m and "reply not used" in m]
         assert all(str(node) in told for node in twins)
@@ -298,8 +298,8 @@ def test_d1_who_held_a_partition_keeps_it_and_the_newcomers_training_is_paid_for
         fresh.load_state_dict(strategy.state_dict())
         for resumed in (strategy, fresh):
             fit(resumed, nodes, arrays, 2, start_round=2, timeout=9)
-            assert resumed.reports[2].rejected.keys() == {twin}
-            assert f"only node {held}" in resumed.reports[2].rejected[twin]
+            assert resumed.reports[2].refused.keys() == {twin}
+            assert f"only node {held}" in resumed.reports[2].refused[twin]
             assert resumed.privacy.participations[2] >= 9
 
 
@@ -337,7 +337,7 @@ def test_a_node_answers_for_one_partition():
     with blind(2, alter) as nodes:
         fit(strategy, nodes, toy.model(), 2)
     assert strategy.privacy.participations == {0: 6, 1: 3}
-    assert "answered for partition 1 before" in next(iter(strategy.reports[2].rejected.values()))
+    assert "answered for partition 1 before" in next(iter(strategy.reports[2].refused.values()))
 
 
 def absurd(reply: RecordDict, server_round: int, partition: int) -> None:
@@ -356,7 +356,7 @@ def test_d1_reports_say_how_long_each_update_was_with_which_weight_and_how_many_
     report, size = strategy.reports[1], 1212
     assert report.norms == pytest.approx({ids[0]: 1e25 * size**0.5, ids[1]: size**0.5, ids[2]: 2 * size**0.5}, rel=1e-6)
     assert report.weights == dict.fromkeys(ids, 1.0)
-    assert (report.sent, report.used, report.plain) == (3, 3, 3)
+    assert (report.asked, report.used, report.plain) == (3, 3, 3)
 
 
 def test_d1_a_guard_refuses_an_absurd_update_and_its_training_is_paid_for():
@@ -366,8 +366,8 @@ def test_d1_a_guard_refuses_an_absurd_update_and_its_training_is_paid_for():
         result = fit(strategy, nodes, toy.model(), 2)
         first = nodes.node_id_of(0)
     assert weight(result) == pytest.approx(2 * 1.5)
-    assert all(report.rejected.keys() == {first} and report.used == 2 for report in strategy.reports.values())
-    assert "guard" in strategy.reports[1].rejected[first]
+    assert all(report.refused.keys() == {first} and report.used == 2 for report in strategy.reports.values())
+    assert "guard" in strategy.reports[1].refused[first]
     assert strategy.privacy.participations == {0: 6, 1: 6, 2: 6}
     with pytest.raises(ConfigError, match=r"Compressed\(\.\.\., guard=\.\.\.\)"):
         RecordDp(Compressed(mean, TopK(density=1.0)), PLAN, records=RECORDS, guard=Norms())
@@ -408,7 +408,7 @@ def test_d4_limits_on_what_a_reply_holds(more, said, codec):
     with InProcessGrid(client(alter), 3, seed=4) as nodes:
         result = fit(strategy, nodes, toy.model(), 1)
     assert weight(result) == pytest.approx(0.5)
-    (reason,) = strategy.reports[1].rejected.values()
+    (reason,) = strategy.reports[1].refused.values()
     assert said in reason
     assert strategy.privacy.participations == {0: 3, 1: 3, 2: 3}
 

@@ -23,10 +23,10 @@ from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.report import Report
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
-from fedcomp.strategies.replies import RoundReport
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.shared_support import SharedSupport
 
@@ -158,7 +158,7 @@ def test_b1_a_first_round_without_a_usable_reply_is_an_error_with_the_reasons(in
     strategy = Compressed(inner(fraction_evaluate=0.0), TopK(0.05))
     with pytest.raises(NoUsableReply, match=r"4 clients were asked.*3 x error 2:.*disk full.*1 of 4 without a reply"):
         run(strategy, failing({1}, {0, 1, 2}), fault=ScriptedFaults({(1, 3): "silent"}))
-    assert len(strategy.reports[1].rejected) == 3
+    assert len(strategy.reports[1].refused) == 3
 
 
 def test_b1_a_later_round_without_a_usable_reply_is_a_warning(shown: Shown) -> None:
@@ -203,9 +203,9 @@ def test_b1_a_log_of_a_thousand_rounds_stays_readable(shown: Shown) -> None:
     """One failing client: four warnings. One that never says the same twice: not one for each round either."""
     log = RoundLog("S")
     for number in range(1, 1001):
-        report = RoundReport(number, sent=3, used=1, compressed=1)
-        report.reject(11, f"update answers message {number}, expected {number + 1}: a stale reply")
-        report.reject(12, "".join(chr(97 + int(digit)) for digit in str(number)))
+        report = Report(number, asked=3, used=1, compressed=1)
+        report.refuse(11, f"update answers message {number}, expected {number + 1}: a stale reply")
+        report.refuse(12, "".join(chr(97 + int(digit)) for digit in str(number)))
         log.conclude(report)
     assert len(shown.lines("3 asked, 1 used, 2 refused")) == 1000
     assert [line.split(",")[1].split(":")[0] for line in shown.warnings("(node 11)")] == [
@@ -219,8 +219,8 @@ def test_b1_a_log_of_a_thousand_rounds_stays_readable(shown: Shown) -> None:
 
 def test_b1_what_a_client_writes_stays_on_one_line(shown: Shown) -> None:
     log = RoundLog("S")
-    report = RoundReport(1, sent=2, used=1, compressed=1)
-    report.reject(7, "no\nWARNING :   the server was told to stop\x1b[2J")
+    report = Report(1, asked=2, used=1, compressed=1)
+    report.refuse(7, "no\nWARNING :   the server was told to stop\x1b[2J")
     log.conclude(report)
     assert not [line for line in shown.lines("told to stop") if "round 1" not in line]
     assert "\x1b[2J" not in shown._stream.getvalue()

@@ -21,8 +21,8 @@ from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
+from fedcomp.flower.report import Report
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.replies import RoundReport
 
 ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 INNER = {"mean": lambda: fedavg(fraction_evaluate=0.0), "dense": lambda: FedMedian(**ONE, fraction_evaluate=0.0)}
@@ -133,7 +133,7 @@ def test_a_ratio_that_is_none_is_left_out_and_costs_no_update(value) -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
     result = run(strategy, declare(value))
     for report in strategy.reports.values():
-        assert (report.compressed, report.rejected) == (4, {})
+        assert (report.compressed, report.refused) == (4, {})
         assert len(report.memory) < 4
         assert all(isinstance(v, float) and 0.0 <= v < math.inf for v in report.memory.values())
         (note,) = report.notes
@@ -148,7 +148,7 @@ def test_reports_survive_json() -> None:
     numeric = ArrayRecord({"0": Array(np.zeros((40, 30), np.float32)), "1": Array(np.zeros(12, np.float32))})
     run(strategy, declare(0.5), initial=numeric)
     for report in strategy.reports.values():
-        again = RoundReport.from_json(json.loads(json.dumps(report.to_json())))
+        again = Report.from_json(json.loads(json.dumps(report.to_json())))
         assert again == report
         assert list(again.tensor_bytes) == ["0", "the dense rest"], "names of tensors stay names, also when digits"
         assert all(isinstance(node, int) for node in again.memory)

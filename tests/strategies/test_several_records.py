@@ -114,7 +114,7 @@ def test_b9_the_named_record_is_compressed_and_the_others_arrive_bit_for_bit(dow
     strategy = Compressed(wrapped, TopK(0.05), downlink, record="arrays")
     result, ledger = play(strategy, [compression()])
     np.testing.assert_array_equal(wrapped.control, plain.control)
-    assert [(r.compressed, r.rejected) for r in strategy.reports.values()] == 3 * [(3, {})]
+    assert [(r.compressed, r.refused) for r in strategy.reports.values()] == 3 * [(3, {})]
     assert stack(result.arrays).any()
     beside = 3 * 3 * (8 * SIZE + 128)
     up = dense.total("payload", direction="up"), ledger.total("payload", direction="up")
@@ -209,7 +209,7 @@ def test_b9_a_reply_that_lacks_what_the_others_have_costs_its_own_update_only() 
     grid = MeteredGrid(InProcessGrid(app, 3, seed=4), Ledger())
     strategy.start(grid, model(), num_rounds=1, timeout=9)
     assert strategy.reports[1].compressed == 2
-    (reason,) = strategy.reports[1].rejected.values()
+    (reason,) = strategy.reports[1].refused.values()
     assert "change" in reason
 
 

@@ -222,7 +222,7 @@ def test_conservation_under_faults(error_state: str, stale: bool) -> None:
     assert wipes >= 4
     reports = strategy.reports.values()
     assert sum(r.lost for r in reports) > 100
-    assert sum(len(r.rejected) for r in reports) > 60
+    assert sum(len(r.refused) for r in reports) > 60
     assert sum(len(r.rolled_back) for r in reports) > 60
     assert sum(r.compressed for r in reports) > 300
     for p in range(10):
@@ -262,7 +262,7 @@ def test_a_lost_leader_is_replaced_within_the_round() -> None:
         # Three clients are left; the turn of round 2 is the second of them.
         assert strategy.leaders == {1: 0, 2: 2, 3: 2}, kind
         assert sorted(strategy.values[2]) == [0, 2, 3], kind
-        assert strategy.reports[2].lost + len(strategy.reports[2].rejected) == 1, kind
+        assert strategy.reports[2].lost + len(strategy.reports[2].refused) == 1, kind
         assert sorted(strategy.values[3]) == [0, 1, 2, 3], kind
 
 
@@ -337,7 +337,7 @@ def test_replicas_are_the_servers_model_also_after_wipes() -> None:
                 grid.wipe(node)
     assert len(seen) > 200
     assert all(difference == 0.0 for _, difference in seen)
-    resyncs = [r for report in strategy.reports.values() for r in report.rejected.values() if "resync" in r]
+    resyncs = [r for report in strategy.reports.values() for r in report.refused.values() if "resync" in r]
     assert resyncs, "no wiped node ever asked for a full model"
 
 
@@ -374,7 +374,7 @@ def test_warm_up_is_dense_and_leaves_no_memory() -> None:
     """The first rounds equal plain FedAvg on the same updates; compression starts after them without a resync."""
     strategy = Watched(ScaleCom(0.02), warmup_rounds=2)
     run(strategy, 3, rounds=4)
-    assert [len(r.rejected) for r in strategy.reports.values()] == [0, 0, 0, 0]
+    assert [len(r.refused) for r in strategy.reports.values()] == [0, 0, 0, 0]
     for round_ in (1, 2):
         for partition, values in strategy.values[round_].items():
             made = np.concatenate([update(round_, partition, s, i).ravel() for i, s in enumerate([(40, 30), (12,)])])
@@ -414,7 +414,7 @@ def test_frames_too_large_to_ride_in_a_config_record(stale: bool) -> None:
     grid = metered(2, client=answer_queries(big))
     initial = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
     strategy.start(grid, initial, num_rounds=4, timeout=9)
-    assert [(r.compressed, r.changed, len(r.rejected)) for r in strategy.reports.values()] == [(2, 30_000, 0)] * 4
+    assert [(r.compressed, r.changed, len(r.refused)) for r in strategy.reports.values()] == [(2, 30_000, 0)] * 4
     # The last round's downlink is values, not models.
     assert grid.ledger.total("payload", round=4, direction="down", message_type="train") < 2 * 200_000
 
@@ -493,7 +493,7 @@ BAD_VALUES = {
 def test_bad_values_cost_their_senders_update_only(name: str) -> None:
     strategy = evil_run(_put(UPDATE, BAD_VALUES[name]), kind="query", culprit=2)
     assert sorted(strategy.values[2]) == [0, 1, 3]
-    assert len(strategy.reports[2].rejected) == 1
+    assert len(strategy.reports[2].refused) == 1
 
 
 BAD_BLOCKS = {
@@ -511,7 +511,7 @@ def test_a_bad_support_is_refused_and_another_leads(name: str) -> None:
     strategy = evil_run(_put(SUPPORT, BAD_BLOCKS[name]))
     assert strategy.leaders[2] != 1
     assert sorted(strategy.values[2]) == [0, 2, 3]
-    assert any("as leader" in reason for reason in strategy.reports[2].rejected.values())
+    assert any("as leader" in reason for reason in strategy.reports[2].refused.values())
 
 
 def test_a_support_the_leader_did_not_send_on_is_refused() -> None:
@@ -551,7 +551,7 @@ def test_apps_without_the_mod_are_told_what_they_lack() -> None:
 
     run(strategy, 3, rounds=2, client=client)
     assert sorted(strategy.values[2]) == [0, 2]
-    assert "shared_support()" in next(iter(strategy.reports[2].rejected.values()))
+    assert "shared_support()" in next(iter(strategy.reports[2].refused.values()))
 
 
 def test_the_mod_leaves_other_servers_alone() -> None:
@@ -584,7 +584,7 @@ def test_wrong_parameters() -> None:
 def test_a_share_of_the_nodes_takes_turns() -> None:
     strategy = Watched(ScaleCom(0.02), fraction_train=0.5)
     run(strategy, 6, rounds=8)
-    assert all(r.sent == 3 for r in strategy.reports.values())
+    assert all(r.asked == 3 for r in strategy.reports.values())
     assert len({p for values in strategy.values.values() for p in values}) == 6
 
 

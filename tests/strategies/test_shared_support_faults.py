@@ -299,10 +299,10 @@ def test_an_app_without_a_query_handler_is_told(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         strategy.start(grid, model(), num_rounds=6, timeout=9)
     told = [r.getMessage() for r in caplog.records if r.name == "flwr.fedcomp" and "answer_queries" in r.getMessage()]
-    (refused,) = {node for report in strategy.reports.values() for node in report.rejected}
+    (refused,) = {node for report in strategy.reports.values() for node in report.refused}
     # A node that was asked to lead in vain has a second reason.
     assert 1 <= sum(str(refused) in text for text in told) <= 2
-    assert "answer_queries" in strategy.reports[3].rejected[refused]
+    assert "answer_queries" in strategy.reports[3].refused[refused]
 
 
 def test_a_client_that_does_not_accept_the_codec_says_so() -> None:
@@ -310,7 +310,7 @@ def test_a_client_that_does_not_accept_the_codec_says_so() -> None:
     strategy = SharedSupport(ScaleCom(0.02))
     with pytest.raises(NoUsableReply, match="needs 2 exchanges"):
         strategy.start(grid_of(2, refusing), model(), num_rounds=1, timeout=9)
-    assert all("needs 2 exchanges" in reason for reason in strategy.reports[1].rejected.values())
+    assert all("needs 2 exchanges" in reason for reason in strategy.reports[1].refused.values())
 
 
 def test_what_a_leader_writes_does_not_fill_the_report() -> None:
@@ -362,7 +362,7 @@ def test_nodes_of_two_servers_lose_rounds_but_no_run_ends() -> None:
             models[index] = models[index] if new is None else new
     for strategy, arrays in zip(servers, models, strict=True):
         reports = strategy.reports.values()
-        reasons = [reason for report in reports for reason in report.rejected.values()]
+        reasons = [reason for report in reports for reason in report.refused.values()]
         assert reasons
         assert all("resync" in reason for reason in reasons)
         assert [r.compressed for r in reports].count(3) >= 3

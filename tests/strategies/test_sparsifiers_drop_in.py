@@ -137,7 +137,7 @@ def account(codec: Codec) -> tuple[np.ndarray, float, Watched]:
     assert wipes >= 3
     reports = strategy.reports.values()
     assert sum(r.lost for r in reports) >= 10
-    assert sum(len(r.rejected) for r in reports) >= 10
+    assert sum(len(r.refused) for r in reports) >= 10
     assert sum(len(r.rolled_back) for r in reports) >= 10
     assert sum(r.duplicates for r in reports) >= 5
     assert sum(r.compressed for r in reports) >= 40
@@ -241,5 +241,5 @@ def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
     strategy = Compressed(fedavg(fraction_evaluate=0.0), DGC(0.01, warmup=1))
     strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=3, timeout=9)
     assert [r.compressed for r in strategy.reports.values()] == [3, 2, 2]
-    reasons = [reason for r in strategy.reports.values() for reason in r.rejected.values()]
+    reasons = [reason for r in strategy.reports.values() for reason in r.refused.values()]
     assert all("120 values, round" in reason and "allows 12" in reason for reason in reasons)

@@ -173,7 +173,7 @@ def test_any_downlink_codec_goes_with_it(downlink) -> None:
     moved, _, grid = run(chosen, rounds=3)
     assert np.isfinite(moved).all()
     assert [report.compressed for report in chosen.reports.values()] == [NODES] * 3
-    assert not any(report.rejected for report in chosen.reports.values())
+    assert not any(report.refused for report in chosen.reports.values())
     down = grid.ledger.summary()["payload_down"]
     assert (down < 2.5 * 4 * SIZE * NODES) == (downlink is not None)
     # A compressed downlink leaves the clients another model, the server the true one.
@@ -273,8 +273,8 @@ def test_a_codec_with_more_votes_than_the_ballot_is_refused_reply_by_reply() -> 
     """The promise stands on the ballot of the mechanism, whatever codec was announced."""
     loose = Compressed(strategy(pair=False), TopkSign(k=51))
     moved, *_ = run(loose)
-    assert len(loose.reports[1].rejected) == NODES
-    assert "at most 50" in next(iter(loose.reports[1].rejected.values()))
+    assert len(loose.reports[1].refused) == NODES
+    assert "at most 50" in next(iter(loose.reports[1].refused.values()))
     assert not moved.any()
 
 
@@ -312,4 +312,4 @@ def test_a_zero_update_abstains_and_a_broken_one_is_an_absent_vote() -> None:
         chosen = strategy()
         moved, *_ = run(chosen, client=client_app([*mods(), spoilt(value)]))
         np.testing.assert_array_equal(moved * NODES, LR * others)
-        assert len(chosen.reports[1].rejected) == refused
+        assert len(chosen.reports[1].refused) == refused

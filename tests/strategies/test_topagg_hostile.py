@@ -125,7 +125,7 @@ def test_1_11_h_a_forged_vote_costs_nobody_but_its_sender(name: str, without: tu
     chosen = strategy(**SETTINGS)
     moved, *_ = run(chosen, client=forger(BAD[name]))
     report, ledger = chosen.reports[1], chosen.inner.privacy
-    assert len(report.rejected) == 1
+    assert len(report.refused) == 1
     assert report.compressed == NODES - 1
     assert moved.tobytes() == without[0].tobytes()
     assert ledger.events == without[1]
@@ -176,7 +176,7 @@ def test_1_11_h_a_reply_to_another_round_is_no_vote() -> None:
     moved, *_ = run(chosen, rounds=2, client=forger(replay))
     other, *_ = run(absent, rounds=2, fault=lambda d: "silent" if d.partition == CULPRIT and d.round == 2 else None)
     assert moved.tobytes() == other.tobytes()
-    assert "stale" in next(iter(chosen.reports[2].rejected.values()))
+    assert "stale" in next(iter(chosen.reports[2].refused.values()))
 
 
 def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
@@ -196,7 +196,7 @@ def test_1_11_h_a_layer_cannot_vote_for_another() -> None:
     moved, *_ = run(chosen, client=forger(evil))
     other, *_ = run(absent, fault=lambda d: "silent" if d.partition == CULPRIT else None)
     assert sum(layout_shares) == K
-    assert len(chosen.reports[1].rejected) == 1
+    assert len(chosen.reports[1].refused) == 1
     assert moved.tobytes() == other.tobytes()
 
 
@@ -226,7 +226,7 @@ def test_half_the_clients_hostile_leaves_the_other_half() -> None:
 
     moved, *_ = run(chosen, client=forging)
     np.testing.assert_array_equal(moved * NODES, ballots(1, range(0, NODES, 2)).sum(axis=0))
-    assert len(chosen.reports[1].rejected) == NODES // 2
+    assert len(chosen.reports[1].refused) == NODES // 2
 
 
 def test_no_vector_that_is_no_vote_passes_the_strategy() -> None:

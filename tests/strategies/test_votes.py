@@ -156,8 +156,8 @@ def test_a_plain_reply_that_cannot_vote_costs_itself_only() -> None:
     result = strategy.start(grid, model(-3e38), num_rounds=1, timeout=9)
     report = strategy.reports[1]
     assert (report.compressed, report.plain) == (3, 0)
-    assert all("NonFiniteUpdate" in reason for reason in report.rejected.values())
-    assert len(report.rejected) == 1
+    assert all("NonFiniteUpdate" in reason for reason in report.refused.values())
+    assert len(report.refused) == 1
     assert np.isfinite(stack(result.arrays)).all()
 
 
@@ -193,7 +193,7 @@ def test_nobody_has_more_than_one_vote() -> None:
 
     strategy = voting()
     arrays = run(strategy, app, rounds=2)
-    assert [(r.compressed, len(r.rejected)) for r in strategy.reports.values()] == [(4, 1)] * 2
+    assert [(r.compressed, len(r.refused)) for r in strategy.reports.values()] == [(4, 1)] * 2
     np.testing.assert_array_equal(arrays["weight"].numpy(), majority(2, 4))
 
 

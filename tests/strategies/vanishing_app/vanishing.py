@@ -103,12 +103,12 @@ def main(grid: Grid, context: Context) -> None:
     )
     metered = Told(grid, Path(str(config["out"])) / "gone")
     result = strategy.start(metered, initial(), num_rounds=1)
-    partitions = {str(node): metered.partition_of(node) for node in strategy.coded[1].included}
+    partitions = {str(node): metered.partition_of(node) for node in strategy.reports[1].coded.included}
     save(
         Path(str(config["out"])),
         result.arrays,
-        coded=strategy.coded[1].to_json(),
-        included=[partitions[str(node)] for node in strategy.coded[1].included],
+        coded=strategy.reports[1].coded.to_json(),
+        included=[partitions[str(node)] for node in strategy.reports[1].coded.included],
         peer={str(k): v for k, v in metered.ledger.by("node", "wire", link="peer").items()},
         hub=metered.ledger.total("wire", direction="up", link="hub"),
     )

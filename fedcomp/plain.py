@@ -1,0 +1,233 @@
+"""Values of declared types as plain data, and back: what reports, states and files are written in.
+
+Plain data are numbers, strings, lists and dictionaries with string keys, which JSON holds, and beside them bytes,
+arrays and Flower's records, which :mod:`fedcomp.flower.store` holds. The type says how to read them back: keys that are
+numbers, sets, tuples and dataclasses return as they were. What is read may be damaged or forged; one error says where
+and how.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from fedcomp.errors import FedcompError
+
+T = TypeVar("T")
+
+_SHOWN: Final = 60
+"""Characters of a wrong value that an error shows."""
+
+
+class PlainError(FedcompError, ValueError):
+    """Plain data are not what the declared type says; the message names where."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers an annotated int or float may be: ``Annotated[int, Range(0)]``.
+
+    Attributes
+    ----------
+    least, most : float
+        Bounds, both included. NaN is never in a range.
+    """
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def check(self, value: Any, where: str) -> None:
+        """Raise :class:`PlainError` for a value outside."""
+        if not self.least <= value <= self.most:
+            raise PlainError(f"{where} is {value!r}, expected a number from {self.least:g} to {self.most:g}")
+
+
+Count = Annotated[int, Range(0)]
+"""A whole number that cannot be negative."""
+
+
+def to_plain(value: Any) -> Any:
+    """Return ``value`` as plain data.
+
+    Dataclasses become dictionaries of their fields, or what their own ``to_json()`` returns; keys become strings, sets
+    sorted lists, tuples lists, numpy's scalars numbers. Anything else is returned as it is.
+
+    Examples
+    --------
+    >>> to_plain({3: {"b", "a"}, 1: (2.0, None)})
+    {'3': ['a', 'b'], '1': [2.0, None]}
+    """
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value) and not isinstance(value, type):
+        return fields_of(value)
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(to_plain(item) for item in value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as plain data, those it is made from (``init=True``)."""
+    return {each.name: to_plain(getattr(value, each.name)) for each in fields(value) if each.init}
+
+
+def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
+    """Return the value of type ``kind`` that :func:`to_plain` wrote.
+
+    Parameters
+    ----------
+    kind : type
+        A class or annotation: bool, int, float, str, bytes, None, Any, Literal, unions, lists, tuples, sets, mappings
+        with keys that are int or str, arrays (``NDArray[np.float32]`` of that dtype alone), dataclasses with such
+        fields, and classes with a ``from_json`` of their own. Of any other class the value has to be an instance.
+    where : str
+        What errors call the value.
+
+    Raises
+    ------
+    PlainError
+        When the value is not what ``kind`` says: of another type, outside of its range, with unknown or missing fields.
+
+    Examples
+    --------
+    >>> from_plain(dict[int, set[str]], {"3": ["a", "b"]}) == {3: {"a", "b"}}
+    True
+    >>> from_plain(dict[int, Count], {"3": -1}, "clips")
+    Traceback (most recent call last):
+    ...
+    fedcomp.plain.PlainError: clips['3'] is -1, expected a number from 0 to inf
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is Annotated:
+        found = from_plain(args[0], value, where)
+        for rule in args[1:]:
+            rule.check(found, where)
+        return found
+    if origin in (Union, types.UnionType):
+        return _one_of(args, value, where)
+    if origin is Literal:
+        if not any(type(value) is type(each) and value == each for each in args):
+            raise _wrong(value, where, f"one of {list(args)}")
+        return value
+    if kind is None or kind is type(None):
+        return _exactly(type(None), value, where)
+    if origin is np.ndarray or kind is np.ndarray:
+        return _array(args, value, where)
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(args, value, where)
+    if origin is tuple and args[-1] is not Ellipsis:
+        found = _exactly(list, value, where)
+        if len(found) != len(args):
+            raise _wrong(value, where, f"{len(args)} entries")
+        return tuple(from_plain(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, found, strict=True)))
+    if origin is not None and issubclass(origin, Sequence | Set):
+        items = [from_plain(args[0], item, f"{where}[{i}]") for i, item in enumerate(_exactly(list, value, where))]
+        make: type = origin if origin in (list, tuple, set, frozenset) else list
+        return make(items)
+    if kind is float:
+        # Not bool, which is a number to Python; a whole number is what a file makes of 2.0 sometimes.
+        if type(value) not in (int, float):
+            raise _wrong(value, where, "a number")
+        return float(value)
+    if kind in (bool, int, str, bytes, dict, list):
+        return _exactly(kind, value, where)
+    if hasattr(kind, "from_json"):
+        return kind.from_json(_exactly(dict, value, where))
+    if isinstance(kind, type) and is_dataclass(kind):
+        return from_fields(kind, value, where)
+    if not isinstance(value, kind):
+        raise _wrong(value, where, kind.__name__)
+    return value
+
+
+def from_fields(kind: type[T], value: Any, where: str = "value") -> T:
+    """Return the dataclass whose fields :func:`fields_of` wrote.
+
+    Raises
+    ------
+    PlainError
+        When a field is unknown, missing without a default, or wrong, or the class refuses its values.
+    """
+    given = _exactly(dict, value, where)
+    known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
+    if unknown := sorted(map(str, set(given) - set(known))):
+        raise PlainError(f"{where} has unknown fields {unknown[:5]}; {kind.__name__} has {sorted(known)}")
+    required = {n for n, each in known.items() if each.default is MISSING and each.default_factory is MISSING}
+    if missing := sorted(required - set(given)):
+        raise PlainError(f"{where} lacks the fields {missing} of {kind.__name__}")
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class can be hashed
+    values = {name: from_plain(hints[name], item, f"{where}.{name}") for name, item in given.items()}
+    try:
+        return kind(**values)
+    except (FedcompError, ValueError, TypeError) as error:
+        raise PlainError(f"{where} is not a valid {kind.__name__}: {error}") from error
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _wrong(value: Any, where: str, expected: str) -> PlainError:
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return PlainError(f"{where} is {shown} ({type(value).__name__}), expected {expected}")
+
+
+def _exactly(kind: type[T], value: Any, where: str) -> T:
+    if type(value) is not kind:
+        raise _wrong(value, where, kind.__name__)
+    return value
+
+
+def _one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Return ``value`` as the first of several types that takes it, its own type before all others."""
+    for kind in sorted(kinds, key=lambda kind: kind is not type(value)):
+        try:
+            return from_plain(kind, value, where)
+        except PlainError:
+            continue
+    raise _wrong(value, where, " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds))
+
+
+def _mapping(args: tuple[Any, ...], value: Any, where: str) -> dict[Any, Any]:
+    out = {}
+    for key, item in _exactly(dict, value, where).items():
+        at = f"{where}[{key!r}]"
+        out[_key(args[0], key, at)] = from_plain(args[1], item, at)
+    if len(out) < len(value):
+        raise PlainError(f"{where} has one key twice")
+    return out
+
+
+def _key(kind: Any, key: Any, where: str) -> Any:
+    text = _exactly(str, key, where)
+    if kind is str:
+        return text
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise PlainError(f"{where} has a key that is not a whole number") from error
+    return from_plain(kind, number, where)
+
+
+def _array(args: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Return a numeric array; of the dtype that the annotation names, if it names one."""
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        raise _wrong(value, where, "an array of numbers")
+    named = get_args(args[1]) if len(args) > 1 else ()
+    if named and named[0] is not Any and value.dtype != np.dtype(named[0]):
+        raise PlainError(f"{where} is an array of {value.dtype}, expected {np.dtype(named[0])}")
+    return value
