@@ -282,8 +282,8 @@ def test_a_capped_client_votes_no_more_than_it_may() -> None:
     chosen = strategy(noise_multiplier=1.0, sampling=Sampling("capped", cap=2))
     run(chosen, rounds=4)
     assert set(chosen.inner.privacy.participations.values()) == {2}
-    assert [chosen.reports[r].sent for r in (1, 2)] == [NODES, NODES]
-    assert not chosen.reports[3].sent
+    assert [chosen.reports[r].asked for r in (1, 2)] == [NODES, NODES]
+    assert not chosen.reports[3].asked
 
 
 def test_a_plain_weighted_mean_learns_the_mean_vote() -> None:
