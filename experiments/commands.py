@@ -37,10 +37,15 @@ def invoke(app: typer.Typer, program: str, arguments: Sequence[str] | None, setu
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has seen enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return OK
+        return unread()
     return int(code or OK)
+
+
+def unread() -> int:
+    """Return success when whoever read the output has seen enough."""
+    # Python would complain once more when it flushes at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return OK
 
 
 def complain(message: str, code: int) -> int:

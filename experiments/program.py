@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fedcomp.experiments.commands import OK, WRONG_INPUT, complain
+from fedcomp.experiments.commands import OK, WRONG_INPUT, complain, unread
 
 USAGE = """\
 usage: fedcomp COMMAND ...
@@ -23,8 +23,8 @@ fedcomp COMMAND --help says what a command takes."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; return its exit code."""
-    command, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
-    rest = rest[:-1]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = words[0] if words else "", words[1:]
     # Each is imported when it is asked for: a node needs neither the experiments nor what they bring.
     if command == "run":
         from fedcomp.experiments.run import main as run
@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         edge(rest)  # becomes the node
         return OK
     if command in ("", "-h", "--help"):
-        print(USAGE)
+        try:
+            print(USAGE, flush=True)
+        except BrokenPipeError:
+            return unread()
         return OK
     return complain(f"no command {command!r}; fedcomp has run, bench and edge", WRONG_INPUT)
