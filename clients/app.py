@@ -29,7 +29,7 @@ from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import models, put_node
-from fedcomp.flower.record_dp import RECORD_DP, Plan
+from fedcomp.flower.record_dp import Plan
 from fedcomp.flower.records import to_arrays
 from fedcomp.rng import Key
 
@@ -65,7 +65,8 @@ def train(msg: Message, context: Context) -> Message:
     name, model = job.model(task, msg)
     if plan is not None:
         spent = train_privately(task, model, data, plan, context, key=job.key("batches"), **job.training())
-        private_reply = RecordDict({name: _to_record(model), RECORD_DP: spent.to_record()})
+        private_reply = RecordDict({name: _to_record(model)})
+        spent.put(private_reply)
         put_node(private_reply, job.partition)
         return Message(private_reply, reply_to=msg)
     metrics = task.train(model, data, key=job.key("batches"), **job.training())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.flower import datalens, gcn, lsg
+from fedcomp.flower import datalens, gcn, lsg, record_dp
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -23,10 +23,12 @@ from fedcomp.flower.schema import (
     Int,
     Many,
     OneOf,
+    Options,
     Real,
     Rule,
     Schema,
     Text,
+    TextSchema,
 )
 
 _ASK = gcn.Ask("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
@@ -48,6 +50,20 @@ EXAMPLES: dict[str, Schema] = {
     "datalens.Answered": datalens.Answered("s", 3),
     "lsg.Ask": lsg.Ask(2, "fc.*", 0.25, -9, 1.5, True),
     "lsg.Ask/all": lsg.Ask(0, "", 1.0, 9, 1.5, False),
+    "record_dp.Plan": record_dp.Plan(
+        method="topagg",
+        noise_multiplier=1.25,
+        clip=0.5,
+        rate=0.01,
+        steps=7,
+        delta=1e-5,
+        adjacency="zero_out",
+        budget=3.0,
+        noise="discrete_gaussian",
+        insecure=True,
+        options={"k": 3},
+    ),
+    "record_dp.Account": record_dp.Account("a", 2, 9),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
@@ -59,6 +75,7 @@ CONFLICTS: list[Schema] = [
     replace(_HELLO, test=11),
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
+    record_dp.Account("a", 10, 9),
 ]
 """Messages of which every field is in range, and which mean nothing all the same."""
 
@@ -77,28 +94,50 @@ OTHERS: dict[type, tuple[Any, ...]] = {
 def content_of(message: Schema) -> RecordDict:
     """Return a message's content."""
     content = RecordDict()
-    message.put(content)
+    if isinstance(message, TextSchema):
+        content["config"] = ConfigRecord({message.KEY: message.to_text()})
+    else:
+        message.put(content)
+    return content
+
+
+def taken(schema: type[Schema], content: RecordDict) -> Schema:
+    """Return the message in :func:`content_of`'s content."""
+    if issubclass(schema, TextSchema):
+        return schema.from_text(content.config_records["config"][schema.KEY])
+    return schema.take(content)
+
+
+def entries_of(message: Schema) -> dict[str, Any]:
+    """Return what a message's record holds."""
+    return message.values() if isinstance(message, TextSchema) else dict(content_of(message)[message.KEY])
+
+
+def with_entries(message: Schema, entries: dict[str, Any]) -> RecordDict | None:
+    """Return a message's content with these in place of its entries; None where no record can hold them."""
+    content = content_of(message)
+    try:
+        if isinstance(message, TextSchema):
+            content["config"] = ConfigRecord({message.KEY: json.dumps(entries)})
+        else:
+            content[message.KEY] = message.HOLDER(entries)
+    except TypeError:
+        return None
     return content
 
 
 def damages(message: Schema, entry: Entry) -> Iterator[tuple[str, RecordDict]]:
     """Yield everything that may be wrong with one field of a message: what it is, and the content with it."""
     for what, change in _changes(type(message), entry, message.values().get(entry.name)):
-        content = content_of(message)
         if isinstance(entry.rule, Frames):
+            content = content_of(message)
             change(content, f"{message.KEY}/{entry.name}")
             yield what, content
             continue
-        values = dict(content[message.KEY])
-        if change is REQUIRED:
-            values.pop(entry.name)
-        else:
-            values[entry.name] = change
-        try:
-            content[message.KEY] = message.HOLDER(values)
-        except TypeError:
-            continue  # no record can hold it
-        yield what, content
+        entries = {name: value for name, value in entries_of(message).items() if name != entry.name}
+        made = with_entries(message, entries if change is REQUIRED else {**entries, entry.name: change})
+        if made is not None:
+            yield what, made
 
 
 def all_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
@@ -111,18 +150,16 @@ def all_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
 
 def whole_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
     """Yield what may be wrong with a message as a whole."""
-    content = content_of(message)
-    content[message.KEY] = message.HOLDER({**content[message.KEY], message.PREFIX + "unheard-of": 1})
-    yield "a field too many", content
+    changes: dict[str, dict[str, Any]] = {"a field too many": {message.PREFIX + "unheard-of": 1}}
     if message.VERSION:
-        for version in (message.VERSION + 1, 0, -1, True, str(message.VERSION), float(message.VERSION)):
-            content = content_of(message)
-            content[message.KEY][message.PREFIX + VERSION_FIELD] = version
-            yield f"version {version!r}", content
-        content = content_of(message)
-        del content[message.KEY][message.PREFIX + VERSION_FIELD]
-        yield "no version", content
-    if not message.PREFIX:
+        versions = (message.VERSION + 1, 0, -1, True, str(message.VERSION), float(message.VERSION), None)
+        changes |= {f"version {version!r}": {message.PREFIX + VERSION_FIELD: version} for version in versions}
+    for what, change in changes.items():
+        entries = {name: value for name, value in {**entries_of(message), **change}.items() if value is not None}
+        content = with_entries(message, entries)
+        assert content is not None
+        yield what, content
+    if not message.PREFIX and not isinstance(message, TextSchema):
         content = content_of(message)
         del content[message.KEY]
         yield "no record", content
@@ -137,8 +174,8 @@ def _changes(schema: type[Schema], entry: Entry, value: Any) -> Iterator[tuple[s
     if entry.rule.missing is REQUIRED:
         yield "missing", REQUIRED
     hint = get_type_hints(schema, include_extras=True)[entry.field]
-    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    for other in OTHERS[get_origin(kind) or kind]:
+    kind = get_args(hint)[0]
+    for other in OTHERS[{Literal: str, Mapping: dict}.get(get_origin(kind), get_origin(kind) or kind)]:
         yield f"is {other!r}", other
     if isinstance(entry.rule, Many) and value:
         (item, *_) = get_args(kind)
@@ -169,6 +206,9 @@ def _beyond(rule: Rule) -> Iterator[tuple[str, Any]]:
         yield from ((f"is {text[:20]!r}", text) for text in ("{", "[]", "1", "null", '"x"', "[" * (rule.most - 1)))
         yield "is too long", json.dumps({"x": "y" * rule.most})
         yield "is too deep", '{"x":' * 40 + "1" + "}" * 40
+    elif isinstance(rule, Options):
+        yield "is too long", {f"x{i}": i for i in range(rule.most + 1)}
+        yield from ((f"holds {item!r}", {"x": item}) for item in (None, [1], {"y": 1}, math.nan, math.inf))
     elif isinstance(rule, Many):
         item = _valid(rule.each)
         if rule.most <= 1 << 17:
@@ -197,8 +237,6 @@ def _frame_changes(rule: Frames) -> Iterator[tuple[str, Any]]:
         put_frame(content, f"{prefix}/x", b"x")
 
     def other(content: RecordDict, prefix: str) -> None:
-        from flwr.app import ConfigRecord
-
         content[f"{prefix}/0"] = ConfigRecord({"a": 1})
 
     def many(content: RecordDict, prefix: str) -> None:

@@ -22,7 +22,7 @@ from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
-from fedcomp.flower.record_dp import RECORD_DP, Account, Plan
+from fedcomp.flower.record_dp import Account, Plan
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.votes import TopkSign
@@ -67,7 +67,7 @@ def accounted(msg: Message, context: Context, call_next) -> Message:
     total = int(context.state.config_records.get("spent", ConfigRecord({"total": 0}))["total"]) + plan.steps
     context.state["spent"] = ConfigRecord({"total": total})
     account = Account(f"ledger {context.node_config['partition-id']}", plan.steps, total)
-    reply.content[RECORD_DP] = account.to_record()
+    account.put(reply.content)
     return reply
 
 

@@ -6,15 +6,13 @@ was spent, since only whoever knows all clients can say what the run as a whole 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from flwr.app import ConfigRecord
-
-from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.privacy.events import Adjacency, Event
+from fedcomp.errors import FedcompError
+from fedcomp.flower.schema import Flag, Int, OneOf, Options, Real, Schema, Text, TextSchema
+from fedcomp.privacy.events import ADJACENCIES, NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.sampling import Sampling
 
@@ -26,17 +24,16 @@ RECORD_DP: Final = "record-dp"
 
 METHODS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
 
-MAX_NAME: Final = 64
 MAX_STEPS: Final = 1 << 40
-"""What a server reads of an account: characters of the ledger's name, and steps."""
+"""Steps that a plan asks for, or a client says it took."""
 
 
 class WrongAccount(FedcompError):
-    """What a client says it spent cannot be read, or cannot be true."""
+    """What a client says it spent cannot be true."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(TextSchema, key=RECORD_DP):
     """How every client trains.
 
     Attributes
@@ -60,21 +57,17 @@ class Plan:
         Of the method: ``k``; ``keep``; ``rank``.
     """
 
-    method: str = "dp-sgd"
-    noise_multiplier: float
-    clip: float = 1.0
-    rate: float
-    steps: int
-    delta: float
-    adjacency: Adjacency = "add_remove"
-    budget: float = 0.0
-    noise: str = "discrete_gaussian"
-    insecure: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_text(self) -> str:
-        """Return the plan as one text."""
-        return json.dumps({**asdict(self), "options": dict(self.options)}, sort_keys=True, separators=(",", ":"))
+    method: Annotated[str, OneOf(*METHODS)] = "dp-sgd"
+    noise_multiplier: Annotated[float, Real(least=0.0)]
+    clip: Annotated[float, Real(least=0.0)] = 1.0
+    rate: Annotated[float, Real(above=0.0, most=1.0)]
+    steps: Annotated[int, Int(1, MAX_STEPS)]
+    delta: Annotated[float, Real(least=0.0, most=1.0)]
+    adjacency: Annotated[Adjacency, OneOf(*ADJACENCIES)] = "add_remove"
+    budget: Annotated[float, Real(least=0.0)] = 0.0
+    noise: Annotated[str, OneOf(*NOISES)] = "discrete_gaussian"
+    insecure: Annotated[bool, Flag()] = False
+    options: Annotated[Mapping[str, Any], Options(16)] = field(default_factory=dict)
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Plan | None:
@@ -82,19 +75,11 @@ class Plan:
 
         Raises
         ------
-        ConfigError
+        SchemaError
             When it cannot be read: a client that cannot tell what is asked does not train without noise.
         """
         text = config.get(RECORD_DP)
-        if text is None:
-            return None
-        try:
-            values = json.loads(text)
-            return cls(**values)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"the plan of a private training cannot be read: {error}; use the same release"
-            ) from error
+        return None if text is None else cls.from_text(text)
 
     def ledger(self, records: int) -> Ledger:
         """Return an empty ledger of somebody with ``records`` records.
@@ -137,7 +122,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Account:
+class Account(Schema, key=RECORD_DP):
     """What a client spent, in steps of the plan.
 
     Attributes
@@ -148,31 +133,12 @@ class Account:
         Of the training that this comes with; of all trainings, this one included, whatever became of their replies.
     """
 
-    run: str
-    now: int
-    total: int
+    run: Annotated[str, Text(64, least=1)]
+    now: Annotated[int, Int(1, MAX_STEPS)]
+    total: Annotated[int, Int(1, MAX_STEPS)]
 
-    def to_record(self) -> ConfigRecord:
-        """Return the account as a record of a reply."""
-        return ConfigRecord({"run": self.run, "now": self.now, "total": self.total})
-
-    @classmethod
-    def read(cls, record: Any) -> Account:
-        """Read :meth:`to_record`.
-
-        Raises
-        ------
-        WrongAccount
-            When there is none, or it cannot be true.
-        """
-        if not isinstance(record, ConfigRecord) or set(record) != {"run", "now", "total"}:
-            raise WrongAccount("the reply does not say what its training spent: its client adds no noise of this kind")
-        run, now, total = record["run"], record["now"], record["total"]
-        if not isinstance(run, str) or not 0 < len(run) <= MAX_NAME:
-            raise WrongAccount("the account of a client names no ledger")
-        if type(now) is not int or type(total) is not int or not 0 < now <= total <= MAX_STEPS:
-            raise WrongAccount(f"the account of a client says {total!r} steps, {now!r} of them now; one is not true")
-        return cls(run, now, total)
+    def conflict(self) -> str:
+        return f"{self.now} of {self.total} steps" if self.now > self.total else ""
 
 
 def steps_in(ledger: Ledger) -> int:

@@ -30,6 +30,7 @@ from fedcomp.flower.payload import take_node
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
 from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
 from fedcomp.flower.report import Report, Reports, reports_of
+from fedcomp.flower.schema import SchemaError
 from fedcomp.layout import Layout
 from fedcomp.privacy.parallel import ParallelLedger
 from fedcomp.privacy.statement import Statement, make_statement
@@ -308,12 +309,12 @@ class RecordDp(Strategy):
                 passed.append(reply)
                 continue
             try:
-                account = Account.read(reply.content.get(RECORD_DP))
+                account = Account.take(reply)
                 # The very same reply, delivered again, is no other training.
                 if answered.get(number) != account:
                     self._book(sent.node, take_node(reply), account)
                 answered[number] = account
-            except WrongAccount as reason:
+            except (WrongAccount, SchemaError) as reason:
                 passed.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
                 continue
             surplus = [name for name, r in reply.content.items() if isinstance(r, MetricRecord) or name == RECORD_DP]

