@@ -21,15 +21,15 @@ from fedcomp.wire.errors import (
     ChecksumMismatch,
     Corrupt,
     LimitExceeded,
-    NonFinite,
     Truncated,
     UnsupportedVersion,
 )
-from fedcomp.wire.index import Support, indices_from_gaps
-from fedcomp.wire.rice import Rice
+from fedcomp.wire.index import indices_from_gaps
+from fedcomp.wire.section import Section
+from fedcomp.wire.values import Raw
 
 MAGIC: Final = b"FCG"
-VERSION: Final = 1
+VERSION: Final = 2
 KINDS: Final = {1: "ids", 2: "rows", 3: "norms", 4: "structure"}
 IDS, ROWS, NORMS, STRUCTURE = KINDS
 
@@ -167,43 +167,6 @@ def take_section(body: memoryview, pos: int, size: int, what: str) -> tuple[memo
     return body[pos : pos + size], pos + size
 
 
-def put_pattern(places: Ids, size: int) -> bytes:
-    """Return where the ones of a matrix of zeros and ones are: number, length and parameter of a Rice code, the code.
-
-    Parameters
-    ----------
-    places : ndarray of int64, (k,)
-        Flat places, row by row: ascending, without repeats, below ``size``.
-    size : int
-        Rows times columns.
-    """
-    params, code = Rice().encode(Support(places, size))
-    return put_varint(places.size) + put_varint(len(code)) + params + code
-
-
-def take_pattern(body: memoryview, pos: int, size: int, limit: int | None = None) -> tuple[Ids, int]:
-    """Read what :func:`put_pattern` wrote at ``pos``; return the places and the position after it.
-
-    Raises
-    ------
-    Truncated, Corrupt, LimitExceeded
-        The last when there are more than ``limit`` places. Memory is at most 150 bytes per byte read without it.
-    """
-    count, pos = take_varint(body, pos, len(body))
-    length, pos = take_varint(body, pos, len(body))
-    if limit is not None and count > limit:
-        raise LimitExceeded(f"a frame holds {count} entries; at most {limit} are taken")
-    params, pos = take_section(body, pos, 1, "parameters")
-    code, pos = take_section(body, pos, length, "places")
-    if count > size:
-        raise Corrupt(f"{count} places cannot be different ones of {size}")
-    rice = Rice()
-    least, most = rice.bounds(bytes(params), size, count)
-    if not least <= length <= most:
-        raise Corrupt(f"{count} places of {size} take {least} to {most} bytes, found {length}")
-    return rice.decode(bytes(params), code, size, count), pos
-
-
 def seal(kind: int, parts: Iterable[Buffer]) -> bytes:
     """Return the frame of ``kind`` with ``parts`` as its body: the envelope and a checksum around them."""
     parts = [MAGIC + bytes((VERSION, kind)), *parts]
@@ -328,9 +291,7 @@ def put_norms(ids: Ids, norms: ArrayLike) -> bytes:
 def take_norms(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.float32], int]:
     """Read a section of ``count`` norms at ``pos``; return them and the position after it, or raise WireError."""
     section, pos = take_section(body, pos, 4 * count, "norms")
-    norms = np.frombuffer(section, "<f4").astype(np.float32)
-    if not np.isfinite(norms).all():
-        raise NonFinite("a norm is NaN or infinite")
+    norms = Section(count, Raw).read(section).values.decode()
     if np.signbit(norms).any():
         raise Corrupt("a norm is negative")
     return norms, pos

@@ -1,9 +1,9 @@
 """Row codecs: the bytes of feature rows on their way from their owner to another client.
 
 A frame holds the ids of its rows and the rows; ``select`` takes rows out of a frame and makes the very bytes that
-encoding these rows alone would have made. Where values stand and how they are written down are the index and value
-codecs of :mod:`fedcomp.wire`. Word counts are mostly zeros, and there the codec matters more than the sampler: of Cora,
-5 732 bytes dense are 18 as one Rice code of where the ones are.
+encoding these rows alone would have made. Rows are sections of :mod:`fedcomp.wire`: its index codecs say where values
+stand, its value codecs what they are. Word counts are mostly zeros, and there the codec matters more than the sampler:
+of Cora, 5 732 bytes dense are 18 as one Rice code of where the ones are.
 
 =============  =====================================  ==========================================
 name           bytes per row, beside its id           exact for
@@ -43,17 +43,16 @@ from fedcomp.graphs.ids import (
     ascending,
     finish,
     put_ids,
-    put_pattern,
     seal,
     take_ids,
-    take_pattern,
     take_section,
     unseal,
     widened,
 )
-from fedcomp.wire import Raw
+from fedcomp.wire import Ones, Raw
 from fedcomp.wire.bits import Buffer, put_varint, take_varint
 from fedcomp.wire.errors import Corrupt, LimitExceeded, NonFinite, SchemaMismatch, Truncated, UnsupportedCodec
+from fedcomp.wire.section import Section
 
 Floats = NDArray[np.floating[Any]]
 
@@ -448,7 +447,7 @@ class Int8(RowCodec):
 
 
 class _Csr(RowCodec):
-    """Compressed sparse rows: one Rice code of the places of all non-zeros, then their values."""
+    """Compressed sparse rows: the non-zeros of all rows as one sparse section."""
 
     dtype: ClassVar[np.dtype[Any]]
 
@@ -459,22 +458,24 @@ class _Csr(RowCodec):
             # What is too small for the dtype has become zero.
             kept = rounded.view(BITS[rounded.itemsize]) != 0
             places, rounded = places[kept], rounded[kept]
-        return [put_pattern(places, block.rows * block.features), Raw(rounded).pack()[1]]
+        return [self._section(block.rows * block.features).write(Raw(rounded), places)]
 
     def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
-        places, pos = take_pattern(body, 0, count * d)
-        section, pos = take_section(body, pos, places.size * self.dtype.itemsize, "values")
-        finish(body, pos)
-        values = Raw.unpack(b"", section, places.size, self.dtype.name).array
+        found = self._section(count * d).read(body)
+        places, values = found.indices, found.values.decode()
+        assert places is not None
         if not values.view(BITS[values.itemsize]).all():
             raise Corrupt("a zero is among the non-zeros of a frame of rows")
         return Block(count, d, entries=(places, values))
+
+    def _section(self, size: int) -> Section:
+        return Section(size, Raw, "rice", dtype=self.dtype.name)
 
 
 class Csr(_Csr):
     """Non-zeros as float32."""
 
-    codec_id = 10
+    codec_id = 5
     name = "csr"
     dtype = _F32
 
@@ -482,7 +483,7 @@ class Csr(_Csr):
 class CsrF16(_Csr):
     """Non-zeros as float16; a value that float16 cannot hold is refused."""
 
-    codec_id = 11
+    codec_id = 6
     name = "csr-f16"
     dtype = _F16
 
@@ -490,12 +491,12 @@ class CsrF16(_Csr):
 class CsrF64(_Csr):
     """Non-zeros as float64."""
 
-    codec_id = 12
+    codec_id = 7
     name = "csr-f64"
     dtype = _F64
 
 
-class BinaryRice(RowCodec):
+class Binary(RowCodec):
     """Places of non-zeros, where each row has one value beside 0.
 
     That value is 1 for word occurrences, and one over the number of words for normalised ones; it travels only when it
@@ -512,7 +513,7 @@ class BinaryRice(RowCodec):
     ====  ====================================
     """
 
-    codec_id = 9
+    codec_id = 8
     name = "binary-rice"
 
     def write(self, block: Block, ids: Ids) -> list[Buffer]:
@@ -525,15 +526,27 @@ class BinaryRice(RowCodec):
                 f"the row of node {int(ids[row])} has different values beside 0, which {self.name!r} cannot hold; "
                 "take 'csr' or 'auto'"
             )
-        coded = _put_singles(values, np.diff(block.starts))
-        return [coded[:1], put_pattern(block.entries[0], block.rows * block.features), coded[1:]]
+        places = block.entries[0]
+        section = Section(block.rows * block.features, Ones, "rice").write(Ones(places.size), places)
+        return [_put_singles(values, np.diff(block.starts)), section]
 
     def read(self, body: memoryview, count: int, d: int, dtype: np.dtype[Any]) -> Block:
         mode, pos = take_varint(body, 0, len(body))
-        places, pos = take_pattern(body, pos, count * d)
+        if mode > 4:
+            raise Corrupt(f"mode {mode} of binary rows is unknown; expected 0 to 4")
+        dtype = _F64 if mode in (2, 4) else _F32
+        section, pos = take_section(body, pos, count * dtype.itemsize if mode > 2 else 0, "values")
+        places = Section(count * d, Ones, "rice").read(body[pos:]).indices
+        assert places is not None
         counts = np.bincount(places // d, minlength=count)
-        values, pos = _take_singles(body, pos, counts, mode)
-        finish(body, pos)
+        if mode > 2:
+            values = Section(count, Raw, dtype=dtype.name).read(section).values.decode()
+            if not np.array_equal(values.view(BITS[dtype.itemsize]) != 0, counts > 0):
+                raise Corrupt("the value of a row is 0 although it has non-zeros, or is not although it has none")
+        else:
+            values = np.where(counts == 0, 0.0, _implied(mode, counts)).astype(dtype)
+        if (least := _put_singles(widened(values), counts)[0]) < mode:
+            raise Corrupt(f"binary rows are written in mode {mode}, and mode {least} holds for all of them")
         return Block(count, d, entries=(places, np.repeat(values, counts)))
 
 
@@ -549,24 +562,6 @@ def _put_singles(values: NDArray[np.float64], counts: Ids) -> bytes:
     if np.array_equal(narrow.astype(np.float64), values):
         return b"\x03" + narrow.tobytes()
     return b"\x04" + values.astype("<f8").tobytes()
-
-
-def _take_singles(body: memoryview, pos: int, counts: Ids, mode: int) -> tuple[Floats, int]:
-    """Return the value of each row, float32 or float64, and the position after them."""
-    if mode > 4:
-        raise Corrupt(f"mode {mode} of binary rows is unknown; expected 0 to 4")
-    values: Floats
-    if mode < 3:
-        values = np.where(counts == 0, 0.0, _implied(mode, counts)).astype(_F64 if mode == 2 else _F32)
-    else:
-        kind = _F32 if mode == 3 else _F64
-        section, pos = take_section(body, pos, counts.size * kind.itemsize, "values")
-        values = Raw.unpack(b"", section, counts.size, kind.name).array
-        if not np.array_equal(values.view(BITS[kind.itemsize]) != 0, counts > 0):
-            raise Corrupt("the value of a row is 0 although it has non-zeros, or is not although it has none")
-    if (least := _put_singles(widened(values), counts)[0]) < mode:
-        raise Corrupt(f"binary rows are written in mode {mode}, and mode {least} holds for all of them")
-    return values, pos
 
 
 def _implied(mode: int, counts: Ids) -> NDArray[np.float64]:
@@ -596,7 +591,7 @@ class Auto(RowCodec):
         size = block.rows * block.features * dtype.itemsize + best.padding(after, block.rows, block.features)
         body: list[Buffer] | None = None
         few = Block(block.rows, block.features, entries=(places, values)).astype(dtype)
-        for form in (_CSR[dtype], *((BinaryRice(),) if few.single is not None else ())):
+        for form in (_CSR[dtype], *((Binary(),) if few.single is not None else ())):
             written = form.write(few, ids)
             length = sum(map(len, written))
             if length < size:
@@ -620,7 +615,7 @@ def _holds(values: Floats, dtype: np.dtype[Any]) -> bool:
 
 _DENSE: Final[Mapping[np.dtype[Any], RowCodec]] = {form.dtype: form for form in (DenseF16(), DenseF32(), DenseF64())}
 _CSR: Final[Mapping[np.dtype[Any], RowCodec]] = {form.dtype: form for form in (CsrF16(), Csr(), CsrF64())}
-_ALL: Final = (DenseF32(), DenseF16(), DenseF64(), Int8(), Csr(), CsrF16(), CsrF64(), BinaryRice())
+_ALL: Final = (DenseF32(), DenseF16(), DenseF64(), Int8(), Csr(), CsrF16(), CsrF64(), Binary())
 _FORMS: Final[Mapping[int, RowCodec]] = {form.codec_id: form for form in _ALL}
 
 ROW_CODECS: Final[Mapping[str, RowCodec]] = MappingProxyType({form.name: form for form in (*_ALL, Auto())})

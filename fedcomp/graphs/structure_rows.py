@@ -1,14 +1,14 @@
 """Bytes of adjacency rows, with the owners of their columns.
 
 Who may see its own rows of P only (structure "halo") is sent those of other nodes when a plan reaches them. A frame
-lists the columns that occur once, with their owners; where the non-zeros are is one Rice code; and values, of which a
-symmetric normalisation has few different ones, are a table and numbers into it where that is shorter. All is exact: a
-plan on rows that were sent is the plan on rows that were always there.
+lists the columns that occur once, with their owners; where the non-zeros are is one section of :mod:`fedcomp.wire`; and
+values, of which a symmetric normalisation has few different ones, are a table and numbers into it where that is
+shorter. All is exact: a plan on rows that were sent is the plan on rows that were always there.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,17 +22,16 @@ from fedcomp.graphs.ids import (
     finish,
     put_ids,
     put_norms,
-    put_pattern,
     seal,
     take_ids,
     take_norms,
-    take_pattern,
     take_section,
     unseal,
-    widened,
 )
+from fedcomp.wire import Ones, Raw
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, take_varint, unpack
-from fedcomp.wire.errors import Corrupt, LimitExceeded, NonFinite
+from fedcomp.wire.errors import Corrupt, LimitExceeded
+from fedcomp.wire.section import Section, put_block, take_block
 
 Owners = NDArray[np.int32]
 
@@ -94,7 +93,7 @@ def encode_structure(rows: Rows, owners: ArrayLike, norms: ArrayLike | None = No
             put_ids(columns),
             bytes((width,)),
             pack(whose.astype(np.uint32), width),
-            put_pattern(places, ids.size * columns.size),
+            put_block(Section(ids.size * columns.size, Ones, "rice").write(Ones(places.size), places)),
             _put_values(values),
             b"\x00" if norms is None else b"\x01" + put_norms(ids, norms),
         ),
@@ -140,7 +139,10 @@ def decode_structure(
         raise Corrupt(f"owner {largest} is not one of {parts} parts")
     if largest.bit_length() != width:
         raise Corrupt(f"owners up to {largest} stand in {width} bits each; expected {largest.bit_length()}")
-    places, pos = take_pattern(body, pos, ids.size * columns.size, max_entries)
+    section, pos = take_block(body, pos)
+    size = ids.size * columns.size
+    places = Section(size, Ones, "rice", max_k=min(size, max_entries)).read(section).indices
+    assert places is not None
     row, at = np.divmod(places, max(1, columns.size))
     if not np.bincount(at, minlength=columns.size).all():
         raise Corrupt("a frame of adjacency rows lists a column that is in none of them")
@@ -176,15 +178,15 @@ def _take_values(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.flo
     if head[0] > _TABLE:
         raise Corrupt(f"values of adjacency rows in form {head[0]}; expected 0, 1 or 2")
     if head[0] != _TABLE:
-        kind: np.dtype[Any] = np.dtype("<f8" if head[0] == _WIDE else "<f4")
+        kind = np.dtype("f8" if head[0] == _WIDE else "f4")
         section, pos = take_section(body, pos, count * kind.itemsize, "values")
-        values = widened(np.frombuffer(section, kind))
+        values = Section(count, Raw, dtype=kind.name).read(section).values.decode().astype(np.float64)
     else:
         size, pos = take_varint(body, pos, len(body))
         if size > count:
             raise LimitExceeded(f"a table of {size} values for {count} entries")
         section, pos = take_section(body, pos, 8 * size, "values")
-        table = np.frombuffer(section, "<f8").astype(np.float64)
+        table = Section(size, Raw, dtype="float64").read(section).values.decode()
         width = max(0, size - 1).bit_length()
         bits = table.view(np.uint64)
         if not (bits[1:] > bits[:-1]).all():
@@ -196,8 +198,6 @@ def _take_values(body: memoryview, pos: int, count: int) -> tuple[NDArray[np.flo
         if not np.bincount(which, minlength=size).all():
             raise Corrupt("the table of values of adjacency rows has one that no entry has")
         values = table[which]
-    if not np.isfinite(values).all():
-        raise NonFinite("a value of an adjacency row is NaN or infinite")
     if not values.all():
         raise Corrupt("a zero is among the entries of adjacency rows")
     return values, pos

@@ -15,19 +15,17 @@ from fedcomp.graphs.ids import (
     encode_ids,
     encode_norms,
     put_ids,
-    put_pattern,
     put_varints,
-    take_pattern,
     take_varints,
 )
 from fedcomp.rng import Key
 from fedcomp.wire.bits import put_varint
 
 GOLDEN = {
-    (): "46434701010000f46ed660",
-    (0,): "464347010101010090546b70",
-    (0, 1, 2, 130, 131, 40_000): "464347010106080000007f00bcb702788155dc",
-    (5, (1 << 62) - 1): "4643470101020a05f9ffffffffffffff3f8697a228",
+    (): "464347020100001ac16372",
+    (0,): "4643470201010100402ecb37",
+    (0, 1, 2, 130, 131, 40_000): "464347020106080000007f00bcb7028853cbab",
+    (5, (1 << 62) - 1): "4643470201020a05f9ffffffffffffff3f5db2c354",
 }
 LIST = np.array([0, 1, 2, 130, 131, 40_000])
 
@@ -39,7 +37,7 @@ def drawn(nodes: int, count: int, seed: int = 0) -> np.ndarray:
 
 def framed(count: int, section: bytes, tail: bytes = b"") -> bytes:
     """Return the frame that claims ``count`` ids, with this section of gaps."""
-    return damage.sealed(b"FCG\x01\x01" + put_varint(count) + put_varint(len(section)) + section + tail)
+    return damage.sealed(b"FCG\x02\x01" + put_varint(count) + put_varint(len(section)) + section + tail)
 
 
 @pytest.mark.parametrize("ids", GOLDEN)
@@ -120,11 +118,11 @@ def test_ids_beyond_the_graph_or_the_agreed_number_are_refused() -> None:
         (framed(1, b"\x85"), wire.Corrupt),
         (framed(0, b"\x05"), wire.Corrupt),
         (framed(1, b"\x05", b"\x00"), wire.Corrupt),
-        (damage.sealed(b"FCG\x01\x01\x02\x09\x05"), wire.Truncated),
-        (damage.sealed(b"FCG\x01\x02\x00\x00"), wire.Corrupt),
-        (damage.sealed(b"FCG\x02\x01\x00\x00"), wire.UnsupportedVersion),
+        (damage.sealed(b"FCG\x02\x01\x02\x09\x05"), wire.Truncated),
+        (damage.sealed(b"FCG\x02\x02\x00\x00"), wire.Corrupt),
+        (damage.sealed(b"FCG\x01\x01\x00\x00"), wire.UnsupportedVersion),
         (damage.sealed(b"FCW\x01\x01\x00\x00"), wire.BadMagic),
-        (b"FCG\x01\x01\x00\x00", wire.Truncated),
+        (b"FCG\x02\x01\x00\x00", wire.Truncated),
         (encode_ids([3])[:-1] + b"\x00", wire.ChecksumMismatch),
     ],
 )
@@ -152,7 +150,7 @@ def test_fuzzed_lists_give_ascending_ids_or_wire_errors() -> None:
 
 
 def test_claimed_numbers_allocate_nothing() -> None:
-    claims = damage.sealed(b"FCG\x01\x01" + put_varint(1 << 60) + put_varint(1 << 60) + b"\x01" * 64)
+    claims = damage.sealed(b"FCG\x02\x01" + put_varint(1 << 60) + put_varint(1 << 60) + b"\x01" * 64)
     assert damage.memory_of(lambda: decode_ids(claims)) < 20_000
     # Honest bytes take a bounded multiple of their own length.
     ids = drawn(1 << 30, 20_000)
@@ -160,23 +158,10 @@ def test_claimed_numbers_allocate_nothing() -> None:
     assert damage.memory_of(lambda: decode_ids(frame)) < 40 * len(frame)
 
 
-def test_patterns_say_where_ones_are() -> None:
-    for size, count in ((1, 1), (1, 0), (0, 0), (4000, 80), (1 << 40, 300), (64, 64)):
-        places = np.arange(count) if count == size else drawn(max(size, 1), count)
-        body = memoryview(put_pattern(places, size) + b"next")
-        found, pos = take_pattern(body, 0, size)
-        assert found.tolist() == places.tolist()
-        assert bytes(body[pos:]) == b"next"
-    with pytest.raises(wire.LimitExceeded):
-        take_pattern(memoryview(put_pattern(np.arange(9), 50)), 0, 50, limit=8)
-    with pytest.raises(wire.Corrupt):
-        take_pattern(memoryview(put_pattern(np.arange(9), 50)), 0, 8)
-
-
 def test_norms_are_four_bytes_beside_their_ids() -> None:
     ids, norms = np.array([2, 3, 200]), np.array([0.5, 0.0, 1.25])
     frame = encode_norms(ids, norms)
-    assert frame.hex() == "464347010303040200c4010000003f000000000000a03f5bb896c3"
+    assert frame.hex() == "464347020303040200c4010000003f000000000000a03f91f53f6c"
     assert len(frame) == 9 + len(put_ids(ids)) + 12
     found, values = decode_norms(frame, nodes=201, limit=3)
     assert found.tolist() == ids.tolist()

@@ -12,9 +12,10 @@ from graph_toys import toy_adjacency, toy_owner
 from fedcomp import wire
 from fedcomp.graphs.adjacency import Adjacency, HaloStructure, check_rows
 from fedcomp.graphs.base import GraphError, Rows
-from fedcomp.graphs.ids import put_ids, put_pattern
+from fedcomp.graphs.ids import put_ids
 from fedcomp.graphs.structure_rows import decode_structure, encode_structure
 from fedcomp.rng import Key
+from fedcomp.wire.section import Section, put_block
 
 GRAPHS = [("sym", 0), ("mean", 0), ("mean", 40)]
 GOLDEN_ROWS = Rows(
@@ -23,12 +24,12 @@ GOLDEN_ROWS = Rows(
 GOLDEN_OWNERS = np.array([1, 3, 0, 1, 3])
 GOLDEN = {
     False: (
-        "4643470104030302020304040202037802d1050200090e02039a9999999999b93f000000000000d03f000000000000e0"
-        "3f86000060dd9433"
+        "4643470204030302020304040202037802d1040205090e02039a9999999999b93f000000000000d03f000000000000e0"
+        "3f860000a2e4dfdd"
     ),
     True: (
-        "4643470104030302020304040202037802d1050200090e02039a9999999999b93f000000000000d03f000000000000e0"
-        "3f8600010000003f0000000000000040494c7212"
+        "4643470204030302020304040202037802d1040205090e02039a9999999999b93f000000000000d03f000000000000e0"
+        "3f8600010000003f000000000000004071d96469"
     ),
 }
 
@@ -152,8 +153,9 @@ ONE_TWO = np.float32([1, 2]).tobytes()
 
 def framed(*, columns: tuple = (3, 4), owners: bytes = b"\x00", places: tuple = (0, 1), rest: bytes) -> bytes:
     """Return the frame of one row, node 7, put together from its sections."""
-    body = put_ids(np.array([7])) + put_ids(np.array(columns)) + owners + put_pattern(np.array(places), len(columns))
-    return damage.sealed(b"FCG\x01\x04" + body + rest)
+    where = Section(len(columns), wire.Ones, "rice").write(wire.Ones(len(places)), np.array(places))
+    body = put_ids(np.array([7])) + put_ids(np.array(columns)) + owners + put_block(where)
+    return damage.sealed(b"FCG\x02\x04" + body + rest)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_fuzzed_frames_give_rows_or_wire_errors() -> None:
 
 
 def test_claims_allocate_nothing() -> None:
-    head = b"FCG\x01\x04" + put_ids(np.array([7])) + put_ids(np.arange(9)) + b"\x00"
+    head = b"FCG\x02\x04" + put_ids(np.array([7])) + put_ids(np.arange(9)) + b"\x00"
     claim = damage.sealed(head + b"\xff\xff\xff\xff\x0f" + b"\x20\x00" + b"\xff" * 32 + bytes(40))
     assert damage.memory_of(lambda: decode_structure(claim)) < 30_000
     # One bit per entry on the wire, and a table of one value: entries are limited for themselves.
