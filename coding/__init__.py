@@ -1,6 +1,6 @@
 """Erasure and network codes: clients drop out, and what they sent before still decodes.
 
-Nothing here knows Flower or a model; strategies and clients bring it there. Rooms, lowest first:
+Nothing here knows Flower or a model; strategies and clients bring it there. Modules, lowest first:
 
 - ``errors``: what can go wrong with coded data. ``stream``: the portable coefficient stream.
 - ``kernels``: products of matrices over GF(2^8). ``field``, ``prime``: that field and prime fields, one interface.

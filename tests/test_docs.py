@@ -38,7 +38,7 @@ def test_commands_name_modules_experiments_and_tests_that_exist(path: Path) -> N
     assert not wrong
 
 
-ROOMS = (
+FOLDERS = (
     "strategies",
     "strategies/coded",
     "strategies/gcn",
@@ -56,12 +56,12 @@ ROOMS = (
 )
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_page_on_architecture_names_every_file_of_a_room(room: str) -> None:
+@pytest.mark.parametrize("package", FOLDERS)
+def test_the_page_on_architecture_names_every_file_of_a_package(package: str) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    names = sorted(p.stem for p in (ROOT / room).glob("*.py") if p.stem != "__init__")
+    names = sorted(p.stem for p in (ROOT / package).glob("*.py") if p.stem != "__init__")
     assert names
     # A line that begins with the path of another folder is about that one.
-    here = f"`{room.removeprefix('fedcomp/')}/"
+    here = f"`{package.removeprefix('fedcomp/')}/"
     lines = [line for line in text.splitlines() if here in line or not re.search(r"`\w+/", line)]
     assert not [name for name in names if not re.search(rf"[`/]{name}`", "\n".join(lines))]

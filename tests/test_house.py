@@ -85,17 +85,17 @@ def test_every_module_is_imported_by_one_name() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("room", FORBIDDEN)
-def test_imports_go_down(room: str) -> None:
-    path = ROOT / room
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_go_down(package: str) -> None:
+    path = ROOT / package
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    assert files, f"{room} is empty"
+    assert files, f"{package} is empty"
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in files
         for name in imports(path)
-        if any(name == bad or name.startswith(bad + ".") for bad in FORBIDDEN[room])
-        and not any(name == good or name.startswith(good + ".") for good in ALLOWED.get(room, ()))
+        if any(name == bad or name.startswith(bad + ".") for bad in FORBIDDEN[package])
+        and not any(name == good or name.startswith(good + ".") for good in ALLOWED.get(package, ()))
     ]
     assert not wrong
 
@@ -115,7 +115,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.long
-def test_only_the_flower_rooms_know_flower() -> None:
+def test_only_the_flower_package_knows_flower() -> None:
     outside = [p for p in (ROOT / "fedcomp").rglob("*.py") if "flower" not in p.relative_to(ROOT).parts]
     wrong = [str(p.relative_to(ROOT)) for p in outside if any(n.split(".")[0] == "flwr" for n in imports(p))]
     assert not wrong
@@ -184,9 +184,9 @@ KNOW_TORCH = {"dpsgd.py", "optimizers.py"}
 @pytest.mark.long
 def test_privacy_brings_neither_torch_nor_opacus() -> None:
     """The promise of a run on numpy alone is computed without them; who samples loads Opacus when it is asked."""
-    room = ROOT / "fedcomp" / "privacy"
+    package = ROOT / "fedcomp" / "privacy"
     names = sorted(
-        p.stem for p in room.glob("*.py") if p.name not in KNOW_TORCH and p.stem not in ("__init__", "__main__")
+        p.stem for p in package.glob("*.py") if p.name not in KNOW_TORCH and p.stem not in ("__init__", "__main__")
     )
     code = f"""
 import sys
@@ -196,7 +196,7 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    knowing = {p.name for p in room.glob("*.py") if any(n.split(".")[0] == "torch" for n in imports(p))}
+    knowing = {p.name for p in package.glob("*.py") if any(n.split(".")[0] == "torch" for n in imports(p))}
     assert knowing <= KNOW_TORCH
 
 

@@ -1,7 +1,7 @@
 """Value codecs: what the kept values look like on the wire. This module: the interface and the floating-point ones.
 
-A :class:`Values` object holds values as they travel, already quantised: the codec rooms above decide how to quantise,
-this room writes the result down. Quantising constructors are given where there is one canonical way.
+A :class:`Values` object holds values as they travel, already quantised: the codecs above decide how to quantise,
+this package writes the result down. Quantising constructors are given where there is one canonical way.
 """
 
 from __future__ import annotations
