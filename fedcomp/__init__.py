@@ -21,6 +21,12 @@ from typing import Any, Final
 
 __version__ = "0.1.0"
 
+# In a checkout four packages stand beside this folder. Python looks there first when it is started in the checkout, also
+# where another copy is installed.
+_ROOT: Final = Path(__file__).resolve().parents[1]
+if (_ROOT / "setup.py").is_file():
+    __path__.append(str(_ROOT))
+
 
 def _names(file: Path) -> Iterator[tuple[str, str]]:
     """Yield each name that a file offers with its module: ``from module import name as name``, or all of a package."""

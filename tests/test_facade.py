@@ -88,6 +88,19 @@ def test_every_codec_is_there() -> None:
     assert {cls.codec_id for cls in usable.values()} <= set(codecs.known())
 
 
+def test_a_checkout_needs_no_installation_of_its_own() -> None:
+    """Started in a checkout Python takes ``fedcomp`` from there, even where another copy is installed."""
+    code = """
+import sys
+sys.meta_path = [f for f in sys.meta_path if isinstance(f, type) and f.__module__.startswith(("_frozen", "importlib"))]
+import fedcomp, fedcomp.strategies, fedcomp.clients, fedcomp.coding, fedcomp.experiments
+print(*(m.__file__ for m in (fedcomp.strategies, fedcomp.clients, fedcomp.coding, fedcomp.experiments)))
+"""
+    done = run(code)
+    folders = ("strategies", "clients", "coding", "experiments")
+    assert done.stdout.split() == [str(ROOT / name / "__init__.py") for name in folders], done.stderr
+
+
 def test_an_unknown_name_is_an_ordinary_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'TopQ'"):
         _ = fc.TopQ
