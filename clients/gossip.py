@@ -126,7 +126,7 @@ class _Lazy:
 
 def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     """Carry out an instruction, keep what came of it, answer."""
-    setup, instruction = gossip.Setup.of(msg), _instruction(msg, context)
+    setup, instruction = gossip.Setup.take(msg), _instruction(msg, context)
     algorithm = get_algorithm(setup.algorithm)
     kept = gossip.Kept.load(context)
     if instruction.start in ("common", "empty"):
@@ -152,7 +152,7 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
 
 def _observe(msg: Message, context: Context, problem: ProblemOf) -> Message:
     """Tell the model as it is after the mail that waits for this node, and its figures; change nothing."""
-    setup, instruction = gossip.Setup.of(msg), _instruction(msg, context)
+    setup, instruction = gossip.Setup.take(msg), _instruction(msg, context)
     if instruction.action != "observe":
         raise StateError(f"an observation asks to {instruction.action!r}; it must not change anything")
     kept = gossip.Kept.load(context)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.flower import datalens, gcn, lsg, record_dp
+from fedcomp.flower import datalens, gcn, gossip, lsg, record_dp
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -33,6 +33,50 @@ from fedcomp.flower.schema import (
 
 _ASK = gcn.Ask("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
 _HELLO = gcn.Hello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
+
+_INSTRUCTION = gossip.InstructionRecord(
+    session="s",
+    serial=3,
+    epoch=1,
+    action="step",
+    start="reset",
+    node=2,
+    iteration=5,
+    seed=-4,
+    dense=True,
+    resync=(1, 4),
+    out=(1, 3),
+    shares=(0.25, 0.5),
+    in_=(1, 4),
+    weights=(0.5, 0.125),
+    mail_from=(1, 4),
+    mail=(b"ab", b"c"),
+    returned_to=(3,),
+    returned=(b"d",),
+)
+_ANSWER = gossip.AnswerRecord(
+    session="s",
+    serial=3,
+    postings=(b"ab", b"c"),
+    postings_to=(1, 3, 4),
+    postings_counts=(2, 1),
+    needs=(1,),
+    reasons=("damaged",),
+    lost=("gone",),
+    noticed=(4,),
+    remarks=("odd",),
+    failed="not finite",
+    fresh=True,
+    facts=("mass",),
+    facts_values=(0.5,),
+)
+
+
+def plain(message: Any) -> Any:
+    """Return a message with nothing in it that may be left out."""
+    empty = {e.field: e.rule.missing for e in message.entries() if e.rule.missing is not REQUIRED}
+    return replace(message, **empty, **{e.field: () for e in message.entries() if isinstance(e.rule, Frames)})
+
 
 EXAMPLES: dict[str, Schema] = {
     "gcn.Setup": gcn.Setup("s", "hello", True, 2),
@@ -64,6 +108,12 @@ EXAMPLES: dict[str, Schema] = {
         options={"k": 3},
     ),
     "record_dp.Account": record_dp.Account("a", 2, 9),
+    "gossip.Setup": gossip.Setup({"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"),
+    "gossip.InstructionRecord": _INSTRUCTION,
+    "gossip.InstructionRecord/plain": replace(plain(_INSTRUCTION), serial=3),
+    "gossip.AnswerRecord": _ANSWER,
+    "gossip.AnswerRecord/plain": replace(plain(_ANSWER), serial=3),
+    "gossip.MemoryRecord": gossip.MemoryRecord("s", 3, 1),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
@@ -190,7 +240,7 @@ def _beyond(rule: Rule) -> Iterator[tuple[str, Any]]:
     """Yield values of the right type that break a rule."""
     if isinstance(rule, Int):
         yield from ((f"is {n}", n) for n in (rule.least - 1, rule.most + 1) if -LARGEST - 1 <= n <= LARGEST)
-    elif isinstance(rule, Real):
+    elif isinstance(rule, Real) and rule.finite:
         ends = (math.nextafter(rule.least, -math.inf), math.nextafter(rule.most, math.inf), rule.above)
         yield from ((f"is {x}", x) for x in {*ends, math.inf, -math.inf})
         yield "is nan", math.nan
@@ -246,5 +296,5 @@ def _frame_changes(rule: Frames) -> Iterator[tuple[str, Any]]:
     yield "a frame is missing", gap
     yield "a frame has no number", unnamed
     yield "not a frame", other
-    if rule.most <= 1 << 17:
+    if rule.most <= 64:
         yield "too many frames", many

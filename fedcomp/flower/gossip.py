@@ -4,30 +4,31 @@ Four kinds of messages, so that the ledger keeps them apart:
 
     query.gossip_hello     which vertex of the graph are you
     train.gossip_start     an instruction that needs the initial model: begins a run, or joins one; carries it
-    train.gossip           every other instruction: letters down, letters up, and nothing else that grows with the model
+    train.gossip           every other instruction: gossip messages both ways, nothing else that grows with the model
     query.gossip_observe   the model as it is, and its figures: for reports, changes nothing
 
-Scalars and short lists of an instruction or an answer stand in one ConfigRecord; every letter is one frame, whose bytes
-nobody but its receiver reads. What a message says is checked here by name and type, what it means by
-:mod:`fedcomp.gossip.protocol` and by those who act on it.
+Scalars and short lists of an instruction or an answer stand in one ConfigRecord; every gossip message is one frame,
+whose bytes nobody but its receiver reads. Whether the parts fit each other is checked by
+:mod:`fedcomp.gossip.protocol` and by those who act on them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final, Self
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import to_arrays
+from fedcomp.flower.schema import Document, Flag, Frames, Int, Many, OneOf, Real, Schema, Text
 from fedcomp.gossip.node import Memory
-from fedcomp.gossip.protocol import Answer, Instruction, Parts
+from fedcomp.gossip.protocol import ACTIONS, STARTS, Answer, Instruction, Parts
 from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout, TensorSpec
 
@@ -38,7 +39,7 @@ OBSERVE: Final = "gossip_observe"
 """Actions of the messages; ``query.`` or ``train.`` before them makes their types."""
 
 HEADER: Final = "fedcomp.gossip"
-"""Name of the ConfigRecord with what an instruction or an answer says beside its letters."""
+"""Name of the ConfigRecord with what an instruction or an answer says beside its gossip messages."""
 
 SETUP: Final = "fedcomp.gossip.setup"
 """Name of the ConfigRecord that describes the algorithm."""
@@ -54,63 +55,93 @@ START_TYPE: Final = f"train.{START}"
 EXCHANGE_TYPE: Final = f"train.{EXCHANGE}"
 OBSERVE_TYPE: Final = f"query.{OBSERVE}"
 TRAINING: Final = (START_TYPE, EXCHANGE_TYPE)
-"""Types of the messages that carry letters."""
+"""Types of the messages that carry gossip messages."""
 
-MOST_LETTERS: Final = 65_536
-"""How many letters a message may hold: more than any node has neighbours."""
+MOST_MESSAGES: Final = 65_536
+"""How many gossip messages one of Flower's may hold: more than any node has neighbours."""
 
-_INSTRUCTION: Final[Mapping[str, Any]] = {
-    "session": str,
-    "serial": int,
-    "epoch": int,
-    "action": str,
-    "start": str,
-    "node": int,
-    "iteration": int,
-    "seed": int,
-    "dense": bool,
-    "resync": [int],
-    "out": [int],
-    "shares": [float],
-    "in": [int],
-    "weights": [float],
-    "mail.from": [int],
-    "mail": [bytes],
-    "returned.to": [int],
-    "returned": [bytes],
-}
-_ANSWER: Final[Mapping[str, Any]] = {
-    "session": str,
-    "serial": int,
-    "postings": [bytes],
-    "postings.to": [int],
-    "postings.counts": [int],
-    "needs": [int],
-    "reasons": [str],
-    "lost": [str],
-    "noticed": [int],
-    "remarks": [str],
-    "failed": str,
-    "fresh": bool,
-    "facts": [str],
-    "facts.values": [float],
-}
-"""Names and types of what is said; a list of a type is written in brackets. What is empty or zero is not sent."""
+Name = Annotated[str, Text(256, least=1)]
+Count = Annotated[int, Int(absent=0)]
+Switch = Annotated[bool, Flag(absent=False)]
+Nodes = Annotated[tuple[int, ...], Many(Int(), MOST_MESSAGES)]
+Weights = Annotated[tuple[float, ...], Many(Real(), MOST_MESSAGES)]
+Texts = Annotated[tuple[str, ...], Many(Text(1 << 12), MOST_MESSAGES)]
+Messages = Annotated[tuple[bytes, ...], Frames(MOST_MESSAGES)]
 
-_MEMORY: Final[Mapping[str, Any]] = {
-    "session": str,
-    "serial": int,
-    "epoch": int,
-    **{f"answer.{name}": kind for name, kind in _ANSWER.items()},
-}
-_KEPT: Final = "fedcomp.gossip.memory"
+
+class _Parts(Schema):
+    """A record with the parts of an instruction or an answer, see :mod:`fedcomp.gossip.protocol`."""
+
+    @classmethod
+    def from_parts(cls, parts: Parts) -> Self:
+        values = {entry.field: parts[entry.name] for entry in cls.entries()}
+        return cls(**{field: tuple(value) if isinstance(value, list) else value for field, value in values.items()})
+
+    def to_parts(self) -> Parts:
+        return {entry.name: getattr(self, entry.field) for entry in self.entries()}
+
+
+@dataclass(frozen=True)
+class InstructionRecord(_Parts, key=HEADER, separator="."):
+    """An instruction beside its gossip messages; each of those is a frame. What is empty or zero is not sent."""
+
+    session: Name
+    serial: Count
+    epoch: Count
+    action: Annotated[str, OneOf(*ACTIONS)]
+    start: Annotated[str, OneOf(*STARTS)]
+    node: Count
+    iteration: Count
+    seed: Annotated[int, Int(least=-(2**63), absent=0)]
+    dense: Switch
+    resync: Nodes
+    out: Nodes
+    shares: Weights
+    in_: Nodes
+    weights: Weights
+    mail_from: Nodes
+    mail: Messages
+    returned_to: Nodes
+    returned: Messages
+
+
+@dataclass(frozen=True)
+class AnswerRecord(_Parts, key=HEADER, separator="."):
+    """An answer beside its gossip messages, likewise."""
+
+    session: Name
+    serial: Count
+    postings: Messages
+    postings_to: Nodes
+    postings_counts: Nodes
+    needs: Nodes
+    reasons: Texts
+    lost: Texts
+    noticed: Nodes
+    remarks: Texts
+    failed: Annotated[str, Text(1 << 12)]
+    fresh: Switch
+    facts: Annotated[tuple[str, ...], Many(Text(256), 4096)]
+    facts_values: Annotated[tuple[float, ...], Many(Real(finite=False), 4096)]
+
+
+@dataclass(frozen=True)
+class MemoryRecord(Schema, key="fedcomp.gossip.memory"):
+    """Which instruction a node has carried out last; its answer stands in a record beside this one."""
+
+    session: Name
+    serial: Count
+    epoch: Count
+
+
+_ANSWER: Final = "fedcomp.gossip.memory.answer"
 _ARRAYS: Final = "fedcomp.gossip.memory.arrays"
 _MODEL_OF: Final = "fedcomp.gossip.model"
 _STYPE: Final = "fedcomp.arrays"
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Schema, key=SETUP, separator="-"):
     """What every instruction says of the run: enough for a process that has never heard of it.
 
     Attributes
@@ -123,10 +154,10 @@ class Setup:
         See :class:`fedcomp.gossip.vector.GossipPolicy`.
     """
 
-    algorithm: Mapping[str, Any]
-    dtype: str = "float32"
-    dense_below: int = 64
-    buffers: str = "dense"
+    algorithm: Annotated[Mapping[str, Any], Document(1 << 16)]
+    dtype: Annotated[str, OneOf("float32", "float64")] = "float32"
+    dense_below: Annotated[int, Int()] = 64
+    buffers: Annotated[str, OneOf("dense", "local")] = "dense"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "float64"):
@@ -138,44 +169,10 @@ class Setup:
         """Which tensors are compressed."""
         return GossipPolicy(self.dense_below, self.buffers)  # type: ignore[arg-type]
 
-    def to_record(self) -> ConfigRecord:
-        """Return the set-up as a record."""
-        return ConfigRecord(
-            {
-                "algorithm": json.dumps(dict(self.algorithm), separators=(",", ":")),
-                "dtype": self.dtype,
-                "dense-below": self.dense_below,
-                "buffers": self.buffers,
-            }
-        )
-
-    @classmethod
-    def of(cls, message: Message) -> Setup:
-        """Return the set-up that a message describes.
-
-        Raises
-        ------
-        PayloadError
-            When it describes none.
-        ConfigError
-            When a value of it is not valid.
-        """
-        found = message.content.get(SETUP) if message.has_content() else None
-        if not isinstance(found, ConfigRecord):
-            raise PayloadError(f"the message has no record {SETUP!r}: it does not come from a gossip relay")
-        said = _checked(found, {"algorithm": str, "dtype": str, "dense-below": int, "buffers": str}, SETUP)
-        try:
-            algorithm = json.loads(said["algorithm"])
-        except json.JSONDecodeError as error:
-            raise PayloadError(f"record {SETUP!r} describes no algorithm: {error}") from error
-        if not isinstance(algorithm, dict):
-            raise PayloadError(f"record {SETUP!r} describes an algorithm by {said['algorithm']!r}, expected an object")
-        return cls(algorithm, said["dtype"], said["dense-below"], said["buffers"])
-
 
 def put_instruction(content: RecordDict, instruction: Instruction) -> None:
-    """Write an instruction: its header, and one frame per letter."""
-    _put(content, HEADER, instruction.to_parts(), _INSTRUCTION)
+    """Write an instruction: its header, and one frame per gossip message."""
+    InstructionRecord.from_parts(instruction.to_parts()).put(content)
 
 
 def take_instruction(message: Message) -> Instruction:
@@ -188,12 +185,12 @@ def take_instruction(message: Message) -> Instruction:
     LetterError
         When its parts do not fit each other.
     """
-    return Instruction.from_parts(_take(_content(message), HEADER, _INSTRUCTION))
+    return Instruction.from_parts(InstructionRecord.take(message).to_parts())
 
 
-def put_answer(content: RecordDict, answer: Answer, key: str = HEADER) -> None:
-    """Write an answer without its model: its header, and one frame per posting."""
-    _put(content, key, answer.to_parts(), _ANSWER)
+def put_answer(content: RecordDict, answer: Answer) -> None:
+    """Write an answer without its model: its header, and one frame per gossip message."""
+    AnswerRecord.from_parts(answer.to_parts()).put(content)
 
 
 def take_answer(message: Message) -> Answer:
@@ -204,7 +201,7 @@ def take_answer(message: Message) -> Answer:
     PayloadError, AnswerError
         When it carries none, or what it says is not of an answer's form.
     """
-    return Answer.from_parts(_take(_content(message), HEADER, _ANSWER))
+    return Answer.from_parts(AnswerRecord.take(message).to_parts())
 
 
 @dataclass(frozen=True)
@@ -235,11 +232,13 @@ class Kept:
             When what is there cannot be read.
         """
         state = context.state
-        if _KEPT not in state:
-            return None
         try:
+            last = MemoryRecord.find(state)
+            if last is None:
+                return None
             arrays, own = (_unpack(state, f"{_ARRAYS}/{name}") for name in ("state", "own"))
-            memory = Memory.from_parts(arrays, _take(state, _KEPT, _MEMORY))
+            answer = AnswerRecord.take(state, _ANSWER).to_parts()
+            memory = Memory.from_parts(arrays, asdict(last) | {f"answer.{name}": answer[name] for name in answer})
             return cls(memory, layout_of(str(state.config_records[_MODEL_OF]["layout"])), own)
         except (PayloadError, KeyError, ValueError, TypeError) as error:
             raise StateError(f"this node's memory of the run cannot be read: {error}; restart the node") from error
@@ -247,13 +246,13 @@ class Kept:
     def save(self, context: Context) -> None:
         """Write all of it; the last thing a handler does."""
         state = context.state
-        for name in [n for n in state if n.startswith(f"{_KEPT}/")]:
-            del state[name]
-        arrays, parts = self.memory.to_parts()
+        memory = self.memory
+        arrays, _ = memory.to_parts()
         _pack(state, f"{_ARRAYS}/state", arrays)
         _pack(state, f"{_ARRAYS}/own", self.own)
         state[_MODEL_OF] = ConfigRecord({"layout": layout_text(self.layout)})
-        _put(state, _KEPT, parts, _MEMORY)
+        AnswerRecord.from_parts(memory.answer.to_parts()).put(state, _ANSWER)
+        MemoryRecord(memory.session, memory.serial, memory.epoch).put(state)
 
 
 def _pack(state: RecordDict, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -312,7 +311,7 @@ def take_model(message: Message) -> dict[str, Any]:
     PayloadError
         When it carries none, or one that cannot be read.
     """
-    found = _content(message).get(MODEL)
+    found = message.content.get(MODEL) if message.has_content() else None
     if not isinstance(found, ArrayRecord) or not found:
         raise PayloadError(f"the message has no model under {MODEL!r}")
     try:
@@ -328,85 +327,3 @@ def _elements(shape: list[int]) -> int:
             raise ValueError(f"{shape!r} is no shape")
         size *= extent
     return size
-
-
-def _content(message: Message) -> RecordDict:
-    if not message.has_content():
-        raise PayloadError("the message is an error and carries nothing")
-    return message.content
-
-
-def _put(content: RecordDict, key: str, parts: Parts, form: Mapping[str, Any]) -> None:
-    header: dict[str, Any] = {}
-    for name, kind in form.items():
-        value = parts[name]
-        if kind == [bytes]:
-            for place, data in enumerate(value):
-                put_frame(content, f"{key}/{name}/{place}", data)
-        elif value:
-            # Flower cannot measure a record with an empty list or text in it, and every message pays for every entry.
-            header[name] = [kind[0](v) for v in value] if isinstance(kind, list) else kind(value)
-    content[key] = ConfigRecord(header)
-
-
-def _take(content: RecordDict, key: str, form: Mapping[str, Any]) -> Parts:
-    holder = content.get(key)
-    if not isinstance(holder, ConfigRecord):
-        raise PayloadError(f"the message has no header {key!r}: it does not come from decentralised learning")
-    parts = _checked(holder, {n: k for n, k in form.items() if k != [bytes]}, key)
-    for name, kind in form.items():
-        if kind == [bytes]:
-            parts[name] = _frames(content, f"{key}/{name}/")
-    return parts
-
-
-def _frames(content: RecordDict, prefix: str) -> list[bytes]:
-    """Return the frames under ``prefix`` followed by 0, 1, 2 and so on.
-
-    Raises
-    ------
-    PayloadError
-        When one is missing among them, or is none.
-    """
-    count = sum(name.startswith(prefix) for name in content)
-    if count > MOST_LETTERS:
-        raise PayloadError(f"{count} letters in one message; no node has more than {MOST_LETTERS} neighbours")
-    found = [take_frame(content, f"{prefix}{place}") for place in range(count)]
-    whole = [frame for frame in found if frame is not None]
-    if len(whole) != count:
-        raise PayloadError(f"letter {found.index(None)} of {count} under {prefix!r} is missing")
-    return whole
-
-
-def _checked(record: ConfigRecord, form: Mapping[str, Any], key: str) -> Parts:
-    """Return the entries of a record with their types checked, completed by what was empty.
-
-    Raises
-    ------
-    PayloadError
-        For an unknown entry, or one of another type.
-    """
-    unknown = sorted(name for name in record if name not in form)
-    if unknown:
-        raise PayloadError(
-            f"record {key!r} has unknown entries {unknown[:5]}; server and client are of different versions"
-        )
-    parts: Parts = {}
-    for name, kind in form.items():
-        value = record.get(name)
-        if value is None:
-            parts[name] = [] if isinstance(kind, list) else kind()
-            continue
-        items = value if isinstance(kind, list) else [value]
-        wanted = kind[0] if isinstance(kind, list) else kind
-        # type() and not isinstance(): True is an int.
-        if not isinstance(items, list) or any(type(item) is not wanted for item in items):
-            form_text = f"a list of {wanted.__name__}" if isinstance(kind, list) else f"one {wanted.__name__}"
-            raise PayloadError(f"entry {name!r} of record {key!r} is {_shown(value)}, expected {form_text}")
-        parts[name] = list(items) if isinstance(kind, list) else value
-    return parts
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -104,7 +104,9 @@ class Int(Number):
     most: int = LARGEST
 
     def __str__(self) -> str:
-        return f"a whole number from {self.least} to {self.most}"
+        if self.most < LARGEST:
+            return f"a whole number from {self.least} to {self.most}"
+        return f"a whole number of at least {self.least}" if self.least >= -LARGEST else "a whole number"
 
     def read(self, value: Any) -> Any:
         # type() and not isinstance(): True is an int.
@@ -115,13 +117,19 @@ class Int(Number):
 
 @dataclass(frozen=True)
 class Real(Number):
-    """A finite number from ``least`` to ``most``, both included; greater than ``above`` where that is given."""
+    """A number from ``least`` to ``most``, both included; greater than ``above`` where that is given.
+
+    Infinity and NaN are refused, unless ``finite`` is False: then any float will do.
+    """
 
     least: float = -math.inf
     most: float = math.inf
     above: float = -math.inf
+    finite: bool = True
 
     def __str__(self) -> str:
+        if not self.finite:
+            return "a number"
         parts = [f"at least {self.least}"] if self.least > -math.inf else []
         parts += [f"above {self.above}"] if self.above > -math.inf else []
         parts += [f"at most {self.most}"] if self.most < math.inf else []
@@ -130,9 +138,12 @@ class Real(Number):
     def read(self, value: Any) -> Any:
         if type(value) is int and abs(value) <= LARGEST:
             value = float(value)
-        if type(value) is not float or not math.isfinite(value):
+        if type(value) is not float:
             raise ValueError
-        if not self.least <= value <= self.most or not value > self.above:
+        if not self.finite:
+            return value
+        # Every comparison with NaN is false.
+        if not (math.isfinite(value) and self.least <= value <= self.most and value > self.above):
             raise ValueError
         return value
 

@@ -237,9 +237,9 @@ class GossipRelay(ExchangeStrategy):
             if vertex is not None and vertex >= count:
                 report.note("unknown", _outside(vertex, count))
 
-    def _announcement(self) -> ConfigRecord:
+    def _announcement(self) -> gossip.Setup:
         """Return what the nodes are told of the run: the algorithm as it was fitted to the graph."""
-        return replace(self.setup, algorithm=self.relay.algorithm.to_config()).to_record()
+        return replace(self.setup, algorithm=self.relay.algorithm.to_config())
 
     def _announced(self, config: ConfigRecord) -> int:
         """Return how many vertices the settings say there are; 0 when they do not."""
@@ -358,7 +358,8 @@ class GossipRelay(ExchangeStrategy):
         return Message(RecordDict({self._key: config}), node, gossip.HELLO_TYPE)
 
     def _message(self, instruction: Instruction, config: ConfigRecord) -> Message:
-        content = RecordDict({self._key: config, gossip.SETUP: self._announcement()})
+        content = RecordDict({self._key: config})
+        self._announcement().put(content)
         gossip.put_instruction(content, instruction)
         begins = instruction.start in ("common", "empty")
         if begins:
@@ -372,7 +373,8 @@ class GossipRelay(ExchangeStrategy):
         instructions = {v: i for v, i in self.relay.observe().items() if v in self._node_of}
         messages = []
         for instruction in instructions.values():
-            content = RecordDict({self._key: config, gossip.SETUP: self._announcement()})
+            content = RecordDict({self._key: config})
+            self._announcement().put(content)
             gossip.put_instruction(content, instruction)
             messages.append(Message(content, self._node_of[instruction.node], gossip.OBSERVE_TYPE))
         replies = yield Push(messages, self.deadline)
@@ -410,7 +412,7 @@ class GossipRelay(ExchangeStrategy):
         """Return what a checkpoint keeps: the mailbox, who is which vertex, and the model the run began with."""
         relay = self._relay
         return {
-            "setup": dict(self.setup.to_record()),
+            "setup": self.setup.values(),
             "met": list(self._met.items()),
             "node_of": list(self._node_of.items()),
             "dismissed": sorted(self._dismissed),
@@ -437,9 +439,9 @@ class GossipRelay(ExchangeStrategy):
         StateError
             When they are of another number of nodes.
         """
-        if state["setup"] != dict(self.setup.to_record()):
+        if state["setup"] != self.setup.values():
             raise ConfigError(
-                f"the stored run is of {state['setup']}, this strategy of {dict(self.setup.to_record())}; resume with "
+                f"the stored run is of {state['setup']}, this strategy of {self.setup.values()}; resume with "
                 "the algorithm and settings the run was started with"
             )
         nodes = self._count if state["relay"] is None else state["relay"]["nodes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, wh
 
 from fedcomp.flower._private import adopt_identity, content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PayloadError
-from fedcomp.flower.schema import Document, Entry, Int, Many, OtherVersion, Real, Schema, SchemaError, Text, TextSchema
+from fedcomp.flower.schema import Document, Entry, Frames, Int, Many, OtherVersion, Real, Schema, SchemaError, Text
 
 GOLDEN = json.loads(Path(__file__).with_name("messages.json").read_text())
 """Per message: the serialised content of its example, and the rules of its fields. Written once; a change of either is
@@ -24,7 +24,7 @@ a change of the protocol."""
 def schemas(cls: type[Schema] = Schema) -> set[type[Schema]]:
     """Return all schemas of the library."""
     below = {s for sub in cls.__subclasses__() for s in {sub, *schemas(sub)}}
-    return {s for s in below if s.__module__.startswith("fedcomp.") and s is not TextSchema}
+    return {s for s in below if s.__module__.startswith("fedcomp.") and is_dataclass(s)}
 
 
 def name_of(schema: type[Schema]) -> str:
@@ -102,19 +102,20 @@ class Toy(Schema, key="toy", separator="-"):
     in_: Annotated[tuple[float, ...], Many(Real(above=0.0, most=1.0), 3)] = ()
     spec: Annotated[dict[str, Any], Document(200)] = None  # type: ignore[assignment]
     zero: Annotated[int, Int(absent=0)] = 0
+    parts: Annotated[tuple[bytes, ...], Frames(3)] = ()
     text: Annotated[str, Text(3)] = ""
 
 
 def test_names_and_what_is_left_out() -> None:
     assert Toy(3, spec={}).values() == {"most-of": 3}
-    assert Toy(3, (0.5, 1.0), {"a": [1]}, 2, "x").values() == {
+    assert Toy(3, (0.5, 1.0), {"a": [1]}, 2, (b"x",), "x").values() == {
         "most-of": 3,
         "in": [0.5, 1.0],
         "spec": '{"a":[1]}',
         "zero": 2,
         "text": "x",
     }
-    assert Toy.of({"most-of": 3}) == Toy(3, (), {}, 0, "")
+    assert Toy.of({"most-of": 3}) == Toy(3, spec={})
 
 
 def test_an_integer_is_read_as_the_number_it_is() -> None:
@@ -141,9 +142,16 @@ def test_an_error_says_field_value_rule_and_remedy() -> None:
     )
 
 
+@pytest.mark.parametrize("what", [what for what, _ in damages(Toy(3), Toy.entries()[-2])])
+def test_frames_are_counted_and_numbered(what: str) -> None:
+    content = dict(damages(Toy(3), Toy.entries()[-2]))[what]
+    with pytest.raises(PayloadError, match=f"parts.*{'expected at most 3 frames' if what != 'not a frame' else ''}"):
+        Toy.take(content)
+
+
 def test_what_is_written_replaces_what_was_there() -> None:
     content = RecordDict()
-    for toy in (Toy(5, (1.0,), {"a": 1}, 1, "abc"), Toy(2, spec={})):
+    for toy in (Toy(5, (1.0,), {"a": 1}, 1, (b"x", b"", b"y" * 70_000), "abc"), Toy(2, spec={}, parts=(b"z",))):
         toy.put(content)
         assert Toy.take(content) == toy
 
