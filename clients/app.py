@@ -12,25 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedcomp.clients.coded.linear import LinearRows, answer_coded_linear
-from fedcomp.clients.coded.mod import answer_coded, coded
-from fedcomp.clients.compressed import compression
+from fedcomp.clients.client import client
+from fedcomp.clients.coded.linear import LinearRows, linear_device
 from fedcomp.clients.edge import OWN_BUDGET
-from fedcomp.clients.gcn import Learner, answer_gcn
-from fedcomp.clients.gossip import answer_gossip
-from fedcomp.clients.private.datalens import answer_datalens
-from fedcomp.clients.private.dpsgd import train_privately
-from fedcomp.clients.private.local_dp import local_privacy
-from fedcomp.clients.private.lsg import lsg
-from fedcomp.clients.private.mod import private
-from fedcomp.clients.shared_support import shared_support
+from fedcomp.clients.gcn import Learner, graph_owner
+from fedcomp.clients.gossip import gossip_node
+from fedcomp.clients.private.datalens import datalens_teachers
+from fedcomp.clients.private.dpsgd import Trainee, record_dp
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.flower.payload import models, put_node
-from fedcomp.flower.record_dp import Plan
-from fedcomp.flower.records import to_arrays
+from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -44,38 +38,29 @@ if TYPE_CHECKING:
     from fedcomp.tasks.graph import GraphTask
     from fedcomp.tasks.local import LocalObjective
 
-app = answer_coded(ClientApp(mods=[coded(), local_privacy(), shared_support(), compression(), lsg(), private()]))
+_app = ClientApp()
 
 TASK_PREFIX = "task."
 
 
-@app.train()
+@_app.train()
 def train(msg: Message, context: Context) -> Message:
     """Train the message's model on this node's partition; reply the model, the loss and the number of examples.
-
-    A message with a plan for record-level privacy is answered with the noisy model and what it cost, and nothing else.
 
     A partition without examples raises :class:`fedcomp.tasks.base.EmptyPartition`: the server gets an error reply with
     its advice, and goes on with the other clients.
     """
     job = Job.read(msg, context)
-    plan = Plan.read(job.config)
-    task = job.task(noised=plan is not None)
+    task = job.task()
     data = task.client(job.partition, job.clients)
     name, model = job.model(task, msg)
-    if plan is not None:
-        spent = train_privately(task, model, data, plan, context, key=job.key("batches"), **job.training())
-        private_reply = RecordDict({name: _to_record(model)})
-        spent.put(private_reply)
-        put_node(private_reply, job.partition)
-        return Message(private_reply, reply_to=msg)
     metrics = task.train(model, data, key=job.key("batches"), **job.training())
     reply = RecordDict({name: _to_record(model), "metrics": _metrics(metrics)})
     put_node(reply, job.partition)
     return Message(reply, reply_to=msg)
 
 
-@app.evaluate()
+@_app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
     """Evaluate the message's model on this node's share of the held-out examples; reply the metrics."""
     job = Job.read(msg, context)
@@ -87,7 +72,7 @@ def evaluate(msg: Message, context: Context) -> Message:
     return Message(reply, reply_to=msg)
 
 
-@app.query()
+@_app.query()
 def query(msg: Message, context: Context) -> Message:
     """Answer the roll call: which partition this node holds. Loads nothing."""
     reply = RecordDict()
@@ -100,9 +85,6 @@ def linear_rows(msg: Message, context: Context, partitions: int) -> LinearRows:
     job = Job.read(msg, context)
     task = job.task()
     return LinearRows(*task.linear_rows(task.client(job.partition, partitions)), task.linear_loss)
-
-
-answer_coded_linear(app, linear_rows)
 
 
 def local_objective(msg: Message, context: Context, setup: Setup) -> LocalObjective:
@@ -119,9 +101,6 @@ def _objective(task: Task, partition: int, clients: int, seed: int, batch_size: 
     from fedcomp.tasks.local import LocalObjective
 
     return LocalObjective(task, partition, clients, seed=seed, batch_size=batch_size, dtype=dtype)
-
-
-answer_gossip(app, local_objective)
 
 
 def teachers(msg: Message, context: Context, request: TrainingRequest) -> Ensemble:
@@ -147,9 +126,6 @@ def _ensemble(
     return task.ensemble(partition, clients, count, Adam(lr, decay), batch=batch, key=Key(seed, "datalens"))
 
 
-answer_datalens(app, teachers)
-
-
 def graph_part(msg: Message, context: Context) -> Part:
     """Return what this node owns of the task's graph; the task keeps it for the next message."""
     job = Job.read(msg, context)
@@ -161,10 +137,7 @@ def graph_learner(msg: Message, context: Context) -> Learner:
     job = Job.read(msg, context)
     task = _graph(job.task())
     name, model = job.model(task, msg)
-    rates = {
-        key: value for key, value in job.training().items() if key in ("lr", "momentum", "weight_decay", "proximal")
-    }
-    return Learner(name, model, functools.partial(task.objective, model), task.correct, rates)
+    return Learner(name, model, functools.partial(task.objective, model), task.correct, job.rates())
 
 
 def _graph(task: Task) -> GraphTask:
@@ -177,7 +150,24 @@ def _graph(task: Task) -> GraphTask:
     return task
 
 
-answer_gcn(app, graph_part, graph_learner)
+def trainee(msg: Message, context: Context) -> Trainee:
+    """Return the message's model and this node's records, for training with noise."""
+    job = Job.read(msg, context)
+    task = job.task(noised=True)
+    data = task.client(job.partition, job.clients)
+    name, model = job.model(task, msg)
+    # How training without noise would be limited is left out: the plan's steps and rate say it.
+    return Trainee(name, model, task, data, job.partition, job.key("batches"), **job.rates())
+
+
+app = client(
+    _app,
+    record_dp(trainee),
+    linear_device(linear_rows),
+    gossip_node(local_objective),
+    datalens_teachers(teachers),
+    graph_owner(graph_part, graph_learner),
+)
 
 
 @dataclass(frozen=True)
@@ -286,6 +276,11 @@ class Job:
             chosen["proximal"] = self.config["proximal-mu"]
         return {"lr": 0.1, **chosen}
 
+    def rates(self) -> dict[str, float]:
+        """Return those of :meth:`training` that every step of SGD has."""
+        names = ("lr", "momentum", "weight_decay", "proximal")
+        return {name: value for name, value in self.training().items() if name in names}
+
 
 def _integer(config: Mapping[str, Any], key: str, default: Any) -> int:
     value = config.get(key, default)
@@ -297,7 +292,7 @@ def _integer(config: Mapping[str, Any], key: str, default: Any) -> int:
 def _to_record(model: nn.Module) -> ArrayRecord:
     from fedcomp.tasks.arrays import to_arrays
 
-    return ArrayRecord({name: Array(array) for name, array in to_arrays(model).items()})
+    return to_record(to_arrays(model))
 
 
 def _metrics(metrics: Mapping[str, Any]) -> MetricRecord:

@@ -1,8 +1,9 @@
 """The client half of the drop-in pair: one mod, no configuration.
 
 ``ClientApp(mods=[compression()])`` is all a Flower app needs. The server's announcement says which codec to use; a
-message without one passes through untouched. Put the mod first in the list: it must be the last to touch the outgoing
-reply, outside of everything that changes the update (clipping, noise).
+message without one passes through untouched. In a list with other mods it comes first: it must be the last to touch the
+outgoing reply, outside of everything that changes the update (clipping, noise). Other systems of this project need
+:func:`fedcomp.clients.client.client`, which puts this half in its place among theirs.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from numpy.typing import NDArray
 
+from fedcomp.clients.half import CallNext, ClientHalf, drop_in
 from fedcomp.clients.messages import (
     MOD_FAILED_PRECONDITION,
     NOT_WITHOUT_NOISE,
-    CallNext,
-    Mod,
     choose,
     equally_long,
     find_announcement,
     header_of,
     learnt,
     memory_ratio,
-    mod_factory,
     partition_of,
     plain_content,
     receive,
@@ -41,9 +40,9 @@ from fedcomp.privacy.local import asks_for_noise, privatised
 from fedcomp.rng import Key
 
 
-@mod_factory
-def compression(accept: Collection[str] | None = None) -> Mod:
-    """Return the compression mod.
+@drop_in
+def compression(accept: Collection[str] | None = None) -> ClientHalf:
+    """Return the client half of compression, which may stand in a list of mods.
 
     Parameters
     ----------
@@ -61,7 +60,7 @@ def compression(accept: Collection[str] | None = None) -> Mod:
     def compression_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         return _handle(msg, context, call_next, accept)
 
-    return compression_mod
+    return ClientHalf("compression", compression_mod, outside=("lsg", "private", "record_dp"), drop_in=True)
 
 
 def _handle(msg: Message, context: Context, call_next: CallNext, accept: Collection[str] | None) -> Message:

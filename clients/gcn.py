@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
+from fedcomp.clients.half import ClientHalf
 from fedcomp.errors import FedcompError
 from fedcomp.flower import gcn
 from fedcomp.flower.gcn import Ask, Fetch, Figures, Hello, Needs, Refused, Setup, put_frames, take_frames
@@ -76,33 +76,35 @@ LearnerOf = Callable[[Message, Context], Learner]
 """``learner_of(message, context)``: called for training and evaluation, after the rows were found complete."""
 
 
-def answer_gcn(app: ClientApp, part_of: PartOf, learner_of: LearnerOf) -> ClientApp:
-    """Give ``app`` the handlers of a graph run; return ``app``.
+def graph_owner(part_of: PartOf, learner_of: LearnerOf) -> ClientHalf:
+    """Return the client half of a graph run.
 
     The node that owns part i of the graph has the partition id i.
     """
 
-    @app.query(gcn.SETUP)
-    def gcn_setup(msg: Message, context: Context) -> Message:
+    def set_up(msg: Message, context: Context) -> Message:
         return _set_up(msg, part_of(msg, context))
 
-    @app.query(gcn.PLAN)
-    def gcn_plan(msg: Message, context: Context) -> Message:
+    def plan(msg: Message, context: Context) -> Message:
         return _plan(msg, context, part_of(msg, context))
 
-    @app.query(gcn.ROWS)
-    def gcn_rows(msg: Message, context: Context) -> Message:
+    def rows(msg: Message, context: Context) -> Message:
         return _hand_out(msg, context, part_of(msg, context))
 
-    @app.train(gcn.GCN)
-    def gcn_train(msg: Message, context: Context) -> Message:
+    def train(msg: Message, context: Context) -> Message:
         return _train(_Turn.begin(msg, context, part_of, "train"), partial(learner_of, msg, context))
 
-    @app.evaluate(gcn.GCN)
-    def gcn_evaluate(msg: Message, context: Context) -> Message:
+    def evaluate(msg: Message, context: Context) -> Message:
         return _evaluate(_Turn.begin(msg, context, part_of, "evaluate"), partial(learner_of, msg, context))
 
-    return app
+    handlers = {
+        gcn.SETUP_TYPE: set_up,
+        gcn.PLAN_TYPE: plan,
+        gcn.ROWS_TYPE: rows,
+        gcn.TRAIN_TYPE: train,
+        gcn.EVALUATE_TYPE: evaluate,
+    }
+    return ClientHalf("gcn", handlers=handlers)
 
 
 def _set_up(msg: Message, part: Part) -> Message:

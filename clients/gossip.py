@@ -9,12 +9,13 @@ already answers from memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
+from fedcomp.clients.half import ClientHalf, Handler
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import gossip
 from fedcomp.flower.logs import log
@@ -48,8 +49,8 @@ ProblemOf = Callable[[Message, Context, gossip.Setup], Problem]
 """``problem(message, context, setup)``: called only where an instruction needs a gradient or figures."""
 
 
-def answer_gossip(app: ClientApp, problem: ProblemOf) -> ClientApp:
-    """Give ``app`` the handlers of decentralised learning; return ``app``.
+def gossip_node(problem: ProblemOf) -> ClientHalf:
+    """Return the client half of decentralised learning.
 
     The node configuration's ``partition-id`` is the node's vertex of the graph.
 
@@ -64,6 +65,7 @@ def answer_gossip(app: ClientApp, problem: ProblemOf) -> ClientApp:
 
     >>> import numpy as np
     >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.client import client
     >>> class Pull:
     ...     def __init__(self, target):
     ...         self.target = target
@@ -76,28 +78,22 @@ def answer_gossip(app: ClientApp, problem: ProblemOf) -> ClientApp:
     ...
     ...     def evaluate(self, arrays):
     ...         return {"loss": float(sum(np.square(a - self.target).sum() for a in arrays.values()))}
-    >>> app = answer_gossip(ClientApp(), lambda msg, context, setup: Pull(context.node_config["partition-id"]))
+    >>> app = client(ClientApp(), gossip_node(lambda msg, context, setup: Pull(context.node_config["partition-id"])))
     """
 
-    @app.query(gossip.HELLO)
-    def gossip_hello(msg: Message, context: Context) -> Message:
+    def hello(msg: Message, context: Context) -> Message:
         reply = RecordDict()
         put_node(reply, _vertex(context))
         return Message(reply, reply_to=msg)
 
-    @app.train(gossip.START)
-    def gossip_start(msg: Message, context: Context) -> Message:
-        return _carry_out(msg, context, problem)
-
-    @app.train(gossip.EXCHANGE)
-    def gossip_exchange(msg: Message, context: Context) -> Message:
-        return _carry_out(msg, context, problem)
-
-    @app.query(gossip.OBSERVE)
-    def gossip_observe(msg: Message, context: Context) -> Message:
-        return _observe(msg, context, problem)
-
-    return app
+    carry_out = partial(_carry_out, problem=problem)
+    handlers: dict[str, Handler] = {
+        gossip.HELLO_TYPE: hello,
+        gossip.START_TYPE: carry_out,
+        gossip.EXCHANGE_TYPE: carry_out,
+        gossip.OBSERVE_TYPE: partial(_observe, problem=problem),
+    }
+    return ClientHalf("gossip", handlers=handlers)
 
 
 class _Lazy:

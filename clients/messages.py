@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
-from typing import Any, ParamSpec, Protocol, overload
+from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp import wire
@@ -22,37 +21,6 @@ from fedcomp.layout import Layout, Update, policy_from_config
 from fedcomp.rng import Key
 from fedcomp.versions import CodecOf, Step, advance, digest
 from fedcomp.wire import Frame
-
-CallNext = Callable[[Message, Context], Message]
-Mod = Callable[[Message, Context, CallNext], Message]
-
-P = ParamSpec("P")
-
-
-class ModFactory(Protocol[P]):
-    """A function that returns a mod, and is one itself."""
-
-    @overload
-    def __call__(self, msg: Message, context: Context, call_next: CallNext, /) -> Message: ...  # type: ignore[overload-overlap]
-
-    @overload
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Mod: ...
-
-
-def mod_factory(make: Callable[P, Mod]) -> ModFactory[P]:
-    """Let a function that returns a mod stand for the mod with its defaults: ``mods=[compression]``.
-
-    Flower looks at no mod when an app is built, so that the missing parentheses would show as an error in every reply.
-    """
-
-    @functools.wraps(make)
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 3 and isinstance(args[0], Message):
-            return make()(*args)  # type: ignore[call-arg]
-        return make(*args, **kwargs)
-
-    return factory
-
 
 MOD_FAILED_PRECONDITION = 6
 """Flower's ErrorCode of that name; the enumeration itself is private."""

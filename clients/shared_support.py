@@ -1,8 +1,6 @@
 """The client half of ScaleCom: one mod that keeps what was learnt until the server says on which support to send it.
 
-``ClientApp(mods=[shared_support(), compression()])`` serves both kinds of server; put it first. The app needs a
-``query`` handler, since Flower refuses messages of a kind no handler is registered for: :func:`answer_queries` gives
-one to an app that has none.
+Messages of servers that do not share supports pass on to ``compression()``, so one app serves both kinds.
 """
 
 from __future__ import annotations
@@ -12,25 +10,22 @@ from dataclasses import replace
 
 import numpy as np
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
 
+from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import (
     MOD_FAILED_PRECONDITION,
-    CallNext,
-    Mod,
     choose,
     find_announcement,
     header_of,
     learnt,
     memory_ratio,
-    mod_factory,
     partition_of,
     plain_content,
     receive,
 )
 from fedcomp.codecs import Codec, State
 from fedcomp.codecs.scalecom import ScaleCom, Supports, held_support, open_support, support_frame, support_id_of
-from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.errors import FedcompError, StateError
 from fedcomp.exact import encode_exact
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import (
@@ -55,9 +50,8 @@ from fedcomp.wire import Frame
 _EXACT = "exact"
 
 
-@mod_factory
-def shared_support(accept: Collection[str] | None = None) -> Mod:
-    """Return the mod. Messages of servers that do not share supports pass through untouched.
+def shared_support(accept: Collection[str] | None = None) -> ClientHalf:
+    """Return the client half of ScaleCom. Messages of servers that do not share supports pass through untouched.
 
     Parameters
     ----------
@@ -67,7 +61,8 @@ def shared_support(accept: Collection[str] | None = None) -> Mod:
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
-    >>> app = ClientApp(mods=[shared_support()])
+    >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), only=[shared_support()])
     """
 
     def shared_support_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
@@ -80,17 +75,7 @@ def shared_support(accept: Collection[str] | None = None) -> Mod:
         except StaleMessage as error:
             return Message(Error(MOD_FAILED_PRECONDITION, f"{STALE}: {error}"), reply_to=msg)
 
-    return shared_support_mod
-
-
-def answer_queries(app: ClientApp) -> ClientApp:
-    """Give ``app`` a query handler that only refuses, so that queries reach its mods; return ``app``."""
-
-    @app.query()
-    def query(msg: Message, context: Context) -> Message:
-        raise ConfigError("this app answers no queries of its own")
-
-    return app
+    return ClientHalf("shared_support", shared_support_mod, outside=("compression", "lsg", "private", "record_dp"))
 
 
 def _codec(announcement: Announcement, accept: Collection[str] | None) -> ScaleCom | None:

@@ -74,11 +74,6 @@ _NO_LAYOUT: Final = Layout(())
 _CANDIDATES: Final = 4
 """How many clients are asked to lead in one round before it is given up."""
 
-_NO_HANDLER: Final = "No query function registered"
-_NO_HANDLER_HINT: Final = (
-    "the client's app has no query handler: wrap it in fedcomp.clients.shared_support.answer_queries()"
-)
-
 
 class SharedSupport(ExchangeStrategy):
     """Average updates on a support that one client chooses for all.
@@ -390,10 +385,7 @@ class SharedSupport(ExchangeStrategy):
         if reply.has_error():
             if reply.error.reason and RESYNC in reply.error.reason:
                 self._peers[sent.node].version = 0
-            reason = f"error {reply.error.code}: {reply.error.reason}"
-            if _NO_HANDLER in reason:
-                reason = f"{_NO_HANDLER_HINT} ({reason})"
-            raise Rejected(reason)
+            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
 
     def _take_trained(self, sent: list[Sent], replies: Iterable[Message], now: Round, appointed: int | None) -> None:
         """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
@@ -425,7 +417,7 @@ class SharedSupport(ExchangeStrategy):
         if any(not name.startswith(PREFIX) for name in reply.content.array_records):
             said = header.get("unsupported")
             why = said if isinstance(said, str) else "is it the first of its mods, and does it accept 'scalecom'?"
-            raise Rejected(f"the client answered with a model: its app lacks the mod shared_support() ({why})")
+            raise Rejected(f"the client answered with a model: its app lacks the half shared_support() ({why})")
         if integer(header, "sequence") != sent.sequence:
             raise Rejected(f"the reply answers message {header['sequence']!r}, expected {sent.sequence}: a stale reply")
         _, weight = weight_of(reply.content, self.weighted_by_key)

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import Result, Strategy
 from toy import client_app, model
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
@@ -24,7 +24,7 @@ Plan = Callable[[Delivery], Any]
 
 def coded_app(**options: Any) -> ClientApp:
     """Return the toy app with both mods."""
-    return answer_coded(client_app([coded(**options), compression()]))
+    return client_app([coded(**options), compression()])
 
 
 def run(

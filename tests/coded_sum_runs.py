@@ -10,7 +10,7 @@ import pytest
 from flwr.app import Context, Message
 from toy import client_app, fedavg, model
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of
 from fedcomp.flower.coded import (
@@ -72,7 +72,7 @@ class Tap(MeteredGrid):
 
 def grid_of(nodes: int = NODES, *, client=None, recorder=None, fault=None, **options) -> Tap:
     mods = [coded(), *([recorder] if recorder else []), compression()]
-    return Tap(InProcessGrid(client or answer_coded(client_app(mods)), nodes, seed=4, fault=fault, **options), Ledger())
+    return Tap(InProcessGrid(client or client_app(mods), nodes, seed=4, fault=fault, **options), Ledger())
 
 
 def coded_sum(codec: Codec = CODEC, inner=None, **options) -> CodedFedAvg:

@@ -9,8 +9,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
+from toy import with_halves
 
-from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.flower.datalens import Kept, TrainingRequest
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -76,7 +77,7 @@ def ensemble(message: Message, context: Context, request: TrainingRequest) -> To
 
 
 def client() -> ClientApp:
-    return answer_datalens(ClientApp(), ensemble)
+    return with_halves([datalens_teachers(ensemble)])
 
 
 def model() -> ArrayRecord:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
+from toy import with_halves
 
-from fedcomp.clients.gossip import answer_gossip
+from fedcomp.clients.gossip import gossip_node
 from fedcomp.flower.gossip import Kept, Setup
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -65,7 +66,7 @@ def pull(message: Message, context: Context, setup: Setup) -> Pull:
 
 
 def client() -> ClientApp:
-    return answer_gossip(ClientApp(), pull)
+    return with_halves([gossip_node(pull)])
 
 
 def graph_for(algorithm: Algorithm) -> str:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from toy import with_halves
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.rng import Key
 
 FEATURES = 12
@@ -55,10 +56,10 @@ Train = Callable[[Message, Context], Message]
 
 
 def app_of(train: Train, mods: Iterable | None = None) -> ClientApp:
-    """Return an app with a training handler and the mod :func:`coded`, unless other mods are given."""
-    app = ClientApp(mods=[coded()] if mods is None else list(mods))
+    """Return an app with a training handler and the half :func:`coded`, unless others are given."""
+    app = with_halves([coded()] if mods is None else mods)
     app.train()(train)
-    return answer_coded(app)
+    return app
 
 
 def float32_step(msg: Message, context: Context) -> Message:
@@ -71,7 +72,7 @@ def float32_step(msg: Message, context: Context) -> Message:
 
 
 def client_app(mods: Iterable | None = None) -> ClientApp:
-    """Return the app, with the mod :func:`coded` unless others are given."""
+    """Return the app, with the half :func:`coded` unless others are given."""
 
     def train(msg: Message, context: Context) -> Message:
         record = msg.content["arrays"]

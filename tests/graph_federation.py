@@ -15,9 +15,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 from graph_toys import CLASSES, cut, toy_adjacency, toy_features, toy_owner
 from numpy.typing import NDArray
+from toy import with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.gcn import Learner, answer_gcn
+from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -62,7 +63,7 @@ def network(values: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def learner(message: Message, context: Context) -> Learner:
-    """Return what :func:`fedcomp.clients.gcn.answer_gcn` wants: the message's model, and plain SGD."""
+    """Return what :func:`fedcomp.clients.gcn.graph_owner` wants: the message's model, and plain SGD."""
     from torch.nn.functional import cross_entropy
 
     ((name, record),) = models(message.content).items()
@@ -72,11 +73,11 @@ def learner(message: Message, context: Context) -> Learner:
 
 def client(parts: Sequence[Part]) -> ClientApp:
     """Return the app of all nodes; each looks at the part of its own partition."""
-    return answer_gcn(
-        ClientApp(mods=[compression()]),
-        lambda message, context: parts[int(context.node_config["partition-id"])],
-        learner,
-    )
+
+    def part_of(message: Message, context: Context) -> Part:
+        return parts[int(context.node_config["partition-id"])]
+
+    return with_halves([graph_owner(part_of, learner), compression()])
 
 
 def initial() -> Named:

@@ -13,8 +13,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from graph_toys import CLASSES
 from torch import nn
+from toy import with_halves
 
-from fedcomp.clients.gcn import Learner, answer_gcn
+from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.flower import gcn
 from fedcomp.flower.gcn import Ask, Fetch, Needs, Setup, put_frames, take_frames
 from fedcomp.flower.payload import models
@@ -56,12 +57,13 @@ def teaches(parts: Sequence[Part], **options: Any) -> Callable[[Message, Context
     return learner
 
 
-def client(parts: Sequence[Part], mods: Sequence[Any] = (), **options: Any) -> ClientApp:
+def client(parts: Sequence[Part], halves: Sequence[Any] = (), **options: Any) -> ClientApp:
     """Return an app whose node i owns ``parts[i]``."""
-    app = ClientApp(mods=list(mods))
-    return answer_gcn(
-        app, lambda msg, context: parts[int(context.node_config["partition-id"])], teaches(parts, **options)
-    )
+
+    def part_of(msg: Message, context: Context) -> Part:
+        return parts[int(context.node_config["partition-id"])]
+
+    return with_halves([*halves, graph_owner(part_of, teaches(parts, **options))])
 
 
 def node(index: int, parts: int = 4, **config: Any) -> Context:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
+from toy import with_halves
 
-from fedcomp.clients.coded.linear import LinearRows, answer_coded_linear
+from fedcomp.clients.coded.linear import LinearRows, linear_device
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.flower import linear
 from fedcomp.flower.grid import InProcessGrid
@@ -35,7 +36,7 @@ def client(loss: str = "logistic") -> ClientApp:
     def rows(msg: Message, context: Context, partitions: int) -> LinearRows:
         return data(int(context.node_config["partition-id"]), loss)
 
-    return answer_coded_linear(ClientApp(), rows)
+    return with_halves([linear_device(rows)])
 
 
 def model() -> ArrayRecord:

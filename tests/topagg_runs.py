@@ -10,7 +10,9 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAvg, Result
 from toy import client_app, fedavg, model, update
 
-from fedcomp.clients.private.topagg import topagg as mods
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.private.topagg import votes_only
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
@@ -58,9 +60,13 @@ def strategy(ballot: TopkSign = BALLOT, *, pair: bool = True, **options: Any) ->
     return TopAgg(inner(), ballot, **chosen)
 
 
+HALVES = [votes_only(), compression(), private()]
+"""Of a client that votes and does nothing else."""
+
+
 def app() -> App:
-    """Return the toy app with TopAgg's mods."""
-    return client_app(mods())
+    """Return the toy app with TopAgg's halves."""
+    return client_app(HALVES)
 
 
 def run(

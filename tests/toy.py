@@ -10,6 +10,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
+from fedcomp.clients.client import client
+from fedcomp.clients.half import ClientHalf
 from fedcomp.rng import Key
 
 SHAPES = {"weight": (40, 30), "bias": (12,)}
@@ -37,9 +39,19 @@ def fingerprint(record: ArrayRecord) -> float:
     return float(int.from_bytes(h.digest()[:6], "little"))
 
 
-def client_app(mods: Iterable = (), *, examples: int = 10) -> ClientApp:
+def with_halves(halves: Iterable) -> ClientApp:
+    """Return an empty app inside of client halves; functions among them are mods that stand where they are listed."""
+    only = list(halves)
+    names = [half.name if isinstance(half, ClientHalf) else f"mod {i}" for i, half in enumerate(only)]
+    for i, half in enumerate(only):
+        if not isinstance(half, ClientHalf):
+            only[i] = ClientHalf(names[i], half, inside=tuple(names[:i]), outside=tuple(names[i + 1 :]))
+    return client(ClientApp(), only=only)
+
+
+def client_app(halves: Iterable = (), *, examples: int = 10) -> ClientApp:
     """Return an app that adds :func:`update` to the model, and keeps the exact sum of what it did in its state."""
-    app = ClientApp(mods=list(mods))
+    app = with_halves(halves)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

@@ -16,7 +16,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.messages import CallNext, reply_arrays
+from fedcomp.clients.half import CallNext
+from fedcomp.clients.messages import reply_arrays
 from fedcomp.coding.errors import CodingError
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower._private import content_from_bytes, content_to_bytes

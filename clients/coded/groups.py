@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedcomp.clients.coded.shards import PAYLOAD, REASON, SHARED, Shards
-from fedcomp.clients.messages import CallNext
+from fedcomp.clients.half import CallNext
 from fedcomp.codecs import fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.packet import Packet

@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
+from fedcomp.clients.half import ClientHalf, Handler
 from fedcomp.clients.peers import peer_link
 from fedcomp.coding.datacode import encode_rows
 from fedcomp.coding.datapacket import pack_partition, unpack_partition
@@ -63,8 +64,8 @@ RowsOf = Callable[[Message, Context, int], LinearRows]
 """``rows(message, context, partitions)``: the examples of this device's own partition, of so many."""
 
 
-def answer_coded_linear(app: ClientApp, rows: RowsOf) -> ClientApp:
-    """Give ``app`` the handlers of coded gradient descent; return ``app``.
+def linear_device(rows: RowsOf) -> ClientHalf:
+    """Return the client half of coded gradient descent.
 
     Parameters
     ----------
@@ -75,13 +76,12 @@ def answer_coded_linear(app: ClientApp, rows: RowsOf) -> ClientApp:
     Examples
     --------
     >>> import numpy as np
-    >>> from flwr.clientapp import ClientApp
+    >>>     >>> from fedcomp.clients.client import client
     >>> x, y = np.eye(4), np.array([0.0, 1.0, 0.0, 1.0])
-    >>> app = answer_coded_linear(ClientApp(), lambda msg, context, partitions: LinearRows(x, y, "logistic"))
+    >>> app = client(ClientApp(), linear_device(lambda msg, context, partitions: LinearRows(x, y, "logistic")))
     """
 
-    @app.query(linear.SETUP)
-    def coded_setup(msg: Message, context: Context) -> Message:
+    def set_up(msg: Message, context: Context) -> Message:
         header = linear.header_of(msg)
         stage = linear.text_of(header, "stage")
         stages = {linear.JOIN: _join, linear.SHARE: _share, linear.BUILD: _build}
@@ -89,15 +89,12 @@ def answer_coded_linear(app: ClientApp, rows: RowsOf) -> ClientApp:
             raise ConfigError(f"coded set-up has no stage {stage!r}; server and client are of different versions")
         return stages[stage](msg, context, header, rows)
 
-    @app.train(linear.PHASE1)
-    def coded_phase1(msg: Message, context: Context) -> Message:
-        return _multiply(msg, context, linear.MODEL, linear.MARGINS, transposed=False)
-
-    @app.train(linear.PHASE2)
-    def coded_phase2(msg: Message, context: Context) -> Message:
-        return _multiply(msg, context, linear.RESIDUALS, linear.GRADIENT, transposed=True)
-
-    return app
+    handlers: dict[str, Handler] = {
+        f"query.{linear.SETUP}": set_up,
+        f"train.{linear.PHASE1}": partial(_multiply, take=linear.MODEL, give=linear.MARGINS, transposed=False),
+        f"train.{linear.PHASE2}": partial(_multiply, take=linear.RESIDUALS, give=linear.GRADIENT, transposed=True),
+    }
+    return ClientHalf("linear", handlers=handlers)
 
 
 def _join(msg: Message, context: Context, header: ConfigRecord, rows: RowsOf) -> Message:
@@ -220,7 +217,7 @@ def _link(context: Context, header: ConfigRecord, device: int) -> PeerTransport 
     return peer_link(context, device, linear.text_of(header, "spool"), MAX_STORE_BYTES)
 
 
-def _multiply(msg: Message, context: Context, take: str, give: str, *, transposed: bool) -> Message:
+def _multiply(msg: Message, context: Context, *, take: str, give: str, transposed: bool) -> Message:
     """Answer one phase: the stored rows, or their transpose, times the vector of the message."""
     header = linear.header_of(msg)
     plan = linear.bytes_of(header, "plan", _ID)

@@ -8,7 +8,7 @@ import numpy as np
 from flwr.app import Message, RecordDict
 
 from fedcomp.clients.coded.shards import PAYLOAD, REASON, SHARED, Shards
-from fedcomp.clients.messages import CallNext
+from fedcomp.clients.half import CallNext
 from fedcomp.coding.code import payload_digest
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.mixing import MAX_CLIENTS, MixPlan

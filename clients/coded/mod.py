@@ -1,6 +1,6 @@
 """The client half of coded rounds: one mod, no configuration, outside of all other mods.
 
-``app = answer_coded(ClientApp(mods=[coded(), compression()]))``. The mod takes the complete reply that the app and the
+The mod takes the complete reply that the app and the
 other mods made and codes it; it keeps shards for others and answers the server's queries about them. Messages without a
 plan pass through untouched, so the same app serves plain servers.
 
@@ -18,22 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedcomp.clients.edge import PEER_ADDRESS
-from fedcomp.clients.messages import (
-    MOD_FAILED_PRECONDITION,
-    CallNext,
-    Mod,
-    find_announcement,
-    mod_factory,
-    partition_of,
-)
+from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, find_announcement, partition_of
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower.coded import ACTIONS, CODED, HELLO, PARCELS, Fields, fields_of, put_fields
+from fedcomp.flower.coded import CODED, HELLO, PARCELS, Fields, fields_of, put_fields
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
 from fedcomp.flower.protocol import STALE
@@ -74,9 +67,8 @@ class Handler(Protocol):
         ...
 
 
-@mod_factory
-def coded(max_store_bytes: int = MAX_STORE_BYTES) -> Mod:
-    """Return the mod; put it first.
+def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
+    """Return the client half of coded rounds.
 
     Parameters
     ----------
@@ -85,9 +77,8 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> Mod:
 
     Examples
     --------
-    >>> from flwr.clientapp import ClientApp
-    >>> from fedcomp.clients.compressed import compression
-    >>> app = answer_coded(ClientApp(mods=[coded(), compression()]))
+    >>>     >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), only=[coded(), "compression"])
     """
     if isinstance(max_store_bytes, bool) or not isinstance(max_store_bytes, int) or max_store_bytes < 0:
         raise ConfigError(f"max_store_bytes={max_store_bytes!r} is not valid: it must be a whole number >= 0")
@@ -123,21 +114,8 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> Mod:
                 raise  # the app's own: it ends as it would without this mod
             return Message(Error(MOD_FAILED_PRECONDITION, f"{type(error).__name__}: {error}"), reply_to=msg)
 
-    return coded_mod
-
-
-def answer_coded(app: ClientApp) -> ClientApp:
-    """Give ``app`` handlers for the queries of coded rounds, so that they reach its mods; return ``app``.
-
-    Flower looks for a handler before it runs any mod. These only refuse: the mod :func:`coded` answers in their place.
-    """
-
-    def refuse(msg: Message, context: Context) -> Message:
-        raise ConfigError("this app lacks the mod coded(); put it first in ClientApp(mods=[...])")
-
-    for action in ACTIONS:
-        app.query(action)(refuse)
-    return app
+    inner = ("local_privacy", "shared_support", "compression", "lsg", "private", "record_dp")
+    return ClientHalf("coded", coded_mod, outside=inner)
 
 
 def for_sums_only(content: RecordDict) -> bool:

@@ -14,7 +14,7 @@ from flwr.app import Message, RecordDict
 from fedcomp.clients.coded.groups import add_up, join
 from fedcomp.clients.coded.mixing import combine, mix_in
 from fedcomp.clients.coded.shards import MOST_REASONS, PAYLOAD, REASON, SHARED, Shards, Terms
-from fedcomp.clients.messages import CallNext
+from fedcomp.clients.half import CallNext
 from fedcomp.coding.code import MAX_SYMBOLS
 from fedcomp.coding.errors import CodingError, PacketError
 from fedcomp.coding.packet import DIGEST_BYTES, Packet, PacketLimits

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.clients.coded.mod import Exchange
-from fedcomp.clients.messages import CallNext, find_announcement
+from fedcomp.clients.half import CallNext
+from fedcomp.clients.messages import find_announcement
 from fedcomp.codecs import FixedPoint, fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError, NotDecodable, PacketError
 from fedcomp.coding.sealing import KEY_BYTES, seal

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedcomp import wire
+from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet
 from fedcomp.errors import ConfigError
 from fedcomp.flower import datalens
@@ -77,8 +77,8 @@ EnsembleOf = Callable[[Message, Context, TrainingRequest], Ensemble]
 """``ensemble(message, context, request)``: called only where a request is not answered from memory."""
 
 
-def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
-    """Give ``app`` the handler of a DataLens run; return ``app``.
+def datalens_teachers(ensemble: EnsembleOf) -> ClientHalf:
+    """Return the client half of a DataLens run.
 
     What goes wrong while teachers are read, learn and vote stays on the node, unless it is about settings
     (:data:`fedcomp.clients.private.mod.ABOUT_SETTINGS`).
@@ -89,8 +89,7 @@ def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
         Returns this node's teachers. What it keeps between calls is lost in a deployment.
     """
 
-    @app.train(datalens.ACTION)
-    def datalens_vote(msg: Message, context: Context) -> Message:
+    def vote(msg: Message, context: Context) -> Message:
         request, kept, partition = TrainingRequest.take(msg), Kept.load(context), _partition(context)
         if kept is not None and kept.session == request.session:
             if request.sequence < kept.sequence:
@@ -102,7 +101,7 @@ def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
         else:
             kept = None
 
-        def vote() -> Message:
+        def learn_and_vote() -> Message:
             own = ensemble(msg, context, request)
             state, votes = study(request, msg, own, None if kept is None else kept.state, partition)
             answer = encode_rows(votes)
@@ -114,9 +113,9 @@ def answer_datalens(app: ClientApp, ensemble: EnsembleOf) -> ClientApp:
             Kept(request.session, request.sequence, state, answer).save(context)
             return reply
 
-        return discreet(msg, vote, passing=ABOUT_SETTINGS)
+        return discreet(msg, learn_and_vote, passing=ABOUT_SETTINGS)
 
-    return app
+    return ClientHalf("datalens", handlers={datalens.TYPE: vote})
 
 
 def study(

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from flwr.app import ConfigRecord, Context
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedcomp.clients.edge import LEDGER_FILE, OWN_BUDGET
+from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.private.mod import ABOUT_SETTINGS
 from fedcomp.errors import ConfigError, optional
 from fedcomp.flower.logs import log
-from fedcomp.flower.record_dp import Account, Plan, compact, steps_in
+from fedcomp.flower.payload import put_node
+from fedcomp.flower.record_dp import RECORD_DP, Account, Plan, compact, steps_in
+from fedcomp.flower.records import to_record
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError
 from fedcomp.rng import Key
@@ -42,38 +45,75 @@ if TYPE_CHECKING:
 _STATE: Final = "fedcomp.record-dp"
 
 
-def train_privately(
-    task: Task,
-    model: nn.Module,
-    data: Split,
-    plan: Plan,
-    context: Context,
-    *,
-    key: Key,
-    lr: float,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    proximal: float = 0.0,
-    **unused: Any,
-) -> Account:
-    """Train ``model`` in place on ``data`` as ``plan`` says; return what was spent.
+@dataclass(frozen=True)
+class Trainee:
+    """What a client trains with noise.
 
-    Parameters
+    Attributes
     ----------
+    name : str
+        Of the message's ArrayRecord with the model; the reply has it under the same.
+    model : Module
     task : Task
         Gives the loss.
     data : Split
         Every example is one record.
-    context : Context
-        Holds the ledger, and gets it back as the last act.
+    partition : int
+        Which share of the data this node holds.
     key : Key
         Names public randomness; noise and batches as well where the plan is insecure.
     lr, momentum, weight_decay : float
         Of SGD on the noisy gradients.
     proximal : float
         Must be 0.
-    **unused
-        How training without noise would be limited; here the plan's steps and rate say it.
+    """
+
+    name: str
+    model: nn.Module
+    task: Task
+    data: Split
+    partition: int
+    key: Key
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    proximal: float = 0.0
+
+
+TraineeOf = Callable[[Message, Context], Trainee]
+"""``trainee(message, context)``: called where a message has a plan for record-level privacy."""
+
+
+def record_dp(trainee_of: TraineeOf) -> ClientHalf:
+    """Return the client half of record-level privacy.
+
+    A training message with a plan is answered with the noisy model and what it cost, and nothing else; the app's own
+    training function does not see it.
+    """
+
+    def record_dp_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
+        plans = [Plan.read(r) for r in msg.content.values() if isinstance(r, ConfigRecord) and RECORD_DP in r]
+        if msg.metadata.message_type != "train" or not plans or plans[0] is None:
+            return call_next(msg, context)
+        from fedcomp.tasks.arrays import to_arrays
+
+        trainee = trainee_of(msg, context)
+        spent = train_privately(trainee, plans[0], context)
+        reply = RecordDict({trainee.name: to_record(to_arrays(trainee.model))})
+        spent.put(reply)
+        put_node(reply, trainee.partition)
+        return Message(reply, reply_to=msg)
+
+    return ClientHalf("record_dp", record_dp_mod, needs=("private",))
+
+
+def train_privately(trainee: Trainee, plan: Plan, context: Context) -> Account:
+    """Train the model in place as ``plan`` says; return what was spent.
+
+    Parameters
+    ----------
+    context : Context
+        Holds the ledger, and gets it back as the last act.
 
     Raises
     ------
@@ -94,9 +134,10 @@ def train_privately(
         from fedcomp.privacy.dpsgd import private_training
     from fedcomp.tasks.base import EmptyPartition, single_thread
 
-    if not len(data):
+    task, model = trainee.task, trainee.model
+    if not len(trainee.data):
         raise EmptyPartition(f"task {task.name!r}: this partition holds no record to train on; use fewer partitions")
-    if proximal:
+    if trainee.proximal:
         raise ConfigError("FedProx's term has no place in DP-SGD on clients; use inner=fedavg")
     if task.options.get("l2"):
         raise ConfigError(
@@ -107,14 +148,14 @@ def train_privately(
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     untrained = _untrained(model)
-    sgd = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    entropy = make_entropy(key.at(purpose="record-dp"), insecure_deterministic=plan.insecure)
-    with _ledger(context, plan, len(data)) as ledger:
+    sgd = torch.optim.SGD(parameters, lr=trainee.lr, momentum=trainee.momentum, weight_decay=trainee.weight_decay)
+    entropy = make_entropy(trainee.key.at(purpose="record-dp"), insecure_deterministic=plan.insecure)
+    with _ledger(context, plan, len(trainee.data)) as ledger:
         before = steps_in(ledger)
         training = private_training(
             model,
             sgd,
-            TensorDataset(*data.tensors),
+            TensorDataset(*trainee.data.tensors),
             method=plan.method,
             noise_multiplier=plan.noise_multiplier,
             max_grad_norm=plan.clip,
@@ -124,7 +165,7 @@ def train_privately(
             entropy=entropy,
             adjacency=plan.adjacency,
             noise=plan.noise,
-            key=key,
+            key=trainee.key,
             loss_reduction="none",
             **plan.options,
         )

@@ -1,8 +1,8 @@
 """The client's own word in local differential privacy: how much noise at least, how many messages at most.
 
-``ClientApp(mods=[local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)), compression(), private()])`` is an app
-that needs no trust in its server: whatever the server announces, nothing leaves but frames of a codec that privatises
-with that much noise of this node's own, and no more than twenty of them. The count is kept in ``context.state``, apart
+``client(app, local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)))`` is an app that needs no trust in its
+server: whatever the server announces, nothing leaves but frames of a codec that privatises with that much noise of this
+node's own, and no more than twenty of them. The count is kept in ``context.state``, apart
 from the codec's memory, which begins anew whenever the server says so.
 
 Without a policy the mod enforces what the server announces; :class:`fedcomp.privacy.local.Privatise` names a limit.
@@ -16,15 +16,8 @@ from typing import Final
 
 from flwr.app import ConfigRecord, Context, Error, Message
 
-from fedcomp.clients.messages import (
-    MOD_FAILED_PRECONDITION,
-    NOT_WITHOUT_NOISE,
-    CallNext,
-    Mod,
-    choose,
-    find_announcement,
-    mod_factory,
-)
+from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, choose, find_announcement
 from fedcomp.clients.private.mod import discreet
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import NODE_RECORD, take_frame
@@ -34,12 +27,10 @@ from fedcomp.privacy.local import LocalPolicy, asks_for_noise, privatised
 _RECORD: Final = "fedcomp.local-privacy"
 
 
-@mod_factory
-def local_privacy(policy: LocalPolicy | None = None) -> Mod:
-    """Return the mod that counts private messages and refuses what a policy does not allow.
+def local_privacy(policy: LocalPolicy | None = None) -> ClientHalf:
+    """Return the half that counts private messages and refuses what a policy does not allow.
 
-    Put it first in the list, so that it is the last to see a reply: what another mod makes outside of it would not be
-    checked.
+    Only the coding mod is outside of it: what another mod made there would not be checked.
 
     Parameters
     ----------
@@ -50,8 +41,8 @@ def local_privacy(policy: LocalPolicy | None = None) -> Mod:
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
-    >>> from fedcomp.clients.compressed import compression
-    >>> app = ClientApp(mods=[local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)), compression()])
+    >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), local_privacy(LocalPolicy(noise_multiplier=4.0, releases=20)))
     """
 
     def local_privacy_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
@@ -90,7 +81,8 @@ def local_privacy(policy: LocalPolicy | None = None) -> Mod:
         _Sent(held.count + 1, this, digest).write(context)
         return reply
 
-    return local_privacy_mod
+    inner = ("shared_support", "compression", "lsg", "private", "record_dp")
+    return ClientHalf("local_privacy", local_privacy_mod, outside=inner, needs=("compression",))
 
 
 _OTHER: Final = "this client answers private training messages only"

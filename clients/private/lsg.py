@@ -1,6 +1,6 @@
 """The client half of low-rank plus sparse private updates: one short clipped vector a round, and nothing else.
 
-``ClientApp(mods=[lsg(), private()])`` is all a Flower app needs. What the app learnt is projected onto the server's
+What the app learnt is projected onto the server's
 carriers, the kept coordinates are taken, and one norm over all of them is clipped: after the mask, or noise would be
 paid for mass that never leaves.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 
-from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, mod_factory, reply_arrays
+from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, reply_arrays
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import FedcompError, LayoutError
 from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, Ask, pack, take_carriers, take_kept
@@ -22,17 +23,17 @@ from fedcomp.privacy.bounds import clip_arrays
 _OWN = (HEADER, CARRIERS, KEPT)
 
 
-@mod_factory
-def lsg() -> Mod:
-    """Return the mod that shortens the replies to training messages that ask for it; others pass through untouched.
+def lsg() -> ClientHalf:
+    """Return the half that shortens the replies to training messages that ask for it; others pass through untouched.
 
-    Put it before ``private()``. An update that is not finite is answered with an error, which costs a round that update
+    An update that is not finite is answered with an error, which costs a round that update
     and nothing else; what was wrong, there and in the app, stays on the node.
 
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
-    >>> app = ClientApp(mods=[lsg()])
+    >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), only=[lsg(), "private"])
     """
 
     def lsg_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
@@ -76,7 +77,7 @@ def lsg() -> Mod:
 
         return discreet(msg, update)
 
-    return lsg_mod
+    return ClientHalf("lsg", lsg_mod, outside=("private", "record_dp"))
 
 
 def _refuse(msg: Message, reason: str) -> Message:

@@ -1,8 +1,8 @@
 """The client half of a private round: the update leaves, and nothing else of the data.
 
-``ClientApp(mods=[compression(), private()])`` is all a Flower app needs. ``compression()`` alone does the same to what
-it compresses, and ``ClientApp(mods=[private()])`` is for apps that are not compressed. A message that does not ask for
-privacy passes through untouched.
+``compression()`` alone does the same to what it compresses; ``private()`` does it for apps that are not compressed, and
+stays inside of all other halves, so that they see only what may leave. A message that does not ask for privacy passes
+through untouched.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ from typing import Any, Final
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.clients.messages import (
-    MOD_FAILED_PRECONDITION,
-    NOT_WITHOUT_NOISE,
-    CallNext,
-    Mod,
-    mod_factory,
-    reply_arrays,
-)
+from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, NOT_WITHOUT_NOISE, reply_arrays
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, PayloadError, models
@@ -44,11 +38,10 @@ _BEFORE_THE_APP: Final = (RESYNC, STALE, NOT_WITHOUT_NOISE)
 _APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
 
 
-@mod_factory
-def private() -> Mod:
-    """Return the mod that strips the replies to private training messages.
+def private() -> ClientHalf:
+    """Return the half that strips the replies to private training messages.
 
-    Put it last in the list, inside of all others, so that they see only what may leave. Metrics, the number of examples
+    Metrics, the number of examples
     and every other record are left out; integer buffers and running statistics go back as they came. What goes wrong
     after the message was read is in this node's log alone: the server gets an error with the text :data:`STAYS`,
     whether the app raised, with whichever words, or returned an error, or its update could not be sent. So does the
@@ -57,7 +50,8 @@ def private() -> Mod:
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
-    >>> app = ClientApp(mods=[private()])
+    >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), only=["compression", private()])
     """
 
     def private_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
@@ -81,7 +75,7 @@ def private() -> Mod:
 
         return discreet(msg, update)
 
-    return private_mod
+    return ClientHalf("private", private_mod, outside=("record_dp",))
 
 
 def discreet(msg: Message, run: Callable[[], Message], passing: tuple[type[FedcompError], ...] = ()) -> Message:

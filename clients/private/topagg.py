@@ -1,17 +1,16 @@
 """The client half of TopAgg: one vote a round, and nothing else.
 
-``ClientApp(mods=topagg())`` is all a Flower app needs. The vote itself is cast by ``compression()`` with the codec that
-the server announces; ``private()`` keeps metrics and statistics on the node. What stands here beside them is the order
-of the mods, and a guard: a client made for private votes answers nothing else.
+The vote itself is cast by ``compression()`` with the codec that the server announces; ``private()`` keeps metrics and
+statistics on the node. What stands here beside them is a guard: a client made for private votes answers nothing else.
 """
 
 from __future__ import annotations
 
 from flwr.app import Context, Error, Message
 
-from fedcomp.clients.compressed import compression
-from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, CallNext, Mod, find_announcement
-from fedcomp.clients.private.mod import private, wants_private
+from fedcomp.clients.half import CallNext, ClientHalf
+from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, find_announcement
+from fedcomp.clients.private.mod import wants_private
 from fedcomp.errors import FedcompError
 from fedcomp.flower.protocol import PROTOCOL
 
@@ -19,25 +18,23 @@ BALLOT = "topagg"
 """Id of the codec of votes."""
 
 
-def topagg(*, only: bool = True) -> list[Mod]:
-    """Return the mods of a client that takes part in private votes, in their order.
+def votes_only() -> ClientHalf:
+    """Return the guard of a client that takes part in private votes and in nothing else.
 
-    Parameters
-    ----------
-    only : bool
-        Refuse every message that does not announce a private vote: training without privacy or with another codec,
-        and evaluation, whose metrics would leave without noise. The refusal is an error reply, made before the app
-        sees the message, and costs a private round nothing but that vote. Queries pass: what an app tells when it is
-        asked is its own matter (the generic app tells its partition). False leaves it to the server what is asked, as
-        the generic app does.
+    It refuses every message that does not announce a private vote: training without privacy or with another codec, and
+    evaluation, whose metrics would leave without noise. The refusal is an error reply, made before the app sees the
+    message, and costs a private round nothing but that vote. Queries pass: what an app answers is its own matter (the
+    generic app answers with its partition). Without this half the server decides what is asked, as in the generic
+    app.
 
     Examples
     --------
     >>> from flwr.clientapp import ClientApp
-    >>> app = ClientApp(mods=topagg())
+    >>> from fedcomp.clients.client import client
+    >>> app = client(ClientApp(), votes_only(), only=["compression", "private"])
     """
-    mods = [compression(), private()]
-    return [_guard, *mods] if only else mods
+    inner = ("coded", "local_privacy", "shared_support", "compression", "lsg", "private", "record_dp")
+    return ClientHalf("votes_only", _guard, outside=inner, needs=("compression", "private"))
 
 
 def _guard(msg: Message, context: Context, call_next: CallNext) -> Message:

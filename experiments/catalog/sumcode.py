@@ -187,15 +187,16 @@ def exact_rounds(config: Config, mode: str, clients: int, say: Say) -> dict[str,
     from flwr.clientapp import ClientApp
 
     from fedcomp.clients import app as generic  # brings torch and Flower
-    from fedcomp.clients.coded.mod import answer_coded, coded
-    from fedcomp.clients.compressed import compression
+    from fedcomp.clients.client import client
+    from fedcomp.clients.half import ClientHalf
     from fedcomp.experiments.serve import serve
     from fedcomp.flower.grid import InProcessGrid
 
     rounds = int(config.settings["exact_rounds"])
     say(f"integers beside the code: {mode}, {clients} clients")
     witness = _Witness()
-    app = answer_coded(ClientApp(mods=[coded(), witness, compression()]))
+    between = ClientHalf("witness", witness, inside=("coded",), outside=("compression",))
+    app = client(ClientApp(), between, only=["coded", "compression"])
     app.train()(generic.train)
     app.query()(generic.query)
     settings: dict[str, Any] = {

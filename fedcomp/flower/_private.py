@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from flwr.app import Array, ArrayRecord, Context, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message, remove_content_from_message
 from flwr.app.message.arraychunk import ArrayChunk
+from flwr.client.mod.utils import make_ffn
+from flwr.clientapp import ClientApp
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, SUPERLINK_NODE_ID, ErrorCode
 from flwr.common.serde import (
     context_from_proto,
@@ -41,6 +44,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from fedcomp.errors import ConfigError
+
 __all__ = [
     "SUPERLINK_NODE_ID",
     "ErrorCode",
@@ -49,6 +54,7 @@ __all__ = [
     "Packer",
     "Run",
     "Unpacker",
+    "WrappedApp",
     "acting_as",
     "adopt_identity",
     "claim_identity",
@@ -58,6 +64,7 @@ __all__ = [
     "context_to_bytes",
     "current_identity",
     "error_from_superlink",
+    "mods_of",
     "release_identity",
     "set_message_id",
     "set_source",
@@ -343,3 +350,83 @@ def acting_as(run_id: int, node_id: int, task_id: int = 1) -> Iterator[None]:
         yield
     finally:
         adopt_identity(before)
+
+
+Handler = Callable[[Message, Context], Message]
+
+
+def mods_of(app: ClientApp) -> Sequence[Any]:
+    """Return the mods an app was made with."""
+    return app._mods
+
+
+class WrappedApp(ClientApp):
+    """An app inside of mods that see every message, whether or not the app has a handler for it.
+
+    Flower looks for a handler before it runs any mod, and takes mods only when an app is made. Here ``app`` may have
+    handlers already; later ones can be registered with either.
+
+    Parameters
+    ----------
+    app : ClientApp
+        Gets the messages that ``handlers`` has no handler for.
+    handlers : mapping of str to callable
+        By message type; the app's own mods stand around them, too.
+    mods : sequence of callable
+        The outermost first.
+
+    Raises
+    ------
+    ConfigError
+        When the app has a handler for one of these message types, now or later.
+    """
+
+    def __init__(
+        self,
+        app: ClientApp,
+        handlers: Mapping[str, Handler],
+        mods: Sequence[Callable[[Message, Context, Handler], Message]],
+    ) -> None:
+        super().__init__()
+        # The dictionary of handlers is shared with the app that was given, not its lifespan, which has to be outermost.
+        self._inner = copy.copy(app)
+        self._lifespan, self._inner._lifespan = app._lifespan, self._lifespan
+        self._handlers = {kind: make_ffn(handler, app._mods) for kind, handler in handlers.items()}
+        for kind in app._registered_funcs:
+            self._require_free(*kind.split("."))
+        call: Handler = self._innermost
+        for mod in reversed(mods):
+            call = partial(_call_mod, mod, call)
+        self._call = call
+
+    def _innermost(self, message: Message, context: Context) -> Message:
+        handler = self._handlers.get(message.metadata.message_type, self._inner)
+        return handler(message, context)
+
+    def _require_free(self, category: str, action: str) -> None:
+        kind = category if action == "default" else f"{category}.{action}"
+        if kind in self._handlers:
+            raise ConfigError(
+                f"messages of type {kind!r} belong to a half of client(); give the app's handler another name"
+            )
+
+    def train(self, action: str = "default", *, mods: list[Any] | None = None) -> Callable[[Handler], Handler]:
+        """Register a train function with the app inside."""
+        self._require_free("train", action)
+        return self._inner.train(action, mods=mods)
+
+    def evaluate(self, action: str = "default", *, mods: list[Any] | None = None) -> Callable[[Handler], Handler]:
+        """Register an evaluate function with the app inside."""
+        self._require_free("evaluate", action)
+        return self._inner.evaluate(action, mods=mods)
+
+    def query(self, action: str = "default", *, mods: list[Any] | None = None) -> Callable[[Handler], Handler]:
+        """Register a query function with the app inside."""
+        self._require_free("query", action)
+        return self._inner.query(action, mods=mods)
+
+
+def _call_mod(
+    mod: Callable[[Message, Context, Handler], Message], call_next: Handler, message: Message, context: Context
+) -> Message:
+    return mod(message, context, call_next)

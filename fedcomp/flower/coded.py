@@ -32,8 +32,6 @@ PUT: Final = "query.coded_put"
 COLLECT: Final = "query.coded_collect"
 SUM: Final = "query.coded_sum"
 MORE: Final = "query.coded_more"
-ACTIONS: Final = tuple(kind.removeprefix("query.") for kind in (HELLO, PUT, COLLECT, SUM, MORE))
-"""Actions an app answers besides training and evaluation. A new kind of query is added here and nowhere else."""
 
 MEMBER: Final = 2
 """Kind of a parcel that holds one member's whole reply, for the aggregator of its group."""

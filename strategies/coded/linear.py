@@ -54,8 +54,8 @@ _COUNTS: Final = ("partitions", "parities", "retries", "surplus")
 class CodedLinearGD(ExchangeStrategy):
     """Full-batch gradient descent for a linear model whose training data are coded over the devices.
 
-    The clients need the handlers of :func:`fedcomp.clients.coded.linear.answer_coded_linear`;
-    :mod:`fedcomp.clients.app` has them. Device i is the node with partition id i; the first ``partitions`` devices own
+    The clients need the half :func:`fedcomp.clients.coded.linear.linear_device`;
+    :mod:`fedcomp.clients.app` has it. Device i is the node with partition id i; the first ``partitions`` devices own
     one partition each, the others hold parities.
 
     Parameters

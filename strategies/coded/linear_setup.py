@@ -315,7 +315,7 @@ class LinearSetup:
                 if reply.has_error():
                     reason = str(reply.error.reason)
                     hint = (
-                        "; the app needs fedcomp.clients.coded.linear.answer_coded_linear()"
+                        "; the app needs client(app, fedcomp.clients.coded.linear.linear_device(rows))"
                         if NO_HANDLER in reason
                         else ""
                     )

@@ -84,7 +84,7 @@ class Relay:
     def round(self, now: CodedRound) -> Exchanges[Outcome]:
         """Share, collect, decode; the inner strategy aggregates what was decoded."""
         if not now.members:
-            now.report.note("no client has the mod coded(): the round is an ordinary one")
+            now.report.note("no client has the half coded(): the round is an ordinary one")
             return now.aggregate((yield now.push(now.messages, self.settings.share_timeout)))
         try:
             symbols, shards = choose(

@@ -1,7 +1,7 @@
 """Coded rounds: clients drop out, the server still decodes. The server half, common to all constructions.
 
 ``CodedFedAvg(Compressed(FedAvg(...), codec), construction="relay")`` stands around the drop-in pair, or around any
-Flower strategy with hooks. Compression and coding compose: on the client the mod ``coded()`` stands outside of
+Flower strategy with hooks. Compression and coding compose: on the client the mod of ``coded()`` stands outside of
 ``compression()`` and codes the complete reply; here the decoded replies are handed to ``inner.aggregate_train``, which
 checks, orders, sums and acknowledges them as always.
 
@@ -77,7 +77,7 @@ MAX_STORE_BYTES: Final = 64 * 1024 * 1024
 
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 
-_HINT: Final = "the client's app answers no coded messages: add the mod coded() and wrap the app in answer_coded()"
+_HINT: Final = "the client's app answers no coded messages: wrap it in fedcomp.clients.client.client()"
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ _ROWS: Final = {"": "feature_bytes_link"}
 class SkewedGCN(ExchangeStrategy):
     """Train a GCN on a graph whose nodes, features and labels several owners hold.
 
-    The clients need the handlers of :func:`fedcomp.clients.gcn.answer_gcn`; :mod:`fedcomp.clients.app` has them. The
+    The clients need the half :func:`fedcomp.clients.gcn.graph_owner`; :mod:`fedcomp.clients.app` has it. The
     node of partition i owns part i. Nodes outside of the inner strategy's cohort do not train, and answer with their
     rows all the same.
 

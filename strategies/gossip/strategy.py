@@ -49,7 +49,7 @@ _EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost
 class GossipRelay(ExchangeStrategy):
     """Decentralised learning over Flower's star, one iteration per round.
 
-    The clients need the handlers of :func:`fedcomp.clients.gossip.answer_gossip`; :mod:`fedcomp.clients.app` has them.
+    The clients need the half :func:`fedcomp.clients.gossip.gossip_node`; :mod:`fedcomp.clients.app` has it.
     Vertex i of the graph is the node with partition id i. A node that comes back under a new node id is the same
     vertex; what it knew is lost with its state, and it joins anew.
 

@@ -123,7 +123,7 @@ class LessonReport:
 class DataLens(ExchangeStrategy):
     """A generator that is trained on noisy votes. The model of the run is the generator.
 
-    The clients need the handler of :func:`fedcomp.clients.private.datalens.answer_datalens`; :mod:`fedcomp.clients.app`
+    The clients need the half :func:`fedcomp.clients.private.datalens.datalens_teachers`; :mod:`fedcomp.clients.app`
     has it.
 
     Parameters

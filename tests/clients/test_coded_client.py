@@ -9,10 +9,10 @@ import pytest
 from coded_runs import bits, coded_app, run
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from toy import client_app, fedavg, model
+from toy import client_app, fedavg, model, with_halves
 
 from fedcomp.clients.app import app as generic_app
-from fedcomp.clients.coded.mod import KEEPS_ROUNDS, answer_coded, coded
+from fedcomp.clients.coded.mod import KEEPS_ROUNDS, coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import QSGD, TopK
@@ -20,12 +20,14 @@ from fedcomp.coding.transport import HEADER_BYTES, MemoryStore, Parcel, SpoolRoo
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.coded import (
-    ACTIONS,
     CODED,
     COLLECT,
     HELLO,
+    MORE,
+    NO_HANDLER,
     PUT,
     SHARD,
+    SUM,
     fields_of,
     put_bundle,
     put_fields,
@@ -128,17 +130,17 @@ def test_the_generic_app_has_the_mod_first_and_the_handlers() -> None:
     assert other.data("public") != found.data("public")
 
 
-def test_handlers_without_the_mod_say_what_is_lacking() -> None:
-    app = answer_coded(ClientApp())
-    for action in ACTIONS:
-        with pytest.raises(ConfigError, match="lacks the mod coded"):
-            app(message(f"query.{action}", {"round": 1}), context())
+def test_an_app_without_the_half_answers_as_the_server_knows_it() -> None:
+    app = client_app([compression()])
+    for kind in (HELLO, PUT, COLLECT, SUM, MORE):
+        with pytest.raises(ValueError, match=NO_HANDLER):
+            app(message(kind, {"round": 1}), context())
     with pytest.raises(ConfigError, match="max_store_bytes"):
         coded(max_store_bytes=-1)
 
 
 def test_an_app_error_ends_as_it_would_without_the_mod() -> None:
-    app = answer_coded(ClientApp(mods=[coded()]))
+    app = with_halves([coded()])
 
     @app.train()
     def broken(msg: Message, ctx: Context) -> Message:
@@ -151,7 +153,7 @@ def test_an_app_error_ends_as_it_would_without_the_mod() -> None:
 
 
 def test_the_app_sees_no_plan() -> None:
-    app, seen = answer_coded(ClientApp(mods=[coded()])), []
+    app, seen = with_halves([coded()]), []
 
     @app.train()
     def look(msg: Message, ctx: Context) -> Message:
@@ -164,7 +166,7 @@ def test_the_app_sees_no_plan() -> None:
 
 def test_a_message_delivered_twice_is_answered_with_the_same_shards() -> None:
     """Training again would give other bytes, as this app's does; shards of two payloads do not fit together."""
-    app, calls = answer_coded(ClientApp(mods=[coded()])), []
+    app, calls = with_halves([coded()]), []
 
     @app.train()
     def noisy(msg: Message, ctx: Context) -> Message:
@@ -352,7 +354,7 @@ def test_a_fresh_process_for_every_message_gives_the_same_run() -> None:
     """Nothing is kept outside of the state: a new app object per message gives the same bits and the same bytes."""
 
     def fresh(msg: Message, ctx: Context) -> Message:
-        return answer_coded(client_app([coded(), shared_support(), compression()]))(msg, ctx)
+        return client_app([coded(), shared_support(), compression()])(msg, ctx)
 
     def strategy() -> CodedFedAvg:
         return CodedFedAvg(Compressed(fedavg(), QSGD(levels=4)), symbols=2)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from datalens_toy import IMAGES, PIXELS, ToyEnsemble, ToyStudent, ToyTeachers, client, model
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from message_examples import all_damages
+from toy import with_halves
 
-from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower._private import adopt_identity
@@ -95,7 +95,7 @@ def test_an_answer_is_one_frame_of_votes_and_who_it_comes_from() -> None:
 
 def test_the_same_request_again_gives_the_stored_votes_and_no_step() -> None:
     watched, context = Watched(), node()
-    app = answer_datalens(ClientApp(), watched)
+    app = with_halves([datalens_teachers(watched)])
     first = app(message(), context)
     state = snapshot(context)
     again = app(message(), context)
@@ -124,7 +124,7 @@ def test_a_teacher_that_breaks_leaves_everything_as_it_was() -> None:
     context = node()
     client()(message(), context)
     state = snapshot(context)
-    assert answer_datalens(ClientApp(), Watched(broken))(message(replace(REQUEST, sequence=2)), context).has_error()
+    assert with_halves([datalens_teachers(Watched(broken))])(message(replace(REQUEST, sequence=2)), context).has_error()
     assert snapshot(context) == state
 
 
@@ -135,7 +135,7 @@ def test_1_11_g_a_gradient_that_is_zero_or_not_finite_casts_no_vote(value: float
         gradients[0, 1, : 1 if value else None] = value
         return gradients
 
-    cast = votes(answer_datalens(ClientApp(), Watched(spoilt))(message(), node())).reshape(TEACHERS, IMAGES, PIXELS)
+    cast = votes(with_halves([datalens_teachers(Watched(spoilt))])(message(), node())).reshape(TEACHERS, IMAGES, PIXELS)
     assert not cast[0, 1].any()
     assert (np.count_nonzero(cast, axis=2) == REQUEST.k).sum() == TEACHERS * IMAGES - 1
 
@@ -151,7 +151,7 @@ def test_what_is_drawn_depends_on_the_request_and_on_the_client() -> None:
     def cast(request: TrainingRequest = REQUEST, partition: int = 1) -> bytes:
         gradients = np.linspace(-1.0, 1.0, PIXELS, dtype=np.float32)
         wants = Watched(lambda found: np.broadcast_to(gradients, found.shape).copy())
-        return votes(answer_datalens(ClientApp(), wants)(message(request), node(partition))).tobytes()
+        return votes(with_halves([datalens_teachers(wants)])(message(request), node(partition))).tobytes()
 
     assert cast() == cast()
     assert len({cast(), cast(partition=2), cast(replace(REQUEST, draw=78))}) == 3

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from fedcomp.clients.app import app
 from fedcomp.clients.edge import LEDGER_FILE
-from fedcomp.clients.private.dpsgd import train_privately
+from fedcomp.clients.private.dpsgd import Trainee, train_privately
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.record_dp import Account, Plan
@@ -51,7 +51,8 @@ class Client:
         self.round += 1
         model = self.task.model(0)
         options = {"lr": 0.5, "key": Key(3, "batches", self.round), **changes}
-        account = train_privately(self.task, model, self.data, self.plan, self.context, **options)
+        trainee = Trainee("arrays", model, self.task, self.data, 0, **options)
+        account = train_privately(trainee, self.plan, self.context)
         return account, b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
     @property
@@ -145,7 +146,7 @@ def test_a_budget_is_asked_before_a_record_is_looked_at(monkeypatch):
     model = client.task.model(0)
     values = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(BudgetExceeded, match="3 more steps would cross this client's budget"):
-        train_privately(client.task, model, client.data, client.plan, client.context, key=Key(0), lr=0.5)
+        train_privately(Trainee("arrays", model, client.task, client.data, 0, Key(0), 0.5), client.plan, client.context)
     assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
     assert client.state == before
 

@@ -31,9 +31,10 @@ from graph_nodes import (
 from graph_toys import toy_adjacency, toy_features, toy_parts
 from message_examples import all_damages
 from torch.nn.functional import cross_entropy
+from toy import with_halves
 
 import fedcomp.clients.gcn
-from fedcomp.clients.gcn import answer_gcn
+from fedcomp.clients.gcn import graph_owner
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import gcn, gcn_state
 from fedcomp.flower._private import adopt_identity
@@ -401,7 +402,7 @@ def breaking(parts: list[Part]) -> ClientApp:
 
         return replace(teaches(parts)(msg, context), objective=objective)
 
-    return answer_gcn(ClientApp(), lambda msg, context: parts[context.node_config["partition-id"]], learner)
+    return with_halves([graph_owner(lambda msg, context: parts[context.node_config["partition-id"]], learner)])
 
 
 def test_a_handler_that_fails_leaves_its_state_as_it_was() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
 from gossip_toy import COUNTER, Pull, bits, client, grid, kept, made, model, strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from message_examples import all_damages
+from toy import with_halves
 
-from fedcomp.clients.gossip import answer_gossip
+from fedcomp.clients.gossip import gossip_node
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import gossip
 from fedcomp.flower._private import adopt_identity
@@ -78,7 +78,7 @@ def test_the_same_instruction_again_gives_the_stored_answer_and_runs_nothing() -
         problems.append(Pull(1))
         return problems[-1]
 
-    app, context = answer_gossip(ClientApp(), problem), node()
+    app, context = with_halves([gossip_node(problem)]), node()
     first = answer(app(begin(), context))
     state = snapshot(context)
     assert answer(app(begin(), context)) == first
@@ -99,7 +99,7 @@ def test_a_problem_that_raises_leaves_the_state_as_it_was() -> None:
                 raise RuntimeError("out of memory")
             return super().gradient(arrays, key)
 
-    app, context = answer_gossip(ClientApp(), lambda *_: Broken(1)), node()
+    app, context = with_halves([gossip_node(lambda *_: Broken(1))]), node()
     app(begin(), context)
     state = snapshot(context)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -296,7 +296,7 @@ def test_closing_iterations_load_no_data() -> None:
         loaded.append(int(message.content.config_records["config"]["server-round"]))
         return Pull(int(context.node_config["partition-id"]))
 
-    relay, over = strategy("sgp", skew_rounds=2), grid(answer_gossip(ClientApp(), problem))
+    relay, over = strategy("sgp", skew_rounds=2), grid(with_halves([gossip_node(problem)]))
     with over.inner:
         relay.start(over, model(), num_rounds=2)
     # Two iterations and one observation of every node; the closing ones and the last delivery came without.

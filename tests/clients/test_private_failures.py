@@ -14,14 +14,15 @@ from datalens_toy import model as generator
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from private_runs import server
+from toy import with_halves
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import STAYS, private
-from fedcomp.clients.private.topagg import topagg
+from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import Codec, TopK, chain
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
 from fedcomp.feedback import ErrorFeedback
@@ -90,7 +91,7 @@ PATHS: dict[str, tuple[list[Any], Codec | None, bool]] = {
     "the pair with memory": ([compression(), private()], ErrorFeedback(TopK(density=0.5)), True),
     "compression alone": ([compression()], TopK(density=0.5), True),
     "the other way round": ([private(), compression()], TopK(density=0.5), True),
-    "topagg": (topagg(), TopkSign(k=5), True),
+    "topagg": ([votes_only(), compression(), private()], TopkSign(k=5), True),
     "lsg": ([lsg(), private()], None, True),
     "lsg alone": ([lsg()], None, True),
     "local": ([local_privacy(POLICY), compression(), private()], LOCAL, False),
@@ -99,7 +100,7 @@ PATHS: dict[str, tuple[list[Any], Codec | None, bool]] = {
 
 
 def app_of(mods: list[Any], act: Callable[[Message], Message]) -> ClientApp:
-    app = ClientApp(mods=mods)
+    app = with_halves(mods)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
@@ -163,13 +164,13 @@ def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
         REQUEST.put(content)
         context = node()
         with server(), caplog.at_level(logging.ERROR, "flwr.fedcomp"):
-            reply = answer_datalens(ClientApp(), own)(Message(content, 2, datalens.TYPE), context)
+            reply = with_halves([datalens_teachers(own)])(Message(content, 2, datalens.TYPE), context)
         assert (reply.error.code, reply.error.reason) == (2, STAYS)
         assert not context.state, "the node is as it was"
         assert "4711" in caplog.text
         caplog.clear()
     with server():
-        honest = answer_datalens(ClientApp(), toy_teachers)(Message(content, 2, datalens.TYPE), node())
+        honest = with_halves([datalens_teachers(toy_teachers)])(Message(content, 2, datalens.TYPE), node())
     assert take_frame(honest.content, datalens.VOTES) is not None
 
 
@@ -189,7 +190,7 @@ def among_teachers(act: Callable[[Message], Message]) -> Message:
     REQUEST.put(content)
     with server():
         message = Message(content, 2, datalens.TYPE)
-        return answer_datalens(ClientApp(), lambda msg, context, request: act(msg))(message, node())  # type: ignore[arg-type, return-value]
+        return with_halves([datalens_teachers(lambda msg, context, request: act(msg))])(message, node())  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize("send", [with_record_level_privacy, among_teachers])

@@ -9,8 +9,10 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from private_runs import server
+from toy import with_halves
 
 from fedcomp.clients.compressed import compression
+from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.codecs import Identity, TopK, chain
@@ -45,7 +47,7 @@ def talkative(content: RecordDict) -> RecordDict:
 
 
 def app_of(mods, answer=talkative, kind="train") -> ClientApp:
-    app = ClientApp(mods=list(mods))
+    app = with_halves(mods)
 
     def handler(msg: Message, context: Context) -> Message:
         out = answer(msg.content)
@@ -92,7 +94,7 @@ BOTH = [compression(), private()]
 )
 def test_a_private_reply_holds_the_update_and_the_partition(mods, codec) -> None:
     reply = ask(app_of(mods), codec=codec)
-    plain = codec is None or (len(mods) == 1 and mods[0].__name__ == "private_mod")
+    plain = codec is None or (len(mods) == 1 and mods[0].name == "private")
     assert set(reply.content) == {"arrays" if plain else UPDATE, NODE_RECORD}
     header = dict(reply.content[NODE_RECORD])
     assert set(header) <= {"partition-id", "record", "sequence", "generation", "rolled-back"}
@@ -236,7 +238,8 @@ def test_the_servers_limit_is_kept_without_a_policy() -> None:
 
 
 def test_an_app_whose_mods_do_not_compress_sends_nothing() -> None:
-    for mods in ([], [private()]):
+    """It cannot be built without compression; here something else bears its name."""
+    for mods in ([ClientHalf("compression")], [ClientHalf("compression"), private()]):
         reply = ask(local_app(mods=mods), codec=LOCAL)
         assert reply.has_error()
         assert "something else" in reply.error.reason

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from topagg_runs import BALLOT, NODES, inner, run, strategy
+from topagg_runs import BALLOT, HALVES, NODES, inner, run, strategy
 from toy import client_app, fedavg, model
 
-from fedcomp.clients.private.topagg import topagg
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.payload import NODE_RECORD
@@ -26,7 +25,7 @@ def spied(only: bool = True):
         seen.append(msg.metadata.message_type)
         return call_next(msg, context)
 
-    inside = client_app([*topagg(only=only), spy])
+    inside = client_app([*(HALVES if only else HALVES[1:]), spy])
 
     def outside(msg: Message, context: Context) -> Message:
         reply = inside(msg, context)
@@ -83,7 +82,7 @@ def messages(chosen, app) -> list[Message]:
 
 
 def test_evaluation_is_refused_and_queries_pass() -> None:
-    app = client_app(topagg())
+    app = client_app(HALVES)
 
     @app.query()
     def query(msg: Message, context: Context) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from toy import with_halves
 
 from fedcomp.clients.private.mod import private
 from fedcomp.experiments.audits.caught import MUTANTS, Mutant
@@ -125,7 +125,7 @@ def test_every_mutant_has_a_test_of_its_own(request: pytest.FixtureRequest) -> N
 
 def replies(mods: list, loss: float, examples: int, counter: int) -> tuple[dict, dict]:
     """Return metrics and arrays of one client's reply to a private training message."""
-    app = ClientApp(mods=mods)
+    app = with_halves(mods)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import FedAdam, FedMedian
 from test_conservation import residual
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import FixedPoint, RandomK, TopK
 from fedcomp.coding.partial import PartialSum
@@ -144,7 +144,7 @@ def test_conservation_over_groups_under_faults(transport: str, error_state: str)
             record["one"] = 1
         return reply
 
-    app = answer_coded(client_app([coded(), compression(), one]))
+    app = client_app([coded(), compression(), one])
     total = np.zeros(1212)
     consumed = np.zeros(1212)
     nodes_ = 6
@@ -268,7 +268,7 @@ def test_replies_that_are_sound_but_not_of_this_round_are_left_out(change: str, 
             reply.content["metrics"]["num-examples"] = 0.5
         return reply
 
-    app = answer_coded(client_app([coded(), liar, compression()]))
+    app = client_app([coded(), liar, compression()])
     strategy = CodedFedAvg(Compressed(fedavg(), sparse, feedback=False), code="mds", symbols=3, groups=3)
     run(strategy, NODES, app=app)
     assert list(strategy.reports[1].coded.excluded.values()) == ["its aggregator did not get its update"]

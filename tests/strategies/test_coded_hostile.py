@@ -12,7 +12,7 @@ from coded_runs import after_sharing, before_sharing, bits, coded_app, either, r
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from toy import client_app, fedavg, model
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
 from fedcomp.coding.packet import Mode, Packet, PacketLimits
@@ -62,7 +62,7 @@ def training_told(trained: list[int]):
             trained.append(int(context.node_config["partition-id"]))
         return call_next(msg, context)
 
-    return answer_coded(client_app([coded(), telling, compression()]))
+    return client_app([coded(), telling, compression()])
 
 
 def bundle(content: RecordDict, items: list[bytes]) -> None:

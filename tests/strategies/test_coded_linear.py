@@ -375,7 +375,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
 def test_an_app_without_the_handlers_is_told_what_it_lacks() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1)
     run(strategy, metered(3, app=ClientApp()), 1)
-    assert "answer_coded_linear()" in strategy.iterations[1].refused[0]
+    assert "linear_device(rows)" in strategy.iterations[1].refused[0]
 
 
 def test_partitions_follow_from_the_number_of_clients() -> None:

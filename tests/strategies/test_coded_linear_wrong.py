@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
 from linear_toy import (
     FEATURES,
     PHASE1,
@@ -26,8 +25,9 @@ from linear_toy import (
     vector,
     with_vector,
 )
+from toy import with_halves
 
-from fedcomp.clients.coded.linear import LinearRows, answer_coded_linear
+from fedcomp.clients.coded.linear import LinearRows, linear_device
 from fedcomp.flower import linear
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
@@ -183,7 +183,7 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
         own = data(int(context.node_config["partition-id"]))
         return LinearRows(scale["now"] * own.x, own.y, own.loss)
 
-    grid = metered(5, app=answer_coded_linear(ClientApp(), rows))
+    grid = metered(5, app=with_halves([linear_device(rows)]))
     first = CodedLinearGD(partitions=3, parities=2, code="mds")
     run(first, grid, 1)
     scale["now"] = 2.0

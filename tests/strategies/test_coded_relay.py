@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from coded_runs import after_sharing, before_sharing, bits, coded_app, either, run
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam
 from test_conservation import Sum, residual
 from test_sparsifiers_drop_in import EXACT, OTHERS, ROUNDED
-from toy import client_app, fedavg, model, stack
+from toy import client_app, fedavg, model, stack, with_halves
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
 from fedcomp.coding.packet import Packet, PacketLimits
@@ -280,7 +279,7 @@ def test_a_plain_fedavg_inside_gives_plain_fedavgs_bits_and_takes_nan_as_it_is()
     assert result.train_metrics_clientapp == plain.train_metrics_clientapp
 
     def broken(mods):
-        app = ClientApp(mods=mods)
+        app = with_halves(mods)
 
         @app.train()
         def train(msg: Message, context: Context) -> Message:
@@ -289,7 +288,7 @@ def test_a_plain_fedavg_inside_gives_plain_fedavgs_bits_and_takes_nan_as_it_is()
             content = RecordDict({"arrays": ArrayRecord({"w": Array(weight)}), "m": MetricRecord({"num-examples": 1})})
             return Message(content, reply_to=msg)
 
-        return answer_coded(app)
+        return app
 
     initial = ArrayRecord({"w": Array(np.ones((4, 4), np.float32))})
     coded_run, _ = run(CodedFedAvg(fedavg(fraction_evaluate=0.0)), 3, app=broken([coded()]), initial=initial)
@@ -547,7 +546,7 @@ def test_apps_without_the_mod_answer_directly_and_are_reported() -> None:
     assert bits(result) == uncoded(rounds=2)
     assert len(strategy.reports[2].coded.included) == 5
     assert len(strategy.reports[2].coded.direct) == 5
-    assert all("add the mod coded()" in reason for reason in strategy.reports[2].coded.direct.values())
+    assert all("wrap it in fedcomp.clients.client.client()" in reason for reason in strategy.reports[2].coded.direct.values())
     assert grid.ledger.total("messages", message_type="query.coded_hello", direction="down") == 10, "asked once"
 
     nobody = relay()

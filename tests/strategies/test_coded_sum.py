@@ -30,7 +30,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, stack
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, FixedPoint, RandomBlock, RandomK, TopK
 from fedcomp.codecs import Identity as IdentityCodec
@@ -324,7 +324,7 @@ def test_every_update_arrives_once_under_faults(transport: str, mode: str) -> No
 
 def tampered(partition: int, change) -> ClientApp:
     """Return an app of which one client's sums are changed before they leave."""
-    app = answer_coded(client_app([coded(), compression()]))
+    app = client_app([coded(), compression()])
 
     def client(msg: Message, context: Context) -> Message:
         plan = fields_of(msg.content)
@@ -497,13 +497,13 @@ def test_a_client_beyond_the_largest_weight_is_left_out_with_the_reason() -> Non
 
 @pytest.mark.long
 def test_clients_without_the_mods_are_left_out_with_the_reason() -> None:
-    usual = answer_coded(client_app([coded(), compression()]))
-    odd = {1: client_app([compression()]), 2: answer_coded(client_app([coded()]))}
+    usual = client_app([coded(), compression()])
+    odd = {1: client_app([compression()]), 2: client_app([coded()])}
     grid = grid_of(client=lambda msg, ctx: odd.get(int(ctx.node_config["partition-id"]), usual)(msg, ctx))
     strategy = coded_sum()
     run(strategy, grid, 1)
     excluded = {grid.partition_of(n): reason for n, reason in strategy.reports[1].coded.excluded.items()}
-    assert "add the mod coded()" in excluded[1]
+    assert "wrap it in fedcomp.clients.client.client()" in excluded[1]
     assert "holds no frame that could be added" in excluded[2]
     assert included(strategy, grid) == [0, 3, 4, 5]
 

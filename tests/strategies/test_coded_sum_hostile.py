@@ -21,7 +21,7 @@ from coded_sum_runs import (
 from flwr.app import Context, Error, Message, RecordDict
 from toy import client_app, stack
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.coding.sumcode import SumPlan, contribution
 from fedcomp.coding.sumshards import TAG_BYTES, make_tag, set_digest
@@ -137,7 +137,7 @@ def test_an_update_is_shared_in_one_round_only() -> None:
 @pytest.mark.parametrize("code", [0, 1, 2, 6, 8])
 def test_who_fails_after_sharing_is_not_in_the_sum(code: int) -> None:
     """A process that crashes, or an engine that gives up on it, may have lost the memory of what it shared."""
-    app = answer_coded(client_app([coded(), compression()]))
+    app = client_app([coded(), compression()])
     failed: list[int] = []
 
     def client(msg: Message, context: Context) -> Message:

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedMedian
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.coded import sums as coded_sum_client
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import STAYS
 from fedcomp.codecs import FixedPoint, RandomK, TopK, fixed_point_of
@@ -40,7 +40,7 @@ CLIP = 500.0
 
 def grid_of(*, recorder=None, fault=None, client=None, nodes: int = NODES) -> Tap:
     mods = [coded(), *([recorder] if recorder else []), compression()]
-    return Tap(InProcessGrid(client or answer_coded(client_app(mods)), nodes, seed=4, fault=fault), Ledger())
+    return Tap(InProcessGrid(client or client_app(mods), nodes, seed=4, fault=fault), Ledger())
 
 
 def distributed(inner=None, **options) -> DistributedDp:
@@ -344,7 +344,7 @@ def test_inner_strategies_that_look_at_single_updates_and_buffers_are_refused() 
 
 @pytest.mark.long
 def test_an_update_that_is_not_finite_is_a_loss() -> None:
-    app = answer_coded(client_app([coded(), compression(), poison]))
+    app = client_app([coded(), compression(), poison])
     grid, strategy = grid_of(client=app), distributed(noise_multiplier=0.0)
     run(strategy, grid)
     assert included(strategy, grid) == [0, 1, 2, 4, 5]
@@ -381,7 +381,7 @@ def test_a9_clients_of_a_noisy_sum_tell_nothing_of_why_they_failed(caplog: pytes
 
     strategy = distributed()
     with caplog.at_level(logging.INFO, "flwr.fedcomp"):
-        run(strategy, grid_of(client=answer_coded(client_app([coded(), compression(), change]))))
+        run(strategy, grid_of(client=client_app([coded(), compression(), change])))
     told = repr(strategy.state_dict()) + repr(strategy.reports)
     assert STAYS in told
     assert "4711" not in told

@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from private_runs import federation, inner, play
-from toy import model, stack, update
+from toy import model, stack, update, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
@@ -231,7 +231,7 @@ def test_no_other_client_may_relay_what_only_the_server_is_trusted_with(construc
 
 def batchnorm_app(mods) -> ClientApp:
     """An app whose model has running statistics and a counter, which it changes by what only its data can tell."""
-    app = ClientApp(mods=list(mods))
+    app = with_halves(mods)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

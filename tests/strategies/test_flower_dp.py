@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import (
     FedAvg,
     Strategy,
 )
-from toy import stack
+from toy import stack, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Clip, Codec, Identity, RandomK, TopK, chain
@@ -99,7 +99,7 @@ def learnt(partition: int) -> np.ndarray:
 
 def app_of(mods: Iterable) -> ClientApp:
     """Return clients that add :func:`learnt` to the model and weigh alike."""
-    app = ClientApp(mods=list(mods))
+    app = with_halves(mods)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

@@ -15,11 +15,10 @@ from private_runs import inner as bare_mean
 from toy import SHAPES, client_app, fedavg, model, stack, update
 
 from fedcomp.clients.app import app as generic
-from fedcomp.clients.coded.mod import answer_coded
 from fedcomp.clients.coded.mod import coded as coded_mod
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
@@ -104,8 +103,7 @@ FRAMES = {
 
 
 def app_of(path: str, **options: Any) -> Client:
-    app = broken(FRAMES[path][1], **options)
-    return answer_queries(app) if path == "shared support" else app
+    return broken(FRAMES[path][1], **options)
 
 
 @pytest.mark.long
@@ -285,7 +283,7 @@ def test_d2_a_hostile_message_of_local_privacy_is_named_and_with_a_guard_refused
         pair = local_dp(bare_mean(), QSGD(levels=7), **promise, insecure_deterministic=True, **options)
         mods = [forged(1, 2, 1e25), compression(), private()]
         strategy = CodedFedAvg(pair, construction="relay") if coded else pair
-        arrays, node = play(strategy, answer_coded(client_app([coded_mod(), *mods])) if coded else client_app(mods))
+        arrays, node = play(strategy, client_app([coded_mod(), *mods]) if coded else client_app(mods))
         return pair, arrays, node
 
     bare, ruined, node = run()

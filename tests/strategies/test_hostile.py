@@ -14,7 +14,7 @@ from toy import client_app, fedavg, model, stack, update
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
@@ -290,7 +290,7 @@ PATHS: dict[str, Callable[[], tuple[Strategy, Client]]] = {
     ),
     "shared support": lambda: (
         SharedSupport(ScaleCom(1.0)),
-        answer_queries(client_app([shared_support(), compression()])),
+        client_app([shared_support(), compression()]),
     ),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, Strategy
-from toy import client_app, fedavg, model, stack
+from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, TopK
@@ -25,7 +25,7 @@ ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 def adding(step: float = 0.5, *, mods=True) -> ClientApp:
     """Return an app that adds ``step`` to finite float tensors and leaves everything else as it is."""
-    app = ClientApp(mods=[compression()] if mods else [])
+    app = with_halves([compression()] if mods else [])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
@@ -297,7 +297,7 @@ def test_a_strategy_that_sends_no_configuration() -> None:
         seen.append(sorted(msg.content))
         return call_next(msg, context)
 
-    app = ClientApp(mods=[compression(), watching])
+    app = with_halves([compression(), watching])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

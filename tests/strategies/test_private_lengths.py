@@ -11,12 +11,13 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from private_runs import inner
+from toy import with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.private.topagg import topagg as topagg_mods
+from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import QSGD, Codec, Identity, RandomK, TernGrad, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
@@ -51,7 +52,7 @@ def learnt(partition: int) -> np.ndarray:
 
 
 def app_of(mods: list[Any]) -> ClientApp:
-    app = ClientApp(mods=mods)
+    app = with_halves(mods)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
@@ -98,7 +99,7 @@ def test_a7_replies_of_a_private_round_are_equally_long_whatever_was_learnt(code
 
 def test_a7_votes_are_equally_long_whatever_was_learnt() -> None:
     strategy = topagg(inner(), TopkSign(k=100), server_lr=0.1, **PROMISE)
-    for payload, wire in lengths(strategy, app_of(topagg_mods()), model()):
+    for payload, wire in lengths(strategy, app_of([votes_only(), compression(), private()]), model()):
         assert len(payload) == len(wire) == 1
 
 
@@ -120,7 +121,7 @@ def test_a7_teachers_votes_are_equally_long_whatever_they_hold() -> None:
 
     for pad, distinct in ((True, 1), (False, 2)):
         strategy = datalens_toy.strategy(clients=NODES, pad=pad)
-        (payload, wire), _ = lengths(strategy, answer_datalens(ClientApp(), ensemble), datalens_toy.model())
+        (payload, wire), _ = lengths(strategy, with_halves([datalens_teachers(ensemble)]), datalens_toy.model())
         assert min(len(payload), len(wire)) >= distinct
         assert pad == (len(payload) == 1 == len(wire))
         assert pad == (LENGTHS not in strategy.statement().to_json()["not_covered"])

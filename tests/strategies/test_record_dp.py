@@ -15,6 +15,7 @@ import toy
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg, FedAvgM, FedMedian
+from toy import with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
@@ -43,7 +44,7 @@ def client(alter: Alter | None = None, mods: Any = ()) -> ClientApp:
 
     ``alter(reply, round, partition)`` may change what it says.
     """
-    app = ClientApp(mods=list(mods))
+    app = with_halves(mods)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

@@ -8,9 +8,8 @@ import math
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian
-from toy import client_app, fedavg, model, update
+from toy import client_app, fedavg, model, update, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Identity, RandomK, TopK
@@ -62,7 +61,7 @@ def test_changed_is_the_union_of_what_was_sent(inner: str) -> None:
 @pytest.mark.parametrize("mods", [True, False])
 def test_changed_of_whole_models_is_counted_against_the_model(inner: str, mods: bool) -> None:
     """A lossless codec, and clients without the mod, send models instead of changes."""
-    app = ClientApp(mods=[compression()] if mods else [])
+    app = with_halves([compression()] if mods else [])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

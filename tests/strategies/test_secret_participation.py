@@ -13,11 +13,11 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from private_runs import inner
-from toy import client_app, model
+from toy import client_app, model, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.messages import find_announcement
-from fedcomp.clients.private.datalens import answer_datalens
+from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
@@ -185,7 +185,7 @@ def told_of_a_generator(sampling: Sampling, seed: int, caplog: pytest.LogCapture
         return datalens_toy.ensemble(message, context, request)
 
     strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
-    over = datalens_toy.grid(answer_datalens(ClientApp(), failing), nodes=NODES)
+    over = datalens_toy.grid(with_halves([datalens_teachers(failing)]), nodes=NODES)
     fail = {over.node_id_of(partition) for partition in range(NODES // 2)}
     # What a client logs is on its own node; here that is the same process.
     logging.getLogger("flwr.fedcomp").addFilter(_of_the_server)

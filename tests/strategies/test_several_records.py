@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAdam, FedAvg
-from toy import fedavg, model, stack, update
+from toy import fedavg, model, stack, update, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
@@ -61,7 +61,7 @@ class Controlled(FedAvg):
 
 def controlled_app(mods=()) -> ClientApp:
     """An app that needs the control variate, and answers with a change of it that is no float32."""
-    app = ClientApp(mods=list(mods))
+    app = with_halves(mods)
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from toy import client_app, fedavg, fingerprint, model, stack, update
+from toy import client_app, fedavg, fingerprint, model, stack, update, with_halves
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import support_frame
 from fedcomp.errors import ConfigError, StateError
@@ -37,7 +37,7 @@ K = 24  # of the 1200 compressed coordinates at 2 %
 
 
 def app() -> ClientApp:
-    return answer_queries(client_app([shared_support(), compression()]))
+    return client_app([shared_support(), compression()])
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
@@ -130,7 +130,7 @@ def test_a_followers_gradient_never_changes_the_support() -> None:
     first = Watched(ScaleCom(0.02))
     run(first, 4, rounds=1, client=changed)
 
-    loud = ClientApp(mods=[shared_support()])
+    loud = with_halves([shared_support()])
 
     @loud.train()
     def train(msg: Message, context: Context) -> Message:
@@ -145,7 +145,7 @@ def test_a_followers_gradient_never_changes_the_support() -> None:
         return Message(RecordDict({"arrays": ArrayRecord(out), "m": metrics}), reply_to=msg)
 
     second = Watched(ScaleCom(0.02))
-    run(second, 4, rounds=1, client=answer_queries(loud))
+    run(second, 4, rounds=1, client=loud)
     np.testing.assert_array_equal(first.supports[1][0], second.supports[1][0])
     np.testing.assert_array_equal(first.values[1][0], second.values[1][0])
     assert not np.array_equal(first.values[1][1], second.values[1][1])
@@ -399,7 +399,7 @@ def test_evaluation_uses_the_new_model() -> None:
 def test_frames_too_large_to_ride_in_a_config_record(stale: bool) -> None:
     """Frames above 64 KiB travel as Arrays; neither side takes one for a model."""
     size = 60_000
-    big = ClientApp(mods=[shared_support(), compression()])
+    big = with_halves([shared_support(), compression()])
 
     @big.train()
     def train(msg: Message, context: Context) -> Message:
@@ -411,7 +411,7 @@ def test_frames_too_large_to_ride_in_a_config_record(stale: bool) -> None:
         return Message(RecordDict({"arrays": out, "m": metrics}), reply_to=msg)
 
     strategy = SharedSupport(ScaleCom(0.5, probe=1.0), stale_leader=stale)
-    grid = metered(2, client=answer_queries(big))
+    grid = metered(2, client=big)
     initial = ArrayRecord({"w": Array(np.zeros(size, np.float32))})
     strategy.start(grid, initial, num_rounds=4, timeout=9)
     assert [(r.compressed, r.changed, len(r.refused)) for r in strategy.reports.values()] == [(2, 30_000, 0)] * 4

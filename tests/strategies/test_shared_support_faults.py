@@ -5,18 +5,17 @@ Every test but the last failed once: a run ended, a model was destroyed, or noth
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from toy import client_app, fedavg, model, stack
+from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.codecs.scalecom import support_frame, support_id_of
 from fedcomp.errors import NoUsableReply
@@ -45,7 +44,7 @@ def grid_of(nodes: int = 4, client: Client | None = None, fault: FaultPlan | Non
 
 
 def app() -> ClientApp:
-    return answer_queries(client_app([shared_support(), compression()]))
+    return client_app([shared_support(), compression()])
 
 
 def altered(change: Change, base: Client | None = None) -> Client:
@@ -70,7 +69,7 @@ def learner(
     delta: Callable[[int, np.ndarray], np.ndarray], weight: Callable[[int], float] = lambda p: 1.0
 ) -> ClientApp:
     """Return an app that adds ``delta(partition, tensor)`` to the tensors that are finite."""
-    learns = ClientApp(mods=[shared_support()])
+    learns = with_halves([shared_support()])
 
     @learns.train()
     def train(msg: Message, context: Context) -> Message:
@@ -83,7 +82,7 @@ def learner(
         metrics = MetricRecord({"num-examples": weight(p)})
         return Message(RecordDict({"arrays": ArrayRecord(out), "m": metrics}), reply_to=msg)
 
-    return answer_queries(learns)
+    return learns
 
 
 class Exchanges(SharedSupport):
@@ -281,32 +280,8 @@ def test_evaluation_without_any_weight_does_not_end_the_run() -> None:
     assert "weight 0" in strategy.evaluations[2].notes[0]
 
 
-# What the user is told.
-
-
-@pytest.mark.long
-def test_an_app_without_a_query_handler_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Its node's update is only there when it leads: the log says so, once; where all lack it, the run ends at once."""
-    bare = client_app([shared_support()])
-    with pytest.raises(NoUsableReply, match=r"3 x .*answer_queries"):
-        SharedSupport(ScaleCom(0.02)).start(grid_of(3, bare), model(), num_rounds=6, timeout=9)
-    honest = answer_queries(client_app([shared_support()]))
-
-    def mixed(msg: Message, context: Context) -> Message:
-        return (bare if context.node_config["partition-id"] == 1 else honest)(msg, context)
-
-    grid, strategy = grid_of(3, mixed), SharedSupport(ScaleCom(0.02))
-    with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
-        strategy.start(grid, model(), num_rounds=6, timeout=9)
-    told = [r.getMessage() for r in caplog.records if r.name == "flwr.fedcomp" and "answer_queries" in r.getMessage()]
-    (refused,) = {node for report in strategy.reports.values() for node in report.refused}
-    # A node that was asked to lead in vain has a second reason.
-    assert 1 <= sum(str(refused) in text for text in told) <= 2
-    assert "answer_queries" in strategy.reports[3].refused[refused]
-
-
 def test_a_client_that_does_not_accept_the_codec_says_so() -> None:
-    refusing = answer_queries(client_app([shared_support(["topk"]), compression(["topk"])]))
+    refusing = client_app([shared_support(["topk"]), compression(["topk"])])
     strategy = SharedSupport(ScaleCom(0.02))
     with pytest.raises(NoUsableReply, match="needs 2 exchanges"):
         strategy.start(grid_of(2, refusing), model(), num_rounds=1, timeout=9)

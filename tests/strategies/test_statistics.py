@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from toy import fedavg
+from toy import fedavg, with_halves
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.rng import Key
@@ -30,7 +30,7 @@ def norm_layer(*, counter: bool) -> ArrayRecord:
 
 def training(mod) -> ClientApp:
     """An app whose weights move at random and whose variances shrink towards small positive values."""
-    app = ClientApp(mods=[mod])
+    app = with_halves([mod])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
@@ -52,7 +52,7 @@ def training(mod) -> ClientApp:
         metrics = MetricRecord({"num-examples": 5})
         return Message(RecordDict({name: ArrayRecord(out), "metrics": metrics}), reply_to=msg)
 
-    return answer_queries(app)
+    return app
 
 
 def strategies():

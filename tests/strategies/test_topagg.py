@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedMedian
 from topagg_runs import (
     BALLOT,
+    HALVES,
     LR,
     NODES,
     SIZE,
@@ -25,7 +26,6 @@ from topagg_runs import (
 from toy import client_app, fedavg, model
 
 from fedcomp.clients.compressed import compression
-from fedcomp.clients.private.topagg import topagg as mods
 from fedcomp.codecs import SignSGD, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.privacy import find_private
@@ -55,7 +55,7 @@ def test_1_11_c_noiseless_whole_and_unthresholded_it_is_majority_vote_signsgd(no
         strategy(FULL, mode="threshold", server_lr=step, population=nodes),
         nodes=nodes,
         rounds=3,
-        client=client_app([*mods(), shifted]),
+        client=client_app([*HALVES, shifted]),
     )
     majority = Compressed(inner(), SignSGD(step), policy=lambda *_: None)
     theirs, *_ = run(majority, nodes=nodes, rounds=3, client=client_app([compression(), equal_weights, shifted]))
@@ -310,6 +310,6 @@ def test_a_zero_update_abstains_and_a_broken_one_is_an_absent_vote() -> None:
     others = ballots(1, [p for p in range(NODES) if p != 2]).sum(axis=0)
     for value, refused in ((0.0, 0), (math.nan, 1)):
         chosen = strategy()
-        moved, *_ = run(chosen, client=client_app([*mods(), spoilt(value)]))
+        moved, *_ = run(chosen, client=client_app([*HALVES, spoilt(value)]))
         np.testing.assert_array_equal(moved * NODES, LR * others)
         assert len(chosen.reports[1].refused) == refused

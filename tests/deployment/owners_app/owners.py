@@ -14,7 +14,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp.clients.gcn import Learner, answer_gcn
+from fedcomp.clients.client import client as around
+from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.flower.metered import MeteredGrid, partition_lookup
 from fedcomp.flower.payload import models
 from fedcomp.flower.rounds import RoundOutcome, fit
@@ -69,8 +70,7 @@ def learner(message: Message, context: Context) -> Learner:
     return Learner(name, made, cross_entropy, lambda outputs, labels: outputs.argmax(1) == labels, {"lr": 0.5})
 
 
-client = ClientApp()
-answer_gcn(client, part_of, learner)
+client = around(ClientApp(), graph_owner(part_of, learner))
 
 
 def initial() -> ArrayRecord:

@@ -12,7 +12,8 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedcomp.clients.gossip import answer_gossip
+from fedcomp.clients.client import client as around
+from fedcomp.clients.gossip import gossip_node
 from fedcomp.flower.gossip import Setup
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
@@ -45,8 +46,7 @@ def pull(message: Message, context: Context, setup: Setup) -> Pull:
     return Pull(int(context.node_config["partition-id"]))
 
 
-client = ClientApp()
-answer_gossip(client, pull)
+client = around(ClientApp(), gossip_node(pull))
 
 
 def initial() -> ArrayRecord:

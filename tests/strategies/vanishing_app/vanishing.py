@@ -12,8 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp.clients.coded.mod import answer_coded, coded
-from fedcomp.clients.compressed import compression
+from fedcomp.clients.client import client as around
+from fedcomp.clients.half import ClientHalf
 from fedcomp.codecs import QSGD
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.strategies.coded.strategy import CodedFedAvg
@@ -30,8 +30,7 @@ def linger(msg, ctx, call_next):
     return reply
 
 
-client = ClientApp(mods=[linger, coded(), compression()])
-answer_coded(client)
+client = around(ClientApp(), only=["coded", "compression", ClientHalf("linger", linger, outside=("coded",))])
 
 
 @client.train()

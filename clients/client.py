@@ -1,0 +1,136 @@
+"""The one entry point of a client: ``app = client(app)`` puts the client halves of all systems around a Flower app.
+
+Which system a message belongs to, the message says; a half lets messages of other systems pass. So one app serves every
+strategy of this project, and ordinary Flower strategies as before.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Final
+
+from flwr.clientapp import ClientApp
+
+from fedcomp.clients.coded.mod import coded
+from fedcomp.clients.compressed import compression
+from fedcomp.clients.half import ClientHalf
+from fedcomp.clients.private.local_dp import local_privacy
+from fedcomp.clients.private.lsg import lsg
+from fedcomp.clients.private.mod import private
+from fedcomp.clients.shared_support import shared_support
+from fedcomp.errors import ConfigError
+from fedcomp.flower._private import WrappedApp, mods_of
+
+HALVES: Final[Mapping[str, Callable[[], ClientHalf]]] = {
+    "coded": coded,
+    "local_privacy": local_privacy,
+    "shared_support": shared_support,
+    "compression": compression,
+    "lsg": lsg,
+    "private": private,
+}
+"""The halves that need nothing from the app's author, by name."""
+
+
+def client(app: ClientApp, *halves: ClientHalf, only: Iterable[str | ClientHalf] | None = None) -> ClientApp:
+    """Return an app that answers the messages of this project's strategies, with ``app`` inside.
+
+    The order in which halves are named does not matter: each declares what it stands outside and inside of. The app's
+    own mods (clipping, for instance) are inside of all halves. Handlers can be registered before or after, with the app
+    that went in or with the one that came out.
+
+    Parameters
+    ----------
+    app : ClientApp
+        Trains and evaluates; its mods and its ``lifespan`` are kept.
+    *halves : ClientHalf
+        Halves that need something from the app's author (:func:`fedcomp.clients.gossip.gossip_node`,
+        :func:`fedcomp.clients.gcn.graph_owner`, :func:`fedcomp.clients.private.datalens.datalens_teachers`,
+        :func:`fedcomp.clients.coded.linear.linear_device`, :func:`fedcomp.clients.private.dpsgd.record_dp`,
+        :func:`fedcomp.clients.private.topagg.votes_only`), and those that replace one of :data:`HALVES`.
+    only : iterable of str or ClientHalf, optional
+        Which of :data:`HALVES`, by name or as an object; default all.
+
+    Raises
+    ------
+    ConfigError
+        When a half is not known, stands twice, lacks one that it needs, or cannot be ordered; when two of them, or one
+        and the app, handle the same message type; when halves are among the app's own mods.
+
+    Examples
+    --------
+    >>> from flwr.clientapp import ClientApp
+    >>> app = client(ClientApp())
+    >>> app = client(ClientApp(), only=["compression", "private"])
+    """
+    if isinstance(app, WrappedApp):
+        raise ConfigError("this app came out of client() already; name all halves in one call")
+    for mod in mods_of(app):
+        if isinstance(mod, ClientHalf) or mod in HALVES.values():
+            name = getattr(mod, "name", None) or getattr(mod, "__name__", "?")
+            raise ConfigError(
+                f"{name} is among the app's own mods, inside of everything client() adds; take it out of "
+                "ClientApp(mods=[...])"
+            )
+    chosen = _chosen(halves, only)
+    for half in chosen.values():
+        missing = [name for name in half.needs if name not in chosen]
+        if missing:
+            raise ConfigError(f"{half.name} does not work without {' and '.join(missing)}; add it to only=[...]")
+    handlers = {}
+    for half in chosen.values():
+        for message_type, handler in half.handlers.items():
+            if message_type in handlers:
+                raise ConfigError(f"two halves handle messages of type {message_type!r}; leave {half.name} out")
+            handlers[message_type] = handler
+    mods = [half.mod for half in in_order(chosen) if half.mod is not None]
+    return WrappedApp(app, handlers, mods)
+
+
+def _chosen(halves: Iterable[ClientHalf], only: Iterable[str | ClientHalf] | None) -> dict[str, ClientHalf]:
+    """Return the halves of an app by name."""
+    chosen: dict[str, ClientHalf] = {}
+    own = [_half(half) for half in halves]
+    named = {half.name for half in own}
+    rest = [name for name in HALVES if name not in named] if only is None else only
+    for half in [*own, *map(_half, rest)]:
+        if half.name in chosen:
+            raise ConfigError(f"{half.name} stands twice among the halves of one app; leave one out")
+        chosen[half.name] = half
+    return chosen
+
+
+def _half(named: str | ClientHalf) -> ClientHalf:
+    if isinstance(named, ClientHalf):
+        return named
+    if not isinstance(named, str):
+        name = getattr(named, "__name__", type(named).__name__)
+        raise ConfigError(f"{name} is not the half of a client; write {name}(), or its name in quotes")
+    if named not in HALVES:
+        close = difflib.get_close_matches(named, HALVES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(HALVES)}"
+        raise ConfigError(f"no half of a client is called {named!r}; {hint}")
+    return HALVES[named]()
+
+
+def in_order(halves: Mapping[str, ClientHalf]) -> list[ClientHalf]:
+    """Return ``halves`` from the outermost to the innermost.
+
+    Raises
+    ------
+    ConfigError
+        When what they declare is a circle.
+    """
+    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(halves, ()))
+    for half in halves.values():
+        for inner in half.outside:
+            if inner in halves:
+                sorter.add(inner, half.name)
+        sorter.add(half.name, *(outer for outer in half.inside if outer in halves))
+    try:
+        return [halves[name] for name in sorter.static_order()]
+    except CycleError as error:
+        circle = " outside of ".join(error.args[1])
+        raise ConfigError(f"no order of these halves is right: {circle}; correct what they declare") from error

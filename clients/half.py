@@ -1,0 +1,102 @@
+"""What one system does on a client, as one object: a mod, handlers, and its place among the mods of other systems.
+
+:func:`fedcomp.clients.client.client` puts such halves around an app.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, Protocol, overload
+
+from flwr.app import Context, Message
+
+from fedcomp.errors import ConfigError
+
+CallNext = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, CallNext], Message]
+Handler = Callable[[Message, Context], Message]
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, eq=False)
+class ClientHalf:
+    """One system on a client.
+
+    Attributes
+    ----------
+    name : str
+        Under which others refer to it.
+    mod : callable, optional
+        Sees every message of the app before its handlers do, and every reply after them.
+    handlers : mapping of str to callable
+        Handlers of the system's own message types, such as ``"query.gcn_plan"``. All mods stand around them, the app's
+        own included.
+    outside, inside : tuple of str
+        Names of the halves that this one's mod encloses, and of those that enclose it. A name that is not among an
+        app's halves has no effect.
+    needs : tuple of str
+        Names of the halves without which this one does not work.
+    drop_in : bool
+        It may stand in ``ClientApp(mods=[...])``, because no other half has to be ordered around it there.
+
+    Examples
+    --------
+    A mod that watches what the coding mod is given to code:
+
+    >>> def watch(msg, context, call_next):
+    ...     reply = call_next(msg, context)
+    ...     print(sorted(reply.content))
+    ...     return reply
+    >>> half = ClientHalf("watch", watch, inside=("coded",), outside=("compression",))
+    """
+
+    name: str
+    mod: Mod | None = None
+    handlers: Mapping[str, Handler] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    drop_in: bool = False
+
+    def __call__(self, msg: Message, context: Context, call_next: CallNext) -> Message:
+        """Run the mod of a half that may stand in ``ClientApp(mods=[...])``.
+
+        Raises
+        ------
+        ConfigError
+            When it may not.
+        """
+        if self.mod is None or not self.drop_in:
+            raise ConfigError(
+                f"{self.name} cannot stand in ClientApp(mods=[...]), where nothing checks its order; use "
+                "fedcomp.clients.client.client(app)"
+            )
+        return self.mod(msg, context, call_next)
+
+
+class DropIn(Protocol[P]):
+    """A function that returns a half, and is itself the mod of the half with its defaults."""
+
+    @overload
+    def __call__(self, msg: Message, context: Context, call_next: CallNext, /) -> Message: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ClientHalf: ...
+
+
+def drop_in(make: Callable[P, ClientHalf]) -> DropIn[P]:
+    """Let a function that returns a half stand for its mod with the defaults: ``mods=[compression]``.
+
+    Flower looks at no mod when an app is built, so that the missing parentheses would show as an error in every reply.
+    """
+
+    @functools.wraps(make)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 3 and isinstance(args[0], Message):
+            return make()(*args)  # type: ignore[call-arg]
+        return make(*args, **kwargs)
+
+    return factory
