@@ -72,7 +72,7 @@ class ClientHalf:
         if self.mod is None or not self.drop_in:
             raise ConfigError(
                 f"{self.name} cannot stand in ClientApp(mods=[...]), where nothing checks its order; use "
-                "fedcomp.clients.client.client(app)"
+                "fedcomp.client(app)"
             )
         return self.mod(msg, context, call_next)
 

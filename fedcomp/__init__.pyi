@@ -16,6 +16,17 @@ from fedcomp.strategies.coded.linear import CodedLinearGD as CodedLinearGD
 from fedcomp.strategies.gossip.strategy import GossipRelay as GossipRelay
 from fedcomp.strategies.gcn.strategy import SkewedGCN as SkewedGCN
 
+# The client's side of all systems: one entry point, and the halves that need something from the app's author.
+from fedcomp.clients.client import client as client
+from fedcomp.clients.half import ClientHalf as ClientHalf
+from fedcomp.clients.coded.linear import linear_device as linear_device
+from fedcomp.clients.gossip import gossip_node as gossip_node
+from fedcomp.clients.gcn import graph_owner as graph_owner
+from fedcomp.clients.private.datalens import datalens_teachers as datalens_teachers
+from fedcomp.clients.private.dpsgd import record_dp as record_dp
+from fedcomp.clients.private.local_dp import local_privacy as local_privacy
+from fedcomp.clients.private.topagg import votes_only as votes_only
+
 # Privacy.
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg as DpFedAvg
 from fedcomp.strategies.private.topagg import TopAgg as TopAgg

@@ -11,12 +11,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedTrimmedAvg, Result, Strategy
 from toy import client_app
 
-from fedcomp.clients.coded.mod import answer_coded, coded
+from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import topagg as topagg_mods
-from fedcomp.clients.shared_support import answer_queries, shared_support
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
@@ -98,7 +98,7 @@ def plain(*mods: Any) -> Callable[..., Any]:
 
 
 def coded_app(*outer: Any) -> Any:
-    return answer_coded(client_app([*outer, coded(), compression()]))
+    return client_app([*outer, coded(), compression()])
 
 
 def pair(inner: Callable[[], Strategy], codec: Any, **options: Any) -> Callable[[], Strategy]:
@@ -121,11 +121,11 @@ PATHS: dict[str, Path] = {
     "a strategy of one's own": Path(pair(lambda: quiet(Stepping), RandomK(density=0.3)), COMPRESSED),
     "shared support": Path(
         lambda: SharedSupport(ScaleCom(density=0.05)),
-        lambda *o: answer_queries(client_app([*o, shared_support(), compression()])),
+        lambda *o: client_app([*o, shared_support(), compression()]),
     ),
     "shared support, stale leader": Path(
         lambda: SharedSupport(ScaleCom(density=0.05), stale_leader=True),
-        lambda *o: answer_queries(client_app([*o, shared_support(), compression()])),
+        lambda *o: client_app([*o, shared_support(), compression()]),
     ),
     "relay": Path(lambda: CodedFedAvg(Compressed(quiet(), SPARSE), symbols=2), coded_app),
     "groups": Path(

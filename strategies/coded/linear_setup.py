@@ -314,11 +314,7 @@ class LinearSetup:
             try:
                 if reply.has_error():
                     reason = str(reply.error.reason)
-                    hint = (
-                        "; the app needs client(app, fedcomp.clients.coded.linear.linear_device(rows))"
-                        if NO_HANDLER in reason
-                        else ""
-                    )
+                    hint = "; the app needs fedcomp.client(app, linear_device(rows))" if NO_HANDLER in reason else ""
                     raise StateError(shorten(reason)[:200] + hint)
                 if device is None or device >= count + self.parities:
                     raise StateError(f"a node holds partition {device}, expected 0 to {count + self.parities - 1}")

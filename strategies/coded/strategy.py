@@ -77,7 +77,7 @@ MAX_STORE_BYTES: Final = 64 * 1024 * 1024
 
 Outcome = tuple[ArrayRecord | None, MetricRecord | None]
 
-_HINT: Final = "the client's app answers no coded messages: wrap it in fedcomp.clients.client.client()"
+_HINT: Final = "the client's app answers no coded messages: wrap it in fedcomp.client()"
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def test_b2_arguments_reach_the_half() -> None:
 @pytest.mark.parametrize("half", [private(), local_privacy()], ids=lambda half: half.name)
 def test_other_halves_in_a_list_of_mods_say_where_they_belong(half: ClientHalf) -> None:
     """Flower checks nothing when an app is built, so that the first message has to."""
-    with pytest.raises(ConfigError, match=r"use fedcomp\.clients\.client\.client\(app\)"):
+    with pytest.raises(ConfigError, match=r"use fedcomp\.client\(app\)"):
         say(drop_in(half, compression()))
 
 

@@ -546,7 +546,7 @@ def test_apps_without_the_mod_answer_directly_and_are_reported() -> None:
     assert bits(result) == uncoded(rounds=2)
     assert len(strategy.reports[2].coded.included) == 5
     assert len(strategy.reports[2].coded.direct) == 5
-    assert all("wrap it in fedcomp.clients.client.client()" in reason for reason in strategy.reports[2].coded.direct.values())
+    assert all("wrap it in fedcomp.client()" in reason for reason in strategy.reports[2].coded.direct.values())
     assert grid.ledger.total("messages", message_type="query.coded_hello", direction="down") == 10, "asked once"
 
     nobody = relay()

@@ -503,7 +503,7 @@ def test_clients_without_the_mods_are_left_out_with_the_reason() -> None:
     strategy = coded_sum()
     run(strategy, grid, 1)
     excluded = {grid.partition_of(n): reason for n, reason in strategy.reports[1].coded.excluded.items()}
-    assert "wrap it in fedcomp.clients.client.client()" in excluded[1]
+    assert "wrap it in fedcomp.client()" in excluded[1]
     assert "holds no frame that could be added" in excluded[2]
     assert included(strategy, grid) == [0, 3, 4, 5]
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from flwr.clientapp import ClientApp
 
-from fedcomp.clients.gossip import answer_gossip
+import fedcomp as fc
 from gossip_digits.task import Net, load_data, load_test_data
 
 
@@ -45,5 +45,4 @@ def problem(msg, context, setup):
     return Digits(context.node_config["partition-id"], context.node_config["num-partitions"])
 
 
-app = ClientApp()
-answer_gossip(app, problem)
+app = fc.client(ClientApp(), fc.gossip_node(problem))
