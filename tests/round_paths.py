@@ -15,7 +15,7 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
-from fedcomp.clients.private.topagg import topagg as topagg_mods
+from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.feedback import ErrorFeedback
@@ -154,7 +154,9 @@ PATHS: dict[str, Path] = {
     ),
     "private mean alone": Path(lambda: DpFedAvg(quiet(), clip=1e4, **NOISY), PRIVATE, updates_only=True),
     "private votes": Path(
-        lambda: topagg(quiet(), BALLOT, server_lr=0.25, **NOISY), plain(*topagg_mods()), updates_only=True
+        lambda: topagg(quiet(), BALLOT, server_lr=0.25, **NOISY),
+        plain(votes_only(), compression(), private()),
+        updates_only=True,
     ),
     "private votes alone": Path(
         lambda: TopAgg(quiet(), BALLOT, server_lr=0.25, **NOISY), plain(private()), updates_only=True
