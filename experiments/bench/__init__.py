@@ -26,6 +26,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
         "fedcomp.experiments.bench.graphs",
         "a sampled step and a round as graphs grow, the sampler, row codecs",
     ),
+    "messages": (
+        "fedcomp.experiments.bench.messages",
+        "a training with messages, handed over by reference, and in the bare loop",
+    ),
     "noise": (
         "fedcomp.experiments.bench.noise",
         "exact integer noise against float noise and against rational arithmetic",

@@ -1,0 +1,164 @@
+"""What messages cost a training on one machine: with them, handed over by reference, and in the bare loop.
+
+Three ways to the same model, in one run, at the sizes of the catalogue's grids. The bare loop
+(:mod:`fedcomp.experiments.central`, :mod:`fedcomp.experiments.private_central`) trains, encodes and adds up, and makes
+no record and no message. :class:`ByReference` is what an in-process grid would be if it serialised nothing, counted no
+bytes and kept no client's state apart: less than any fast mode of a grid could do. Processor time of one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, Final
+
+from flwr.app import Context, Message, RecordDict
+
+from fedcomp.clients.app import app as client_app
+from fedcomp.experiments import server_app
+from fedcomp.experiments.central import Plan
+from fedcomp.experiments.central import simulate as averaged
+from fedcomp.experiments.findings import different_bytes
+from fedcomp.experiments.kit import claim
+from fedcomp.experiments.private_central import quiet
+from fedcomp.experiments.private_central import simulate as privately
+from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.flower._private import acting_as, set_message_id
+from fedcomp.flower.grid import InProcessGrid
+
+_SHARED: Final = {"task.hidden": "32", "lr": 0.5, "batch_size": 8, "epochs": 4}
+TRAININGS: Final[Mapping[str, RunSpec]] = {
+    "top-k with feedback, 8 clients, a step a round": RunSpec(
+        "topk",
+        rounds=40,
+        clients=8,
+        settings={"task.hidden": "256", "lr": 0.05, "max_steps": 1, "feedback": True, "evaluate_every": 40},
+    ),
+    "private votes, 200 clients, four passes a round": RunSpec(
+        "topagg",
+        rounds=5,
+        clients=200,
+        settings={
+            **_SHARED,
+            "delta": 1e-3,
+            "noise_multiplier": 2.0,
+            "insecure_deterministic": True,
+            "evaluate_every": 5,
+        },
+    ),
+}
+"""Trainings of the experiments ``sparsifiers`` and ``topagg``, over fewer rounds."""
+
+BOUND: Final = 1.3
+REPETITIONS: Final = 3
+
+
+class ByReference(InProcessGrid):
+    """Hands messages, replies and contexts over as they are; nothing goes wrong here, and nothing is counted."""
+
+    def __init__(self, num_nodes: int, seed: int) -> None:
+        super().__init__(client_app, num_nodes, seed=seed)
+        self._contexts: dict[int, Context] = {}
+        self._replies: dict[str, Message] = {}
+        self._pushed = 0
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Run the clients on the messages themselves."""
+        ids = []
+        for message in messages:
+            self._pushed += 1
+            name = f"{self._pushed:064x}"
+            set_message_id(message, name)
+            node = message.metadata.dst_node_id
+            context = self._contexts.setdefault(node, self.context(node))
+            # Clients take records out of what they are sent; the records themselves they leave alone.
+            own, content = message.content, RecordDict(dict(message.content))
+            message.content = content
+            with acting_as(self.run.run_id, node):
+                reply = self.client_app(message, context)
+            message.content = own
+            set_message_id(reply, f"re{name[2:]}")
+            self._replies[name] = reply
+            ids.append(name)
+        return ids
+
+    def send_and_receive(
+        self,
+        messages: Iterable[Message],
+        *,
+        timeout: float | None = None,
+        enough: Callable[[Sequence[Message]], bool] | None = None,
+    ) -> list[Message]:
+        """Return every reply at once."""
+        return [self._replies.pop(name) for name in self.push_messages(messages)]
+
+    def wire_bytes(self, message: Message) -> int:
+        """Count nothing."""
+        return 0
+
+
+def run(*, quick: bool = False, progress: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Time every training in the three ways; return rows and claims."""
+    rows, claims = [], []
+    for name, spec in TRAININGS.items():
+        if progress is not None:
+            progress(name)
+        asked = RunSpec(spec.system, rounds=2, clients=3, settings=spec.settings) if quick else spec
+        ways: dict[str, Callable[[RunSpec], Any]] = {
+            "messages": _with_messages,
+            "by reference": _by_reference,
+            "bare loop": _bare,
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        models = {}
+        with quiet():
+            for repetition in range(-1, 1 if quick else REPETITIONS):
+                for way, train in ways.items():
+                    start = time.thread_time()
+                    models[way] = train(asked).arrays
+                    if repetition >= 0:  # the first repetition builds tables and warms caches
+                        seconds[way].append(time.thread_time() - start)
+        bare = median(seconds["bare loop"])
+        for way, taken in seconds.items():
+            each = 1000 * median(taken) / (asked.rounds * asked.clients)
+            rows.append(
+                {
+                    "training": name,
+                    "way": way,
+                    "ms per client and round": round(each, 2),
+                    "over the bare loop": round(median(taken) / bare, 2),
+                }
+            )
+        differ = sum(different_bytes(models["messages"], models[way]) for way in ways)
+        claims += [
+            claim(f"{name}: bytes of the models that differ", differ, "== 0", "theory: the same arithmetic"),
+            claim(
+                f"{name}: time by reference over that of the bare loop",
+                median(seconds["by reference"]) / bare,
+                f"<= {BOUND}",
+                "goal: with it a grid of trainings could go through the real client and the real server",
+                gate=False,
+            ),
+        ]
+    return {"rows": rows, "claims": claims}
+
+
+def _with_messages(spec: RunSpec) -> RunResult:
+    return _served(spec, InProcessGrid(client_app, spec.clients, seed=spec.seed))
+
+
+def _by_reference(spec: RunSpec) -> RunResult:
+    return _served(spec, ByReference(spec.clients, spec.seed))
+
+
+def _served(spec: RunSpec, grid: InProcessGrid) -> RunResult:
+    results: list[RunResult] = []
+    with grid:
+        server = server_app.build(spec, deliver=results.append)
+        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), {}))
+    return results[0]
+
+
+def _bare(spec: RunSpec) -> Any:
+    return privately(spec) if spec.system == "topagg" else averaged(*Plan.of(spec))
