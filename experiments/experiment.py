@@ -178,7 +178,7 @@ class Experiment:
         :class:`~fedcomp.experiments.findings.Findings`: whatever else has to be run, tables, figures, claims and the
         answer. Called when all rows are finished.
     baseline : str
-        Label of the row the ratio column compares with; empty without rows.
+        Label of the row the ratio column compares with; empty for the first.
     options : mapping
         Every key of ``--set`` with its :class:`Option`.
     rounds, clients : int
@@ -198,10 +198,10 @@ class Experiment:
     question: str
     rows: Rows
     measure: Measure
-    baseline: str
     options: Mapping[str, Option]
     rounds: int
     clients: int
+    baseline: str = ""
     notes: str = ""
     engines: tuple[str, ...] = tuple(ENGINES)
     measures_privately: bool = False

@@ -77,7 +77,8 @@ def summarise(
     found = findings.to_json()
     claims, said = found.pop("claims"), found.pop("answer")
     rows = [make_row(spec, rounds.get(spec.label, ()), results.get(spec.label)) for spec in specs]
-    reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == experiment.baseline), None)
+    baseline = experiment.baseline or (specs[0].label if specs else "")
+    reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == baseline), None)
     for row in rows:
         sent = row["uplink_payload_bytes"]
         row["uplink_ratio"] = reference / sent if reference and sent else None
@@ -87,7 +88,7 @@ def summarise(
         "config": config.to_json(),
         "changed": experiment.changed(config),
         "idle": experiment.idle(config),
-        "baseline": experiment.baseline,
+        "baseline": baseline,
         "rows": rows,
         "findings": found,
         "claims": claims,

@@ -27,7 +27,6 @@ from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.grid import InProcessGrid
 
-_SHARED: Final = {"task.hidden": "32", "lr": 0.5, "batch_size": 8, "epochs": 4}
 TRAININGS: Final[Mapping[str, RunSpec]] = {
     "top-k with feedback, 8 clients, a step a round": RunSpec(
         "topk",
@@ -40,7 +39,10 @@ TRAININGS: Final[Mapping[str, RunSpec]] = {
         rounds=5,
         clients=200,
         settings={
-            **_SHARED,
+            "task.hidden": "32",
+            "lr": 0.5,
+            "batch_size": 8,
+            "epochs": 4,
             "delta": 1e-3,
             "noise_multiplier": 2.0,
             "insecure_deterministic": True,

@@ -411,7 +411,6 @@ EXPERIMENT = Experiment(
     question="Does AdaComp find its own compression ratio, and which one on convolutional and fully connected layers?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=DENSE,
     options=OPTIONS,
     rounds=150,
     clients=4,

@@ -588,7 +588,6 @@ EXPERIMENT = Experiment(
     question="Clients die inside the round: do coded shards at their peers keep their updates in the sum?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=DENSE,
     options=OPTIONS,
     rounds=8,
     clients=20,

@@ -586,7 +586,6 @@ EXPERIMENT = Experiment(
     question="What does half the set-up traffic of an MDS code buy in coded training, and what does it cost?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=UNCODED,
     options=OPTIONS,
     rounds=200,
     clients=20,

@@ -624,7 +624,6 @@ EXPERIMENT = Experiment(
     name="cold",
     question="How few bits reach the exact optimum when every neighbour of a ring holds other classes?",
     rows=rows,
-    baseline=NIDS,
     options=OPTIONS,
     rounds=60,
     clients=8,

@@ -586,7 +586,6 @@ EXPERIMENT = Experiment(
     question="How fast do nodes that only average agree, by topology and compressor, and what does a digit cost?",
     rows=no_rows,
     measure=judged(measure, claims, answer),
-    baseline="",
     options=OPTIONS,
     rounds=600,
     clients=8,

@@ -438,7 +438,6 @@ EXPERIMENT = Experiment(
     question="Can a generator learn digits from the noisy votes of teachers that never show a record?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=label(NOISELESS, 0),
     options=OPTIONS,
     rounds=60,
     clients=10,

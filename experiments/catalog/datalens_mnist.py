@@ -362,7 +362,6 @@ EXPERIMENT = Experiment(
     name="datalens_mnist",
     question="What is a generator worth that learnt MNIST from noisy votes, beside what else the same privacy buys?",
     rows=no_rows,
-    baseline="",
     options=OPTIONS,
     rounds=60,
     clients=4000,

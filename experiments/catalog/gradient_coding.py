@@ -422,7 +422,6 @@ EXPERIMENT = Experiment(
     question="Does a round that any n - s devices can end stay exact, and when is it worth s + 1 times the work?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=DENSE,
     options=OPTIONS,
     rounds=30,
     clients=10,

@@ -628,7 +628,6 @@ EXPERIMENT = Experiment(
     name="power_gossip",
     question="Does low-rank gossip without a number to tune hold what CHOCO holds at its best consensus step size?",
     rows=rows,
-    baseline=DENSE,
     options=OPTIONS,
     rounds=1500,
     clients=8,

@@ -411,7 +411,6 @@ EXPERIMENT = Experiment(
     question="Does any private system give away more than it says, and would we notice if it did?",
     rows=no_rows,
     measure=judged(measure, claims, answer),
-    baseline="",
     options=OPTIONS,
     rounds=0,
     clients=1,

@@ -123,7 +123,6 @@ EXPERIMENT = Experiment(
     question="Can ten unlike clients send a fiftieth of the bytes and still learn what federated averaging learns?",
     rows=rows,
     measure=measure,
-    baseline=FEDAVG,
     options=OPTIONS,
     rounds=40,
     clients=10,

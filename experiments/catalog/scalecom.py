@@ -328,7 +328,6 @@ EXPERIMENT = Experiment(
     question="Does a support that one client chooses for all keep the downlink from growing with the clients?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=DENSE,
     options=OPTIONS,
     rounds=10,
     clients=8,

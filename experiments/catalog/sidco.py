@@ -402,7 +402,6 @@ EXPERIMENT = Experiment(
     question="Can a threshold guessed from a few moments of a gradient replace the search for its largest coordinates?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=DENSE,
     options=OPTIONS,
     rounds=250,
     clients=8,

@@ -559,7 +559,6 @@ EXPERIMENT = Experiment(
     name="sparse_push",
     question="How much of push-sum's accuracy is left when a letter holds a hundredth of the model, or two values?",
     rows=rows,
-    baseline=SGP,
     options=OPTIONS,
     rounds=1500,
     clients=8,

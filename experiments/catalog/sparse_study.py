@@ -333,7 +333,6 @@ EXPERIMENT = Experiment(
     name="sparse_study",
     question="Same coordinates or individual ones, per layer or over the whole model, with memory or without?",
     rows=no_rows,
-    baseline="",
     options=OPTIONS,
     rounds=150,
     clients=8,

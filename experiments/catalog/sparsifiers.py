@@ -349,7 +349,6 @@ EXPERIMENT = Experiment(
     name="sparsifiers",
     question="What does each way of sending a hundredth of an update cost, and what does it save?",
     rows=rows,
-    baseline=DENSE,
     options=OPTIONS,
     rounds=500,
     clients=8,

@@ -359,7 +359,6 @@ EXPERIMENT = Experiment(
     question="Does what the server receives stay the same when clients are added, and is what it decodes the sum?",
     rows=rows,
     measure=judged(measure, claims, answer),
-    baseline=plain(FEDERATIONS[0]),
     options=OPTIONS,
     rounds=4,
     clients=FEDERATIONS[0],

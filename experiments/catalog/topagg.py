@@ -594,7 +594,6 @@ EXPERIMENT = Experiment(
     name="topagg",
     question="What does it cost to vote instead of averaging, at equal epsilon, and how many bytes does it save?",
     rows=rows,
-    baseline=FEDAVG,
     options=OPTIONS,
     rounds=20,
     clients=200,

@@ -453,7 +453,6 @@ EXPERIMENT = Experiment(
     name="topagg_dpsgd",
     question="What does it cost, at equal epsilon, to train on votes, masks or low-rank products of gradients?",
     rows=no_rows,
-    baseline="",
     options=OPTIONS,
     rounds=100,
     clients=1,

@@ -27,7 +27,6 @@ EXPERIMENT = Experiment(
     question="Does the budget hold?",
     rows=rows,
     measure=measure,
-    baseline="FedAvg",
     options={
         "noise_multiplier": Option(2.0, "noise over sensitivity", above=0.0),
         "evaluate_every": Option(1, "rounds between evaluations", least=1),

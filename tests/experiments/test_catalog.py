@@ -24,7 +24,7 @@ def test_names_questions_and_baselines(experiment: Experiment) -> None:
     assert experiment.notes
     config = experiment.configure()
     specs = experiment.specs(config)
-    assert experiment.baseline in [spec.label for spec in specs] or not specs
+    assert experiment.baseline in ["", *(spec.label for spec in specs)]
     assert experiment.changed(config) == []
     assert Config.from_json(config.to_json()) == config
     assert all(spec.rounds > 0 for spec in specs)
