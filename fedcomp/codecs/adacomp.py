@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import params
-from fedcomp.codecs.base import State, all_finite, require_finite
+from fedcomp.codecs.base import State, all_finite
 from fedcomp.codecs.listed import without_densities
+from fedcomp.codecs.memory import not_finite, vector_of
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, frame_of, require_values
-from fedcomp.errors import FedcompError, NonFiniteUpdate, StateError
+from fedcomp.errors import NonFiniteUpdate
 from fedcomp.kernels import adaptive_step, select_bins
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
@@ -104,7 +104,7 @@ class AdaComp(PositionalCodec):
     def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
         """Encode update plus residue; see :meth:`fedcomp.codecs.base.Codec.encode`."""
         layout = update.layout
-        residue = _residue(state, layout)
+        residue = vector_of(state, "memory", layout)
         left = np.empty_like(residue)
         parts = self.stretches(layout)
         # Sums that overflow are reported as what they are; before that they must not warn.
@@ -112,12 +112,12 @@ class AdaComp(PositionalCodec):
             try:
                 tensors = [self._step(residue[s.slice], update.vector[s.slice], s, left[s.slice]) for s in parts]
             except NonFiniteUpdate:
-                raise _refusal(update, residue) from None
+                raise not_finite(update, {"memory": residue}) from None
             rest = slice(parts[-1].stop if parts else 0, None)
             # A frame that was lost left its dense tensors here.
             dense = np.add(residue[rest], update.vector[rest], out=left[rest])
             if not all_finite(dense):
-                raise _refusal(update, residue)
+                raise not_finite(update, {"memory": residue})
         frame = frame_of(tensors, dense)
         dense.fill(0.0)
         return frame, {"memory": left}
@@ -146,7 +146,7 @@ class AdaComp(PositionalCodec):
 
     def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
         """Return ``state`` with what ``frame`` holds back in the residue, each element to one float32 rounding."""
-        residue = _residue(state, layout).copy()
+        residue = vector_of(state, "memory", layout).copy()
         self.accumulate(frame, 1.0, Update(residue, layout))
         return {**state, "memory": residue}
 
@@ -172,32 +172,3 @@ class AdaComp(PositionalCodec):
                 f"{stretch.name}: expected a list of indices and one scale, the frame holds {tensor.index} and a scale "
                 f"for every {coded.block or coded.k} values"
             )
-
-
-def _residue(state: State, layout: Layout) -> Vector:
-    """Return the residue out of ``state``; raise StateError when it is not one of ``layout``."""
-    residue: NDArray[np.float32] | None = state.get("memory")
-    if not isinstance(residue, np.ndarray) or residue.dtype != np.float32 or residue.shape != (layout.size,):
-        found = f"{residue.dtype}{residue.shape}" if isinstance(residue, np.ndarray) else "missing"
-        raise StateError(
-            f"the state's memory is {found}, the layout needs float32({layout.size},): the state of another codec or "
-            "model; start from init(layout)"
-        )
-    return residue
-
-
-def _refusal(update: Update, residue: Vector) -> FedcompError:
-    """Return the error that names the update's tensor, a damaged residue, or an overflow of the sum."""
-    try:
-        require_finite(update)
-    except NonFiniteUpdate as error:
-        return error
-    if not all_finite(residue):
-        return StateError(
-            "the state's memory holds NaN or infinity, which no update leaves there: it was damaged where it was kept. "
-            "Nothing was sent; start from init(layout)"
-        )
-    return NonFiniteUpdate(
-        f"update plus residue (largest magnitude {float(np.abs(residue).max()):g}) overflows float32; nothing was sent "
-        "and no state was changed"
-    )

@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codecs import params
-from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
+from fedcomp.codecs.base import Codec, State, all_finite, norm
+from fedcomp.codecs.memory import described, not_finite, number_of, vector_of
 from fedcomp.codecs.positional import frame_of
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.wrapper import Wrapper
-from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate, StateError
+from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import feedback_step
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
@@ -154,7 +155,7 @@ class ErrorFeedback(Wrapper):
             held = {"memory": memory} | ({} if velocity is None else {"momentum": velocity})
             gradient, velocity = self._accelerate(update, velocity)
             if self._fusible:
-                frame, left, threshold = self._fused(gradient, held, _scalar(state, "threshold", "f"), key, update)
+                frame, left, threshold = self._fused(gradient, held, number_of(state, "threshold", "f"), key, update)
                 content: Frame | Bundle = frame
                 if threshold is not None:
                     after["threshold"] = np.asarray(threshold, np.float32)
@@ -189,19 +190,19 @@ class ErrorFeedback(Wrapper):
         """
         back = {name: array for name, array in state.items() if not name.startswith(_INNER)}
         content = self.codec.open(frame, layout)
-        memory = _vector(state, "memory", layout).copy()
+        memory = vector_of(state, "memory", layout).copy()
         self.codec.accumulate(content, self.beta, Update(memory, layout))
-        bound = _scalar(state, "bound", "f")
+        bound = number_of(state, "bound", "f")
         if self.norm_guard is not None and bound is not None:
             _shorten(memory, bound)
         back["memory"] = memory
         if "masked" in state:
-            velocity = _vector(state, "momentum", layout).copy()
+            velocity = vector_of(state, "momentum", layout).copy()
             support = self.codec.support(content, layout)
             masked = back.pop("masked")
             if not isinstance(masked, np.ndarray) or masked.dtype != np.float32 or masked.shape != support.shape:
                 raise StateError(
-                    f"the state's masked momentum is {_described(masked)}, but the frame delivers {support.size} "
+                    f"the state's masked momentum is {described(masked)}, but the frame delivers {support.size} "
                     "values; roll back the frame that came with this state"
                 )
             velocity[support] = masked
@@ -225,9 +226,9 @@ class ErrorFeedback(Wrapper):
 
     def _recall(self, layout: Layout, state: State, key: Key) -> tuple[Vector, Vector | None]:
         """Return memory and momentum as they are to be used this round."""
-        memory = _vector(state, "memory", layout)
-        velocity = _vector(state, "momentum", layout) if self.momentum else None
-        last = _scalar(state, "round", "iu")
+        memory = vector_of(state, "memory", layout)
+        velocity = vector_of(state, "momentum", layout) if self.momentum else None
+        last = number_of(state, "round", "iu")
         missed = 0 if last is None else key.round - int(last) - 1
         if self.max_age is not None and missed >= self.max_age:
             return np.zeros_like(memory), None if velocity is None else np.zeros_like(velocity)
@@ -271,12 +272,12 @@ class ErrorFeedback(Wrapper):
                     out=left[:end],
                 )
             except NonFiniteUpdate:
-                raise _non_finite(update, held) from None
+                raise not_finite(update, held) from None
             threshold = step.threshold
             tensors.append(codec.pack_selected(step.indices, step.values, stretch))
         rest = np.add(memory[end:] * np.float32(self.decay), gradient[end:], out=left[end:])
         if not all_finite(rest):
-            raise _non_finite(update, held)
+            raise not_finite(update, held)
         frame = frame_of(tensors, rest)
         rest.fill(0.0)
         return frame, left, threshold
@@ -295,7 +296,7 @@ class ErrorFeedback(Wrapper):
         try:
             frame, inner = self.codec.encode(sum_of_both, inner, key)
         except NonFiniteUpdate as error:
-            raise error if all_finite(total) else _non_finite(update, held) from None
+            raise error if all_finite(total) else not_finite(update, held) from None
         content = self.codec.open(frame, update.layout)
         self.codec.accumulate(content, -1.0, sum_of_both)
         return frame, content, total, inner
@@ -308,54 +309,9 @@ def _shorten(memory: Vector, bound: float) -> None:
         memory *= np.float32(bound / length)
 
 
-def _described(value: Any) -> str:
-    return f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-
-
-def _vector(state: State, name: str, layout: Layout) -> Vector:
-    """Return a float32 array of the layout's size out of ``state``; raise StateError when there is none."""
-    array = state.get(name)
-    if array is None:
-        raise StateError(f"the state holds no {name} of this codec; start from init(layout)")
-    if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (layout.size,):
-        raise StateError(
-            f"the state's {name} is {_described(array)}, the layout needs float32({layout.size},): another model's "
-            "state; start from init(layout)"
-        )
-    return array
-
-
-def _scalar(state: State, name: str, kinds: str) -> float | None:
-    """Return a number out of ``state``, None when there is none; raise StateError for anything else."""
-    array = state.get(name)
-    if array is None:
-        return None
-    if not isinstance(array, np.ndarray | np.generic) or array.size != 1 or array.dtype.kind not in kinds:
-        raise StateError(f"the state's {name} is {_described(array)}, expected one number; start from init(layout)")
-    return array.item()
-
-
 def _prefixed(inner: Mapping[str, NDArray[Any]]) -> State:
     return {_INNER + name: array for name, array in inner.items()}
 
 
 def _inner(state: State) -> State:
     return {name.removeprefix(_INNER): array for name, array in state.items() if name.startswith(_INNER)}
-
-
-def _non_finite(update: Update, held: State) -> FedcompError:
-    """Return the error that names the update's tensor, damaged memory or momentum, or an overflow of the sum."""
-    try:
-        require_finite(update)
-    except NonFiniteUpdate as error:
-        return error
-    for name, array in held.items():
-        if not all_finite(array):
-            return StateError(
-                f"the state's {name} holds NaN or infinity, which no update leaves there: it was damaged where it was "
-                "kept. Nothing was sent; start from init(layout)"
-            )
-    return NonFiniteUpdate(
-        f"update plus memory (largest magnitude {float(np.abs(held['memory']).max()):g}) overflows float32; "
-        "nothing was sent and no state was changed"
-    )

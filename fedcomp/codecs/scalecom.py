@@ -25,11 +25,12 @@ from fedcomp.codecs.base import Codec, State, all_finite, require_finite
 from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.listed import VALUES
+from fedcomp.codecs.memory import not_finite, vector_of
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.codecs.randomk import RandomK
 from fedcomp.codecs.topk import TopK
 from fedcomp.codecs.wrapper import Wrapper
-from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.wire import SHARED, Bundle, Expected, Frame, SchemaMismatch, SharedSupport, Tensor
@@ -257,10 +258,7 @@ class ScaleCom(Wrapper):
         with np.errstate(over="ignore", invalid="ignore"):
             total = settled["memory"] + update.vector
         if not all_finite(total):
-            raise NonFiniteUpdate(
-                "update plus memory overflows float32, or the memory was damaged where it was kept; nothing was sent "
-                "and no state was changed"
-            )
+            raise not_finite(update, {"memory": settled["memory"]})
         return {**settled, "round": np.asarray(key.round, np.int64), _WAITING: update.vector.copy()}
 
     def waits(self, state: State) -> bool:
@@ -269,8 +267,8 @@ class ScaleCom(Wrapper):
 
     def total(self, state: State, layout: Layout) -> Vector:
         """Return p, memory plus waiting update: what is selected from; the memory alone when nothing waits."""
-        memory = _vector(state, "memory", layout)
-        return memory + _vector(state, _WAITING, layout) if self.waits(state) else memory
+        memory = vector_of(state, "memory", layout)
+        return memory + vector_of(state, _WAITING, layout) if self.waits(state) else memory
 
     def choose(self, state: State, layout: Layout, key: Key) -> Supports:
         """Return the support a leader with ``state`` chooses; coordinates that are zero are left out."""
@@ -302,7 +300,7 @@ class ScaleCom(Wrapper):
         """
         if not self.waits(state):
             raise StateError("no update waits for a support here; train first")
-        update = Update(_vector(state, _WAITING, layout), layout)
+        update = Update(vector_of(state, _WAITING, layout), layout)
         frame, after = self._feedback(self.on(supports, support_id)).encode(update, _kept(state), key)
         block = np.frombuffer(support_frame(supports, self, layout), np.uint8)
         return frame, {**after, _BLOCK: block, _BLOCK_ID: np.asarray(support_id, np.int64)}
@@ -310,10 +308,10 @@ class ScaleCom(Wrapper):
     def settle(self, state: State, layout: Layout) -> State:
         """Return ``state`` with a waiting update taken into the memory as one that was not sent."""
         kept = _kept(state)
-        memory = _vector(state, "memory", layout)
+        memory = vector_of(state, "memory", layout)
         if not self.waits(state):
             return kept
-        update = _vector(state, _WAITING, layout)
+        update = vector_of(state, _WAITING, layout)
         # With an empty support the dense rest would still be delivered, so this is not a frame of nothing.
         return {**kept, "memory": self._feedback(self.codec).absorb(memory, update)}
 
@@ -411,12 +409,3 @@ def held_support(state: State) -> tuple[int, Frame] | None:
 def _kept(state: State) -> State:
     """Return what of ``state`` lasts from round to round."""
     return {name: array for name, array in state.items() if name not in (_WAITING, _BLOCK, _BLOCK_ID)}
-
-
-def _vector(state: State, name: str, layout: Layout) -> Vector:
-    array = state.get(name)
-    if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (layout.size,):
-        raise StateError(
-            f"the state holds no {name} for this layout of {layout.size} elements; start from init(layout)"
-        )
-    return array
