@@ -89,8 +89,9 @@ class RoundLog:
 
 def line(report: Report) -> str:
     """Return a round in one line: asked, used, refused and why, bytes, ratio, and what part travelled dense."""
+    said = [words for section in report.sections.values() if (words := section.line())]
     if not report.asked:
-        return "nobody was asked"
+        return ", ".join(["nobody was asked", *said])
     full = report.plain
     parts = [f"{report.asked} asked, {report.used} used" + (f" ({full} sent full models)" if full else "")]
     if report.refused:
@@ -103,8 +104,7 @@ def line(report: Report) -> str:
         parts.append(f"{report.payload_bytes:,} bytes, ratio {report.ratio:.3g}x")
     if report.frame_bytes:
         parts.append(f"{100 * report.dense_bytes / report.frame_bytes:.0f} % of the frames dense")
-    parts += [said for section in report.sections.values() if (said := section.line())]
-    return ", ".join(parts)
+    return ", ".join([*parts, *said])
 
 
 def require_usable(report: Report) -> None:

@@ -75,7 +75,7 @@ def run(strategy: CodedLinearGD, grid: MeteredGrid, rounds: int = 10):
 
 
 def moves(strategy: CodedLinearGD) -> list[bool]:
-    return [not report.skipped for report in strategy.iterations.values()]
+    return [not report.skipped for report in strategy.reports.sections("linear").values()]
 
 
 def tampered(action: str, partition: int, change: Callable[[Message], None]) -> Callable:

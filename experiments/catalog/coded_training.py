@@ -265,7 +265,7 @@ def faulty(config: Config, loss: float) -> dict[str, Any]:
     faults = RandomFaults(Key(config.seed, "losses"), kinds, message_types=["train"])
     with InProcessGrid(app, config.clients, seed=config.seed, fault=faults) as grid:
         result = strategy.start(grid, start, int(config.settings["faulty_rounds"]), timeout=60, train_config=sent)
-    reports = strategy.iterations.values()
+    reports = strategy.reports.sections("linear").values()
     w = np.concatenate([array.numpy().ravel() for array in result.arrays.values()])
     moved = sum(not report.skipped for report in reports)
     return {

@@ -111,8 +111,13 @@ class _Figures:
         return {f"{prefix}.{name}": value for name in named if (value := getattr(self, name))}
 
 
+@dataclass
 class Section(_Figures):
     """What one system reports of a round beside what all have: a dataclass whose fields are :func:`figure`.
+
+    Attributes
+    ----------
+    round : int
 
     Examples
     --------
@@ -127,6 +132,8 @@ class Section(_Figures):
 
     name: ClassVar[str] = ""
     known: ClassVar[dict[str, type[Section]]] = {}
+
+    round: int = figure(show="none")
 
     def __init_subclass__(cls, *, name: str = "") -> None:
         """Make the section known by its name, which reports are restored by; without a name it is a base of others."""
@@ -268,7 +275,7 @@ class Report(_Figures):
 
     def section(self, kind: type[S]) -> S:
         """Return the system's own section, a new one when the report has none yet."""
-        found = self.sections.setdefault(kind.name, kind())
+        found = self.sections.setdefault(kind.name, kind(self.round))
         assert isinstance(found, kind)
         return found
 
@@ -360,6 +367,10 @@ class Reports(dict[int, Report]):
     def before(self, server_round: int) -> list[Report]:
         """Return the reports of earlier rounds, in their order."""
         return [self[number] for number in sorted(self) if number < server_round]
+
+    def sections(self, name: str) -> dict[int, Any]:
+        """Return the sections of a name by round, of the rounds that have it."""
+        return {number: report.sections[name] for number, report in self.items() if name in report.sections}
 
     def to_json(self) -> dict[str, Any]:
         """Return the reports as a JSON-able dictionary."""

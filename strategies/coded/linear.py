@@ -40,13 +40,14 @@ from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
 from fedcomp.flower import linear
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.report import shorten
+from fedcomp.flower.report import Reports, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
-from fedcomp.strategies.coded.linear_setup import LinearReport, LinearSetup, Shape, exchange
+from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, Shape, exchange
+from fedcomp.strategies.round_log import RoundLog
 
 Real = NDArray[np.float64]
 
-__all__ = ["CodedLinearGD", "LinearModel", "LinearReport"]
+__all__ = ["CodedLinearGD", "Descent", "LinearModel"]
 
 _COUNTS: Final = ("partitions", "parities", "retries", "surplus")
 
@@ -96,8 +97,8 @@ class CodedLinearGD(ExchangeStrategy):
 
     Attributes
     ----------
-    iterations : dict of int to LinearReport
-        By round.
+    reports : Reports
+        By round, with the section ``linear``.
     """
 
     def __init__(
@@ -136,7 +137,8 @@ class CodedLinearGD(ExchangeStrategy):
         self.loss, self.lr, self.l2 = loss, lr, l2
         self.approximate, self.retries, self.deadline = approximate, retries, deadline
         self.payload, self.surplus = payload, surplus
-        self.iterations: dict[int, LinearReport] = {}
+        self.reports = Reports()
+        self._log = RoundLog("CodedLinearGD")
         self._setup = LinearSetup(
             partitions=partitions,
             parities=parities,
@@ -164,7 +166,19 @@ class CodedLinearGD(ExchangeStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Set up who is not, then make one step of gradient descent; return the new model and the round's figures."""
-        report = self.iterations[server_round] = LinearReport(server_round)
+        whole = self.reports.begin(server_round)
+        report = whole.section(Descent)
+        moved, metrics = yield from self._step(arrays, config, grid, report)
+        whole.asked, whole.used = report.asked, len(report.used) if moved is not None else 0
+        if report.skipped:
+            whole.notes.append(f"the model is unchanged: {report.skipped}")
+        self._log.conclude(whole)
+        return moved, metrics
+
+    def _step(
+        self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, report: Descent
+    ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
+        server_round = report.round
         model = LinearModel(arrays)
         config["server-round"] = server_round
         nodes = list(grid.get_node_ids())
@@ -204,12 +218,11 @@ class CodedLinearGD(ExchangeStrategy):
     def _probe(self, server_round: int, size: int) -> Real:
         return SplitMix64(derive("probe", self._setup.seed, server_round)).normal(size)
 
-    def _skip(self, report: LinearReport) -> tuple[None, MetricRecord]:
-        log.warning("round %d: the model is unchanged: %s", report.round, report.skipped)
+    def _skip(self, report: Descent) -> tuple[None, MetricRecord]:
         return None, report.metrics()
 
     def _phase1(
-        self, online: Mapping[int, int], sent: Real, step: CodedStep, report: LinearReport
+        self, online: Mapping[int, int], sent: Real, step: CodedStep, report: Descent
     ) -> Exchanges[dict[int, Real]]:
         """Send the model to every device that is set up; return their products with it."""
         vectors = dict.fromkeys(sorted(online.keys() & self._setup.ready), sent)
@@ -221,7 +234,7 @@ class CodedLinearGD(ExchangeStrategy):
         return answers
 
     def _phase2(
-        self, alive: list[int], online: Mapping[int, int], sent: Real, step: CodedStep, report: LinearReport
+        self, alive: list[int], online: Mapping[int, int], sent: Real, step: CodedStep, report: Descent
     ) -> Exchanges[None]:
         """Ask a decodable subset for its parts of the gradient; what is lost, others of those left make up for."""
         used, silences = set[int](), Counter[int]()
@@ -272,7 +285,7 @@ class CodedLinearGD(ExchangeStrategy):
         names: tuple[str, str],
         size: int,
         online: Mapping[int, int],
-        report: LinearReport,
+        report: Descent,
         enough: Enough | None = None,
     ) -> Exchanges[dict[int, Real]]:
         """Send each device its vector; return the usable answers of ``size`` numbers, note why others are not."""
@@ -297,8 +310,11 @@ class CodedLinearGD(ExchangeStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what changes from round to round, as plain data."""
-        reports = {str(r): report.to_json() for r, report in self.iterations.items()}
-        return {"configuration": self._configuration(), "setup": self._setup.state_dict(), "iterations": reports}
+        return {
+            "configuration": self._configuration(),
+            "setup": self._setup.state_dict(),
+            "reports": self.reports.to_json(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
@@ -311,7 +327,7 @@ class CodedLinearGD(ExchangeStrategy):
         if state["configuration"] != self._configuration():
             raise StateError(f"the state was saved with {state['configuration']}, not {self._configuration()}")
         self._setup.load_state_dict(state["setup"])
-        self.iterations = {int(r): LinearReport.from_json(report) for r, report in state["iterations"].items()}
+        self.reports = Reports.from_json(state["reports"])
 
     def _configuration(self) -> str:
         setup = self._setup

@@ -14,12 +14,12 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
@@ -32,7 +32,7 @@ from fedcomp.flower import linear
 from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
-from fedcomp.flower.report import shorten
+from fedcomp.flower.report import Section, figure, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, Push
 from fedcomp.strategies.partitions import contest
 
@@ -45,8 +45,8 @@ _LABEL_TYPES: Final = ("int8", "float64")
 
 
 @dataclass
-class LinearReport:
-    """What happened in one round. Devices are numbered by partition id.
+class Descent(Section, name="linear"):
+    """What one step of coded gradient descent was made of. Devices are numbered by partition id.
 
     Attributes
     ----------
@@ -74,22 +74,21 @@ class LinearReport:
         Why an answer was not used; -1 for a node that does not say which device it is.
     """
 
-    round: int
-    asked: int = 0
-    answered: int = 0
-    used: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    retries: int = 0
-    skipped: str = ""
-    examples: int = 0
-    missing: int = 0
-    condition: float = float("inf")
-    joined: list[int] = field(default_factory=list)
-    built: list[int] = field(default_factory=list)
-    setup_bytes: dict[str, int] = field(default_factory=dict)
-    transfers: int = 0
-    refused: dict[int, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    asked: int = figure(unit="devices")
+    answered: int = figure(unit="devices")
+    used: list[int] = figure(list, unit="devices", show="count")
+    lost: list[int] = figure(list, unit="devices", show="count")
+    retries: int = figure()
+    skipped: str = figure("", show="reasons")
+    examples: int = figure(unit="examples")
+    missing: int = figure(unit="examples")
+    condition: float = figure(float("inf"))
+    joined: list[int] = figure(list, unit="devices", show="count")
+    built: list[int] = figure(list, unit="devices", show="count")
+    setup_bytes: dict[str, int] = figure(dict, unit="bytes", show="total")
+    transfers: int = figure(unit="partitions")
+    refused: dict[int, str] = figure(dict, unit="devices", show="reasons")
+    notes: list[str] = figure(list, show="texts")
 
     def count(self, link: str, size: int) -> None:
         """Add bytes that were handed over on a link class."""
@@ -99,28 +98,9 @@ class LinearReport:
         """Note why what a device said was not used."""
         self.refused[-1 if device is None else device] = shorten(str(reason))
 
-    def metrics(self) -> MetricRecord:
-        """Return the figures of the round."""
-        return MetricRecord(
-            {
-                "coded.answered": self.answered,
-                "coded.retries": self.retries,
-                "coded.skipped": int(bool(self.skipped)),
-                "coded.examples": self.examples,
-                "coded.missing": self.missing,
-                "coded.transfers": self.transfers,
-                "coded.setup_bytes": sum(self.setup_bytes.values()),
-            }
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a dictionary with text keys."""
-        return {**asdict(self), "refused": {str(i): reason for i, reason in self.refused.items()}}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LinearReport:
-        """Restore what :meth:`to_json` returned."""
-        return cls(**{**value, "refused": {int(i): reason for i, reason in value["refused"].items()}})
+    def line(self) -> str:
+        """Return what a step was made of."""
+        return f"{self.answered} answers, {self.retries} retries, {self.examples} examples"
 
 
 @dataclass(frozen=True)
@@ -223,9 +203,7 @@ class LinearSetup:
                 spool = self._folder.name
             self._links = SpoolRoot.create(Path(spool))
 
-    def run(
-        self, nodes: list[int], config: ConfigRecord, shape: Shape, grid: Grid, report: LinearReport
-    ) -> Exchanges[None]:
+    def run(self, nodes: list[int], config: ConfigRecord, shape: Shape, grid: Grid, report: Descent) -> Exchanges[None]:
         """Bring as many of ``nodes`` as possible to where they hold their combination."""
         count = self._count(config)
         yield from self._join(nodes, count, config, shape, grid, report)
@@ -294,7 +272,7 @@ class LinearSetup:
         )
 
     def _join(
-        self, nodes: list[int], count: int, config: ConfigRecord, shape: Shape, grid: Grid, report: LinearReport
+        self, nodes: list[int], count: int, config: ConfigRecord, shape: Shape, grid: Grid, report: Descent
     ) -> Exchanges[None]:
         """Ask nodes that are not known who they are, and owners for their labels, once; then make the plan."""
         strangers: dict[int, RecordDict | None] = {n: None for n in nodes if n not in self.devices}
@@ -362,7 +340,7 @@ class LinearSetup:
             raise StateError(f"device {device} sent labels other than 0 and 1")
         self.labels[device], self._data[device] = y, data
 
-    def _make_plan(self, count: int, config: ConfigRecord, shape: Shape, report: LinearReport) -> None:
+    def _make_plan(self, count: int, config: ConfigRecord, shape: Shape, report: Descent) -> None:
         if self.plan is not None:
             return
         absent = [j for j in range(count) if j not in self.labels]
@@ -386,7 +364,7 @@ class LinearSetup:
         config: ConfigRecord,
         shape: Shape,
         grid: Grid,
-        report: LinearReport,
+        report: Descent,
     ) -> Exchanges[dict[int, bytes]]:
         """Have each wanted partition sent by its owner: here, once, or to the devices; return what came here."""
         assert self.plan is not None
@@ -440,7 +418,7 @@ class LinearSetup:
         online: Mapping[int, int],
         shape: Shape,
         config: ConfigRecord,
-        report: LinearReport,
+        report: Descent,
     ) -> Exchanges[None]:
         """Send every waiting device its row, and what it combines unless that came from its peers."""
         assert self.plan is not None

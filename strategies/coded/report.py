@@ -14,7 +14,6 @@ class Coding(Section, name="coded"):
 
     Attributes
     ----------
-    round : int
     planned, relays, symbols, shards, private : int
         Contributors and relays of the plan; symbols that are needed, shards that were made, random symbols among those.
     included : list of int
@@ -44,7 +43,6 @@ class Coding(Section, name="coded"):
         otherwise.
     """
 
-    round: int = figure(show="none")
     planned: int = figure(unit="nodes", public=True)
     relays: int = figure(unit="nodes", public=True)
     symbols: int = figure(unit="packets", public=True)

@@ -435,7 +435,6 @@ class CodedFedAvg(ExchangeStrategy):
     def round(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Exchanges[Outcome]:
         """Greet new nodes, then run the construction's exchanges around the inner strategy's training messages."""
         report = self.reports.begin(server_round).section(Coding)
-        report.round = server_round
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         nodes = [message.metadata.dst_node_id for message in messages]
         if len(set(nodes)) < len(nodes):

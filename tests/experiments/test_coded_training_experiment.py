@@ -127,8 +127,8 @@ def test_the_system_runs_end_to_end(model: str) -> None:
     assert [record.round for record in result] == [0, 1, 2, 3]
     assert all(record.failures == 0 for record in result)
     assert result.final.loss < result.rounds[0].loss
-    assert result.final.metrics["coded.examples"] == 456
-    assert result.rounds[1].metrics["coded.setup_bytes"] > 0 == result.final.metrics["coded.setup_bytes"]
+    assert result.final.metrics["linear.examples"] == 456
+    assert result.rounds[1].metrics["linear.setup_bytes"] > 0 == result.final.metrics["linear.setup_bytes"]
     assert result.uplink_wire_bytes == result.ledger.total("wire", direction="up", link="hub")
 
 

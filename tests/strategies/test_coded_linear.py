@@ -40,14 +40,14 @@ def test_equals_uncoded_descent_with_random_losses_in_both_phases(code: str, los
     density = 1.0 if code == "general" else 0.5
     strategy = CodedLinearGD(partitions=6, parities=6, code=code, density=density, loss=loss, lr=lr, l2=0.01)
     result = run(strategy, metered(12, fault=faults, app=client(loss)), 40)
-    reports = strategy.iterations.values()
+    reports = strategy.reports.sections("linear").values()
     assert sum(moves(strategy)) > 25
     assert sum(report.retries for report in reports) > 10
     assert any(report.answered < 12 for report in reports)
     assert np.abs(vector(result.arrays) - uncoded(6, moves(strategy), loss, lr, 0.01)).max() < 1e-10
     assert np.abs(vector(result.arrays)).max() > 0.05
-    skipped = [number for number, report in strategy.iterations.items() if report.skipped]
-    assert all(result.train_metrics_clientapp[number]["coded.skipped"] == 1 for number in skipped)
+    skipped = [number for number, report in strategy.reports.sections("linear").items() if report.skipped]
+    assert all(result.train_metrics_clientapp[number]["linear.skipped"] == 1 for number in skipped)
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_a_device_lost_between_the_phases_is_made_up_for(kind: str) -> None:
     grid = metered(10, fault=fault)
     result = run(strategy, grid, 4)
     assert moves(strategy) == [True] * 4
-    for report in strategy.iterations.values():
+    for report in strategy.reports.sections("linear").values():
         assert (report.answered, report.retries, sorted(report.lost)) == (10, 1, [0, 3])
         assert not {0, 3} & set(report.used)
     assert np.abs(vector(result.arrays) - uncoded(5, [True] * 4)).max() < 1e-10
@@ -80,7 +80,7 @@ def test_a_message_that_gets_lost_is_repeated_when_nobody_can_make_up_for_it() -
 
     strategy = CodedLinearGD(partitions=3, parities=0, code="mds", lr=0.5)
     result = run(strategy, metered(3, fault=fault), 3)
-    assert [report.retries for report in strategy.iterations.values()] == [1, 1, 1]
+    assert [report.retries for report in strategy.reports.sections("linear").values()] == [1, 1, 1]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 3)).max() < 1e-10
 
 
@@ -92,7 +92,7 @@ def test_what_does_not_decode_is_skipped_and_the_model_stays() -> None:
     strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5)
     result = run(strategy, metered(6, fault=fault), 3)
     assert moves(strategy) == [True, False, True]
-    assert "rank 2, 3 partitions need rank 3" in strategy.iterations[2].skipped
+    assert "rank 2, 3 partitions need rank 3" in strategy.reports[2].linear.skipped
     assert np.abs(vector(result.arrays) - uncoded(3, [True, False, True])).max() < 1e-10
     assert np.abs(uncoded(3, [True] * 3) - uncoded(3, [True] * 2)).max() > 1e-3
 
@@ -103,9 +103,9 @@ def test_approximate_says_what_is_missing() -> None:
 
     strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5, approximate=True)
     result = run(strategy, metered(6, fault=fault), 3)
-    assert [report.missing for report in strategy.iterations.values()] == [len(data(2).x)] * 3
-    assert all("lacks 14 examples" in report.notes[0] for report in strategy.iterations.values())
-    assert result.train_metrics_clientapp[1]["coded.missing"] == 14
+    assert [report.missing for report in strategy.reports.sections("linear").values()] == [len(data(2).x)] * 3
+    assert all("lacks 14 examples" in report.notes[0] for report in strategy.reports.sections("linear").values())
+    assert result.train_metrics_clientapp[1]["linear.missing"] == 14
     # It is the exact gradient of the other partitions.
     assert np.abs(vector(result.arrays) - uncoded(2, [True] * 3)).max() < 1e-10
 
@@ -126,9 +126,9 @@ def test_approximate_gives_up_only_what_does_not_come_back(lost: int, missing: i
     strategy = CodedLinearGD(partitions=3, parities=3, code="replication", lr=0.5, approximate=True)
     result = run(strategy, metered(6, fault=fault), 2)
     assert moves(strategy) == [True] * 2
-    assert [report.missing for report in strategy.iterations.values()] == [missing] * 2
+    assert [report.missing for report in strategy.reports.sections("linear").values()] == [missing] * 2
     assert np.abs(vector(result.arrays) - uncoded(2 if missing else 3, [True] * 2)).max() < 1e-10
-    assert all(report.retries == retries for report in strategy.iterations.values())
+    assert all(report.retries == retries for report in strategy.reports.sections("linear").values())
 
 
 @pytest.mark.long
@@ -144,10 +144,16 @@ def test_a_device_that_lost_its_state_is_set_up_again(transport: str) -> None:
 
     result = fit(strategy, grid, model(), 5, on_round=forget)
     assert moves(strategy) == [True] * 5
-    assert [report.built for report in strategy.iterations.values()] == [list(range(7)), [], [], [1, 5], []]
-    assert [report.transfers for report in strategy.iterations.values()] == [12, 0, 0, 4, 0]
-    assert "set up again" in strategy.iterations[3].refused[5]
-    assert strategy.iterations[3].answered == 5
+    assert [report.built for report in strategy.reports.sections("linear").values()] == [
+        list(range(7)),
+        [],
+        [],
+        [1, 5],
+        [],
+    ]
+    assert [report.transfers for report in strategy.reports.sections("linear").values()] == [12, 0, 0, 4, 0]
+    assert "set up again" in strategy.reports[3].linear.refused[5]
+    assert strategy.reports[3].linear.answered == 5
     assert np.abs(vector(result.arrays) - uncoded(4, [True] * 5)).max() < 1e-10
 
 
@@ -164,11 +170,11 @@ def test_a_node_in_the_place_of_another_is_set_up_and_one_that_kept_its_rows_is_
 
     fit(strategy, grid, model(), 3, on_round=exchange)
     assert moves(strategy) == [True] * 3
-    assert strategy.iterations[3].joined == strategy.iterations[3].built == [4]
+    assert strategy.reports[3].linear.joined == strategy.reports[3].linear.built == [4]
     # Another server with the same plan on the same nodes: they join, and have all they need.
     second = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
     run(second, grid, 2)
-    assert (second.iterations[1].joined, second.iterations[1].built, second.iterations[1].setup_bytes) == (
+    assert (second.reports[1].linear.joined, second.reports[1].linear.built, second.reports[1].linear.setup_bytes) == (
         [0, 1, 2, 3, 4],
         [],
         {},
@@ -177,10 +183,10 @@ def test_a_node_in_the_place_of_another_is_set_up_and_one_that_kept_its_rows_is_
     # With another matrix, or rows made from other options of the task, they have nothing.
     third = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5, seed=1)
     run(third, grid, 1)
-    assert third.iterations[1].built == [0, 1, 2, 3, 4]
+    assert third.reports[1].linear.built == [0, 1, 2, 3, 4]
     fourth = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5, seed=1)
     fourth.start(grid, model(), num_rounds=1, train_config=ConfigRecord({"task.partition": "iid"}))
-    assert fourth.iterations[1].built == [0, 1, 2, 3, 4]
+    assert fourth.reports[1].linear.built == [0, 1, 2, 3, 4]
 
 
 def test_rows_of_another_plan_are_never_multiplied_with() -> None:
@@ -191,8 +197,8 @@ def test_rows_of_another_plan_are_never_multiplied_with() -> None:
     run(second, grid, 1)
     result = fit(first, grid, arrays, 4, start_round=3)
     assert moves(first) == [True, True, False, True]
-    assert "set up again" in first.iterations[3].refused[0]
-    assert first.iterations[4].built == [0, 1, 2, 3, 4]
+    assert "set up again" in first.reports[3].linear.refused[0]
+    assert first.reports[4].linear.built == [0, 1, 2, 3, 4]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 3)).max() < 1e-10
 
 
@@ -208,9 +214,9 @@ def test_a_parity_waits_for_an_owner_that_is_away() -> None:
             grid.inner.add_node(0)
 
     result = fit(strategy, grid, model(), 5, on_round=leave)
-    assert strategy.iterations[3].notes == ["device 4 waits for partitions [0], whose owners are not there"]
-    assert [report.answered for report in strategy.iterations.values()] == [5, 3, 3, 5, 5]
-    assert strategy.iterations[4].built == [0, 4]
+    assert strategy.reports[3].linear.notes == ["device 4 waits for partitions [0], whose owners are not there"]
+    assert [report.answered for report in strategy.reports.sections("linear").values()] == [5, 3, 3, 5, 5]
+    assert strategy.reports[4].linear.built == [0, 4]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 5)).max() < 1e-10
 
 
@@ -220,7 +226,7 @@ def test_nothing_begins_before_every_owner_has_joined_once() -> None:
     grid.inner.remove_node(2)
     result = fit(strategy, grid, model(), 1)
     assert strategy.plan is None
-    assert strategy.iterations[1].skipped == "the owners of partitions [2] have not joined yet"
+    assert strategy.reports[1].linear.skipped == "the owners of partitions [2] have not joined yet"
     assert not vector(result.arrays).any()
 
 
@@ -240,8 +246,8 @@ def test_phase_1_may_end_with_as_many_answers_as_decode() -> None:
         assert moves(strategy) == [True] * 3
         assert np.abs(vector(result.arrays) - uncoded(4, [True] * 3)).max() < 1e-10
         answered = 6 if surplus is None else 4 + surplus
-        assert [report.answered for report in strategy.iterations.values()] == [answered] * 3
-        assert [1 in report.used for report in strategy.iterations.values()] == [surplus is None] * 3
+        assert [report.answered for report in strategy.reports.sections("linear").values()] == [answered] * 3
+        assert [1 in report.used for report in strategy.reports.sections("linear").values()] == [surplus is None] * 3
     assert clocks[None] > 300 > 30 > clocks[1] > clocks[0]
 
 
@@ -294,7 +300,7 @@ def test_float32_vectors_are_not_solved_for_what_float64_ones_are() -> None:
             2,
         )
         assert moves(strategy) == [moved] * 2
-    assert "IllConditioned" in strategy.iterations[1].skipped
+    assert "IllConditioned" in strategy.reports[1].linear.skipped
 
 
 @pytest.mark.long
@@ -306,7 +312,7 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
 
     strategy, grid = make()
     whole = fit(strategy, grid, model(), 8)
-    reports = strategy.iterations
+    reports = strategy.reports
     strategy, grid = make()
     half = fit(strategy, grid, model(), 4)
     path = tmp_path / "checkpoint"
@@ -316,7 +322,7 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
     found.apply(strategy, grid)
     rest = fit(strategy, grid, found.arrays, 8, start_round=5)
     assert vector(rest.arrays).tobytes() == vector(whole.arrays).tobytes()
-    assert strategy.iterations == reports
+    assert strategy.reports == reports
     other = CodedLinearGD(partitions=4, parities=4, code="mds")
     with pytest.raises(FedcompError, match="saved with"):
         other.load_state_dict(strategy.state_dict())
@@ -362,7 +368,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
     config = ConfigRecord({"task": "wifi", "clients": 3})
     grid = metered(3, app=generic_app)
     strategy.start(grid, model(), num_rounds=1, train_config=config)
-    assert "not linear in its inputs" in strategy.iterations[1].refused[0]
+    assert "not linear in its inputs" in strategy.reports[1].linear.refused[0]
     task = get_task("digits-zero", model="svm")
     x, y = task.linear_rows(task.client(0, 4))
     assert (x.dtype, y.dtype, set(np.unique(y))) == (np.float64, np.float64, {0.0, 1.0})
@@ -375,7 +381,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
 def test_an_app_without_the_handlers_is_told_what_it_lacks() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1)
     run(strategy, metered(3, app=ClientApp()), 1)
-    assert "linear_device(rows)" in strategy.iterations[1].refused[0]
+    assert "linear_device(rows)" in strategy.reports[1].linear.refused[0]
 
 
 def test_partitions_follow_from_the_number_of_clients() -> None:
@@ -389,5 +395,5 @@ def test_partitions_follow_from_the_number_of_clients() -> None:
 def test_a_step_that_is_not_finite_keeps_the_model() -> None:
     strategy = CodedLinearGD(partitions=3, parities=1, loss="squares", lr=1e308)
     result = run(strategy, metered(4, app=client("squares")), 2)
-    assert "not finite" in strategy.iterations[1].skipped
+    assert "not finite" in strategy.reports[1].linear.skipped
     assert not vector(result.arrays).any()

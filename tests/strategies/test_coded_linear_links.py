@@ -61,7 +61,7 @@ def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
     sizes = [29 + 8 * data(j).x.size for j in range(6)]
     transfers = strategy.plan.transfers
     assert len(transfers) == (24 if code == "mds" else 12)
-    assert strategy.iterations[1].setup_bytes == {"hub-up": grid.weighed["up"], "hub-down": grid.weighed["down"]}
+    assert strategy.reports[1].linear.setup_bytes == {"hub-up": grid.weighed["up"], "hub-down": grid.weighed["down"]}
     assert grid.weighed == {"up": sum(sizes), "down": sum(sizes[j] for j, _ in transfers)}
     # The ledger counts them under the set-up's own message type, with labels and rows of the matrix.
     down = grid.ledger.total("payload", message_type=SETUP, direction="down")
@@ -93,8 +93,8 @@ def test_partitions_that_go_from_peer_to_peer_give_the_same_bits_and_pass_no_ser
         results[transport] = vector(run(strategy, grid, 3).arrays).tobytes()
     assert results["hub"] == results["peers"]
     assert grid.weighed == {"down": 0, "up": 0}
-    assert strategy.iterations[1].setup_bytes == {"peer": sum(handed)}
-    assert strategy.iterations[1].transfers == len(handed) == 12
+    assert strategy.reports[1].linear.setup_bytes == {"peer": sum(handed)}
+    assert strategy.reports[1].linear.transfers == len(handed) == 12
     assert sum(handed) == sum(36 + 29 + 8 * data(j).x.size for j, _ in strategy.plan.transfers)
 
 
@@ -111,8 +111,8 @@ def test_parcels_that_came_again_do_not_stay(tmp_path: Path) -> None:
 
     strategy = CodedLinearGD(partitions=3, parities=2, code="mds", transport="peers", spool=tmp_path)
     run(strategy, metered(5, fault=fault), 3)
-    assert [report.built for report in strategy.iterations.values()] == [[0, 1, 2, 3], [4], []]
-    assert [report.transfers for report in strategy.iterations.values()] == [6, 3, 0]
+    assert [report.built for report in strategy.reports.sections("linear").values()] == [[0, 1, 2, 3], [4], []]
+    assert [report.transfers for report in strategy.reports.sections("linear").values()] == [6, 3, 0]
     assert list(tmp_path.rglob("*.parcel")) == []
 
 
@@ -166,13 +166,13 @@ def test_partitions_go_over_tcp_and_a_device_nobody_reaches_is_a_loss(
         grid = metered(5, node_config=listeners.configuration)
         assert vector(run(strategy, grid).arrays).tobytes() == hub.tobytes()
         parcels = sum(36 + 29 + 8 * data(j).x.size for j, _ in strategy.plan.transfers)
-        assert strategy.iterations[1].setup_bytes == {"peer": parcels}
+        assert strategy.reports[1].linear.setup_bytes == {"peer": parcels}
         assert grid.ledger.total("wire", link="peer") == parcels
         assert list((tmp_path / "all").rglob("*.parcel")) == []
     with Listeners(tmp_path / "some", 5, {4}) as listeners:
         strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5, transport="peers")
         result = run(strategy, metered(5, node_config=listeners.configuration), 1)
-        report = strategy.iterations[1]
+        report = strategy.reports[1].linear
         assert (report.transfers, report.built, moves(strategy)) == (3, [0, 1, 2, 3], [True])
         assert "did not arrive" in report.refused[4]
         assert np.abs(vector(result.arrays) - uncoded(3, [True])).max() < 1e-10
@@ -181,4 +181,4 @@ def test_partitions_go_over_tcp_and_a_device_nobody_reaches_is_a_loss(
 def test_half_an_address_is_refused() -> None:
     strategy = CodedLinearGD(partitions=2, parities=1, transport="peers")
     run(strategy, metered(3, node_config=lambda i: {PEER_ADDRESS: "tcp://127.0.0.1:9"}), 1)
-    assert "needs both peer-address and peer-store" in strategy.iterations[1].refused[0]
+    assert "needs both peer-address and peer-store" in strategy.reports[1].linear.refused[0]

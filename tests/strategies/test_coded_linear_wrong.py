@@ -76,7 +76,7 @@ def test_hostile_replies_are_left_out_with_a_reason(phase: int, kind: str) -> No
     strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5)
     result = run(strategy, metered(7, app=tampered(PHASE1 if phase == 1 else PHASE2, 2, change)), 3)
     assert moves(strategy) == [True] * 3
-    for report in strategy.iterations.values():
+    for report in strategy.reports.sections("linear").values():
         assert said in report.refused[2]
         assert report.lost == [2]
         assert 2 not in report.used
@@ -90,20 +90,22 @@ def test_a_wrong_answer_among_two_more_than_needed_is_left_out_and_with_fewer_th
     strategy = CodedLinearGD(partitions=4, parities=3, code="mds", lr=0.5)
     result = run(strategy, metered(7, app=tampered(PHASE1, 2, change)), 3)
     assert moves(strategy) == [True] * 3
-    assert all("contradict those of all others" in report.refused[2] for report in strategy.iterations.values())
+    assert all(
+        "contradict those of all others" in report.refused[2] for report in strategy.reports.sections("linear").values()
+    )
     assert np.abs(vector(result.arrays) - uncoded(4, [True] * 3)).max() < 1e-10
     strategy = CodedLinearGD(partitions=4, parities=1, code="mds", lr=0.5)
     result = run(strategy, metered(5, app=tampered(PHASE1, 2, change)), 2)
     # What is no number of this world is told from the others all the same.
     assert moves(strategy) == [value > 1] * 2
-    assert value > 1 or "contradict each other" in strategy.iterations[1].skipped
+    assert value > 1 or "contradict each other" in strategy.reports[1].linear.skipped
     assert np.abs(vector(result.arrays) - uncoded(4, moves(strategy))).max() < 1e-10
     # Without surplus it shows in the second phase.
     strategy = CodedLinearGD(partitions=4, parities=0, code="mds", lr=0.5)
     run(strategy, metered(4, app=tampered(PHASE1, 2, change)), 2)
     assert moves(strategy) == [False, False]
     # It is not asked once more.
-    assert all(report.retries <= 1 for report in strategy.iterations.values())
+    assert all(report.retries <= 1 for report in strategy.reports.sections("linear").values())
 
 
 def test_a_device_that_was_wrong_is_not_asked_again_in_the_round() -> None:
@@ -147,7 +149,7 @@ def test_a_wrong_part_of_the_gradient_is_noticed_and_made_up_for(kind: str, payl
     result = run(strategy, metered(7, app=replayed(2) if kind == "replayed" else wrong), 4)
     assert moves(strategy) == [True] * 4
     # The model of the first round is zero, and wrong answers are noticed all the same.
-    for number, report in strategy.iterations.items():
+    for number, report in strategy.reports.sections("linear").items():
         honest = kind == "replayed" and number == 1
         assert (2 in report.used, report.retries, report.lost) == (honest, int(not honest), [] if honest else [2])
         assert honest or "does not fit its margins" in report.refused[2]
@@ -169,10 +171,10 @@ def test_wrong_figures_for_what_was_handed_over_are_not_counted() -> None:
         strategy = CodedLinearGD(partitions=4, parities=3, code="mds", transport="peers")
         grid = metered(7, app=tampered(SETUP, 2, change))
         run(strategy, grid, 1)
-        report = strategy.iterations[1]
+        report = strategy.reports[1].linear
         assert "expected 3 numbers from 0" in report.refused[2]
         assert report.transfers == 9
-        assert 0 < report.setup_bytes["peer"] < honest.iterations[1].setup_bytes["peer"]
+        assert 0 < report.setup_bytes["peer"] < honest.reports[1].linear.setup_bytes["peer"]
         assert report.setup_bytes["peer"] == grid.ledger.total("wire", link="peer")
 
 
@@ -189,7 +191,7 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
     scale["now"] = 2.0
     second = CodedLinearGD(partitions=3, parities=2, code="mds")
     run(second, grid, 1)
-    assert second.iterations[1].built == [0, 1, 2, 3, 4]
+    assert second.reports[1].linear.built == [0, 1, 2, 3, 4]
     # Within a run the others have combined the former examples: a node that comes with others stays outside.
     state = second.state_dict()
     third = CodedLinearGD(partitions=3, parities=2, code="mds")
@@ -199,7 +201,7 @@ def test_data_that_differ_where_labels_do_not_are_told_apart() -> None:
     scale["now"] = 3.0
     grid.inner.add_node(1)
     fit(third, grid, third_round.arrays, 3, start_round=3)
-    assert "came back with other examples" in third.iterations[3].refused[1]
+    assert "came back with other examples" in third.reports[3].linear.refused[1]
     assert moves(third)[-1]
 
 
@@ -215,8 +217,8 @@ def test_wrong_owners_are_not_taken_in() -> None:
     for change, said in wrong.values():
         strategy = CodedLinearGD(partitions=4, parities=1)
         run(strategy, metered(5, app=tampered(SETUP, 2, change)), 1)
-        assert said in strategy.iterations[1].refused[2]
-        assert "[2] have not joined" in strategy.iterations[1].skipped
+        assert said in strategy.reports[1].linear.refused[2]
+        assert "[2] have not joined" in strategy.reports[1].linear.skipped
 
 
 class Blind(MeteredGrid):
@@ -241,6 +243,6 @@ def test_a_second_node_for_the_same_partition_does_not_replace_the_first() -> No
     strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
     within = InProcessGrid(liar, 5, seed=4, fault=twins)
     result = run(strategy, Blind(within, Ledger()), 2)
-    assert f"only node {within.node_id_of(1)}" in strategy.iterations[2].refused[1]
+    assert f"only node {within.node_id_of(1)}" in strategy.reports[2].linear.refused[1]
     assert moves(strategy) == [True, True]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 2)).max() < 1e-10
