@@ -139,8 +139,7 @@ class _Run:
 
     @property
     def _reports(self) -> Reports:
-        found = reports_of(self.strategy)
-        return Reports() if found is None else found
+        return reports_of(self.strategy, Reports())
 
     def execute(self) -> dict[str, Any]:
         """Run all rounds that are still to do; return the notes."""
@@ -335,24 +334,20 @@ class _Run:
         return dict(outcome.train or {}) | report.figures(public=True) | _cost(self._private)
 
     def _gossip(self, server_round: int) -> dict[str, Any]:
-        """Return what a decentralised round cost beside its letters, and what happened in it.
+        """Return what a decentralised round cost beside its letters.
 
         The letters themselves, on edges, by node and through the server, are in the strategy's own metrics. Overhead is
         all that the messages with letters weigh beyond letters and, where a run begins or is joined, the model; equal
         letters in one message travel once, so that it may be negative.
         """
-        report = getattr(self.strategy, "gossip", {}).get(server_round)
-        if report is None:
+        if server_round not in self._reports.sections("gossip"):
             return {}
         ledger, where = self.grid.ledger, {"round": server_round, "link": "hub", "message_type": GOSSIP_MESSAGES}
-        metrics: dict[str, Any] = {
+        return {
             "gossip.overhead": ledger.total("wire", **where) - ledger.total("payload", **where),
             "gossip.start": ledger.total("payload", round=server_round, direction="down", message_type=GOSSIP_START),
             "gossip.observation": ledger.total("wire", round=server_round, message_type=GOSSIP_OBSERVATION),
         }
-        for kind, reasons in sorted(report.events.items()):
-            metrics |= {f"gossip.{kind}": len(reasons), f"gossip.{kind}_because": sorted(set(reasons))}
-        return metrics
 
     def _notes(self) -> dict[str, Any]:
         packages = ("flwr", "torch", "numpy")

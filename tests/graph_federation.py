@@ -28,7 +28,7 @@ from fedcomp.graphs.base import Part
 from fedcomp.graphs.plan import plan_round
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
-from fedcomp.strategies.gcn.report import GraphReport
+from fedcomp.strategies.gcn.report import Fetching
 from fedcomp.strategies.gcn.strategy import RoundSettings, RowSettings, SkewedGCN
 
 NODES, PARTS, DEGREE, FEATURES, HIDDEN, SEED, LR = 48, 4, 5.0, 6, 5, 3, 0.3
@@ -160,8 +160,8 @@ def run(
     return {name: array.numpy() for name, array in result.arrays.items()}
 
 
-def reports(of: SkewedGCN) -> list[GraphReport]:
-    return [of.graph[number] for number in sorted(of.graph)]
+def reports(of: SkewedGCN) -> list[Fetching]:
+    return [of.reports[number].gcn for number in sorted(of.reports)]
 
 
 def total(of: SkewedGCN, name: str, purpose: str = "train") -> Any:

@@ -228,6 +228,7 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
     from fedcomp.experiments.private_central import quiet
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.rounds import fit
+    from fedcomp.strategies.gcn.report import Fetching
     from fedcomp.strategies.gcn.strategy import RoundSettings, SamplerSettings, SkewedGCN
     from fedcomp.tasks.arrays import to_arrays
 
@@ -254,7 +255,7 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
         fit(strategy, grid, start, rounds + 1, train_config=ConfigRecord(config), on_round=mark)
     # The first round sets up.
     spent = np.diff(marks[:rounds]).tolist()
-    report = strategy.graph[rounds]
+    report = strategy.reports[rounds].section(Fetching)
     return {
         "round_ms": 1e3 * median(spent),
         "round_kb": peaks[0] / 1e3,

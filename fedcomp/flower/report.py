@@ -153,6 +153,10 @@ class Section(_Figures):
         """Return the figures that are numbers, as the metrics of a round."""
         return MetricRecord({k: v for k, v in self.figures().items() if isinstance(v, int | float)})
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the section as a JSON-able dictionary."""
+        return fields_of(self)
+
     def line(self) -> str:
         """Return the section in a few words for the round's line in the log; default nothing."""
         return ""
@@ -331,7 +335,7 @@ class Report(_Figures):
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-able dictionary; node ids become strings, as JSON keys are."""
-        return {**fields_of(self), "sections": {name: fields_of(part) for name, part in self.sections.items()}}
+        return fields_of(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Report:
@@ -388,8 +392,8 @@ class Reports(dict[int, Report]):
         return cls(from_plain(dict[int, Report], value, "reports"))
 
 
-def reports_of(strategy: object, kind: str = "reports") -> Reports | None:
-    """Return a strategy's reports; None where it makes none, as Flower's own do.
+def reports_of(strategy: object, otherwise: Reports, kind: str = "reports") -> Reports:
+    """Return a strategy's reports; ``otherwise`` where it makes none, as Flower's own do.
 
     Parameters
     ----------
@@ -397,4 +401,4 @@ def reports_of(strategy: object, kind: str = "reports") -> Reports | None:
         Those of training rounds, or of the clients' evaluation.
     """
     found = getattr(strategy, kind, None)
-    return found if isinstance(found, Reports) else None
+    return found if isinstance(found, Reports) else otherwise

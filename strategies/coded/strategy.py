@@ -419,13 +419,12 @@ class CodedFedAvg(ExchangeStrategy):
     @property
     def reports(self) -> Reports:
         """Training reports: the inner strategy's where it makes any, with the section ``coded``."""
-        found = reports_of(self.inner)
-        return self._reports if found is None else found
+        return reports_of(self.inner, self._reports)
 
     @property
     def evaluations(self) -> Reports:
         """Evaluation reports of the inner strategy."""
-        return reports_of(self.inner, "evaluations") or Reports()
+        return reports_of(self.inner, Reports(), "evaluations")
 
     def summary(self) -> None:
         """Log the construction, then the inner strategy's own summary."""

@@ -22,7 +22,7 @@ from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.graphs.base import GraphError
 from fedcomp.graphs.ids import decode_ids, decode_norms
-from fedcomp.strategies.gcn.report import GraphReport, Traffic
+from fedcomp.strategies.gcn.report import Fetching, Traffic
 from fedcomp.strategies.partitions import contest
 
 _OWN_ERRORS: Final = (2, 6)
@@ -71,7 +71,7 @@ class Talk:
     grid : Grid
     timeout : float or None
         Seconds to wait for the replies of each exchange.
-    report : GraphReport
+    report : Fetching
     traffic : Traffic
         Whose trips these are: of the training, or of the evaluation.
     silent : set of int
@@ -83,7 +83,7 @@ class Talk:
     config: ConfigRecord
     grid: Grid
     timeout: float | None
-    report: GraphReport
+    report: Fetching
     traffic: Traffic
     silent: set[int]
 
@@ -306,7 +306,7 @@ class Owners:
             )
         self.common = common
 
-    def _seat(self, online: list[int], strangers: list[int], report: GraphReport) -> None:
+    def _seat(self, online: list[int], strangers: list[int], report: Fetching) -> None:
         hellos = [(node, self.met.get(node)) for node in online if node not in self.silent]
         held, refused = contest({node: hello.index for node, hello in hellos if hello is not None}, self.seats)
         self.seats |= held
@@ -356,7 +356,7 @@ class Owners:
         for owner, reason in sorted(reasons.items()):
             talk.report.note("norms", f"part {owner} sent no norms, and is asked again in the next round: {reason}")
 
-    def _take_norms(self, owner: int, asked: Mapping[int, bytes], reply: Message, report: GraphReport) -> None:
+    def _take_norms(self, owner: int, asked: Mapping[int, bytes], reply: Message, report: Fetching) -> None:
         assert self.common is not None
         frames = take_frames(reply, self.common.parts, NORMS)[NORMS]
         refused = Refused.find(reply)

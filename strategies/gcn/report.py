@@ -1,4 +1,4 @@
-"""What a graph run tells of itself: one report per round, every byte of it the length of a frame that was really sent.
+"""What a graph run reports of a round; every byte of it is the length of a frame that was really sent.
 
 The frames of one exchange go over one link; feature rows that travel from their owner through the server to a requester
 are counted once as *logical* bytes, and with both legs as *link* bytes.
@@ -7,34 +7,14 @@ are counted once as *logical* bytes, and with both legs as *link* bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import Message, RecordDict
 
 from fedcomp.flower.gcn import FEATURES, HEADER, Figures
 from fedcomp.flower.payload import frames
-from fedcomp.flower.report import shorten
-
-_BY_PART: Final = ("rows_sent", "rows_received")
-_COUNTED: Final = (
-    "remote_inputs",
-    "rows_fetched",
-    "feature_bytes_logical",
-    "feature_bytes_link",
-    "id_bytes",
-    "setup_bytes",
-    "structure_bytes",
-    "local_mass",
-    "scale",
-    "lost_mass",
-    "absent",
-    "replans",
-    "trips",
-    "clients",
-)
-_MOST_REASONS: Final = 100
-"""How many reasons of one kind a report keeps."""
+from fedcomp.flower.report import EventSection, figure, shorten
 
 
 @dataclass
@@ -115,16 +95,16 @@ class Traffic:
 
     def metrics(self, prefix: str) -> dict[str, int | float]:
         """Return the figures under names that begin with ``prefix``."""
-        return {f"{prefix}{name}": getattr(self, name) for name in _COUNTED}
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {f"{prefix}{name}": value for name, value in found.items() if isinstance(value, int | float)}
 
 
 @dataclass
-class GraphReport:
-    """One round of a graph run.
+class Fetching(EventSection, name="gcn"):
+    """What a round of a graph run fetched.
 
     Attributes
     ----------
-    round : int
     method : str
         What the round's training amounts to.
     train, evaluate : Traffic
@@ -132,23 +112,13 @@ class GraphReport:
         Owners that were done without, with the reason.
     lost : dict of int to str
         Clients of the round whose update is not in the model, or whose evaluation is missing, with the reason.
-    events : dict of str to list of str
-        What else happened, by kind.
     """
 
-    round: int
-    method: str = ""
+    method: str = figure("", show="none")
     train: Traffic = field(default_factory=Traffic)
     evaluate: Traffic = field(default_factory=Traffic)
-    absent: dict[int, str] = field(default_factory=dict)
-    lost: dict[int, str] = field(default_factory=dict)
-    events: dict[str, list[str]] = field(default_factory=dict)
-
-    def note(self, kind: str, reason: str) -> None:
-        """Add an event; a flood of one kind is cut."""
-        reasons = self.events.setdefault(kind, [])
-        if len(reasons) < _MOST_REASONS:
-            reasons.append(shorten(reason))
+    absent: dict[int, str] = figure(dict, unit="owners", show="none")
+    lost: dict[int, str] = figure(dict, unit="clients", show="reasons")
 
     def miss(self, part: int, reason: str) -> None:
         """Record why the owner of ``part`` is done without; the first reason counts."""
@@ -158,35 +128,13 @@ class GraphReport:
         """Record why the client of ``part`` has no share in the result."""
         self.lost.setdefault(part, shorten(reason))
 
-    def metrics(self, purpose: str = "") -> MetricRecord:
-        """Return the figures: those of ``"train"``, those of ``"evaluate"``, or all."""
-        found: dict[str, int | float] = {}
-        if purpose != "evaluate":
-            found |= self.train.metrics("gcn.")
-        if purpose != "train":
-            found |= self.evaluate.metrics("gcn.evaluate_")
-        return MetricRecord(dict(found))
+    def figures(self, *, public: bool = False) -> dict[str, Any]:
+        """Return what a run's record shows: the traffic of training, too; that of evaluation is in its metrics."""
+        return super().figures(public=public) | ({} if public else self.train.metrics("gcn."))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-able dictionary; part numbers become strings, as JSON keys are."""
-        out = asdict(self)
-        for name in ("absent", "lost"):
-            out[name] = _named(out[name])
-        for traffic in (out["train"], out["evaluate"]):
-            for name in _BY_PART:
-                traffic[name] = _named(traffic[name])
-        return out
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> GraphReport:
-        """Restore what :meth:`to_json` returned."""
-        fields = dict(value)
-        for name in ("absent", "lost"):
-            fields[name] = _numbered(fields[name])
-        for purpose in ("train", "evaluate"):
-            traffic: dict[str, Any] = {k: _numbered(v) if k in _BY_PART else v for k, v in fields[purpose].items()}
-            fields[purpose] = Traffic(**traffic)
-        return cls(**fields)
+    def line(self) -> str:
+        """Return what fetching rows took."""
+        return f"{self.train.rows_fetched} rows fetched, {self.train.feature_bytes_link:,} bytes"
 
 
 def frame_sizes(content: RecordDict) -> list[tuple[str, int]]:
@@ -202,11 +150,3 @@ def frame_sizes(content: RecordDict) -> list[tuple[str, int]]:
 def feature_bytes(content: RecordDict) -> int:
     """Return how many bytes of feature rows a message holds."""
     return sum(size for kind, size in frame_sizes(content) if kind == FEATURES)
-
-
-def _named(by_part: Mapping[int, Any]) -> dict[str, Any]:
-    return {str(part): value for part, value in by_part.items()}
-
-
-def _numbered(by_part: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(part): value for part, value in by_part.items()}

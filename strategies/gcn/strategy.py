@@ -42,12 +42,13 @@ from fedcomp.graphs.scale import AdaptiveScale
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.privacy.local import asks_for_noise
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
-from fedcomp.strategies.gcn.report import GraphReport, Traffic, feature_bytes
+from fedcomp.strategies.gcn.report import Fetching, Traffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
 from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
+from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.wrapping import require_inner
 
-__all__ = ["GraphReport", "RoundSettings", "RowSettings", "SamplerSettings", "SkewedGCN", "Traffic"]
+__all__ = ["Fetching", "RoundSettings", "RowSettings", "SamplerSettings", "SkewedGCN", "Traffic"]
 
 
 STRUCTURES: Final = ("full", "halo")
@@ -84,8 +85,6 @@ class SkewedGCN(ExchangeStrategy):
 
     Attributes
     ----------
-    graph : dict of int to GraphReport
-        By round.
     reports, evaluations : Reports
         Those of the inner strategy, where it keeps any.
 
@@ -132,7 +131,8 @@ class SkewedGCN(ExchangeStrategy):
         self.sampler, self.rows, self.rounds = sampler, rows, rounds
         self.structure, self.seed = structure, seed
         self.codec = get_row_codec(rows.codec)
-        self.graph: dict[int, GraphReport] = {}
+        self._reports = Reports()
+        self._log = RoundLog(f"SkewedGCN({type(inner).__name__})")
         self._key = configrecord_key
         self._session = secrets.token_hex(8)
         self._norms = self.sampler.skews and self.sampler.mode == "measured"
@@ -143,13 +143,13 @@ class SkewedGCN(ExchangeStrategy):
 
     @property
     def reports(self) -> Reports:
-        """Training reports of the inner strategy."""
-        return reports_of(self.inner) or Reports()
+        """Training reports: the inner strategy's where it makes any, with the section ``gcn``."""
+        return reports_of(self.inner, self._reports)
 
     @property
     def evaluations(self) -> Reports:
         """Evaluation reports of the inner strategy."""
-        return reports_of(self.inner, "evaluations") or Reports()
+        return reports_of(self.inner, Reports(), "evaluations")
 
     @property
     def method(self) -> str:
@@ -174,20 +174,26 @@ class SkewedGCN(ExchangeStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Find out which rows are needed, fetch them, and train on them."""
-        report = self.graph[server_round] = GraphReport(server_round, self.method)
+        whole = self.reports.begin(server_round)
+        report = whole.section(Fetching)
+        report.method = self.method
         config["server-round"] = server_round
         messages = list(self.inner.configure_train(server_round, arrays, config, grid))
         talk = self._talk(report, report.train, config, grid)
         self._owners.dropped = set()
         replies = yield from self._carry_out("train", messages, talk)
         outcome, metrics = self.inner.aggregate_train(server_round, replies)
-        return outcome, MetricRecord({**(metrics or {}), **report.metrics("train")})
+        if not whole.concluded:  # by an inner strategy that reports
+            whole.asked, whole.used = len(messages), 0 if outcome is None else report.train.clients
+            self._log.conclude(whole)
+        return outcome, MetricRecord({**(metrics or {}), **report.train.metrics("gcn.")})
 
     def evaluate_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[MetricRecord | None]:
         """Evaluate on the clients, if the inner strategy does; the rows that takes are counted apart."""
-        report = self.graph.setdefault(server_round, GraphReport(server_round, self.method))
+        whole = self.reports.get(server_round) or self.reports.begin(server_round)
+        report = whole.section(Fetching)
         config["server-round"] = server_round
         messages = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
         if not messages:
@@ -195,9 +201,9 @@ class SkewedGCN(ExchangeStrategy):
         talk = self._talk(report, report.evaluate, config, grid)
         replies = yield from self._carry_out("evaluate", messages, talk)
         metrics = self.inner.aggregate_evaluate(server_round, replies)
-        return MetricRecord({**(metrics or {}), **report.metrics("evaluate")})
+        return MetricRecord({**(metrics or {}), **report.evaluate.metrics("gcn.evaluate_")})
 
-    def _talk(self, report: GraphReport, traffic: Traffic, config: ConfigRecord, grid: Grid) -> Talk:
+    def _talk(self, report: Fetching, traffic: Traffic, config: ConfigRecord, grid: Grid) -> Talk:
         silent = self._owners.silent
         return Talk(self._session, self._key, config, grid, self.rounds.timeout, report, traffic, silent)
 
@@ -325,7 +331,7 @@ class SkewedGCN(ExchangeStrategy):
             "owners": self._owners.state_dict(),
             "scales": {str(part): search.state_dict() for part, search in self._scales.items()},
             "epochs": {str(part): list(epoch) for part, epoch in self._epochs.items()},
-            "graph": {str(r): report.to_json() for r, report in self.graph.items()},
+            "reports": self._reports.to_json(),
             "inner": capture_strategy(self.inner),
         }
 
@@ -348,7 +354,7 @@ class SkewedGCN(ExchangeStrategy):
         for part, search in state["scales"].items():
             self._search(int(part)).load_state_dict(search)
         self._epochs = {int(p): (int(a), int(b), int(c)) for p, (a, b, c) in state["epochs"].items()}
-        self.graph = {int(r): GraphReport.from_json(report) for r, report in state["graph"].items()}
+        self._reports = Reports.from_json(state["reports"])
         restore_strategy(self.inner, state["inner"])
 
 

@@ -1,10 +1,10 @@
-"""What a decentralised run tells of itself: a round's report, and the nodes' models when they are observed."""
+"""What a decentralised run reports of a round, and the nodes' models when they are observed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -15,19 +15,18 @@ from fedcomp.errors import LayoutError, StateError
 from fedcomp.flower import gossip
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import read_array
+from fedcomp.flower.report import EventSection, figure
 from fedcomp.gossip.protocol import Answer
 
-_REASON: Final = 300
 _MOST_FIGURES: Final = 32
 
 
 @dataclass
-class GossipReport:
+class Iterations(EventSection, name="gossip"):
     """One round of a decentralised run.
 
     Attributes
     ----------
-    round : int
     iteration, epoch : int
         Iterations begun by the end of the round; how often the set of nodes had changed.
     exchanges, answers : int
@@ -38,38 +37,21 @@ class GossipReport:
         Bytes of this round's letters: ``edge``, ``node``, ``up`` and ``down`` (the relay's) and ``undelivered``; of the
         first two also by phase (``edge.train``, ``edge.dense``, ``edge.resync``), how many there were
         (``edge.letters``), and what of the bytes are headers (``edge.headers``).
-    events : dict of str to list of str
-        What happened beside plain iterations, by kind.
-    figures : dict of str to float
+    observed : dict of str to float
         Of the observation, if there was one.
     """
 
-    round: int
-    iteration: int = 0
-    epoch: int = 0
-    exchanges: int = 0
-    answers: int = 0
-    members: list[int] = field(default_factory=list)
-    traffic: dict[str, int] = field(default_factory=dict)
-    events: dict[str, list[str]] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)
+    iteration: int = figure()
+    epoch: int = figure()
+    exchanges: int = figure(unit="exchanges")
+    answers: int = figure(unit="nodes")
+    members: list[int] = figure(list, unit="nodes", show="count")
+    traffic: dict[str, int] = figure(dict, unit="bytes", show="flat")
+    observed: dict[str, float] = figure(dict, show="flat")
 
-    def note(self, kind: str, reason: str) -> None:
-        """Add an event."""
-        self.events.setdefault(kind, []).append(reason[:_REASON])
-
-    def metrics(self) -> MetricRecord:
-        """Return the round's numbers as a record."""
-        numbers: dict[str, int | float] = {
-            "gossip.iteration": self.iteration,
-            "gossip.epoch": self.epoch,
-            "gossip.exchanges": self.exchanges,
-            "gossip.answers": self.answers,
-            "gossip.members": len(self.members),
-        }
-        numbers |= {f"gossip.{name}": value for name, value in self.traffic.items()}
-        numbers |= {f"gossip.{name}": value for name, value in self.figures.items()}
-        return MetricRecord(dict(numbers))
+    def line(self) -> str:
+        """Return how far the run is."""
+        return f"iteration {self.iteration}, {len(self.members)} nodes, {self.answers} answers"
 
 
 @dataclass(frozen=True)

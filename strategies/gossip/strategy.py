@@ -27,6 +27,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, partition_lookup
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.records import to_arrays
+from fedcomp.flower.report import Reports
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
@@ -35,10 +36,11 @@ from fedcomp.gossip.relay import ENDLESS, Observer, Relay
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
-from fedcomp.strategies.gossip.report import GossipReport, Observed, answer_of, difference, figures_of, mean_of
+from fedcomp.strategies.gossip.report import Iterations, Observed, answer_of, difference, figures_of, mean_of
 from fedcomp.strategies.partitions import contest
+from fedcomp.strategies.round_log import RoundLog
 
-__all__ = ["GossipRelay", "GossipReport", "Observed", "figures_of", "mean_of"]
+__all__ = ["GossipRelay", "Iterations", "Observed", "figures_of", "mean_of"]
 
 
 _POLL_SECONDS: Final = 0.2
@@ -88,8 +90,8 @@ class GossipRelay(ExchangeStrategy):
 
     Attributes
     ----------
-    gossip : dict of int to GossipReport
-        By round.
+    reports : Reports
+        By round, with the section ``gossip``.
     """
 
     def __init__(
@@ -136,7 +138,8 @@ class GossipRelay(ExchangeStrategy):
         self.setup = gossip.Setup(self.algorithm.to_config(), dtype, dense_below, buffers)
         self.watch = watch
         self.seed = seed
-        self.gossip: dict[int, GossipReport] = {}
+        self.reports = Reports()
+        self._log = RoundLog("GossipRelay")
         self._count = nodes if isinstance(topology, str) else _vertices(topology, nodes)
         self._key = configrecord_key
         self._initial: ArrayRecord | None = None
@@ -192,7 +195,7 @@ class GossipRelay(ExchangeStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Run one iteration on all nodes; the models stay with them."""
-        report = self.gossip[server_round] = GossipReport(server_round)
+        report = self.reports.begin(server_round).section(Iterations)
         config["server-round"] = server_round
         yield from self._meet(grid, config, report)
         if self._relay is None:
@@ -212,7 +215,8 @@ class GossipRelay(ExchangeStrategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, *, last: bool
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """After the last round run the closing iterations and deliver all letters; in rounds that are due, observe."""
-        report, relay = self.gossip[server_round], self.relay
+        whole, relay = self.reports[server_round], self.relay
+        report = whole.section(Iterations)
         before = relay.traffic.to_dict()
         if last:
             relay.conclude()
@@ -223,9 +227,11 @@ class GossipRelay(ExchangeStrategy):
         if last or server_round % self.observe_every == 0:
             observed = yield from self._observe(config, grid, report)
         self._close(report, before)
+        whole.asked, whole.used = len(report.members), report.answers
+        self._log.conclude(whole)
         return observed, report.metrics()
 
-    def _begin(self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, report: GossipReport) -> None:
+    def _begin(self, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, report: Iterations) -> None:
         named = to_arrays(arrays)
         layout = Layout.of(named, self.setup.policy)
         count = self._announced(config) or len(list(grid.get_node_ids()))
@@ -260,7 +266,7 @@ class GossipRelay(ExchangeStrategy):
             watch=self.watch,
         )
 
-    def _meet(self, grid: Grid, config: ConfigRecord, report: GossipReport) -> Exchanges[None]:
+    def _meet(self, grid: Grid, config: ConfigRecord, report: Iterations) -> Exchanges[None]:
         """Ask the nodes that are new which vertex they are, and wait a while for vertices without a node."""
         deadline = time.monotonic() + self.wait
         while True:
@@ -277,9 +283,7 @@ class GossipRelay(ExchangeStrategy):
     def _expected(self, config: ConfigRecord) -> set[int]:
         return set(range(self._announced(config))) if self._relay is None else set(self._relay.members)
 
-    def _greet(
-        self, strangers: Sequence[int], grid: Grid, config: ConfigRecord, report: GossipReport
-    ) -> Exchanges[None]:
+    def _greet(self, strangers: Sequence[int], grid: Grid, config: ConfigRecord, report: Iterations) -> Exchanges[None]:
         messages = [self._hello(node, config) for node in strangers]
         replies = yield Push(messages, self.deadline)
         asked, known = dict(addressed(messages)), partition_lookup(grid)
@@ -296,7 +300,7 @@ class GossipRelay(ExchangeStrategy):
             elif self._relay is not None and vertex >= self._relay.topology.n:
                 report.note("unknown", _outside(vertex, self._relay.topology.n))
 
-    def _seat(self, online: Collection[int], strangers: Collection[int], report: GossipReport) -> None:
+    def _seat(self, online: Collection[int], strangers: Collection[int], report: Iterations) -> None:
         """Settle which node is which vertex, and report the ``strangers`` that are refused.
 
         A newcomer takes the place of one that is offline or has left its last message unanswered: a process that was
@@ -325,7 +329,7 @@ class GossipRelay(ExchangeStrategy):
         return sorted(known - set(self.relay.members) - self._dismissed - set(self.relay.excluded))
 
     def _exchange(
-        self, config: ConfigRecord, grid: Grid, report: GossipReport, away: Sequence[int] = ()
+        self, config: ConfigRecord, grid: Grid, report: Iterations, away: Sequence[int] = ()
     ) -> Exchanges[None]:
         """Send what every node is to be told now, and settle what comes back; who is ``away`` is asked for a sign."""
         relay = self.relay
@@ -368,7 +372,7 @@ class GossipRelay(ExchangeStrategy):
         kind = gossip.START_TYPE if begins else gossip.EXCHANGE_TYPE
         return Message(content, self._node_of[instruction.node], kind)
 
-    def _observe(self, config: ConfigRecord, grid: Grid, report: GossipReport) -> Exchanges[ArrayRecord | None]:
+    def _observe(self, config: ConfigRecord, grid: Grid, report: Iterations) -> Exchanges[ArrayRecord | None]:
         """Ask every settled node for its model and figures; return the mean of the models."""
         instructions = {v: i for v, i in self.relay.observe().items() if v in self._node_of}
         messages = []
@@ -390,10 +394,10 @@ class GossipRelay(ExchangeStrategy):
             return None
         ordered = [seen[vertex] for vertex in sorted(seen)]
         middle = mean_of([found.arrays for found in ordered])
-        report.figures = figures_of(ordered, middle)
+        report.observed = figures_of(ordered, middle)
         return ArrayRecord({name: Array(array) for name, array in middle.items()})
 
-    def _close(self, report: GossipReport, before: Mapping[str, Any]) -> None:
+    def _close(self, report: Iterations, before: Mapping[str, Any]) -> None:
         """Write what has happened since ``before``, the traffic at the time, into the round's report."""
         relay = self.relay
         begun = min(relay.iteration, relay.iterations + relay.skew_rounds)

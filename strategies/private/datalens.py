@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -36,7 +36,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import LENGTHS, SECRET
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.report import Report
+from fedcomp.flower.report import Report, Reports, Section, figure
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
@@ -49,6 +49,7 @@ from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import Sent, match_replies
+from fedcomp.strategies.round_log import RoundLog
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -84,40 +85,26 @@ StudentOf = Callable[[Mapping[str, Any]], Student]
 
 
 @dataclass
-class LessonReport:
-    """What one round came to, for the server; not for release.
+class Voted(Section, name="datalens"):
+    """What the votes of a round came to, for the server; not for release.
 
     Attributes
     ----------
-    round : int
     asked, answered : int
-        Clients that were sent the request, and whose votes are in the sum.
+        Clients that were sent the training request, and whose votes are in the sum.
     lost : list of str
         Why there is no answer, one entry for each client without one.
     refused : list of str
         Why votes were left out, those of nodes that declare one partition among them.
     moved : float
-        Fraction of the pixels whose noisy sum passed the threshold.
+        Fraction of the pixels whose noisy sum passed the threshold; it may be released.
     """
 
-    round: int
-    asked: int = 0
-    answered: int = 0
-    lost: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    moved: float = 0.0
-
-    def metrics(self) -> MetricRecord:
-        """Return the figures of the round."""
-        return MetricRecord(
-            {
-                "datalens.asked": self.asked,
-                "datalens.answered": self.answered,
-                "datalens.lost": len(self.lost),
-                "datalens.refused": len(self.refused),
-                "datalens.moved": self.moved,
-            }
-        )
+    asked: int = figure(unit="nodes", public=True)
+    answered: int = figure(unit="nodes", public=True)
+    lost: list[str] = figure(list, unit="nodes", public=True, show="reasons")
+    refused: list[str] = figure(list, unit="nodes", public=True, show="reasons")
+    moved: float = figure(0.0, public=True)
 
 
 class DataLens(ExchangeStrategy):
@@ -181,7 +168,7 @@ class DataLens(ExchangeStrategy):
     Attributes
     ----------
     privacy : Ledger
-    lessons : dict of int to LessonReport
+    reports : Reports
         By round.
 
     Raises
@@ -252,7 +239,8 @@ class DataLens(ExchangeStrategy):
         self.sampling = Sampling("everyone") if sampling is None else sampling
         self.deadline = deadline
         self.clients, self.population = 0, population
-        self.lessons: dict[int, LessonReport] = {}
+        self.reports = Reports()
+        self._log = RoundLog("DataLens")
         unit = "client" if teachers == 1 else "record"
         self.privacy = Ledger(
             delta=delta, population=0, adjacency=adjacency, sampling=self.sampling, budget=budget, unit=unit
@@ -392,8 +380,9 @@ class DataLens(ExchangeStrategy):
         replies = yield Push(messages, self.deadline)
         total = PrivateSum(self.mechanism((self.images, request.pixels)), (self.images, request.pixels))
         sent = [Sent(message, message.metadata.dst_node_id, request.sequence) for message in messages]
-        matched = Report(server_round, asked=len(sent))
-        report = self._collect(total, request, match_replies(sent, replies, matched, holders), matched)
+        whole = self.reports.begin(server_round)
+        whole.asked = len(sent)
+        votes = self._collect(total, request, match_replies(sent, replies, whole, holders), whole)
         noisy = total.release(
             self.privacy,
             round=server_round,
@@ -402,15 +391,16 @@ class DataLens(ExchangeStrategy):
             participants=chosen,
         )
         passed = threshold(noisy, self.beta * self.expected)
-        report.moved = float(np.count_nonzero(passed)) / passed.size
+        votes.moved = float(np.count_nonzero(passed)) / passed.size
         targets = (self.eta * passed).astype(np.float32)
         moments = student.start() if self._moments is None else self._moments
         after, self._moments = student.step(generator, moments, request.key, targets)
+        self._log.conclude(whole, withheld=self.withholds)
         if self.withholds:
-            self.lessons[server_round] = LessonReport(server_round, moved=report.moved)
-            return to_record(after), MetricRecord({"datalens.moved": report.moved})
-        self.lessons[server_round] = report
-        return to_record(after), report.metrics()
+            # The public sum shows it; who voted is forgotten with the rest.
+            whole.section(Voted).moved = votes.moved
+            return to_record(after), MetricRecord({"datalens.moved": votes.moved})
+        return to_record(after), votes.metrics()
 
     @property
     def withholds(self) -> bool:
@@ -460,25 +450,26 @@ class DataLens(ExchangeStrategy):
         return Message(content, node, datalens.TYPE)
 
     def _collect(
-        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[Sent, Message]], matched: Report
-    ) -> LessonReport:
+        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[Sent, Message]], whole: Report
+    ) -> Voted:
         """Add the votes of every reply that can be verified; whoever sent another one is left out whole."""
-        report = LessonReport(matched.round, asked=matched.asked)
+        votes = whole.section(Voted)
+        votes.asked = whole.asked
         for sent, reply in replies:
             if reply.has_error():
-                report.lost.append(str(reply.error.reason))
+                votes.lost.append(str(reply.error.reason))
                 continue
             try:
                 total.add_all(sent.node, self._votes(reply, request))
             except FedcompError as error:
-                matched.refuse(sent.node, f"{type(error).__name__}: {error}")
-        report.answered = len(total.participants)
-        report.lost += ["nothing came back in time"] * matched.lost
-        report.refused = list(matched.refused.values())
+                whole.refuse(sent.node, f"{type(error).__name__}: {error}")
+        whole.used = votes.answered = len(total.participants)
+        votes.lost += ["nothing came back in time"] * whole.lost
+        votes.refused = list(whole.refused.values())
         # That a client failed says that it had been drawn.
-        for reason in () if self.withholds else sorted({*report.lost, *report.refused}):
-            log.warning("round %d: a client's votes are not in the sum: %s", report.round, reason)
-        return report
+        for reason in () if self.withholds else sorted({*votes.lost, *votes.refused}):
+            log.warning("round %d: a client's votes are not in the sum: %s", whole.round, reason)
+        return votes
 
     def _votes(self, reply: Message, request: TrainingRequest) -> NDArray[np.int8]:
         """Return the votes of a client, int8 ``(teachers, B, pixels)``.
@@ -533,7 +524,7 @@ class DataLens(ExchangeStrategy):
             "session": self._session,
             "sequence": self._sequence,
             "moments": None if self._moments is None else dict(self._moments),
-            "lessons": {str(r): asdict(report) for r, report in self.lessons.items()},
+            "reports": self.reports.to_json(),
             "privacy": self.privacy.state_dict(),
         }
 
@@ -558,4 +549,4 @@ class DataLens(ExchangeStrategy):
         self.privacy.load_state_dict(state["privacy"])
         self._session, self._sequence = str(state["session"]), int(state["sequence"])
         self._moments = state["moments"]
-        self.lessons = {int(r): LessonReport(**report) for r, report in state["lessons"].items()}
+        self.reports = Reports.from_json(state["reports"])

@@ -147,8 +147,7 @@ class RecordDp(Strategy):
     @property
     def reports(self) -> Reports:
         """The inner strategy's reports where it makes any, else this one's."""
-        found = reports_of(self.inner)
-        return self._reports if found is None else found
+        return reports_of(self.inner, self._reports)
 
     # What the outside asks.
 

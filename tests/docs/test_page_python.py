@@ -29,7 +29,7 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/flower.md": (
         ("num_rounds=200", "num_rounds=4"),
         ("observe_every=200", "observe_every=4"),
-        ("strategy.gossip[200]", "strategy.gossip[4]"),
+        ("strategy.reports[200].gossip", "strategy.reports[4].gossip"),
     ),
     "docs/gossip.md": (("        300,\n        layout", "        10,\n        layout"),),
     "docs/systems/choco.md": (("300, layout=layout", "10, layout=layout"),),

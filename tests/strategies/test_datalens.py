@@ -195,9 +195,9 @@ def test_1_11_h_votes_that_cannot_be_verified_are_left_out_and_the_guarantee_sta
     change, said = HOSTILE[how]
     made, honest = strategy(), strategy()
     lied = row(run(made, grid(forged(change)), 1).arrays)
-    (reason,) = made.lessons[1].refused
+    (reason,) = made.reports[1].datalens.refused
     assert said in reason
-    assert (made.lessons[1].asked, made.lessons[1].answered) == (NODES, NODES - 1)
+    assert (made.reports[1].datalens.asked, made.reports[1].datalens.answered) == (NODES, NODES - 1)
 
     def silent(delivery: Any) -> str:
         return "lost_reply" if delivery.partition == 1 else "none"
@@ -228,8 +228,8 @@ def test_a_lost_client_costs_its_votes_and_nothing_else() -> None:
     run(whole, grid())
     assert made.privacy.events == whole.privacy.events
     assert made.expected == whole.expected == NODES
-    assert [r.answered for r in made.lessons.values()] == [4, 2, 3, 3, 4]
-    assert [len(r.lost) for r in made.lessons.values()] == [0, 2, 1, 1, 0]
+    assert [r.answered for r in made.reports.sections("datalens").values()] == [4, 2, 3, 3, 4]
+    assert [len(r.lost) for r in made.reports.sections("datalens").values()] == [0, 2, 1, 1, 0]
     # Whoever's reply was lost has learnt all the same, and once.
     steps = [kept(over, p).state["learnt"].tolist() for p in range(NODES)]
     first = made.pretrain + made.steps
@@ -281,7 +281,7 @@ def test_several_teachers_of_a_client_are_checked_one_by_one_and_counted_as_unit
     rows[IMAGES, :] = 1
     lied = strategy(teachers=3)
     run(lied, grid(forged(frame(encode_rows(rows)))), 1)
-    assert lied.lessons[1].answered == NODES - 1
+    assert lied.reports[1].datalens.answered == NODES - 1
     with pytest.raises(ConfigError, match="say adjacency='replace'"):
         strategy(teachers=3, adjacency="zero_out")
     # Of records there are more than teachers, and delta is compared with those that are protected.
@@ -314,7 +314,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     result = run(second, resumed, 6, first=4, arrays=held.arrays)
     assert np.array_equal(row(result.arrays), row(whole.arrays))
     assert [kept(resumed, p).answer for p in range(NODES)] == [kept(whole_grid, p).answer for p in range(NODES)]
-    assert second.lessons == whole_strategy.lessons
+    assert second.reports == whole_strategy.reports
     assert second.privacy.releases == whole_strategy.privacy.releases == 6 * IMAGES
     with pytest.raises(StateError, match="resume with the settings"):
         held.apply(strategy(**{**options, "beta": 0.2}), None)

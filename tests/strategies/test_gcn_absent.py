@@ -76,7 +76,7 @@ def test_7_14_an_owner_that_leaves_is_done_without_and_is_used_again_at_once() -
 
     run(of, over, 4, on_round=fate)
     for number in (2, 3):
-        report = of.graph[number]
+        report = of.reports[number].gcn
         assert report.absent == {2: "no node of this part is online"}
         assert report.train.absent == 1
         assert report.train.clients == PARTS - 1
@@ -84,9 +84,9 @@ def test_7_14_an_owner_that_leaves_is_done_without_and_is_used_again_at_once() -
         assert report.train.trips == 3
         assert 0 < report.train.lost_mass < 1
         assert 2 not in report.train.rows_sent
-    back = of.graph[4]
+    back = of.reports[4].gcn
     assert (back.absent, back.lost, back.train.lost_mass) == ({}, {}, 0.0)
-    assert back.train.rows_sent == of.graph[1].train.rows_sent
+    assert back.train.rows_sent == of.reports[1].gcn.train.rows_sent
     assert back.train.trips == 4  # who are you
 
 
@@ -102,7 +102,7 @@ def test_7_14_what_is_lost_is_the_share_of_the_weight_of_the_absent_owner() -> N
         rows = part.structure.rows(inputs)
         gone = part.structure.owner_of(rows.columns) == 1
         shares.append(rows.values[gone].sum() / rows.values.sum())
-    assert of.graph[1].train.lost_mass == pytest.approx(np.mean(shares), rel=1e-12)
+    assert of.reports[1].gcn.train.lost_mass == pytest.approx(np.mean(shares), rel=1e-12)
 
 
 @pytest.mark.long
@@ -110,7 +110,7 @@ def test_7_14_what_is_lost_is_the_share_of_the_weight_of_the_absent_owner() -> N
 def test_7_14_an_owner_that_dies_with_its_plan_or_its_rows_costs_one_deadline(kind: str) -> None:
     over, of = grid(graph(), fault=silent((2, 1, kind))), everything()
     took = seconds(over, of, 3)
-    report = of.graph[2]
+    report = of.reports[2].gcn
     assert "nothing came back in time" in report.absent[1]
     assert list(report.absent) == list(report.lost) == [1]
     assert report.train.replans == PARTS - 1
@@ -122,8 +122,8 @@ def test_7_14_an_owner_that_dies_with_its_plan_or_its_rows_costs_one_deadline(ki
     # What the others had of each other is not fetched again.
     again = over.ledger.total("messages", message_type=ROWS_TYPE, direction="down", round=2)
     assert again == (PARTS if kind == ROWS_TYPE else PARTS - 1)
-    assert (of.graph[3].absent, of.graph[3].train.clients) == ({}, PARTS)
-    assert of.graph[3].train.rows_sent == of.graph[1].train.rows_sent
+    assert (of.reports[3].gcn.absent, of.reports[3].gcn.train.clients) == ({}, PARTS)
+    assert of.reports[3].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
 
 
 @pytest.mark.long
@@ -145,7 +145,7 @@ def test_7_14_only_those_that_wanted_its_rows_plan_again() -> None:
     assert 0 < len(sent[victim]) < PARTS - 1
     of = everything()
     run(of, grid(parts, fault=silent((1, victim, ROWS_TYPE))), 1)
-    assert of.graph[1].train.replans == len(sent[victim] - {victim})
+    assert of.reports[1].gcn.train.replans == len(sent[victim] - {victim})
 
 
 @pytest.mark.long
@@ -154,8 +154,8 @@ def test_7_14_rows_in_the_cache_serve_while_their_owner_is_away() -> None:
     for cache in ("none", "all"):
         over, of = grid(graph()), everything(cache=cache)
         run(of, over, 2, on_round=lambda number, *_, over=over: over.remove_node(3) if number == 1 else None)
-        results[cache] = of.graph[2]
-        assert of.graph[2].absent == {3: "no node of this part is online"}
+        results[cache] = of.reports[2].gcn
+        assert of.reports[2].gcn.absent == {3: "no node of this part is online"}
     assert results["none"].train.lost_mass > 0.0
     assert results["all"].train.lost_mass == 0.0
     assert results["all"].train.rows_fetched == 0
@@ -169,7 +169,7 @@ def test_7_14_one_that_all_others_have_left_learns_alone() -> None:
     for part in (0, 1, 3):
         over.remove_node(part)
     found = run(of, over, 2, first=2, start=before)
-    report = of.graph[2]
+    report = of.reports[2].gcn
     assert sorted(report.absent) == [0, 1, 3]
     assert (report.train.clients, report.train.trips, report.train.rows_fetched) == (1, 2, 0)
     assert report.train.lost_mass > 0
@@ -178,7 +178,7 @@ def test_7_14_one_that_all_others_have_left_learns_alone() -> None:
     # Nobody is there at all: nothing is asked, nothing is learnt, nothing breaks. Flower itself would wait for nodes.
     of.inner.configure_train = lambda *_: []  # type: ignore[method-assign]
     assert bits(run(of, over, 3, first=3, start=before)) == bits(initial())
-    assert of.graph[3].train.trips == 0
+    assert of.reports[3].gcn.train.trips == 0
 
 
 @pytest.mark.long
@@ -190,8 +190,8 @@ def test_7_14_a_dead_node_that_is_listed_costs_one_deadline_a_round_and_its_succ
     assert took == [0.0, TIMEOUT, TIMEOUT, 0.0]
     assert [r.train.replans for r in reports(of)] == [0, PARTS - 1, 0, 0]
     assert [sorted(r.absent) for r in reports(of)] == [[], [1], [1], []]
-    assert of.graph[3].absent == {1: "its node does not answer"}
-    assert of.graph[4].train.rows_sent == of.graph[1].train.rows_sent
+    assert of.reports[3].gcn.absent == {1: "its node does not answer"}
+    assert of.reports[4].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
 
 
 def falling() -> Callable[[Delivery], str]:
@@ -213,7 +213,7 @@ def test_7_14_owners_that_die_one_after_the_other_cost_a_deadline_and_two_trips_
     over = grid(graph(), fault=falling())
     of = strategy(n=16, batch_size=0, mode="fixed", seed=4, timeout=TIMEOUT)
     run(of, over, 1)
-    report = of.graph[1]
+    report = of.reports[1].gcn
     assert sorted(report.absent) == [1, 2, 3]
     assert (report.train.clients, report.train.rows_received) == (1, {0: 0})
     # Who are you, a plan and rows for each that falls, the plan of the one that is left, and its training.
@@ -226,7 +226,7 @@ def test_7_14_rows_that_came_before_their_owner_fell_are_used() -> None:
     app.before[1, 0, TRAIN_TYPE] = lambda message, context: loaded.extend(message.content)
     of = strategy(n=16, batch_size=0, mode="fixed", timeout=TIMEOUT)
     run(of, grid(graph(), app, fault=falling()), 1)
-    assert sorted(of.graph[1].absent) == [2, 3]
+    assert sorted(of.reports[1].gcn.absent) == [2, 3]
     assert f"{HEADER}/rows/2" in loaded
     assert f"{HEADER}/rows/3" not in loaded
 
@@ -253,11 +253,11 @@ def test_7_14_an_owner_that_dies_with_its_rows_of_the_adjacency_is_done_without_
     over, of = grid(graph(structure="halo"), fault=silent((2, 1, ROWS_TYPE))), everything(structure="halo")
     run(of, over, 3)
     assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS]
-    assert of.graph[2].train.lost_mass > 0
-    assert list(of.graph[2].absent) == [1]
+    assert of.reports[2].gcn.train.lost_mass > 0
+    assert list(of.reports[2].gcn.absent) == [1]
     # Who asked for none of these plans as before.
-    assert 0 < of.graph[2].train.replans < PARTS
-    assert 0 < of.graph[2].train.structure_bytes < of.graph[1].train.structure_bytes
+    assert 0 < of.reports[2].gcn.train.replans < PARTS
+    assert 0 < of.reports[2].gcn.train.structure_bytes < of.reports[1].gcn.train.structure_bytes
 
 
 # Messages that are lost, late or doubled.
@@ -362,7 +362,7 @@ def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_t
     assert [sum(found) for found in claimed] == [0, 1, 0, 0, 0]
     assert [sorted(r.absent) for r in reports(of)] == [[], [], [1], [], []]
     assert [r.train.clients for r in reports(of)] == [PARTS, PARTS, PARTS - 1, PARTS, PARTS]
-    assert of.graph[4].events["unknown"] != []
+    assert of.reports[4].gcn.events["unknown"] != []
 
 
 def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated() -> None:
@@ -370,7 +370,7 @@ def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated
     of = everything()
     within = blind(graph(), PARTS + 1)
     fit(of, Blind(within), record(initial()), 2, timeout=60.0, train_config=ConfigRecord({"seed": 3}))
-    claims = [text for text in of.graph[1].events["unknown"] if "none of them is used" in text]
+    claims = [text for text in of.reports[1].gcn.events["unknown"] if "none of them is used" in text]
     assert len(claims) == 2
     assert [r.absent for r in reports(of)] == [{1: "no node of this part is online"}] * 2
     assert [r.train.clients for r in reports(of)] == [PARTS - 1] * 2
@@ -395,8 +395,8 @@ def test_a_newcomer_takes_the_place_of_a_dead_process_in_the_round_it_comes() ->
 
     fit(of, Blind(within), record(initial()), 3, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join)
     for number in (2, 3):
-        assert (of.graph[number].absent, of.graph[number].train.clients) == ({}, PARTS)
-    assert of.graph[2].train.rows_sent == of.graph[1].train.rows_sent
+        assert (of.reports[number].gcn.absent, of.reports[number].gcn.train.clients) == ({}, PARTS)
+    assert of.reports[2].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent
 
 
 def test_nodes_with_parts_of_different_graphs_are_refused() -> None:
@@ -418,10 +418,10 @@ def test_a_newcomer_with_a_part_of_another_graph_is_refused_and_the_run_goes_on(
             over.add_node(2)
 
     run(of, over, 3, on_round=swap)
-    assert "this run is of 4 parts" in of.graph[2].events["refused"][0]
-    assert "refused" not in of.graph[3].events
+    assert "this run is of 4 parts" in of.reports[2].gcn.events["refused"][0]
+    assert "refused" not in of.reports[3].gcn.events
     assert [r.train.clients for r in reports(of)] == [PARTS, PARTS - 1, PARTS - 1]
-    assert of.graph[3].absent == {2: "no node of this part is online"}
+    assert of.reports[3].gcn.absent == {2: "no node of this part is online"}
 
 
 def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train() -> None:
@@ -429,7 +429,7 @@ def test_a_part_without_training_nodes_serves_its_rows_and_is_not_asked_to_train
     parts[1] = replace(parts[1], train=np.zeros(0, np.int64))
     of = everything()
     run(of, over := grid(parts), 1)
-    report = of.graph[1]
+    report = of.reports[1].gcn
     assert report.lost == {1: "its part has no node to learn from"}
     assert report.absent == {}
     assert report.train.rows_sent[1] > 0

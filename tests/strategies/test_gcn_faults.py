@@ -98,8 +98,8 @@ def test_an_owner_that_breaks_over_its_rows_is_there_and_trains_all_the_same() -
     breaks = grid(graph(), fault=lambda d: "raise" if (d.partition, d.message_type) == (1, ROWS_TYPE) else "none")
     of = strategy(n=ENOUGH)
     run(of, breaks, 1)
-    assert list(of.graph[1].absent) == [1]
-    assert (of.graph[1].lost, of.graph[1].train.clients) == ({}, PARTS)
+    assert list(of.reports[1].gcn.absent) == [1]
+    assert (of.reports[1].gcn.lost, of.reports[1].gcn.train.clients) == ({}, PARTS)
 
 
 # Clients that lost what they were told.
@@ -139,11 +139,11 @@ def test_one_that_asks_for_norms_for_ever_is_given_up_for_that_round() -> None:
         app.after[2, 1, PLAN_TYPE] = again
         of = strategy(mode=mode)
         run(of, grid(parts, app), 2)
-        assert list(of.graph[2].lost) == [1]
-        assert said in of.graph[2].lost[1]
+        assert list(of.reports[2].gcn.lost) == [1]
+        assert said in of.reports[2].gcn.lost[1]
         # Plan, rows, training; who may have lost something is asked once more.
-        assert of.graph[2].train.trips == 3 + (mode == "measured")
-        assert (of.graph[2].absent, of.graph[2].train.clients) == ({}, FEW - 1)
+        assert of.reports[2].gcn.train.trips == 3 + (mode == "measured")
+        assert (of.reports[2].gcn.absent, of.reports[2].gcn.train.clients) == ({}, FEW - 1)
 
 
 @pytest.mark.long
@@ -165,8 +165,8 @@ def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_el
         over.remove_node(part)
         over.add_node(part)
     assert bits(run(after, over, 2, first=2, start=begun)) == bits(model)
-    assert after.graph[2].train.clients == FEW
-    assert after.graph[2].train.setup_bytes == before.graph[1].train.setup_bytes > 0
+    assert after.reports[2].gcn.train.clients == FEW
+    assert after.reports[2].gcn.train.setup_bytes == before.reports[1].gcn.train.setup_bytes > 0
 
 
 # Epochs.

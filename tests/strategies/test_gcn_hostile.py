@@ -246,10 +246,10 @@ def test_one_that_asks_for_structure_for_ever_is_given_up() -> None:
 
     of = everything(structure="halo")
     meddled(PLAN_TYPE, again, of, structure="halo", rounds=2)
-    report = of.graph[2]
+    report = of.reports[2].gcn
     assert report.lost == {LIAR: "it was asked for a plan 4 times and has none"}
     assert report.train.clients == PARTS - 1
-    assert report.train.trips <= of.graph[1].train.trips + 5
+    assert report.train.trips <= of.reports[1].gcn.train.trips + 5
 
 
 @pytest.mark.long
@@ -292,8 +292,8 @@ def test_a_node_that_says_nonsense_of_itself_is_left_out_and_the_others_go_on(na
     for report in reports(of):
         assert report.train.clients == PARTS - 1
         assert report.absent == {LIAR: "no node of this part is online"}
-    assert said in of.graph[1].events["refused"][0]
-    assert of.graph[1].events["unknown"] == ["a node of the cohort holds no part of this run's graph"]
+    assert said in of.reports[1].gcn.events["refused"][0]
+    assert of.reports[1].gcn.events["unknown"] == ["a node of the cohort holds no part of this run's graph"]
 
 
 @pytest.mark.long
@@ -309,13 +309,13 @@ def test_norms_that_are_wrong_are_not_passed_on_and_asked_for_again() -> None:
     app.after[1, LIAR, SETUP_TYPE] = change
     of = strategy(mode="measured")
     run(of, grid(parts, app), 3)
-    (noted,) = of.graph[1].events["norms"]
+    (noted,) = of.reports[1].gcn.events["norms"]
     assert noted.startswith("part 1 sent no norms, and is asked again in the next round")
     assert "not of the nodes that were asked for" in noted
     assert all(report.train.clients == PARTS for report in reports(of))
     # They are there in the second round, and for good.
-    assert of.graph[2].train.setup_bytes > 0 == of.graph[3].train.setup_bytes
-    assert "norms" not in of.graph[2].events
+    assert of.reports[2].gcn.train.setup_bytes > 0 == of.reports[3].gcn.train.setup_bytes
+    assert "norms" not in of.reports[2].gcn.events
 
 
 @pytest.mark.long
@@ -325,5 +325,5 @@ def test_training_replies_are_the_inner_strategys_to_judge() -> None:
 
     of = everything()
     meddled(TRAIN_TYPE, nothing, of, rounds=2)
-    assert "broken" in of.graph[2].lost[LIAR]
-    assert of.graph[2].train.clients == PARTS - 1
+    assert "broken" in of.reports[2].gcn.lost[LIAR]
+    assert of.reports[2].gcn.train.clients == PARTS - 1

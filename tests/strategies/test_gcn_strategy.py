@@ -35,9 +35,10 @@ from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
+from fedcomp.flower.report import Report
 from fedcomp.graphs.base import Part
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.gcn.report import GraphReport, feature_bytes
+from fedcomp.strategies.gcn.report import feature_bytes
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
@@ -86,7 +87,7 @@ def test_7_06_with_room_for_all_neighbours_k_clients_train_as_one_machine(
     for name, value in one_machine(rounds, batch_size).items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-10)
         assert np.abs(value - initial()[name]).max() > 1e-3
-    assert of.method == "synchronous data-parallel SGD" == of.graph[1].method
+    assert of.method == "synchronous data-parallel SGD" == of.reports[1].gcn.method
     assert strategy(local_steps=3).method == "local SGD, 3 steps a round"
 
 
@@ -188,7 +189,9 @@ def test_7_10_the_metrics_have_the_agreed_names_and_those_of_the_inner_strategy(
     trained, evaluated = dict(seen[2].train), dict(seen[2].evaluate)
     assert {f"gcn.{name}" for name in NAMES} | {"train_loss"} == set(trained)
     assert {f"gcn.evaluate_{name}" for name in NAMES} | {"loss", "accuracy"} == set(evaluated)
-    assert {**trained, **evaluated}.items() >= dict(of.graph[2].metrics()).items()
+    found = of.reports[2].gcn
+    assert {**trained, **evaluated}.items() >= found.train.metrics("gcn.").items()
+    assert {**trained, **evaluated}.items() >= found.evaluate.metrics("gcn.evaluate_").items()
     assert trained["gcn.clients"] == evaluated["gcn.evaluate_clients"] == PARTS
     assert 0 < trained["gcn.local_mass"] < 1 < trained["gcn.scale"]
     assert evaluated["gcn.evaluate_scale"] == 1.0
@@ -242,7 +245,7 @@ def test_norms_are_fetched_once_and_counted(structure: str) -> None:
         assert 0 < first.train.setup_bytes - queried < queried
     plain = strategy(structure=structure)
     run(plain, grid(parts), 1)
-    assert 1.0 < first.train.scale != plain.graph[1].train.scale
+    assert 1.0 < first.train.scale != plain.reports[1].gcn.train.scale
 
 
 @pytest.mark.long
@@ -275,7 +278,7 @@ def test_the_drop_in_pair_compresses_a_graph_run(inner: Any, downlink: Any) -> N
     assert [len(r.fresh) for r in of.reports.values()] == [PARTS, 0]
     plain = 2 * PARTS * sum(len(array.data) for array in record(initial()).values())
     assert over.ledger.total("payload", message_type=TRAIN_TYPE, direction="up") < plain / 2
-    assert of.graph[2].train.feature_bytes_link > 0
+    assert of.reports[2].gcn.train.feature_bytes_link > 0
     assert np.isfinite(found["layers.0.weight"]).all()
     assert bits(found) != bits(initial())
 
@@ -287,7 +290,7 @@ def test_rows_too_large_for_a_config_record_pass_the_mods() -> None:
     of = strategy(Compressed(averaging(), TopK(density=0.5), TopK(density=0.5)), n=4000, batch_size=0)
     run(of, over := grid(parts), 2)
     assert total(of, "clients") == 2 * PARTS
-    assert not of.graph[2].lost
+    assert not of.reports[2].gcn.lost
     assert total(of, "feature_bytes_logical") > 2 * PARTS * 64 * 1024
     assert over.ledger.total("payload", message_type=ROWS_TYPE, direction="up") == total(of, "feature_bytes_logical")
 
@@ -302,11 +305,11 @@ def test_who_is_not_in_the_cohort_answers_with_rows_all_the_same() -> None:
     of = strategy(First(fraction_evaluate=0.0, min_available_nodes=1), n=ENOUGH)
     over = grid(graph())
     run(of, over, 1)
-    report = of.graph[1].train
+    report = of.reports[1].gcn.train
     assert report.clients == 1
     assert list(report.rows_received) == [next(iter(report.rows_received))]
     assert len(report.rows_sent) == PARTS - 1
-    assert not of.graph[1].absent
+    assert not of.reports[1].gcn.absent
 
 
 # Resuming, and what is refused.
@@ -332,7 +335,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
     held = checkpoint.load(path)
     held.apply(after, again)
     assert bits(run(after, again, 2, first=2, start=held.arrays)) == bits(model)
-    assert {r: v.to_json() for r, v in after.graph.items()} == {r: v.to_json() for r, v in whole.graph.items()}
+    assert after.reports == whole.reports
     assert after.scales == whole.scales
     assert again.ledger.total("payload") == over.ledger.total("payload")
     with pytest.raises(StateError, match="resume with the settings the run was started with"):
@@ -342,10 +345,10 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, mode: str) -> None:
 def test_a_report_survives_json() -> None:
     of = strategy(averaging(evaluate=True))
     run(of, grid(graph()), 1)
-    of.graph[1].miss(2, "away")
-    of.graph[1].note("refused", "x" * 1000)
-    assert GraphReport.from_json(json.loads(json.dumps(of.graph[1].to_json()))) == of.graph[1]
-    assert len(of.graph[1].events["refused"][0]) < 400
+    of.reports[1].gcn.miss(2, "away")
+    of.reports[1].gcn.note("refused", "x" * 1000)
+    assert Report.from_json(json.loads(json.dumps(of.reports[1].to_json()))) == of.reports[1]
+    assert len(of.reports[1].gcn.events["refused"][0]) < 400
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def lied_to(change: Change, kind: str, culprit: int, name: str = "sgp") -> tuple
     relay, over = strategy(name, observe_every=LIE, patience=4), grid(Liar(change, kind, culprit))
     with over.inner:
         result = fit(relay, over, model(), LAST)
-    assert relay.gossip[LAST].members == list(range(NODES))
-    assert relay.gossip[LAST].figures["observed"] == NODES
+    assert relay.reports[LAST].gossip.members == list(range(NODES))
+    assert relay.reports[LAST].gossip.observed["observed"] == NODES
     return relay, result
 
 
@@ -96,10 +96,10 @@ def test_a_model_that_cannot_be_one_is_not_seen(how: str) -> None:
     """Also not when it is the first one, whose form the mean would take."""
     change, reason = MODELS[how]
     relay, result = lied_to(change, gossip.OBSERVE_TYPE, 0)
-    (said,) = relay.gossip[LIE].events["unseen"]
+    (said,) = relay.reports[LIE].gossip.events["unseen"]
     assert said.startswith("vertex 0: ")
     assert reason in said
-    assert relay.gossip[LIE].figures["observed"] == NODES - 1
+    assert relay.reports[LIE].gossip.observed["observed"] == NODES - 1
     for name, array in model().items():
         assert result.arrays[name].numpy().dtype == array.numpy().dtype
 
@@ -119,7 +119,7 @@ def test_figures_of_any_size_are_reported_as_they_are(values: tuple[float, float
     relay, over = strategy("sgp"), grid(app)
     with over.inner:
         fit(relay, over, model(), 2)
-    figures = relay.gossip[2].figures
+    figures = relay.reports[2].gossip.observed
     assert not np.isfinite(figures["own_mean"])
     assert not np.isfinite(figures["sum_w"])
     assert figures["loss_mean"] > 0.0, "those of others count, also when the first node has none"
@@ -165,10 +165,10 @@ ANSWERS: dict[str, tuple[Change, str]] = {
 def test_an_answer_that_cannot_be_one_counts_as_none_and_is_asked_for_again(how: str) -> None:
     change, reason = ANSWERS[how]
     relay, _ = lied_to(change, gossip.EXCHANGE_TYPE, 2)
-    said = relay.gossip[LIE].events
+    said = relay.reports[LIE].gossip.events
     assert [kind for kind in said if kind != "unseen"] in (["unanswered"], ["refused"])
     assert any(reason in one for one in (*said.get("unanswered", ()), *said.get("refused", ())))
-    assert relay.gossip[LAST].figures["sum_w"] == pytest.approx(NODES, abs=1e-12)
+    assert relay.reports[LAST].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
 @pytest.mark.long
@@ -182,12 +182,12 @@ def test_letters_damaged_on_their_way_up_cost_what_they_carried_and_not_their_se
         put_frame(content, key, b"\xff" * 40)
 
     relay, _ = lied_to(letters(noise), gossip.EXCHANGE_TYPE, 1, name)
-    lost = relay.gossip[LAST].events["lost"]
+    lost = relay.reports[LAST].gossip.events["lost"]
     assert len(lost) == 2  # out-neighbours on the exponential graph of four
     assert all(one.startswith("vertex 1: letter to node ") for one in lost)
     assert not relay.relay.report.gone
     gone = sum(carried) * len(lost) / len(carried)  # the same letter for both, or one each
-    assert relay.gossip[LAST].figures["sum_w"] == pytest.approx(NODES - gone, abs=1e-12)
+    assert relay.reports[LAST].gossip.observed["sum_w"] == pytest.approx(NODES - gone, abs=1e-12)
     assert gone > 0.03
 
 
@@ -207,8 +207,8 @@ def test_a_vertex_nobody_has_is_reported_in_the_first_round_too() -> None:
     relay, over = strategy("sgp", nodes=NODES, patience=2), MeteredGrid(Blind(app, NODES, seed=2))
     with over.inner:
         fit(relay, over, model(), 3)
-    assert relay.gossip[1].events["unknown"] == [f"a node says it is vertex {2**31 - 1} of a graph of {NODES}"]
-    assert relay.gossip[3].members == [0, 1, 2]
+    assert relay.reports[1].gossip.events["unknown"] == [f"a node says it is vertex {2**31 - 1} of a graph of {NODES}"]
+    assert relay.reports[3].gossip.members == [0, 1, 2]
 
 
 @pytest.mark.long
@@ -228,8 +228,8 @@ def test_the_first_round_waits_for_vertices_whose_node_is_late(told: str, monkey
     config = ConfigRecord({"clients": NODES} if told == "clients" else {})
     with over.inner:
         fit(relay, over, model(), 2, train_config=config)
-    assert relay.gossip[1].members == list(range(NODES))
-    assert relay.gossip[1].answers == NODES
+    assert relay.reports[1].gossip.members == list(range(NODES))
+    assert relay.reports[1].gossip.answers == NODES
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "some"])

@@ -36,9 +36,9 @@ def test_7_16_and_7_17_relay_and_central_mode_agree_to_the_bit(name: str) -> Non
     assert states(over) == states_of(alone)
     for counter in ("edge", "node", "up", "down", "undelivered"):
         assert relay.relay.traffic.to_dict()[counter] == alone.traffic.to_dict()[counter]
-    told = sum(report.traffic["edge"] for report in relay.gossip.values())
+    told = sum(report.traffic["edge"] for report in relay.reports.sections("gossip").values())
     assert told == relay.relay.traffic.edge_bytes == alone.traffic.edge_bytes > 0
-    assert [report.exchanges for report in relay.gossip.values()] == [1] * (ROUNDS - 1) + [2]
+    assert [report.exchanges for report in relay.reports.sections("gossip").values()] == [1] * (ROUNDS - 1) + [2]
     # Buffers that never leave a node are its own: every gradient counted once.
     assert [int(kept(over, p).own[COUNTER]) for p in range(NODES)] == [ROUNDS] * NODES
     middle = np.mean([algorithm.model(alone.states[p]).astype(float) for p in range(NODES)], axis=0)
@@ -57,7 +57,7 @@ def test_7_16_closing_iterations_and_other_dtypes_agree_to_the_bit(name: str, op
     alone = central(made(name), **options)
     assert states(over) == states_of(alone)
     assert relay.relay.traffic.to_dict() == alone.traffic.to_dict()
-    dense = relay.gossip[ROUNDS].traffic["edge.dense"]
+    dense = relay.reports[ROUNDS].gossip.traffic["edge.dense"]
     assert (dense > 0) == (name == "sparse-push")
     assert dense == alone.traffic.edge["dense"].bytes
 
@@ -84,7 +84,7 @@ def test_7_16_push_sum_with_the_same_faults_agrees_to_the_bit(name: str) -> None
     assert relay.relay.report.repeated > 3
     assert states(over) == states_of(alone)
     assert relay.relay.traffic.to_dict() == alone.traffic.to_dict()
-    assert relay.gossip[12].figures["sum_w"] == pytest.approx(NODES, abs=1e-12)
+    assert relay.reports[12].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def test_7_16_faults_leave_no_trace_in_a_synchronous_run(name: str, error_state:
     report = relay.relay.report
     assert report.repeated > 3
     assert not report.gone
-    assert sum(report.exchanges for report in relay.gossip.values()) > 8 + 1
+    assert sum(report.exchanges for report in relay.reports.sections("gossip").values()) > 8 + 1
     assert states(over) == states_of(alone)
     # What is sent again costs the star, not the algorithm.
     assert relay.relay.traffic.edge_bytes == alone.traffic.edge_bytes
@@ -143,7 +143,9 @@ def test_7_17_edge_bytes_by_phase_are_the_letters_the_nodes_wrote_each_counted_o
     assert relay.relay.report.repeated > 3
     for phase, count in relay.relay.traffic.edge.items():
         assert count.bytes == sum(size for said, size in wrote.values() if said == phase)
-        assert count.bytes == sum(report.traffic[f"edge.{phase}"] for report in relay.gossip.values())
+        assert count.bytes == sum(
+            report.traffic[f"edge.{phase}"] for report in relay.reports.sections("gossip").values()
+        )
     assert relay.relay.traffic.edge["train"].bytes > 0
     assert (relay.relay.traffic.edge["dense"].bytes > 0) == (name == "sparse-push")
 
@@ -159,9 +161,11 @@ def test_observing_changes_nothing_and_is_counted_apart() -> None:
     for direction in ("up", "down"):
         of = [g.ledger.total("wire", direction=direction, message_type=gossip.TRAINING) for g in (first, second)]
         assert of[0] == pytest.approx(of[1], abs=64)  # session and run ids have no fixed length
-    assert [bool(report.figures) for report in often.gossip.values()] == [True] * ROUNDS
-    assert [bool(report.figures) for report in seldom.gossip.values()] == [False] * (ROUNDS - 1) + [True]
-    figures = often.gossip[ROUNDS].figures
+    assert [bool(report.observed) for report in often.reports.sections("gossip").values()] == [True] * ROUNDS
+    assert [bool(report.observed) for report in seldom.reports.sections("gossip").values()] == [False] * (
+        ROUNDS - 1
+    ) + [True]
+    figures = often.reports[ROUNDS].gossip.observed
     assert figures["loss_min"] <= figures["loss_mean"] <= figures["loss_max"]
     assert figures["batches_mean"] == ROUNDS
     assert figures["observed"] == NODES
@@ -207,7 +211,7 @@ def test_the_server_forwards_what_it_cannot_read_and_the_receiver_complains(name
             exchanges = relay.round(server_round, model(), ConfigRecord({"clients": NODES}), over)
             drive(exchanges, over)
     assert set(app.arrived) == set(app.noise) != set()
-    needed = relay.gossip[3].events["needed"]
+    needed = relay.reports[3].gossip.events["needed"]
     assert len(needed) >= len(app.noise)
     assert any("letters of node 1" in reason for reason in needed)
 
@@ -218,9 +222,11 @@ def test_a_letter_damaged_on_its_way_goes_back_to_its_sender(name: str) -> None:
     app = Tampering(server_round=3, way="down")
     relay = strategy(name, observe_every=1)
     run(relay, grid(app), rounds=8)
-    assert len(app.noise) == len(relay.gossip[3].events["needed"]) > 0
-    assert relay.gossip[3].traffic["undelivered"] > 0
-    assert [report.figures["sum_w"] for report in relay.gossip.values()] == pytest.approx([NODES] * 8, abs=1e-12)
+    assert len(app.noise) == len(relay.reports[3].gossip.events["needed"]) > 0
+    assert relay.reports[3].gossip.traffic["undelivered"] > 0
+    assert [report.observed["sum_w"] for report in relay.reports.sections("gossip").values()] == pytest.approx(
+        [NODES] * 8, abs=1e-12
+    )
     assert not relay.relay.report.gone
 
 
@@ -236,13 +242,13 @@ def test_a_node_that_lost_its_state_joins_with_whole_estimates() -> None:
 
     with over.inner:
         fit(relay, over, model(), 20, on_round=after)
-    assert [("memory is lost" in e) for e in relay.gossip[7].events["gone"]] == [True]
-    assert relay.gossip[8].events["joined"] == ["vertex 2: with a new state"]
-    assert relay.gossip[9].traffic["edge.resync"] > 0
+    assert [("memory is lost" in e) for e in relay.reports[7].gossip.events["gone"]] == [True]
+    assert relay.reports[8].gossip.events["joined"] == ["vertex 2: with a new state"]
+    assert relay.reports[9].gossip.traffic["edge.resync"] > 0
     # What it had is gone, and nothing else: shares that were under way to it went back.
     left = NODES - lost[0]
-    assert [relay.gossip[r].figures["sum_w"] for r in (10, 15, 20)] == pytest.approx([left] * 3, abs=1e-12)
-    assert len(relay.gossip[20].members) == NODES
+    assert [relay.reports[r].gossip.observed["sum_w"] for r in (10, 15, 20)] == pytest.approx([left] * 3, abs=1e-12)
+    assert len(relay.reports[20].gossip.members) == NODES
 
 
 @pytest.mark.long
@@ -258,10 +264,10 @@ def test_a_vertex_comes_back_as_another_node() -> None:
 
     with over.inner:
         fit(relay, over, model(), 10, on_round=after)
-    assert "no node of this vertex is online" in relay.gossip[4].events["gone"][0]
-    assert relay.gossip[6].members == [0, 2, 3]
-    assert relay.gossip[10].members == [0, 1, 2, 3]
-    assert (relay.gossip[3].epoch, relay.gossip[6].epoch, relay.gossip[10].epoch) == (0, 1, 2)
+    assert "no node of this vertex is online" in relay.reports[4].gossip.events["gone"][0]
+    assert relay.reports[6].gossip.members == [0, 2, 3]
+    assert relay.reports[10].gossip.members == [0, 1, 2, 3]
+    assert (relay.reports[3].gossip.epoch, relay.reports[6].gossip.epoch, relay.reports[10].gossip.epoch) == (0, 1, 2)
     assert over.ledger.total("messages", direction="down", message_type=gossip.START_TYPE) == NODES + 1
 
 
@@ -272,9 +278,9 @@ def test_who_is_given_up_and_reached_again_is_let_in_again() -> None:
 
     relay, over = strategy("sgp", patience=2, observe_every=1), grid(fault=deliver)
     run(relay, over, rounds=10)
-    assert relay.gossip[3].members == [0, 1, 2]
-    assert relay.gossip[10].members == [0, 1, 2, 3]
-    weights = [relay.gossip[r].figures["sum_w"] for r in (8, 10)]
+    assert relay.reports[3].gossip.members == [0, 1, 2]
+    assert relay.reports[10].gossip.members == [0, 1, 2, 3]
+    weights = [relay.reports[r].gossip.observed["sum_w"] for r in (8, 10)]
     assert weights == pytest.approx([weights[0]] * 2, abs=1e-12)
     assert 2.0 < weights[0] < 4.0
 
@@ -298,14 +304,14 @@ def test_a_second_node_of_a_vertex_waits_until_the_first_is_silent() -> None:
     arrive = {1: lambda: inner.add_node(4)}
     with inner:
         fit(relay, MeteredGrid(inner), model(), 9, timeout=9, on_round=lambda r, *_: arrive.get(r, lambda: None)())
-    (claim,) = relay.gossip[2].events["unknown"]
+    (claim,) = relay.reports[2].gossip.events["unknown"]
     assert "2 nodes declare partition 3" in claim
     assert f"only node {inner.node_id_of(3)}" in claim
-    assert [relay.gossip[r].events for r in (1, 3)] == [{}, {}]
-    assert relay.gossip[4].events["unanswered"] == ["vertex 3: nothing came back in time"]
-    assert "memory is lost" in relay.gossip[5].events["gone"][0]
-    assert relay.gossip[9].members == [0, 1, 2, 3]
-    assert relay.gossip[9].figures["observed"] == NODES
+    assert [relay.reports[r].gossip.events for r in (1, 3)] == [{}, {}]
+    assert relay.reports[4].gossip.events["unanswered"] == ["vertex 3: nothing came back in time"]
+    assert "memory is lost" in relay.reports[5].gossip.events["gone"][0]
+    assert relay.reports[9].gossip.members == [0, 1, 2, 3]
+    assert relay.reports[9].gossip.observed["observed"] == NODES
 
 
 def test_d1_of_two_nodes_that_claim_a_vertex_from_the_start_none_is_seated(caplog) -> None:
@@ -314,11 +320,11 @@ def test_d1_of_two_nodes_that_claim_a_vertex_from_the_start_none_is_seated(caplo
     relay = strategy("sparse-push", nodes=NODES, observe_every=1)
     with inner, caplog.at_level("WARNING", "flwr.fedcomp"):
         fit(relay, MeteredGrid(inner), model(), 3, timeout=9)
-    claims = relay.gossip[1].events["unknown"]
+    claims = relay.reports[1].gossip.events["unknown"]
     assert len(claims) == 2
     assert all("none of them is used" in claim for claim in claims)
-    assert relay.gossip[1].events["unanswered"] == ["vertex 3: no node of this vertex is online"]
-    assert relay.gossip[3].figures["observed"] == NODES - 1
+    assert relay.reports[1].gossip.events["unanswered"] == ["vertex 3: no node of this vertex is online"]
+    assert relay.reports[3].gossip.observed["observed"] == NODES - 1
     assert any("2 nodes declare partition 3" in record.getMessage() for record in caplog.records)
 
 
@@ -333,8 +339,8 @@ def test_what_a_node_shows_must_be_the_runs_model() -> None:
 
     relay = strategy("choco")
     run(relay, grid(app))
-    assert relay.gossip[ROUNDS].figures["observed"] == NODES - 1
-    (reason,) = relay.gossip[ROUNDS].events["unseen"]
+    assert relay.reports[ROUNDS].gossip.observed["observed"] == NODES - 1
+    (reason,) = relay.reports[ROUNDS].gossip.events["unseen"]
     assert "vertex 2: its model has tensors" in reason
 
 
@@ -348,8 +354,8 @@ def test_a_vertex_outside_the_graph_takes_no_part() -> None:
 
     with over.inner:
         fit(relay, over, model(), 4, on_round=after)
-    assert relay.gossip[2].events["unknown"] == ["a node says it is vertex 7 of a graph of 4"]
-    assert relay.gossip[4].members == [0, 1, 2, 3]
+    assert relay.reports[2].gossip.events["unknown"] == ["a node says it is vertex 7 of a graph of 4"]
+    assert relay.reports[4].gossip.members == [0, 1, 2, 3]
 
 
 @pytest.mark.long
@@ -362,8 +368,8 @@ def test_a_node_leaves_in_good_order_and_takes_nothing_with_it() -> None:
 
     with over.inner:
         fit(relay, over, model(), 8, on_round=after)
-    assert relay.gossip[8].members == [1, 2, 3]
-    assert relay.gossip[8].figures["sum_w"] == pytest.approx(NODES, abs=1e-12)
+    assert relay.reports[8].gossip.members == [1, 2, 3]
+    assert relay.reports[8].gossip.observed["sum_w"] == pytest.approx(NODES, abs=1e-12)
 
 
 @pytest.mark.long
@@ -416,7 +422,7 @@ def test_a_finished_run_may_be_extended(name: str) -> None:
     longer, other = strategy(name), grid()
     run(longer, other, rounds=6)
     # Only that the letters of round 3 were delivered early tells the two apart.
-    assert [relay.gossip[r].iteration for r in (3, 4, 6)] == [3, 4, 6]
+    assert [relay.reports[r].gossip.iteration for r in (3, 4, 6)] == [3, 4, 6]
     assert relay.relay.done
     assert states(over) == states(other)
     for counter in ("edge", "node", "up", "down"):
@@ -469,7 +475,7 @@ def test_a_run_that_diverges_ends_with_advice() -> None:
     relay = strategy(made("dpsgd", lr=1e20))
     with pytest.raises(Diverged, match=r"iteration \d: .*Lower the learning rate"):
         run(relay, grid(), rounds=30)
-    assert len(relay.gossip) < 10
+    assert len(relay.reports) < 10
 
 
 def test_without_any_answer_the_run_ends_with_a_reason() -> None:

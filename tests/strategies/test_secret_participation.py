@@ -169,7 +169,7 @@ def test_a8_a_generators_rounds_tell_nothing_of_who_voted() -> None:
             strategy = datalens_toy.strategy(sampling=sampling, adjacency="zero_out", seed=seed, clients=NODES)
             over = datalens_toy.grid(nodes=NODES)
             result = strategy.start(over, datalens_toy.model(), num_rounds=1, timeout=9)
-            report = strategy.lessons[1]
+            report = strategy.reports[1].datalens
             seen.add((report.asked, report.answered, len(report.lost)))
             shown = dict(result.train_metrics_clientapp[1])
             assert ("datalens.answered" in shown) == distinct

@@ -101,10 +101,14 @@ def main(grid: Grid, context: Context) -> None:
                 time.sleep(0.05)
 
     result = fit(strategy, metered, initial(), LAST, timeout=120.0, on_round=after)
-    told = {
-        str(r): {"events": g.events, "members": g.members, "traffic": g.traffic} for r, g in strategy.gossip.items()
+    rounds = strategy.reports.sections("gossip")
+    told = {str(r): {"events": g.events, "members": g.members, "traffic": g.traffic} for r, g in rounds.items()}
+    facts = {
+        "rounds": told,
+        "figures": rounds[LAST].observed,
+        "lost": lost,
+        "repeated": repeated(strategy),
     }
-    facts = {"rounds": told, "figures": strategy.gossip[LAST].figures, "lost": lost, "repeated": repeated(strategy)}
     np.savez(folder / "arrays.npz", allow_pickle=False, **{name: a.numpy() for name, a in result.arrays.items()})
     (folder / "facts.partial").write_text(json.dumps(facts))
     (folder / "facts.partial").rename(folder / "facts.json")
