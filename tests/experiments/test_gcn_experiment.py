@@ -14,14 +14,14 @@ from noted_settings import Read
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
-from fedcomp.experiments import graph_tables as tables
 from fedcomp.experiments.catalog import gcn
+from fedcomp.experiments.catalog.gcn import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.graph_runs import GraphCell, GraphRun, outcome
-from fedcomp.experiments.graph_tables import CROSS, CUT, FULL, LOCAL, PARTITIONS, RANDOM, SHORT, UNSKEWED
-from fedcomp.experiments.graph_variance import as_many_rows, bias_of, measured, remote_inputs, with_input_layer
-from fedcomp.experiments.spec import RunResult
+from fedcomp.experiments.graph_runs import outcome, train
+from fedcomp.experiments.graph_variance import Batches, as_many_rows, bias_of, measured, remote_inputs, with_input_layer
+from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.tasks import get_task
 from fedcomp.tasks.graph import GraphTask
@@ -31,24 +31,26 @@ SMALL = ("seeds=2", "workers=1", "n=48", "batch_size=16", "task.hidden=4", "draw
 Ran = tuple[Config, dict[str, RunResult], Findings, dict[str, Any], Read]
 
 
-@pytest.fixture(scope="module")
-def made() -> Iterator[list[GraphCell]]:
-    """Cells that were to be trained: a few of them are, the others come to what the nearest of those came to."""
-    asked: list[GraphCell] = []
-    known: dict[tuple[str, str, int], GraphRun] = {}
-    train = GraphCell.run
+Asked = list[tuple[int, RunSpec]]
 
-    def run(cell: GraphCell) -> GraphRun:
-        asked.append(cell)
-        sampler = str(cell.settings.get("sampler", "skewed"))
-        place = (cell.task, sampler if sampler in ("local", "full") else "skewed", cell.rounds)
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Asked]:
+    """Cells that were to be trained: a few of them are, the others come to what the nearest of those came to."""
+    asked: Asked = []
+    known: dict[tuple[str, str, int], dict[str, Any]] = {}
+
+    def run(label: str, seed: int, specs: dict[str, RunSpec]) -> dict[str, Any]:
+        spec = specs[label]
+        asked.append((seed, spec))
+        sampler = str(spec.settings.get("sampler", "skewed"))
+        place = (spec.task, sampler if sampler in ("local", "full") else "skewed", spec.rounds)
         if place not in known:
-            known[place] = train(dataclasses.replace(cell, rounds=1))
-        points = [(float(i), *known[place].points[-1][1:]) for i in range(cell.rounds + 1)]
-        return dataclasses.replace(known[place], points=points)
+            known[place] = train(label, seed, {label: dataclasses.replace(spec, rounds=1)})
+        return {**known[place], "points": [(float(i), *known[place]["points"][-1][1:]) for i in range(spec.rounds + 1)]}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphCell, "run", run)
+        patch.setattr(gcn, "train", run)
         patch.setattr(gcn, "SWEEP", (1.0, 1.5))
         patch.setattr(gcn, "SCALES", (4.0,))
         patch.setattr(gcn, "MEASURED_ROUNDS", 1)
@@ -56,7 +58,7 @@ def made() -> Iterator[list[GraphCell]]:
 
 
 @pytest.fixture(scope="module")
-def ran(made: list[GraphCell]) -> Ran:
+def ran(made: Asked) -> Ran:
     config = gcn.EXPERIMENT.configure(rounds=2, clients=3, assignments=SMALL)
     settings = Read(config.settings)
     config = dataclasses.replace(config, settings=settings)
@@ -68,7 +70,7 @@ def ran(made: list[GraphCell]) -> Ran:
 @pytest.mark.long
 def test_rows_are_what_messages_carried_and_rules_ask_for_fewer_in_their_order(ran: Ran) -> None:
     config, results, _, _, _ = ran
-    found = {label.removeprefix(f"{CUT}: "): outcome(result) for label, result in results.items()}
+    found = {label.removeprefix(f"{CUT}: "): Record(outcome(result)) for label, result in results.items()}
     assert list(found) == list(gcn.compared(config))
     rows = {label: run.per_batch for label, run in found.items()}
     assert rows[FULL] > rows[UNSKEWED] > rows["skewed, D = 1.5"] > rows[LOCAL] == 0
@@ -94,15 +96,15 @@ def test_a_figure_that_is_not_the_ledgers_shows(ran: Ran) -> None:
     ):
         metrics = {**record.metrics, f"gcn.{figure}": record.metrics[f"gcn.{figure}"] + 1}
         wrong = dataclasses.replace(result, rounds=[*result.rounds[:-1], dataclasses.replace(record, metrics=metrics)])
-        assert getattr(outcome(wrong), gap) == 1
+        assert outcome(wrong)[gap] == 1
 
 
-def test_every_axis_is_trained_and_rows_are_not_trained_again(ran: Ran, made: list[GraphCell]) -> None:
+def test_every_axis_is_trained_and_rows_are_not_trained_again(ran: Ran, made: Asked) -> None:
     config = ran[0]
-    names = [cell.name for cell in made]
+    names = [(spec.name, seed) for seed, spec in made]
     assert len(names) == len(set(names))
-    assert not {f"{label}/seed 0" for label in ran[1]} & set(names)
-    settings = [cell.settings for cell in made]
+    assert not {(label, 0) for label in ran[1]} & set(names)
+    settings = [spec.settings for _, spec in made]
 
     def used(key: str) -> set[Any]:
         return {own[key] for own in settings if key in own}
@@ -112,18 +114,24 @@ def test_every_axis_is_trained_and_rows_are_not_trained_again(ran: Ran, made: li
     assert used("mode") == {"fixed", "measured", "worst"}
     assert used("variance_budget") == {1.1, 1.5, 2.0}
     assert used("cache") == {"lru", "all"}
-    assert used("row_codec") == {*tables.ROW_CODECS}
+    assert used("row_codec") == {*gcn.ROW_CODECS}
     assert used("estimator") == {"multinomial"}
     assert used("fraction_evaluate") == {1.0}
-    assert {cell.seed for cell in made if cell.task == CROSS} == {0, 1}
-    assert {own["task.graph_seed"] for own in settings if "task.graph_seed" in own} == {0, 1}
-    more = gcn.cells(dataclasses.replace(config, settings={**dict(config.settings), "full": True}))
-    assert {len(cells) for cells in more.values()} == {2}
+    assert {seed for seed, spec in made if spec.task == CROSS} == {0, 1}
+    full = dataclasses.replace(config, settings={**dict(config.settings), "full": True})
+    more = gcn.trainings(full, {CUT: {}, CROSS: {}})
+    assert {len(seeds) for _, seeds in more.values()} == {2}
     for label in gcn.families(config):
-        assert {tables.name(SHORT[where], label) for where in PARTITIONS} <= set(more)
+        assert {gcn.name(SHORT[where], label) for where in PARTITIONS} <= set(more)
 
 
-def test_findings_survive_json_and_a_resumed_run_trains_nothing_anew(ran: Ran, made: list[GraphCell]) -> None:
+def test_every_seed_has_a_drawn_graph_of_its_own(ran: Ran) -> None:
+    spec = dataclasses.replace(gcn.cross_spec(ran[0], LOCAL, {"sampler": "local"}), rounds=1)
+    found = [train(LOCAL, seed, {LOCAL: spec})["task"] for seed in (3, 4)]
+    assert [task["options"]["graph_seed"] for task in found] == [3, 4]
+
+
+def test_findings_survive_json_and_a_resumed_run_trains_nothing_anew(ran: Ran, made: Asked) -> None:
     config, results, findings, kept, _ = ran
     document = json.loads(json.dumps(findings.to_json(), allow_nan=False))
     assert Findings.from_json(document).to_json() == findings.to_json()
@@ -133,42 +141,122 @@ def test_findings_survive_json_and_a_resumed_run_trains_nothing_anew(ran: Ran, m
     assert again.to_json() == findings.to_json()
 
 
-def test_claims_are_the_goals_and_fail_when_nothing_was_measured(ran: Ran) -> None:
-    config, results, findings, _, _ = ran
-    found = gcn.claims(config, results, findings)
+def test_claims_are_the_goals(ran: Ran) -> None:
+    found = ran[2].claims
     goals = {(claim.op, claim.bound) for claim in found if claim.source.startswith(gcn.GOAL) and claim.gate}
     assert goals == {(">=", 4.0), ("<=", 1.0), ("<=", 0.5), (">=", 0.93), (">=", 3.0)}
-    exact = {claim.name: claim for claim in found if claim.op == "=="}
+    exact = [claim for claim in found if claim.op == "=="]
     assert len(exact) == 4
-    assert all(claim.ok and claim.gate for claim in exact.values())
-    nothing = dataclasses.replace(findings, values=dict.fromkeys(findings.values, math.nan))
-    assert not any(claim.ok for claim in gcn.claims(config, results, nothing))
+    assert all(claim.ok and claim.gate for claim in exact)
+
+
+class Figures:
+    """Groups, variances and biases with which every claim holds; ``change`` makes one figure another."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        labels = (*gcn.rules(config), *gcn.caches(config), *gcn.crossing(config), gcn.BOUNDARY, gcn.UNIFORM)
+        where = (CUT, CROSS, *SHORT.values())
+        self.groups = {gcn.name(place, label): self._runs(label) for place in where for label in labels}
+        self.exact = {
+            gcn.name(place, label): {"second_moment": 1.2, "kept": 1.0, "candidates": 2.0}
+            for place in PARTITIONS
+            for label in gcn.rules(config)
+        }
+        self.biases = {label: {"distance": 1.0, "noise": 1.0} for label in (UNSKEWED, *gcn.families(config))}
+        self.biases |= {LOCAL: {"distance": 1.0, "noise": 0.0}, gcn._RENORMALISED: {"distance": 4.0, "noise": 1.0}}
+
+    def _runs(self, label: str) -> Records:
+        # Skew saves eight times without a cache, and three times with one.
+        plain, kept = label.startswith(UNSKEWED), label.endswith("cache all")
+        learns = 0.3 if label == LOCAL else 0.95
+        fields = {
+            **dict.fromkeys(("gap_rows", "gap_link", "gap_ids"), 0),
+            "accuracy": 0.9,
+            "feature_bytes_logical": 5,
+            "feature_bytes_link": 10,
+            "per_batch": 10.0 if plain else 1.0,
+            "rows_fetched": (3.0 if kept else 8.0) if plain else 1.0,
+            "points": [(when, learns, 0.0) for when in self.config_rounds],
+        }
+        return Records([Record({"seed": seed, **fields}) for seed in (0, 1)])
+
+    @property
+    def config_rounds(self) -> tuple[float, float]:
+        early, late = (int(self.config.settings[key]) for key in ("cross_rounds", "cross_long"))
+        return float(early), float(late)
+
+    def failed(self) -> list[str]:
+        found = gcn._claims(self.config, self.groups, self.exact, self.biases)
+        return [claim.name for claim in found if not claim.ok]
+
+    def change(self, kind: str, key: str, **fields: Any) -> list[str]:
+        """Return the claims that fail with other fields at one place."""
+        held = getattr(self, kind)
+        before = held[key]
+        changed = Records([Record({**run, **fields}) for run in before]) if kind == "groups" else {**before, **fields}
+        held[key] = changed
+        found = self.failed()
+        held[key] = before
+        return found
 
 
 def test_every_claim_can_fail_by_itself(ran: Ran) -> None:
-    config, results, findings, _, _ = ran
-    wanted = {"kept": 0.5, "noise": 1.0, "ladies": 4.0, "cross, local: best": 0.3, "cross, rows": 4.0}
-    ends = {": rows": 5.0, ": points": 0.5, ": worst": 0.95, ": M": 1.2, "of the saving": 0.5}
-    good = {
-        key: wanted.get(key, next((value for end, value in ends.items() if key.endswith(end)), 0.0))
-        for key in findings.values
+    figures = Figures(ran[0])
+    assert figures.failed() == []
+    (early, late), (norms, worst, mine) = figures.config_rounds, gcn._promising(ran[0])
+    wrong: list[tuple[str, str, dict[str, Any]]] = [
+        *(
+            ("groups", gcn.name(CUT, label), fields)
+            for label in (norms, mine)
+            for fields in ({"per_batch": 3.0}, {"accuracy": 0.8})
+        ),
+        ("exact", gcn.name(CUT, UNSKEWED), {"kept": 2.0}),
+        *(
+            ("groups", gcn.name(CROSS, label), {"points": [(early, value, 0.0), (late, value, 0.0)]})
+            for label, value in ((LOCAL, 0.6), (mine, 0.9))
+        ),
+        ("groups", gcn.name(CROSS, gcn.EIGHT), {"per_batch": 5.0}),
+        *(
+            ("groups", gcn.name(CROSS, rival), {"points": [(early, first, 0.0), (late, second, 0.0)]})
+            for rival in (gcn.BOUNDARY, gcn.UNIFORM)
+            for first, second in ((0.99, 0.9), (0.9, 0.99))
+        ),
+        *(
+            ("groups", gcn.name(SHORT[CUT], FULL), {field: value})
+            for field, value in (("gap_rows", 1), ("gap_link", 1), ("gap_ids", 1), ("feature_bytes_link", 11))
+        ),
+        *(
+            ("exact", gcn.name(where, label), {"second_moment": 2.0})
+            for where in PARTITIONS
+            for label in (norms, worst, mine)
+        ),
+        *(
+            ("groups", gcn.name(SHORT[where], gcn.cached(UNSKEWED, "all")), {"rows_fetched": 20.0})
+            for where in PARTITIONS
+        ),
+        ("biases", UNSKEWED, {"distance": 1.6}),
+        ("biases", gcn._RENORMALISED, {"distance": 1.9}),
+    ]
+    caught = [figures.change(kind, key, **fields) for kind, key, fields in wrong]
+    assert [len(names) for names in caught] == [1] * len(wrong)
+    every = {claim.name for claim in ran[2].claims}
+    # Skew that learns nothing early is behind its rivals, too.
+    last = f"{CROSS}, {gcn.EIGHT}: accuracy, worst seed"
+    assert {names[0] for names in caught} == every - {last}
+    assert last in figures.change("groups", gcn.name(CROSS, gcn.EIGHT), points=[(early, 0.9, 0.0), (late, 0.95, 0.0)])
+
+
+def test_what_was_not_measured_is_no_success(ran: Ran) -> None:
+    figures = Figures(ran[0])
+    figures.groups = {
+        key: Records([Record({**dict.fromkeys(run, math.nan), "points": []}) for run in runs])
+        for key, runs in figures.groups.items()
     }
-
-    def failed(values: dict[str, float]) -> list[str]:
-        made = gcn.claims(config, results, dataclasses.replace(findings, values=values))
-        return [claim.name for claim in made if not claim.ok]
-
-    assert failed(good) == []
-    wrong = {"kept": 1.0, "noise": 1.6, "ladies": 1.9, "cross, local: best": 0.51, "cross, rows": 2.9}
-    ends = {": rows": 3.9, ": points": 1.1, ": worst": 0.92, ": M": 2.0, "of the saving": 1.1}
-    caught = []
-    told = {f"cross, {label}: worst" for label in (UNSKEWED, LOCAL)}
-    for key in set(good) - told:
-        usual = -0.1 if key.startswith("cross, ahead of") else 1.0
-        bad = wrong.get(key, next((value for end, value in ends.items() if key.endswith(end)), usual))
-        caught += (one := failed({**good, key: bad}))
-        assert len(one) == 1, key
-    assert len(set(caught)) == len(gcn.claims(config, results, findings))
+    figures.exact, figures.biases = (
+        {key: dict.fromkeys(found, math.nan) for key, found in held.items()} for held in (figures.exact, figures.biases)
+    )
+    assert len(figures.failed()) == len(ran[2].claims)
 
 
 def test_a_single_owner_is_refused_before_anything_is_trained() -> None:
@@ -193,7 +281,7 @@ def test_variance_ratios_are_those_worked_out_with_dense_matrices(karate: GraphT
     from fedcomp.graphs.plan import plan_round
 
     settings = SamplerSettings(n=5, mode="fixed", scale=3.0, layers=1)
-    found = measured(karate, settings, 2, seed=4, rounds=1, batch=6)
+    found = Record(measured(Batches(karate, 2, 4, 1, 6), settings))
     p = np.zeros((34, 34))
     for node in range(34):
         row = karate.adjacency.rows(np.array([node]))
@@ -223,21 +311,17 @@ def test_variance_ratios_are_those_worked_out_with_dense_matrices(karate: GraphT
 
 @pytest.mark.long
 def test_c5_rivals_fetch_as_many_rows_and_only_the_input_layer_pays_for_it(karate: GraphTask) -> None:
-    size = {"seed": 7, "rounds": 40, "batch": 6}
+    batches = Batches(karate, 2, 7, 40, 6)
     skew = SamplerSettings(n=12, mode="fixed", scale=4.0, layers=2)
     boundary = SamplerSettings(sampler="boundary", layers=2)
     uniform = SamplerSettings(n=12, mode="fixed", scale=1.0, layers=2)
-    wanted = remote_inputs(karate, skew, 2, **size)
-    assert 0 < wanted < remote_inputs(karate, uniform, 2, **size)
-    q, n = as_many_rows(karate, wanted, boundary, uniform, 2, **size)
-    assert remote_inputs(karate, dataclasses.replace(boundary, q=q), 2, **size) == pytest.approx(wanted, abs=0.15)
+    wanted = remote_inputs(batches, skew)
+    assert 0 < wanted < remote_inputs(batches, uniform)
+    q, n = as_many_rows(batches, wanted, boundary, uniform)
+    assert remote_inputs(batches, dataclasses.replace(boundary, q=q)) == pytest.approx(wanted, abs=0.15)
     shorter = with_input_layer(uniform, n)
     assert shorter.n == (n, 12)
-    assert (
-        remote_inputs(karate, shorter, 2, **size)
-        <= wanted
-        < remote_inputs(karate, with_input_layer(uniform, n + 1), 2, **size)
-    )
+    assert remote_inputs(batches, shorter) <= wanted < remote_inputs(batches, with_input_layer(uniform, n + 1))
 
 
 @pytest.mark.long
@@ -245,7 +329,7 @@ def test_bias_is_that_of_samplers_that_have_one(karate: GraphTask) -> None:
     part = karate.part(0, 2)
 
     def of(**settings: Any) -> Any:
-        return bias_of(karate, part, SamplerSettings(n=6, **settings), batch=5, draws=300, seed=0)
+        return Record(bias_of(karate, part, SamplerSettings(n=6, **settings), batch=5, draws=300, seed=0))
 
     local, skewed = of(sampler="local"), of(mode="fixed", scale=4.0)
     assert local.noise == 0.0

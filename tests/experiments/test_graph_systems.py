@@ -8,6 +8,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.graph_runs import outcome
 from fedcomp.experiments.graph_systems import layer_sizes, sampler_settings
+from fedcomp.experiments.kit import Record
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import check, get_system
 from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
@@ -127,7 +128,7 @@ def test_the_row_learns_and_its_bytes_are_the_ledgers(settings: dict[str, object
     result = engines.run(row("karate", lr=0.5, **settings) if "lr" not in settings else row("karate", **settings))
     assert [record.replies for record in result] == [0, 2, 2]
     assert result.final.loss < result.rounds[0].loss
-    found = outcome(result)
+    found = Record(outcome(result))
     assert found.rows_fetched > 0
     assert (found.gap_rows, found.gap_link, found.gap_ids) == (0, 0, 0)
     assert found.feature_bytes_link == 2 * found.feature_bytes_logical
