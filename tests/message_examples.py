@@ -10,12 +10,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.flower import datalens, gcn, gossip, lsg, record_dp
+from fedcomp.flower import datalens, gcn, gossip, lsg, protocol, record_dp
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
     REQUIRED,
-    VERSION_FIELD,
     Data,
     Document,
     Entry,
@@ -29,6 +28,7 @@ from fedcomp.flower.schema import (
     Schema,
     Text,
     TextSchema,
+    Version,
 )
 
 _ASK = gcn.Ask("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
@@ -114,6 +114,24 @@ EXAMPLES: dict[str, Schema] = {
     "gossip.AnswerRecord": _ANSWER,
     "gossip.AnswerRecord/plain": replace(plain(_ANSWER), serial=3),
     "gossip.MemoryRecord": gossip.MemoryRecord("s", 3, 1),
+    "protocol.Announcement": protocol.Announcement(
+        "arrays",
+        3,
+        -5,
+        {"id": "topk", "density": 0.1, "codec": {"id": "qsgd"}},
+        {"b": [1], "a": 2},
+        b"12345678",
+        4,
+        3,
+        2,
+        {"id": "dense"},
+        9,
+        8,
+        b"digest..",
+        7,
+        3,
+    ),
+    "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
@@ -201,9 +219,11 @@ def all_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
 def whole_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
     """Yield what may be wrong with a message as a whole."""
     changes: dict[str, dict[str, Any]] = {"a field too many": {message.PREFIX + "unheard-of": 1}}
-    if message.VERSION:
-        versions = (message.VERSION + 1, 0, -1, True, str(message.VERSION), float(message.VERSION), None)
-        changes |= {f"version {version!r}": {message.PREFIX + VERSION_FIELD: version} for version in versions}
+    for entry in message.entries():
+        if isinstance(entry.rule, Version):
+            number = entry.rule.number
+            versions = (number + 1, 0, -1, True, str(number), float(number), None)
+            changes |= {f"version {version!r}": {entry.name: version} for version in versions}
     for what, change in changes.items():
         entries = {name: value for name, value in {**entries_of(message), **change}.items() if value is not None}
         content = with_entries(message, entries)

@@ -1,4 +1,4 @@
-"""What the drop-in pair says to each other beside the frames: field names, the announcement, the reply header.
+"""What the drop-in pair exchanges beside the frames: field names, the announcement, the reply header.
 
 The announcement is merged into the one ConfigRecord a strategy already sends, under prefixed keys, instead of being a
 record of its own: a client without the mod sees an ordinary message (Flower's own DP mods insist on exactly one
@@ -7,13 +7,12 @@ ConfigRecord), and a record more would cost about 240 bytes on the wire.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.errors import StateError
+from fedcomp.flower.schema import Data, Document, Int, OtherVersion, Schema, Text, Version
 
 PROTOCOL: Final = 1
 """Version of these fields. A peer that speaks another one is treated as a peer without the mod, and reported."""
@@ -38,6 +37,10 @@ LOOKS_AHEAD: Final = 2
 OWN_CONFIG: Final = "fedcomp"
 """Name of the ConfigRecord that carries the announcement when the strategy sends none of its own."""
 
+Number = Annotated[int, Int(absent=0)]
+Name = Annotated[bytes, Data(64)]
+Description = Annotated[dict[str, Any], Document(1 << 20, sort=True)]
+
 STALE: Final = "fedcomp.stale"
 """First word of the error reason of a client that was given an older message after a newer one."""
 
@@ -46,7 +49,7 @@ RESYNC: Final = "fedcomp.resync"
 
 
 @dataclass(frozen=True)
-class Announcement:
+class Announcement(Schema, key=OWN_CONFIG, prefix=PREFIX):
     """What the server tells a client with each message; clients need no configuration of their own.
 
     Attributes
@@ -77,46 +80,26 @@ class Announcement:
         What a client that leads is asked for: :data:`LEADS`, :data:`LOOKS_AHEAD` or both.
     """
 
-    record: str
-    round: int
-    seed: int
-    codec: dict[str, Any] = field(default_factory=dict)
-    policy: dict[str, Any] = field(default_factory=dict)
-    session: bytes = b""
-    sequence: int = 0
-    acknowledged: int = 0
-    generation: int = 0
-    downlink: dict[str, Any] = field(default_factory=dict)
-    version: int = 0
-    base: int = 0
-    digest: bytes = b""
-    support: int = 0
-    leader: int = 0
-    protocol: int = PROTOCOL
+    protocol: Annotated[int, Version(PROTOCOL)] = field(default=PROTOCOL, kw_only=True)
+    record: Annotated[str, Text()]
+    round: Number
+    seed: Annotated[int, Int(least=-(2**63), absent=0)]
+    codec: Description = field(default_factory=dict)
+    policy: Description = field(default_factory=dict)
+    session: Name = b""
+    sequence: Number = 0
+    acknowledged: Number = 0
+    generation: Number = 0
+    downlink: Description = field(default_factory=dict)
+    version: Number = 0
+    base: Number = 0
+    digest: Name = b""
+    support: Number = 0
+    leader: Annotated[int, Int(most=LEADS | LOOKS_AHEAD, absent=0)] = 0
 
     def write(self, config: ConfigRecord) -> None:
         """Add the announcement's fields to ``config``. Fields at their default are left out."""
-        put: dict[str, int | str | bytes] = {
-            "protocol": self.protocol,
-            "record": self.record,
-            "round": self.round,
-            "seed": self.seed,
-            "codec": _to_json(self.codec),
-            "policy": _to_json(self.policy),
-            "session": self.session,
-            "sequence": self.sequence,
-            "acknowledged": self.acknowledged,
-            "generation": self.generation,
-            "downlink": _to_json(self.downlink),
-            "version": self.version,
-            "base": self.base,
-            "digest": self.digest,
-            "support": self.support,
-            "leader": self.leader,
-        }
-        for name, value in put.items():
-            if value not in (0, "", b""):
-                config[PREFIX + name] = value
+        config.update(self.values())
 
     @classmethod
     def read(cls, config: ConfigRecord) -> Announcement | None:
@@ -126,40 +109,15 @@ class Announcement:
 
         Raises
         ------
-        StateError
+        SchemaError
             When the fields are there but damaged.
         """
         if PREFIX + "protocol" not in config:
             return None
-
-        def get(name: str, default: Any) -> Any:
-            value = config.get(PREFIX + name, default)
-            if type(value) is not type(default):
-                raise StateError(
-                    f"announcement field {name!r} is {type(value).__name__}, expected {type(default).__name__}"
-                )
-            return value
-
-        protocol = config[PREFIX + "protocol"]
-        if protocol != PROTOCOL:
-            return cls("", 0, 0, protocol=protocol if isinstance(protocol, int) else -1)
-        return cls(
-            record=get("record", ""),
-            round=get("round", 0),
-            seed=get("seed", 0),
-            codec=_from_json(get("codec", "")),
-            policy=_from_json(get("policy", "")),
-            session=get("session", b""),
-            sequence=get("sequence", 0),
-            acknowledged=get("acknowledged", 0),
-            generation=get("generation", 0),
-            downlink=_from_json(get("downlink", "")),
-            version=get("version", 0),
-            base=get("base", 0),
-            digest=get("digest", b""),
-            support=get("support", 0),
-            leader=get("leader", 0),
-        )
+        try:
+            return cls.of(config)
+        except OtherVersion as error:
+            return cls("", 0, 0, protocol=error.version)
 
     @staticmethod
     def erase(config: ConfigRecord) -> None:
@@ -180,19 +138,3 @@ def announce(content: RecordDict, announcement: Announcement) -> None:
     config = ConfigRecord(dict(configs.get(name, {})))
     announcement.write(config)
     content[name] = config
-
-
-def _to_json(config: dict[str, Any]) -> str:
-    return json.dumps(config, separators=(",", ":"), sort_keys=True) if config else ""
-
-
-def _from_json(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise StateError(f"announcement holds a configuration that is not JSON: {text[:80]!r}") from error
-    if not isinstance(value, dict):
-        raise StateError(f"announcement holds a configuration that is no dictionary: {text[:80]!r}")
-    return value

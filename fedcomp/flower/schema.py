@@ -38,9 +38,6 @@ from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 REQUIRED: Final = object()
 """A field without a value that stands for its absence."""
 
-VERSION_FIELD: Final = "protocol"
-"""Entry that holds the version of a record that has one."""
-
 LARGEST: Final = 2**63 - 1
 """Largest integer a record can hold."""
 
@@ -65,7 +62,15 @@ class SchemaError(PayloadError):
 
 
 class OtherVersion(SchemaError):
-    """A record is of another version of its protocol; nothing else in it was read."""
+    """A record is of another version of its protocol; nothing else in it was read.
+
+    Attributes
+    ----------
+    version : int
+        Which one; -1 where that is not a number.
+    """
+
+    version: int = -1
 
 
 class Rule:
@@ -144,6 +149,21 @@ class Real(Number):
             return value
         # Every comparison with NaN is false.
         if not (math.isfinite(value) and self.least <= value <= self.most and value > self.above):
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Version(Rule):
+    """The version of a protocol. It is read before anything else: fields of another version may mean something else."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"version {self.number}"
+
+    def read(self, value: Any) -> Any:
+        if type(value) is not int or value != self.number:
             raise ValueError
         return value
 
@@ -347,8 +367,6 @@ class Schema:
     ----------------
     key : str
         Name of the record.
-    version : int
-        Written as the first entry, ``protocol``; 0: the record has none.
     prefix : str
         Before every entry's name, in a record that holds other things, too: those are left alone.
     separator : str
@@ -361,7 +379,6 @@ class Schema:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     KEY: ClassVar[str] = ""
-    VERSION: ClassVar[int] = 0
     PREFIX: ClassVar[str] = ""
     SEPARATOR: ClassVar[str] = "_"
     HOLDER: ClassVar[type[ConfigRecord] | type[MetricRecord]] = ConfigRecord
@@ -370,13 +387,12 @@ class Schema:
         cls,
         *,
         key: str | None = None,
-        version: int | None = None,
         prefix: str | None = None,
         separator: str | None = None,
         holder: type[ConfigRecord] | type[MetricRecord] | None = None,
     ) -> None:
         super().__init_subclass__()
-        given = {"KEY": key, "VERSION": version, "PREFIX": prefix, "SEPARATOR": separator, "HOLDER": holder}
+        given = {"KEY": key, "PREFIX": prefix, "SEPARATOR": separator, "HOLDER": holder}
         for name, value in given.items():
             if value is not None:
                 setattr(cls, name, value)
@@ -400,8 +416,6 @@ class Schema:
     def values(self) -> dict[str, Any]:
         """Return the entries of the record, without what stands in frames."""
         found: dict[str, Any] = {}
-        if self.VERSION:
-            found[self.PREFIX + VERSION_FIELD] = self.VERSION
         for entry in self.entries():
             value = getattr(self, entry.field)
             if not isinstance(entry.rule, Frames) and value != entry.rule.missing:
@@ -449,13 +463,10 @@ class Schema:
     def of(cls, values: Mapping[str, Any], key: str | None = None, **frames: tuple[bytes, ...]) -> Self:
         """Return what the entries of a record say; see :meth:`take`."""
         where = repr(cls.KEY if key is None else key)
-        if cls.VERSION:
-            version = values.get(cls.PREFIX + VERSION_FIELD)
-            if type(version) is not int or version != cls.VERSION:
-                raise OtherVersion(
-                    f"record {where} is of version {shown(version)}, expected {cls.VERSION}", VERSION_FIELD
-                )
-        known = {entry.name for entry in cls.entries()} | ({cls.PREFIX + VERSION_FIELD} if cls.VERSION else set())
+        for entry in cls.entries():
+            if isinstance(entry.rule, Version):
+                _require_version(entry, values.get(entry.name), where)
+        known = {entry.name for entry in cls.entries()}
         unknown = sorted(name for name in values if name.startswith(cls.PREFIX) and name not in known)
         if unknown:
             raise SchemaError(f"record {where} ({cls.__name__}) has unknown entries {unknown[:5]}", unknown[0])
@@ -511,6 +522,16 @@ def _read(entry: Entry, values: Mapping[str, Any], where: str) -> Any:
         raise SchemaError(
             f"field {entry.name!r} of record {where} is {shown(value)}, expected {entry.rule}", entry.name
         ) from error
+
+
+def _require_version(entry: Entry, value: Any, where: str) -> None:
+    try:
+        entry.rule.read(value)
+    except ValueError as error:
+        what = f"field {entry.name!r} of record {where} is {shown(value)}, expected {entry.rule}"
+        other = OtherVersion(what, entry.name)
+        other.version = value if type(value) is int else -1
+        raise other from error
 
 
 def _rule(cls: type[Schema], field: str, hints: Mapping[str, Any]) -> Rule:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from message_examples import all_damages
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients import app as generic
@@ -20,10 +21,13 @@ from fedcomp.clients.private.dpsgd import record_dp
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
+from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.protocol import Announcement
+from fedcomp.flower.schema import SchemaError
 from fedcomp.strategies.compressed import Compressed
 
 OUTERMOST_FIRST = ("votes_only", *HALVES, "record_dp")
@@ -227,3 +231,19 @@ def test_the_generic_app_has_a_handler_for_every_system() -> None:
         for kind in (*kinds, "query.unknown"):
             (reply,) = grid.send_and_receive([Message(RecordDict(), node, kind)], timeout=9)
             assert ("function registered" in reply.error.reason) == (kind == "query.unknown"), kind
+
+
+@pytest.mark.parametrize("half", [compression(), shared_support()], ids=lambda half: half.name)
+def test_a_damaged_announcement_is_refused_before_the_app_sees_it(half: ClientHalf) -> None:
+    seen: list[str] = []
+    app, held = client(ClientApp(), only=[half]), context()
+    app.train()(answering(seen))
+    said = Announcement("arrays", 1, 0, codec=TopK(0.1).to_config(), session=b"s", sequence=1)
+    for what, content in all_damages(said):
+        # A server of another version is answered densely.
+        if "protocol" not in what and "version" not in what:
+            content["arrays"] = model()
+            with acting_as(1, 2), pytest.raises(SchemaError):
+                print(what, app(Message(content, 2, "train"), held))
+    assert not seen
+    assert not held.state
