@@ -19,11 +19,10 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import mean
 from fedcomp.graphs.adjacency import columns_of
 from fedcomp.graphs.base import Norms, Operator, Part, Rows
-from fedcomp.graphs.inclusion import base_weight, local_mass, waterfill
+from fedcomp.graphs.inclusion import base_weight, column_energy, local_mass, waterfill
 from fedcomp.graphs.plan import draw_batch, plan_round, plan_step
 from fedcomp.graphs.scale import moment_ratio
 from fedcomp.graphs.settings import SamplerSettings
-from fedcomp.graphs.variance import column_energy, poisson_variance
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -139,6 +138,16 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
         "variance": total["vs"] / total["v1"] if total["v1"] else math.nan,
         **{name: mean(values) for name, values in means.items()},
     }
+
+
+def poisson_variance(a: Reals, pi: Reals) -> float:
+    """Return ``sum_i a_i (1 / pi_i - 1)``: Poisson draws with weights 1 / pi_i.
+
+    Infinite when a column with energy has probability 0: no weight makes its estimator unbiased.
+    """
+    has = a > 0.0
+    with np.errstate(divide="ignore", over="ignore"):
+        return float((a[has] * ((1.0 - pi[has]) / pi[has])).sum())
 
 
 def remote_inputs(batches: Batches, settings: SamplerSettings) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.graphs.base import GraphError, Ids, Rows, UnknownStructure
+from fedcomp.graphs.base import GraphError, Ids, Rows, UnknownStructure, find
 
 KINDS: Final = ("sym", "mean")
 
@@ -212,8 +212,8 @@ class HaloStructure:
             For an id out of range.
         """
         ids = as_ids(ids, self.nodes)
-        mine, at = _find(self._own.ids, ids)
-        sent, where = _find(self._learnt.ids, ids)
+        mine, at = find(self._own.ids, ids)
+        sent, where = find(self._learnt.ids, ids)
         if not (mine | sent).all():
             raise self._unknown(
                 ids[~(mine | sent)], "adjacency rows", "ask their owners for them and learn() what they send"
@@ -239,8 +239,8 @@ class HaloStructure:
             For an id out of range.
         """
         ids = as_ids(ids, self.nodes)
-        near, at = _find(self._near[0], ids)
-        far, where = _find(self._far[0], ids)
+        near, at = find(self._near[0], ids)
+        far, where = find(self._far[0], ids)
         if not (near | far).all():
             raise self._unknown(ids[~(near | far)], "owners", "they stand in no row that is known here")
         owners = np.empty(len(ids), np.int32)
@@ -251,7 +251,7 @@ class HaloStructure:
     def known(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which rows of P are known here, boolean."""
         ids = as_ids(ids, self.nodes)
-        return _find(self._own.ids, ids)[0] | _find(self._learnt.ids, ids)[0]
+        return find(self._own.ids, ids)[0] | find(self._learnt.ids, ids)[0]
 
     def learn(self, rows: Rows, owners: Owners) -> HaloStructure:
         """Return the structure with ``rows`` added, whose columns have these ``owners``.
@@ -269,7 +269,7 @@ class HaloStructure:
         fresh = fresh[~self.known(rows.ids[fresh])]
         joined = _join(self._learnt, _take(rows.ids[fresh], fresh, rows.indptr, rows.columns, rows.values))
         order = np.argsort(joined.ids, kind="stable")
-        seen, at = _find(self._near[0], rows.columns)
+        seen, at = find(self._near[0], rows.columns)
         _require_same(rows.columns[seen], self._near[1][at[seen]], owners[seen])
         table = _owner_table(
             np.concatenate([self._far[0], rows.columns[~seen]]), np.concatenate([self._far[1], owners[~seen]])
@@ -382,14 +382,6 @@ def _join(first: Rows, second: Rows) -> Rows:
         np.concatenate([first.columns, second.columns]),
         np.concatenate([first.values, second.values]),
     )
-
-
-def _find(table: Ids, ids: Ids) -> tuple[NDArray[np.bool_], Ids]:
-    """Return which of ``ids`` stand in an ascending ``table``, and where those that do."""
-    if not len(table):
-        return np.zeros(len(ids), bool), np.zeros(len(ids), np.int64)
-    at = np.minimum(np.searchsorted(table, ids), len(table) - 1)
-    return np.asarray(table[at] == ids), at
 
 
 def _owner_table(ids: Ids, owners: Owners) -> tuple[Ids, Owners]:

@@ -19,6 +19,14 @@ from fedcomp.errors import FedcompError
 Ids = NDArray[np.int64]
 
 
+def find(table: Ids, ids: Ids) -> tuple[NDArray[np.bool_], Ids]:
+    """Return which of ``ids`` stand in an ascending ``table``, which may be much longer, and where those that do."""
+    if not len(table):
+        return np.zeros(len(ids), bool), np.zeros(len(ids), np.int64)
+    at = np.minimum(np.searchsorted(table, ids), len(table) - 1)
+    return np.asarray(table[at] == ids), at
+
+
 class GraphError(FedcompError, ValueError):
     """A graph, a partition of it or a list of its nodes is not what it has to be."""
 
@@ -139,10 +147,7 @@ class Part:
 
     def owned(self, ids: Ids) -> NDArray[np.bool_]:
         """Return which of ``ids`` this owner has, boolean, by binary search."""
-        if not len(self.ids):
-            return np.zeros(len(ids), bool)
-        at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        return np.asarray(self.ids[at] == ids)
+        return find(self.ids, ids)[0]
 
     def positions(self, ids: Ids) -> Ids:
         """Return where owned ``ids`` stand in :attr:`ids`.
@@ -152,13 +157,13 @@ class Part:
         GraphError
             When one of them is not owned here.
         """
-        have = self.owned(ids)
+        have, at = find(self.ids, ids)
         if not have.all():
             raise GraphError(
                 f"{int((~have).sum())} of {len(ids)} nodes are not of part {self.index}, the first "
                 f"{int(ids[~have][0])}; ask their owner"
             )
-        return np.searchsorted(self.ids, ids).astype(np.int64)
+        return at
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,34 @@ def base_weight(rows: Rows, positions: Ids, m: int, kind: str = "l1") -> Reals:
     raise ConfigError(f"unknown base weight {kind!r}{nearest(kind, WEIGHTS)}")
 
 
+def column_energy(rows: Rows, positions: Ids, m: int, norms: Reals) -> Reals:
+    """Return ``a_i = ||U[:, i]||^2 ||h_i||^2`` of each candidate.
+
+    Parameters
+    ----------
+    rows : Rows
+    positions : ndarray of int64, (nnz,)
+        Column of each entry among the candidates.
+    m : int
+        Number of candidates.
+    norms : ndarray of float, (m,)
+        L2 norm of the vector of each candidate.
+
+    Returns
+    -------
+    ndarray of float64, (m,)
+
+    Raises
+    ------
+    ConfigError
+        When there is not one finite norm of at least 0 per candidate.
+    """
+    norms = np.asarray(norms, np.float64)
+    if norms.shape != (m,) or not np.isfinite(norms).all() or (norms < 0.0).any():
+        raise ConfigError(f"expected {m} finite norms of at least 0, one per candidate; got shape {norms.shape}")
+    return np.bincount(positions, rows.values * rows.values, m) * norms * norms
+
+
 def local_mass(weights: Reals, local: NDArray[np.bool_]) -> float:
     """Return lambda: the share of the weights on local candidates, NaN when there is no weight at all.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import Adjacency
-from fedcomp.graphs.base import GraphError, Ids, MissingRows, Operator, Part, StepPlan
+from fedcomp.graphs.base import GraphError, Ids, MissingRows, Operator, Part, StepPlan, find
 
 Features = NDArray[np.floating]
 Fetched = Mapping[int, tuple[Ids, Features]] | Iterable[tuple[Ids, Features]]
@@ -156,10 +156,7 @@ def gather(part: Part, plan: StepPlan, fetched: Fetched) -> Tensor:
     for known, rows in fetched.values() if isinstance(fetched, Mapping) else fetched:
         if rows.shape != (len(known), width):
             raise GraphError(f"rows of shape {rows.shape} for {len(known)} nodes with {width} features each")
-        if not len(known):
-            continue
-        at = np.minimum(np.searchsorted(known, ids[open_]), len(known) - 1)
-        found = known[at] == ids[open_]
+        found, at = find(known, ids[open_])
         out[open_[found]] = rows[at[found]]
         open_ = open_[~found]
     if len(open_):

@@ -25,6 +25,7 @@ from fedcomp.graphs.base import (
     StepPlan,
     Unavailable,
     UnknownStructure,
+    find,
 )
 from fedcomp.graphs.samplers import Bools, Draw, Layer, Reals, Uniforms, draw
 from fedcomp.graphs.settings import SamplerSettings
@@ -246,17 +247,9 @@ def wanted(plans: Sequence[StepPlan], have: Ids) -> dict[int, Ids]:
     """
     ids, first = np.unique(np.concatenate([np.zeros(0, np.int64), *(plan.remote for plan in plans)]), return_index=True)
     owners = np.concatenate([np.zeros(0, np.int32), *(plan.owners for plan in plans)])[first]
-    lacking = ~_among(have, ids)
+    lacking = ~find(have, ids)[0]
     ids, owners = ids[lacking], owners[lacking]
     return {int(owner): ids[owners == owner] for owner in np.unique(owners)}
-
-
-def _among(table: Ids, ids: Ids) -> Bools:
-    """Return which of ``ids`` stand in an ascending table, by binary search: the table may be much longer."""
-    if not len(table):
-        return np.zeros(len(ids), bool)
-    at = np.minimum(np.searchsorted(table, ids), len(table) - 1)
-    return np.asarray(table[at] == ids)
 
 
 def _given_scale(settings: SamplerSettings, scale: float | None) -> float:
@@ -279,7 +272,7 @@ def _usable(part: Part, candidates: Ids, owned: Bools, level: int, unavailable: 
     if level > 0:
         usable[theirs] = part.structure.known(candidates[theirs])
     else:
-        usable[theirs] = _among(unavailable.held, candidates[theirs])
+        usable[theirs] = find(unavailable.held, candidates[theirs])[0]
     return usable
 
 
@@ -291,7 +284,7 @@ def _favoured(
     if level >= settings.layers - level:
         # The batch is owned, and what a layer chooses from is as many hops from it as there are layers from here up.
         return np.ones(len(candidates), bool)
-    return owned | _among(reach(part, level, unavailable), candidates)
+    return owned | find(reach(part, level, unavailable), candidates)[0]
 
 
 def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:

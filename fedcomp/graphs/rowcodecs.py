@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.graphs.base import GraphError, Ids, MissingRows
+from fedcomp.graphs.base import GraphError, Ids, MissingRows, find
 from fedcomp.graphs.ids import (
     HEAD,
     MAX_NODES,
@@ -154,9 +154,7 @@ class Block:
 
 def positions(have: Ids, ids: Ids) -> Ids:
     """Return where ascending ``ids`` stand in ascending ``have``; raise MissingRows naming those that do not."""
-    at = np.searchsorted(have, ids)
-    found = at < have.size
-    found[found] = have[at[found]] == ids[found]
+    found, at = find(have, ids)
     if not found.all():
         absent = ids[~found]
         raise MissingRows(f"{absent.size} of {ids.size} rows are not here, the first of node {int(absent[0])}", absent)

@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import FullStructure
-from fedcomp.graphs.base import Ids, Part, Rows
-from fedcomp.graphs.inclusion import base_weight, local_mass, multinomial, poisson, waterfill
+from fedcomp.graphs.base import Ids, Part, Rows, find
+from fedcomp.graphs.inclusion import base_weight, column_energy, local_mass, multinomial, poisson, waterfill
 from fedcomp.graphs.scale import scale
 from fedcomp.graphs.settings import SamplerSettings
-from fedcomp.graphs.variance import column_energy
 
 Bools = NDArray[np.bool_]
 Reals = NDArray[np.float64]
@@ -278,9 +277,7 @@ def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms
     m = len(layer.candidates)
     p = ends[layer.candidates] - np.where(layer.candidates > 0, ends[layer.candidates - 1], 0.0)
     p = np.where(layer.usable & ~kept, p, 0.0)
-    here, at = np.zeros(m, np.int64), np.searchsorted(layer.candidates, drawn)
-    found = at < m
-    found[found] = layer.candidates[at[found]] == drawn[found]
+    here, (found, at) = np.zeros(m, np.int64), find(layer.candidates, drawn)
     here[at[found]] = counts[found]
     factors = _hansen_hurwitz(p, here, n)
     factors[kept] = 1.0

@@ -38,8 +38,6 @@ def scale(
     s: float = 1.0,
     a_local: float = math.nan,
     a_remote: float = math.nan,
-    m: float = 0.0,
-    second_moment: bool = True,
 ) -> float:
     """Return the factor by which weights of local candidates are multiplied, from 1 to ``s_max``.
 
@@ -58,11 +56,6 @@ def scale(
         Of "fixed" and "adaptive": the scale, at least 1.
     a_local, a_remote : float
         Of "measured": sum of ``a_i / q_i`` over local and over remote candidates, q summing to 1 over both.
-    m : float
-        Of "measured" with ``second_moment`` false: ``||Z||^2``, or less. The larger m, the smaller the scale: with
-        ``||Z||^2`` itself the budget is on the variance M - m, with 0 on M.
-    second_moment : bool
-        Whether the budget is on M (default), or on M - m.
 
     Raises
     ------
@@ -77,7 +70,7 @@ def scale(
     if not 0.0 <= lam <= 1.0:
         raise ConfigError(f"local mass {lam!r} is not valid: a share from 0 to 1 (NaN: a layer without candidates)")
     if mode == "measured":
-        _check_sums(a_local, a_remote, m)
+        _check_sums(a_local, a_remote)
     if lam in (0.0, 1.0):
         return 1.0
     if mode in ("fixed", "adaptive"):
@@ -94,7 +87,7 @@ def scale(
         # p_i(s) >= q_i / (s lambda + 1 - lambda) for every i, so that M(s) <= (1 + (s - 1) lambda) M(1) for any a
         found = 1.0 + (D - 1.0) / lam
     else:
-        found = _measured(lam, D, a_local, a_remote, 0.0 if second_moment else m)
+        found = _measured(lam, D, a_local, a_remote)
     return float(min(found, s_max))
 
 
@@ -110,16 +103,14 @@ def moment_ratio(s: float, lam: float, a_local: float, a_remote: float) -> float
     return (s * lam + 1.0 - lam) * (near / s + far) / (near + far)
 
 
-def _check_sums(a_local: float, a_remote: float, m: float) -> None:
-    for name, value in (("a_local", a_local), ("a_remote", a_remote), ("m", m)):
+def _check_sums(a_local: float, a_remote: float) -> None:
+    for name, value in (("a_local", a_local), ("a_remote", a_remote)):
         if not 0.0 <= value < math.inf:
             raise ConfigError(f"{name}={value!r} is not valid: mode 'measured' needs it, finite and at least 0")
-    if m > (a_local + a_remote) * (1.0 + 1e-9):
-        raise ConfigError(f"m={m!r} is above the second moment {a_local + a_remote!r}; ||Z||^2 never is")
 
 
-def _measured(lam: float, D: float, a_local: float, a_remote: float, m: float) -> float:
-    """Return the largest s with ``M(s) - m <= D (M(1) - m)``.
+def _measured(lam: float, D: float, a_local: float, a_remote: float) -> float:
+    """Return the largest s with ``M(s) <= D M(1)``.
 
     In t = s - 1 the equation is ``a t^2 + b t - e = 0`` with e >= 0, so that one root is at least 0; in s the
     coefficients nearly cancel when D is near 1.
@@ -127,8 +118,8 @@ def _measured(lam: float, D: float, a_local: float, a_remote: float, m: float) -
     largest = max(a_local, a_remote)
     if not largest > 0.0:
         return math.inf
-    near, far, rest = a_local / largest, a_remote / largest, min(m / largest, a_local / largest + a_remote / largest)
-    e = (D - 1.0) * (near + far - rest)
+    near, far = a_local / largest, a_remote / largest
+    e = (D - 1.0) * (near + far)
     a = lam * far
     b = lam * far - (1.0 - lam) * near - e
     if b > 0.0:
