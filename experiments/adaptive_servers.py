@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any, Final
 
 from fedcomp.experiments.experiment import Config, Option
-from fedcomp.experiments.findings import Claim, Say, Table, mean
-from fedcomp.experiments.grid import Cell, Measured, run_cells
+from fedcomp.experiments.findings import Claim, Table, mean
+from fedcomp.experiments.kit import Records, Say, Sweep, claim, repetitions, table
 
 SERVERS: Final = {"FedAvg": "fedavg", "FedAdam": "fedadam", "FedYogi": "fedyogi", "FedAdagrad": "fedadagrad"}
 DENSE: Final = "dense"
@@ -49,25 +49,27 @@ class Row:
         """The step sizes and taus to choose from; FedAvg has none."""
         return GRID if self.server != "FedAvg" else ((1.0, 0.0),)
 
-    def cell(self, config: Config, setting: tuple[float, float], seed: int, *, tuning: bool = False) -> Cell:
-        """Return one training, on the validation split if ``tuning``."""
-        eta, tau = setting
-        density = float(config.settings["density"])
-        codec: dict[str, Any] = {"id": "feedback", "codec": {"id": "topk", "density": density}}
-        server: dict[str, Any] = {"inner": SERVERS[self.server], "inner.eta": eta, "inner.tau": tau}
-        return Cell(
-            name=f"{self.server}, {self.way}, eta {eta:g}, tau {tau:g}, {'tuning ' * tuning}seed {seed}",
-            codec={"id": "identity"} if self.way == DENSE else codec,
-            task="digits",
-            options={"hidden": str(config.settings["task.hidden"]), "validation": tuning},
-            clients=config.clients,
-            rounds=int(config.settings["server_rounds"]),
-            seed=seed + tuning * TUNING_SEED,
-            training={"lr": float(config.settings["server_lr"]), "batch_size": 32, "epochs": 1},
-            every=1,
-            server={} if self.server == "FedAvg" else server,
-            everywhere=self.way == EVERYWHERE,
-        )
+
+def train(
+    server: str, way: str, eta: float, tau: float, seed: int, *, config: Config, tuning: bool = False
+) -> dict[str, Any]:
+    """Train a row with a step size and tau; on the validation split if ``tuning``."""
+    from fedcomp.experiments.central import Plan, measured
+    from fedcomp.tasks import get_task
+
+    top = {"id": "feedback", "codec": {"id": "topk", "density": float(config.settings["density"])}}
+    moments = {"inner": SERVERS[server], "inner.eta": eta, "inner.tau": tau}
+    plan = Plan(
+        get_task("digits", hidden=str(config.settings["task.hidden"]), validation=tuning),
+        config.clients,
+        int(config.settings["server_rounds"]),
+        seed + tuning * TUNING_SEED,
+        {"lr": float(config.settings["server_lr"]), "batch_size": 32, "epochs": 1},
+        1,
+        {} if server == "FedAvg" else moments,
+        way == EVERYWHERE,
+    )
+    return measured(plan, {"id": "identity"} if way == DENSE else top)
 
 
 # FedAvg has no moments; FedAdagrad's do not move where nothing arrived.
@@ -76,68 +78,69 @@ ROWS: Final = tuple(
 )
 
 
-def measure(config: Config, say: Say) -> tuple[Table, dict[str, float]]:
-    """Tune every row, train it with the experiment's seeds, and return the table and what the claims read."""
-    workers = int(config.settings["workers"])
-    tried = {
-        row: {setting: row.cell(config, setting, config.seed, tuning=True) for setting in row.grid}
-        for row in ROWS
-        if len(row.grid) > 1
+def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
+    """Tune every row and train it with the experiment's seeds: sparse updates cost an adaptive server little."""
+    processes = int(config.settings["workers"])
+
+    def cells(chosen: Mapping[Row, Sequence[tuple[float, float]]], seeds: Sequence[int]) -> list[dict[str, Any]]:
+        return [
+            {"server": row.server, "way": row.way, "eta": eta, "tau": tau, "seed": seed}
+            for row, settings in chosen.items()
+            for eta, tau in settings
+            for seed in seeds
+        ]
+
+    tuned = {row: row.grid for row in ROWS if len(row.grid) > 1}
+    shared: dict[str, Any] = {"config": config, "tuning": True}
+    tried = Sweep(train, cells(tuned, [config.seed]), "tuning servers", shared)(say, processes)
+    best = {key: max(group, key=lambda r: r.settled) for key, group in tried.groups("server", "way").items()}
+    chosen = {row: row.grid for row in ROWS} | {
+        row: [(best[row.server, row.way].eta, best[row.server, row.way].tau)] for row in tuned
     }
-    found = run_cells([cell for cells in tried.values() for cell in cells.values()], say, workers)
-    chosen = {row: row.grid[0] for row in ROWS}
-    for row, options in tried.items():
-        reached = {setting: found[cell.name].settled for setting, cell in options.items()}
-        chosen[row] = max(reached, key=reached.__getitem__)
-    seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
-    cells = {row: [row.cell(config, chosen[row], seed) for seed in seeds] for row in ROWS}
-    done = run_cells([cell for group in cells.values() for cell in group], say, workers)
-    groups = {row: [done[cell.name] for cell in group] for row, group in cells.items()}
-    values = {_key(row): _lost(row, groups) for row in ROWS}
-    return _table(chosen, groups), values
-
-
-def _key(row: Row) -> str:
-    return f"{row.server}, {row.way}: points lost"
-
-
-def _lost(row: Row, groups: Mapping[Row, Sequence[Measured]]) -> float:
-    dense = groups[Row(row.server, DENSE)]
-    return 100 * (mean(m.settled for m in dense) - mean(m.settled for m in groups[row]))
-
-
-def _table(chosen: Mapping[Row, tuple[float, float]], groups: Mapping[Row, Sequence[Measured]]) -> Table:
-    rows = []
-    for row, group in groups.items():
-        dense = groups[Row(row.server, DENSE)]
-        tuned = row.server != "FedAvg"
-        rows.append(
-            [
-                f"{row.server}, {row.way}",
-                chosen[row][0] if tuned else None,
-                chosen[row][1] if tuned else None,
-                round(100 * mean(m.settled for m in group), 1),
-                round(_lost(row, groups), 1),
-                round(100 * mean(m.stale for m in group)) if tuned and row.way != DENSE else None,
-                round(mean(m.uplink for m in dense) / mean(m.uplink for m in group), 1),
-            ]
+    done = Sweep(train, cells(chosen, repetitions(config)), "servers", {"config": config})(say, processes)
+    groups = {Row(*key): group for key, group in done.groups("server", "way").items()}
+    source = "goal: both tuned over the same grid; the mean over the last five rounds"
+    return _table(groups), [
+        claim(
+            f"{row.server}, {row.way}: points of accuracy lost against dense",
+            _lost(row, groups),
+            f"<= {LOST}",
+            source,
         )
-    return Table(
+        for row in ROWS
+        if row.way == SPARSE and row.server != "FedAvg"
+    ]
+
+
+def _lost(row: Row, groups: Mapping[Row, Records]) -> float:
+    dense = groups[Row(row.server, DENSE)]
+    return 100 * (mean(dense.each("settled")) - mean(groups[row].each("settled")))
+
+
+def _table(groups: Mapping[Row, Records]) -> Table:
+    def sent(row: Row) -> float:
+        return mean(groups[row].each("uplink"))
+
+    def tuned(row: Row, name: str) -> float | None:
+        return None if row.server == "FedAvg" else groups[row][0][name]
+
+    columns: dict[str, Any] = {
+        "server": lambda row: f"{row.server}, {row.way}",
+        "eta": lambda row: tuned(row, "eta"),
+        "tau": lambda row: tuned(row, "tau"),
+        "test, %": lambda row: round(100 * mean(groups[row].each("settled")), 1),
+        "points lost": lambda row: round(_lost(row, groups), 1),
+        "stale step, %": lambda row: (
+            None if row.server == "FedAvg" or row.way == DENSE else round(100 * mean(groups[row].each("stale")))
+        ),
+        "uplink ratio": lambda row: round(sent(Row(row.server, DENSE)) / sent(row), 1),
+    }
+    return table(
         "Server optimisers on sparse updates",
-        ("server", "eta", "tau", "test, %", "points lost", "stale step, %", "uplink ratio"),
-        rows,
+        columns,
+        groups,
         "Clients make one pass over their images a round. Step size eta and tau are the best of the same grid on a "
         "validation split, for every row by itself. Test: the mean over the last five rounds and all seeds; points "
         "lost: against the same server with dense updates. Stale step: share of the server's step, squared, on "
         "coordinates of which nothing arrived in that round.",
     )
-
-
-def claims(values: Mapping[str, float]) -> list[Claim]:
-    """Sparse updates cost an adaptive server little."""
-    source = "goal: both tuned over the same grid; the mean over the last five rounds"
-    return [
-        Claim(f"{row.server}, {row.way}: points of accuracy lost against dense", values[_key(row)], "<=", LOST, source)
-        for row in ROWS
-        if row.way == SPARSE and row.server != "FedAvg"
-    ]

@@ -1,54 +1,144 @@
-"""Compressed federated averaging without messages: many clients, one process, the same arithmetic.
+"""Federated averaging without messages: many clients, one process, the same arithmetic.
 
 For grids too large to send as Flower messages, and for methods that cannot be sent at all because they need to see
-every client's update at once. Every client trains as :mod:`fedcomp.clients.app` does, encodes as
-:mod:`fedcomp.clients.compressed` does, and the frames are added as :class:`fedcomp.strategies.compressed.Compressed`
-adds them: a system that runs both ways ends in the same model bit for bit, with the same bytes of frames
-(``tests/experiments/test_central.py`` and the claims of the experiment ``sparsifiers``). What is left out is what does
-not change the model: messages, acknowledgements, lost replies.
+every client's update at once. Every client trains as :mod:`fedcomp.clients.app` does and encodes as
+:mod:`fedcomp.clients.compressed` does. Then frames are added as :class:`fedcomp.strategies.compressed.Compressed` adds
+them (:func:`simulate`); or, of a private system, who is drawn, what is admitted, the ledger, the noise and the step are
+the strategy's own, through the methods that the drop-in pair calls (:func:`simulate_private`). A system that runs both
+ways ends in the same model bit for bit, with the same bytes of frames and the same statement
+(``tests/experiments/test_central.py``, ``test_private_central.py`` and the claims of ``sparsifiers`` and ``topagg``).
+What is left out is what does not change the model: messages, acknowledgements, lost replies.
+
+Why the in-process grid does not do this: ``python -m experiments.bench messages`` measures what records alone cost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Identity
+from fedcomp.codecs import Codec, Identity, get_codec
+from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.experiments.parts import INNER_PREFIX, TASK_PREFIX, make_inner, policy
+from fedcomp.experiments.findings import Table, different_bytes
+from fedcomp.experiments.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
-from fedcomp.experiments.spec import RunSpec
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import TRAINING, get_system
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector
 from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
+from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import aggregate_once
+from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.tasks import get_task
+from fedcomp.wire import FILLED
 
 if TYPE_CHECKING:
+    from fedcomp.privacy.statement import Statement
     from fedcomp.tasks.base import Task
 
 __all__ = [
+    "Beside",
+    "Clients",
     "Cost",
     "Exchange",
     "Led",
     "Outcome",
     "Plan",
     "Point",
+    "PrivateOutcome",
     "Scheme",
     "Separate",
+    "beside",
+    "measured",
+    "run",
     "scheme_of",
     "simulate",
+    "simulate_private",
     "sum_frame",
 ]
+
+
+class Clients:
+    """All clients of a task, which train one after the other in one model.
+
+    Parameters
+    ----------
+    task : Task
+    clients, seed : int
+    training : mapping
+        Arguments of :meth:`fedcomp.tasks.base.Task.train`.
+    dense : DensityPolicy, optional
+        Decides per tensor what travels dense.
+    lossless : bool
+        Whether the models themselves are sent, not differences.
+
+    Raises
+    ------
+    ConfigError
+        When the model has buffers that travel beside the vector (statistics, counters): run it on an engine.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        clients: int,
+        seed: int,
+        training: Mapping[str, Any],
+        *,
+        dense: DensityPolicy | None = None,
+        lossless: bool = False,
+    ) -> None:
+        self.task, self.seed, self.training, self.lossless = task, seed, training, lossless
+        self.model = task.model(seed)
+        # Views of the one model's own memory: a client's training begins by copying the shared model into them.
+        self.views = {name: tensor.detach().numpy() for name, tensor in self.model.state_dict().items()}
+        self.layout = Layout.of(self.views, dense, cast_floats=not lossless)
+        if self.layout.exact:
+            raise ConfigError(
+                f"the model has {len(self.layout.exact)} buffers that are no weights, first "
+                f"{self.layout.exact[0].name!r}; without messages only weights are trained: use a model without them, "
+                "or an engine"
+            )
+        self.data = [task.client(i, clients) for i in range(clients)]
+
+    @property
+    def vector(self) -> Vector:
+        """What the model holds now."""
+        return self.layout.flatten(self.views)
+
+    def load(self, vector: Vector) -> None:
+        """Put a vector into the model."""
+        for t in self.layout.tensors:
+            self.views[t.name].reshape(-1)[...] = vector[t.slice]
+
+    def update(self, client: int, number: int, vector: Vector) -> Update:
+        """Return what ``client`` makes of the shared model in round ``number``: a difference, or the model itself."""
+        self.load(vector)
+        key = Key(self.seed, "batches", number, client)
+        self.task.train(self.model, self.data[client], key=key, **self.training)
+        return Update(self.vector if self.lossless else self.vector - vector, self.layout)
+
+    def evaluate(self, vector: Vector) -> tuple[float, float]:
+        """Return a model's loss on all training examples and its accuracy on the test split."""
+        self.load(vector)
+        loss = self.task.evaluate(self.model, self.task.train_split)["loss"]
+        return float(loss), float(self.task.evaluate(self.model, self.task.test)[self.task.metric])
+
+    def arrays(self, vector: Vector) -> dict[str, NDArray[Any]]:
+        """Return a vector as named arrays."""
+        return {name: array.copy() for name, array in self.layout.unflatten(vector).items()}
 
 
 @dataclass(frozen=True)
@@ -93,8 +183,6 @@ class Plan:
             When the spec asks for what only messages can do: cohorts, a compressed downlink, an inner strategy that is
             neither FedAvg nor one with moments.
         """
-        from fedcomp.tasks import get_task
-
         system = get_system(spec.system)
         settings = system.resolve(spec.settings)
         for key, only in (("fraction", 1.0), ("downlink", "")):
@@ -103,13 +191,10 @@ class Plan:
         server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
         if settings["inner"] != "fedavg" or server:
             server = {"inner": settings["inner"], **server}
-        options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
-        # Zero is what training does anyway; the messages leave it out, too.
-        training = {key: settings[key] for key in TRAINING if settings[key]}
         codec = getattr(system.make_strategy(settings, spec.seed), "codec", Identity())
         every = int(settings["evaluate_every"])
-        task, dense = get_task(spec.task, **options), policy(settings)
-        plan = cls(task, spec.clients, spec.rounds, spec.seed, training, every, server, policy=dense)
+        task, dense = get_task(spec.task, **below(settings, TASK_PREFIX)), policy(settings)
+        plan = cls(task, spec.clients, spec.rounds, spec.seed, _training(settings), every, server, policy=dense)
         return plan, scheme_of(codec)
 
 
@@ -227,46 +312,68 @@ def simulate(plan: Plan, scheme: Scheme, on_point: Callable[[Point], object] | N
     ConfigError
         When the model has buffers that travel beside the vector (statistics, counters): run it on an engine.
     """
-    task = plan.task
-    model = task.model(plan.seed)
-    # Views of the one model's own memory: a client's training begins by copying the shared model into them.
-    views = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-    layout = Layout.of(views, plan.policy, cast_floats=not scheme.lossless)
-    if layout.exact:
-        raise ConfigError(
-            f"the model has {len(layout.exact)} buffers that are no weights, first {layout.exact[0].name!r}; "
-            "without messages only weights are trained: use a model without them, or an engine"
-        )
-    data = [task.client(i, plan.clients) for i in range(plan.clients)]
-    weights = [len(split) for split in data]
-    states = scheme.start(layout, plan.clients)
-    vector = layout.flatten(views)
-    run = _Run(plan, scheme, views, layout, vector)
-    server = _Server(plan, layout, sparse=scheme.codec.sparse(layout) and not plan.everywhere)
-    run.look(model, 0, on_point)
+    clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=scheme.lossless)
+    weights = [len(split) for split in clients.data]
+    states = scheme.start(clients.layout, plan.clients)
+    history = _History(clients, clients.vector, on_point)
+    server = _Server(plan, clients.layout, sparse=scheme.codec.sparse(clients.layout) and not plan.everywhere)
+    history.look(0)
     for number in range(1, plan.rounds + 1):
-        updates = []
-        for i, split in enumerate(data):
-            run.load()
-            task.train(model, split, key=Key(plan.seed, "batches", number, i), **plan.training)
-            update = layout.flatten(views)
-            if not scheme.lossless:
-                update -= run.vector
-            updates.append(Update(update, layout))
+        before = history.vector
+        updates = [clients.update(i, number, before) for i in range(plan.clients)]
         due = number == plan.rounds or (plan.every > 0 and number % plan.every == 0)
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 done = scheme.round(updates, weights, states, Key(plan.seed, "uplink", number), look=due)
-                after = server.step(number, run.vector, done.mean if scheme.lossless else run.vector + done.mean)
+                after = server.step(number, before, done.mean if scheme.lossless else before + done.mean)
             if not np.isfinite(after).all():
                 raise NonFiniteUpdate("the aggregate is not finite")
         except NonFiniteUpdate:
-            return run.diverge(number, on_point)
+            return history.diverge(number)
         states = done.states
-        run.advance(after, done)
+        history.advance(after, done)
         if due:
-            run.look(model, number, on_point)
-    return replace(run.outcome(None), steps=server.stale)
+            history.look(number)
+    return replace(history.outcome(None), steps=server.stale)
+
+
+def measured(plan: Plan, codec: Mapping[str, Any], *, oracle: bool = False) -> dict[str, Any]:
+    """Run ``plan`` with a codec and return figures as plain data, for a sweep.
+
+    Parameters
+    ----------
+    codec : mapping
+        The codec's configuration, as :func:`fedcomp.codecs.get_codec` takes it.
+    oracle : bool
+        For ScaleCom: select from the mean of all clients.
+
+    Returns
+    -------
+    dict
+        ``loss`` (infinite when it diverged) and ``accuracy`` of the final model, on all training examples and on the
+        test split; ``settled``, the mean accuracy over the last five evaluations; ``uplink``, ``downlink``: bytes of
+        all frames; ``kept``, ``union``, ``overlap``: means over rounds (and clients) of the compressible values a
+        client sent, of the coordinates at which the mean is not zero, and of 1 - q/k of the shared support;
+        ``build_up``: the largest, over rounds, of those coordinates over the most values one client sent, at most 1 on
+        a shared support; ``stale``: mean share of the server's step, squared, on coordinates of which nothing arrived;
+        ``diverged``: the round in which updates were not finite, or None; ``points``: round, loss and uplink bytes so
+        far of every evaluation.
+    """
+    made = get_codec(dict(codec))
+    scheme = Led(made, oracle=True) if oracle and isinstance(made, ScaleCom) else scheme_of(made)
+    with quiet():
+        return _figures(simulate(plan, scheme))
+
+
+def _figures(out: Outcome) -> dict[str, Any]:
+    names = ("uplink", "downlink", "kept", "union", "overlap", "diverged", "settled", "stale")
+    return {
+        "loss": out.final.loss,
+        "accuracy": out.final.accuracy,
+        **{name: getattr(out, name) for name in names},
+        "build_up": max((e.union / max(1, *e.kept) for e in out.exchanges), default=math.nan),
+        "points": [(float(p.round), p.loss, float(p.uplink)) for p in out.points],
+    }
 
 
 class _Server:
@@ -307,54 +414,224 @@ class _Server:
         return after
 
 
-@dataclass
-class _Run:
+class _History:
     """The shared model and the records of a simulation."""
 
-    plan: Plan
-    scheme: Scheme
-    views: dict[str, NDArray[Any]]
-    layout: Layout
-    vector: Vector
-    points: list[Point] = field(default_factory=list)
-    costs: list[Cost] = field(default_factory=list)
-    uplink: int = 0
-    downlink: int = 0
-
-    def load(self) -> None:
-        """Put the shared model into the one torch model."""
-        for t in self.layout.tensors:
-            self.views[t.name].reshape(-1)[...] = self.vector[t.slice]
+    def __init__(self, clients: Clients, vector: Vector, on_point: Callable[[Point], object] | None) -> None:
+        self.clients, self.vector, self._on_point = clients, vector, on_point
+        self.points: list[Point] = []
+        self.costs: list[Cost] = []
 
     def advance(self, vector: Vector, done: Exchange) -> None:
         """Take over the round's result."""
         self.vector = vector
-        self.uplink += done.uplink
-        self.downlink += done.downlink
         self.costs.append(Cost(done.uplink, done.downlink, done.union, tuple(done.kept), done.overlap))
 
-    def look(self, model: Any, number: int, on_point: Callable[[Point], object] | None) -> None:
+    def look(self, number: int) -> None:
         """Evaluate the shared model."""
-        self.load()
-        task = self.plan.task
-        loss = task.evaluate(model, task.train_split)["loss"]
-        accuracy = task.evaluate(model, task.test)[task.metric]
-        self._add(Point(number, loss, accuracy, self.uplink, self.downlink), on_point)
+        self._add(number, *self.clients.evaluate(self.vector))
 
-    def diverge(self, number: int, on_point: Callable[[Point], object] | None) -> Outcome:
+    def diverge(self, number: int) -> Outcome:
         """End here: the updates of round ``number`` are no numbers."""
-        self._add(Point(number, math.inf, math.nan, self.uplink, self.downlink), on_point)
+        self._add(number, math.inf, math.nan)
         return self.outcome(number)
 
     def outcome(self, diverged: int | None) -> Outcome:
         """Return what there is."""
-        arrays = {name: array.copy() for name, array in self.layout.unflatten(self.vector).items()}
-        return Outcome(arrays, self.points, self.costs, diverged)
+        return Outcome(self.clients.arrays(self.vector), self.points, self.costs, diverged)
 
-    def _add(self, point: Point, on_point: Callable[[Point], object] | None) -> None:
-        self.points.append(point)
-        if on_point is not None:
-            on_point(point)
+    def _add(self, number: int, loss: float, accuracy: float) -> None:
+        uplink, downlink = sum(cost.uplink for cost in self.costs), sum(cost.downlink for cost in self.costs)
+        self.points.append(Point(number, loss, accuracy, uplink, downlink))
+        if self._on_point is not None:
+            self._on_point(self.points[-1])
+
+
+@dataclass
+class PrivateOutcome:
+    """What a simulated private run came to.
+
+    Attributes
+    ----------
+    arrays : dict of str to ndarray
+        The final model.
+    loss, accuracy : float
+        Of the final model: on all training examples, infinite where it diverged, and on the test split.
+    frames : list of int
+        Bytes of every frame without its padding.
+    padded : int or None
+        Bytes of every frame as it is sent, where all are padded to one length.
+    rounds : int
+        Rounds made; fewer than asked where a budget or a cap ended the run.
+    statement : Statement
+    """
+
+    arrays: dict[str, NDArray[Any]]
+    loss: float
+    accuracy: float
+    frames: list[int]
+    padded: int | None
+    rounds: int
+    statement: Statement
+
+    @property
+    def uplink(self) -> int:
+        """Bytes of all frames as they are sent."""
+        return sum(self.frames) if self.padded is None else len(self.frames) * self.padded
+
+
+def simulate_private(spec: RunSpec) -> PrivateOutcome:
+    """Run ``spec``, whose system is a private row in the drop-in pair, without messages.
+
+    Raises
+    ------
+    ConfigError
+        When the system is not private, has no codec, or asks for what only messages can do: a compressed downlink,
+        a codec with memory, buffers beside the vector.
+    """
+    system = get_system(spec.system)
+    settings = system.resolve(spec.settings)
+    pair = system.make_strategy(settings, spec.seed)
+    if not isinstance(pair, Compressed) or not isinstance(pair.inner, PrivateStrategy):
+        raise ConfigError(f"{spec.system!r} with these settings is no private system in the drop-in pair")
+    if settings["downlink"]:
+        raise ConfigError(f"without messages there is no downlink={settings['downlink']!r}; run it on an engine")
+    strategy, codec = pair.inner, pair.codec
+    if codec.remembers:
+        raise ConfigError(f"{codec!r} keeps a memory on its client, which is not simulated here; run it on an engine")
+    strategy.declare(spec.clients)
+    task = get_task(spec.task, **below(settings, TASK_PREFIX))
+    clients = Clients(task, spec.clients, spec.seed, _training(settings), lossless=codec.lossless)
+    layout, vector = clients.layout, clients.vector
+    frames: list[int] = []
+    longest = codec.longest(layout) if strategy.pad else None
+    made = 0
+    # Nobody answers on this grid, and nobody is asked: it knows who there is.
+    with InProcessGrid(_unheard, spec.clients, seed=spec.seed) as grid:
+        partition = {grid.node_id_of(p): p for p in grid.partitions}
+        for number in range(1, spec.rounds + 1):
+            if strategy.over(number):
+                break
+            record = to_record(layout.unflatten(vector))
+            strategy.adopt(record, layout)
+            drawn = [m.metadata.dst_node_id for m in strategy.ask(number, record, ConfigRecord({}), grid)]
+            if not drawn:
+                break
+            trained = ((node, clients.update(partition[node], number, vector)) for node in drawn)
+            keys = {node: Key(spec.seed, "uplink", number, partition[node]) for node in drawn}
+            result, _ = strategy.aggregate_updates(number, _decoded(trained, keys, codec, vector, frames), layout)
+            made = number
+            if result is not None:
+                vector = layout.flatten(to_arrays(result))
+    loss, accuracy = clients.evaluate(vector)
+    return PrivateOutcome(
+        clients.arrays(vector),
+        loss if math.isfinite(loss) else math.inf,
+        accuracy,
+        frames,
+        None if longest is None else longest + FILLED,
+        made,
+        strategy.statement(),
+    )
+
+
+def _decoded(
+    trained: Iterator[tuple[int, Update]], keys: Mapping[int, Key], codec: Codec, before: Vector, frames: list[int]
+) -> Iterator[tuple[int, Vector]]:
+    """Yield by node what the server decodes of each update, one at a time; the frames' lengths go into ``frames``."""
+    for node, update in trained:
+        try:
+            frame, _ = codec.encode(update, codec.init(update.layout), keys[node])
+        except NonFiniteUpdate:
+            continue  # with messages the client answers with an error
+        frames.append(len(frame))
+        decoded = codec.decode(codec.verify(frame, update.layout, keys[node]), update.layout)
+        yield node, decoded - before if codec.lossless else decoded
+
+
+def run(spec: RunSpec) -> dict[str, Any]:
+    """Run ``spec`` without messages and return figures as plain data, for a sweep.
+
+    Returns
+    -------
+    dict
+        ``loss`` (infinite when it diverged) and ``accuracy`` of the final model; ``uplink`` and ``bare``: bytes of all
+        frames, as sent and without padding; ``frames`` and ``largest``: how many there were, and the bytes of the
+        longest without padding; ``rounds`` made; ``epsilon``, infinite without a promise, and the ``statement``.
+    """
+    with quiet():
+        if get_system(spec.system).private:
+            found = simulate_private(spec)
+            statement = found.statement.to_json()
+            epsilon = found.statement.epsilon
+            sizes, uplink, loss, accuracy, rounds = found.frames, found.uplink, found.loss, found.accuracy, found.rounds
+        else:
+            out = simulate(*Plan.of(spec))
+            statement, epsilon = {}, math.inf
+            sizes = [-(-cost.uplink // spec.clients) for cost in out.exchanges for _ in range(spec.clients)]
+            uplink, loss, accuracy, rounds = out.uplink, out.final.loss, out.final.accuracy, len(out.exchanges)
+    return {
+        "loss": loss,
+        "accuracy": accuracy,
+        "uplink": uplink,
+        "bare": sum(sizes) if statement else uplink,
+        "frames": len(sizes),
+        "largest": max(sizes, default=0),
+        "rounds": rounds,
+        "epsilon": epsilon,
+        "statement": statement,
+    }
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How a run with messages differs from the same run without.
+
+    Attributes
+    ----------
+    model, frames : int
+        Bytes of the final models that differ, and the difference of the bytes of all frames.
+    epsilon : float
+        The difference of what is promised; 0 where nothing is.
+    """
+
+    model: int
+    frames: int
+    epsilon: float
+
+
+def beside(results: Mapping[str, RunResult], caption: str) -> tuple[Table, dict[str, Beside]]:
+    """Repeat runs that were made with messages without them; return the table of both sides, and how they differ."""
+    rows: list[list[Any]] = []
+    found: dict[str, Beside] = {}
+    for label, result in results.items():
+        said, sent = 0.0, result.uplink_payload_bytes
+        out: Outcome | PrivateOutcome
+        if "privacy" in result.notes:
+            out = simulate_private(result.spec)
+            said = abs(out.statement.epsilon - float(result.notes["privacy"]["epsilon"]))
+        else:
+            out = simulate(*Plan.of(result.spec))
+        found[label] = Beside(different_bytes(result.arrays, out.arrays), abs(sent - out.uplink), said)
+        rows.append([label, result.spec.rounds, sent, out.uplink, result.uplink_wire_bytes, found[label].model])
+    columns = (
+        "system",
+        "rounds",
+        "frames in the ledger, bytes",
+        "frames simulated, bytes",
+        "whole messages, bytes",
+        "model bytes that differ",
+    )
+    return Table("The same runs with messages and without", columns, rows, caption), found
+
+
+def _training(settings: Mapping[str, Any]) -> dict[str, Any]:
+    # Zero is what training does anyway; the messages leave it out, too.
+    return {key: settings[key] for key in TRAINING if settings[key]}
+
+
+def _unheard(message: Message, context: Context) -> Message:
+    raise AssertionError("no message is sent in a simulation without messages")
 
 
 def _mean(values: Sequence[float]) -> float:

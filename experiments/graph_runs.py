@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments.findings import mean
 from fedcomp.experiments.kit import Record
-from fedcomp.experiments.private_central import quiet
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.flower.logs import quiet
 
 if TYPE_CHECKING:
     # Listing the experiments needs no Flower: it is imported when one is run.

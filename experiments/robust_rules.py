@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedcomp.experiments.experiment import Config, Option
-from fedcomp.experiments.findings import Claim, Say, Table
+from fedcomp.experiments.findings import Claim, Table
+from fedcomp.experiments.kit import Say, claim, table
 from fedcomp.experiments.parts import make_inner
-from fedcomp.experiments.private_central import quiet
+from fedcomp.flower.logs import quiet
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
@@ -88,45 +89,40 @@ def distance(rule: str, codec: Mapping[str, Any], rounds: int, seed: int) -> flo
     return float(np.linalg.norm(result.arrays["w"].numpy() - target) / np.linalg.norm(target))
 
 
-def measure(config: Config, say: Say) -> tuple[Table, dict[str, float]]:
-    """Return the table of distances, and what the claims read."""
+def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
+    """A median can follow a shared support, and cannot follow supports of the clients' own."""
     rounds, density = int(config.settings["rule_rounds"]), float(config.settings["rule_density"])
-    values: dict[str, float] = {}
-    for name, codec in CODECS.items():
-        listed = {"density": density} if codec["id"] in ("topk", "randomk") else {}
-        for rule in RULES:
-            found = partial(distance, rule, {**codec, **listed}, rounds, config.seed)
-            values[_key(rule, name)] = say.cell(f"{rule}, {name}", found)
-    table = Table(
+
+    def codec(name: str) -> Mapping[str, Any]:
+        listed = {"density": density} if CODECS[name]["id"] in ("topk", "randomk") else {}
+        return {**CODECS[name], **listed}
+
+    reached = {
+        (rule, name): say.cell(f"{rule}, {name}", partial(distance, rule, codec(name), rounds, config.seed))
+        for name in CODECS
+        for rule in RULES
+    }
+    columns: dict[str, Any] = {"rule": str} | {
+        name: (lambda rule, name=name: round(reached[rule, name], 3)) for name in CODECS
+    }
+    return table(
         "Rules that are no mean: distance to the target",
-        ("rule", *CODECS),
-        [[rule, *(round(values[_key(rule, name)], 3) for name in CODECS)] for rule in RULES],
+        columns,
+        RULES,
         f"{CLIENTS} clients pull a model of {SIZE} weights from zero towards targets close around a common one; 1 is "
         f"where it began, and {(1 - RATE) ** rounds:.3f} is reached without noise. Biased codecs have error feedback. "
         "A shared support is drawn by all clients from the round's key; of their own, each lists other coordinates.",
-    )
-    return table, values
-
-
-def _key(rule: str, codec: str) -> str:
-    return f"{rule}, {codec}: distance to the target"
-
-
-def claims(values: Mapping[str, float]) -> list[Claim]:
-    """A median can follow a shared support, and cannot follow supports of the clients' own."""
-    return [
-        Claim(
+    ), [
+        claim(
             f"{MEDIAN}, {SHARED}: distance to the target over that of {MEAN} with it",
-            values[_key(MEDIAN, SHARED)] / values[_key(MEAN, SHARED)],
-            "<=",
-            1.25,
+            reached[MEDIAN, SHARED] / reached[MEAN, SHARED],
+            "<= 1.25",
             "goal: on a support that all clients share a median sees what a mean sees",
         ),
-        Claim(
+        claim(
             f"{MEDIAN}, random-k, own: distance to the target",
-            values[_key(MEDIAN, "random-k, own")],
-            ">=",
-            0.9,
+            reached[MEDIAN, "random-k, own"],
+            ">= 0.9",
             "derived: where fewer than half of the clients list a coordinate, the median of its changes is zero",
         ),
     ]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedcomp.experiments.audits.rounds import Answer, Rounds
 from fedcomp.experiments.audits.subjects import Data, Subject, Sums
-from fedcomp.experiments.private_central import quiet
+from fedcomp.flower.logs import quiet
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.audit import adversarial
 from fedcomp.privacy.events import Adjacency

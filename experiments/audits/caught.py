@@ -15,8 +15,8 @@ from fedcomp.experiments.audits.rounds import nobody
 from fedcomp.experiments.audits.subjects import Subject
 from fedcomp.experiments.audits.systems import dealt_by_hash, dealt_with_a_wrap
 from fedcomp.experiments.audits.tiers import Verdict, tier_a, tier_b, tier_c, tier_d, tier_f
-from fedcomp.experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import to_record
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip

@@ -23,8 +23,8 @@ from flwr.serverapp.strategy import (
 from numpy.typing import NDArray
 
 from fedcomp.experiments.audits.rounds import nobody
-from fedcomp.experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.logs import quiet
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.audit import off_grid
 

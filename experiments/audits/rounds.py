@@ -12,8 +12,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from numpy.typing import NDArray
 
 from fedcomp.experiments.audits.subjects import Data, Floats, Subject
-from fedcomp.experiments.private_central import quiet
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
 from fedcomp.privacy.ledger import Ledger

@@ -16,9 +16,9 @@ from fedcomp.experiments.audits import cases
 from fedcomp.experiments.audits.mutants import NoClip, PrivateSupport
 from fedcomp.experiments.audits.rounds import Answer, Rounds
 from fedcomp.experiments.audits.subjects import DELTA, POPULATION, Data, Floats, Subject, new_ledger
-from fedcomp.experiments.private_central import quiet
 from fedcomp.flower import datalens
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.logs import quiet
 from fedcomp.flower.payload import put_frame, put_node
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import Push

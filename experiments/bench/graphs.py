@@ -225,8 +225,8 @@ def _round(task: GraphTask, rounds: int) -> dict[str, float]:
     from flwr.serverapp.strategy import FedAvg
 
     from fedcomp.clients.app import app
-    from fedcomp.experiments.private_central import quiet
     from fedcomp.flower.grid import InProcessGrid
+    from fedcomp.flower.logs import quiet
     from fedcomp.flower.rounds import fit
     from fedcomp.strategies.gcn.report import Fetching
     from fedcomp.strategies.gcn.strategy import RoundSettings, SamplerSettings, SkewedGCN

@@ -1,9 +1,9 @@
 """What messages cost a training on one machine: with them, handed over by reference, and in the bare loop.
 
 Three ways to the same model, in one run, at the sizes of the catalogue's grids. The bare loop
-(:mod:`fedcomp.experiments.central`, :mod:`fedcomp.experiments.private_central`) trains, encodes and adds up, and makes
-no record and no message. :class:`ByReference` is what an in-process grid would be if it serialised nothing, counted no
-bytes and kept no client's state apart: less than any fast mode of a grid could do. Processor time of one thread.
+(:mod:`fedcomp.experiments.central`) trains, encodes and adds up, and makes no record and no message.
+:class:`ByReference` is what an in-process grid would be if it serialised nothing, counted no bytes and kept no client's
+state apart: less than any fast mode of a grid could do. Processor time of one thread.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from flwr.app import Context, Message, RecordDict
 
 from fedcomp.clients.app import app as client_app
 from fedcomp.experiments import server_app
-from fedcomp.experiments.central import Plan
-from fedcomp.experiments.central import simulate as averaged
+from fedcomp.experiments.central import Plan, simulate, simulate_private
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.kit import claim
-from fedcomp.experiments.private_central import quiet
-from fedcomp.experiments.private_central import simulate as privately
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.flower._private import acting_as, set_message_id
 from fedcomp.flower.grid import InProcessGrid
+from fedcomp.flower.logs import quiet
 
 TRAININGS: Final[Mapping[str, RunSpec]] = {
     "top-k with feedback, 8 clients, a step a round": RunSpec(
@@ -163,4 +161,4 @@ def _served(spec: RunSpec, grid: InProcessGrid) -> RunResult:
 
 
 def _bare(spec: RunSpec) -> Any:
-    return privately(spec) if spec.system == "topagg" else averaged(*Plan.of(spec))
+    return simulate_private(spec) if spec.system == "topagg" else simulate(*Plan.of(spec))

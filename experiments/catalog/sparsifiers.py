@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.experiments import adaptive_servers, robust_rules, small_cnn
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, mean, spread
-from fedcomp.experiments.grid import Cell, Measured, run_cells
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.findings import Claim, Findings, Table, mean, spread
+from fedcomp.experiments.kit import Records, Say, Sweep, claim, curves, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
+
+if TYPE_CHECKING:
+    # Listing the experiments needs no torch: it is imported when one is run.
+    from fedcomp.experiments.central import Beside
+    from fedcomp.tasks.base import Task
 
 TASK: Final = "digits"
 DENSE: Final = "dense"
@@ -33,9 +37,7 @@ LOOKS: Final = 20
 OPTIONS = {
     "seeds": Option(3, "trainings per scheme and partition, with the seeds from --seed on", least=1, most=100),
     "baseline_seeds": Option(1, "the same for the baselines, the lower part of the table", least=1, most=100),
-    "workers": Option(
-        1, "processes that train side by side; changes nothing but the time", least=1, most=256, neutral=True
-    ),
+    "workers": workers(),
     "task.hidden": Option("256", "widths of the model's hidden layers"),
     "lr": Option(0.05, "step size of the clients' SGD", above=0.0),
     "batch_size": Option(16, "examples per step; a client makes one step a round", least=1),
@@ -76,22 +78,6 @@ class Method:
         """Return the seeds it is trained with."""
         count = int(config.settings["baseline_seeds" if self.baseline else "seeds"])
         return range(config.seed, config.seed + count)
-
-    def cell(self, config: Config, partition: str, seed: int) -> Cell:
-        """Return one training."""
-        lr = self.lr * float(config.settings["lr"])
-        return Cell(
-            name=f"{partition}, {self.label}, seed {seed}",
-            codec=self.codec(float(config.settings["density"]), lr),
-            task=TASK,
-            options={"hidden": str(config.settings["task.hidden"]), "partition": _partition(partition, config)},
-            clients=config.clients,
-            rounds=config.rounds,
-            seed=seed,
-            training={"lr": lr, "batch_size": int(config.settings["batch_size"]), "max_steps": 1},
-            every=max(1, config.rounds // LOOKS),
-            oracle=self.label == ORACLE,
-        )
 
 
 def _partition(name: str, config: Config) -> str:
@@ -180,169 +166,142 @@ def rows(config: Config) -> list[RunSpec]:
     return [dataclasses.replace(spec, rounds=rounds) for spec in specs]
 
 
-def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    """Train every method on both partitions, and the systems that were run as messages once more without them."""
+def train(partition: str, label: str, seed: int, *, config: Config) -> dict[str, Any]:
+    """Train with one method on one partition."""
+    from fedcomp.experiments.central import Plan, measured
+
+    method, settings = next(m for m in METHODS if m.label == label), config.settings
+    lr = method.lr * float(settings["lr"])
+    plan = Plan(
+        _task(partition, config),
+        config.clients,
+        config.rounds,
+        seed,
+        {"lr": lr, "batch_size": int(settings["batch_size"]), "max_steps": 1},
+        max(1, config.rounds // LOOKS),
+    )
+    return measured(plan, method.codec(float(settings["density"]), lr), oracle=label == ORACLE)
+
+
+def _task(partition: str, config: Config) -> Task:
     from fedcomp.tasks import get_task
 
-    cells = {
-        (partition, method.label): [method.cell(config, partition, seed) for seed in method.seeds(config)]
+    return get_task(TASK, hidden=str(config.settings["task.hidden"]), partition=_partition(partition, config))
+
+
+def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
+    """Train every method on both partitions, and the systems that were run as messages once more without them."""
+    from fedcomp.experiments.central import beside
+
+    cells = [
+        {"partition": partition, "label": method.label, "seed": seed}
         for partition in PARTITIONS
         for method in METHODS
-    }
-    found = run_cells([cell for group in cells.values() for cell in group], say, int(config.settings["workers"]))
-    groups = {key: [found[cell.name] for cell in group] for key, group in cells.items()}
-    checked, values = _checks(results)
-    for (partition, label), group in groups.items():
-        dense = groups[partition, DENSE]
-        values[f"{partition}, {label}: loss / dense"] = _relative(group, dense)
-        values[f"{partition}, {label}: uplink ratio"] = mean(m.uplink for m in dense) / mean(m.uplink for m in group)
-    servers, lost = adaptive_servers.measure(config, say)
-    rules, distances = robust_rules.measure(config, say)
-    cnn, costs = small_cnn.measure(config, say)
-    values |= lost | distances | costs
-    options = {cell.options["partition"]: dict(cell.options) for group in cells.values() for cell in group}
-    return Findings(
-        tables=[*(_table(partition, groups) for partition in PARTITIONS), cnn, servers, rules, checked],
-        figures=[_curves(partition, groups) for partition in PARTITIONS],
-        values=values,
-        tasks=[get_task(TASK, **chosen).record() for chosen in options.values()],
-    )
-
-
-def _relative(group: Sequence[Measured], dense: Sequence[Measured]) -> float:
-    """Return the mean loss over the mean loss of dense averaging with the same seeds."""
-    return mean(m.loss for m in group) / mean(m.loss for m in dense[: len(group)])
-
-
-def _table(partition: str, groups: Mapping[tuple[str, str], list[Measured]]) -> Table:
-    dense = groups[partition, DENSE]
-    sent = mean(m.uplink for m in dense)
-    table: list[list[Any]] = []
-    for method in METHODS:
-        group = groups[partition, method.label]
-        overlap = mean(m.overlap for m in group)
-        table.append(
-            [
-                method.label,
-                round(100 * mean(m.accuracy for m in group), 1),
-                round(mean(m.loss for m in group), 4),
-                round(spread(m.loss for m in group), 4) if len(group) > 1 else None,
-                round(_relative(group, dense), 3),
-                round(sent / mean(m.uplink for m in group), 1),
-                round(mean(m.kept for m in group)),
-                round(mean(m.union for m in group)),
-                None if method.label == ORACLE else round(1 - overlap, 3),
-            ]
-        )
-    return Table(
-        f"Schemes on {partition} data",
-        ("scheme", "test, %", "train loss", "±", "loss / dense", "uplink ratio", "sent", "union", "q/k"),
-        table,
-        "Means over seeds; ± is half the range of the losses. Test: accuracy on held-out images. The ratio compares "
-        "real bytes of frames with dense. Sent: weights per client and round. Union: weights that change per round. "
-        "q/k: share of the true top k of the mean that the shared support misses, in the rounds that were looked at.",
-    )
-
-
-def _curves(partition: str, groups: Mapping[tuple[str, str], list[Measured]]) -> Curves:
-    series = []
-    for label in CURVES:
-        group = groups[partition, label]
-        points = list(zip(*(m.points for m in group), strict=False))
-        sent = [mean(p[2] for p in at) for at in points]
-        series.append(Series(label, sent, [mean(p[1] for p in at) for at in points]))
-    return Curves(
-        f"Train loss against uplink bytes, {partition}",
-        "uplink so far, all clients",
-        "train loss",
-        series,
-        log_x=True,
-        log_y=True,
-        x_bytes=True,
-    )
-
-
-def _checks(results: Mapping[str, RunResult]) -> tuple[Table, dict[str, float]]:
-    """Simulate the rows that were run as messages; return both sides' bytes and how many bytes of the models differ."""
-    from fedcomp.experiments.central import Plan, simulate
-
-    table: list[list[Any]] = []
-    values: dict[str, float] = {}
-    for label, result in results.items():
-        out = simulate(*Plan.of(result.spec))
-        sent = result.uplink_payload_bytes
-        differ = different_bytes(result.arrays, out.arrays)
-        values[f"{label}: bytes of the model that differ"] = float(differ)
-        values[f"{label}: bytes of frames that differ"] = float(abs(sent - out.uplink))
-        table.append([label, result.spec.rounds, sent, out.uplink, result.uplink_wire_bytes, differ])
-    title = "The same runs with messages and without"
-    columns = (
-        "system",
-        "rounds",
-        "frames in the ledger, bytes",
-        "frames simulated, bytes",
-        "whole messages, bytes",
-        "model bytes that differ",
-    )
-    return Table(title, columns, table, "With messages: through Flower, on the engine chosen."), values
-
-
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-    """Memory keeps the loss, no memory does not, and the simulation is what messages would have done."""
-    values = findings.values
-
-    def ratios(label: str) -> list[float]:
-        return [values[f"{partition}, {label}: loss / dense"] for partition in PARTITIONS]
-
-    goal = "goal for this task, on either partition"
-    made = [
-        Claim(f"{m.label}: train loss over dense, the worse partition", max(ratios(m.label)), "<=", m.bound, goal)
-        for m in METHODS
-        if m.bound is not None
+        for seed in method.seeds(config)
     ]
-    made.append(
-        Claim(
-            f"{NO_MEMORY}: train loss over dense, the better partition",
-            min(ratios(NO_MEMORY)),
-            ">=",
-            3.0,
-            "goal: what is never sent must be missed; a memory that works by accident gives about 1",
+    records = Sweep(train, cells, shared={"config": config})(say, int(config.settings["workers"]))
+    groups: dict[tuple[str, str], Records] = records.groups("partition", "label")
+    checked, differ = beside(results, "With messages: through Flower, on the engine chosen.")
+    servers, kept = adaptive_servers.measure(config, say)
+    rules, followed = robust_rules.measure(config, say)
+    cnn, saved = small_cnn.measure(config, say)
+
+    def relative(partition: str, label: str) -> float:
+        """Return the mean loss over the mean loss of dense averaging with the same seeds."""
+        group = groups[partition, label]
+        return mean(group.each("loss")) / mean(groups[partition, DENSE][: len(group)].each("loss"))
+
+    def ratio(partition: str, label: str) -> float:
+        return mean(groups[partition, DENSE].each("uplink")) / mean(groups[partition, label].each("uplink"))
+
+    def schemes(partition: str) -> Table:
+        columns: dict[str, Any] = {
+            "scheme": lambda group: group[0].label,
+            "test, %": lambda group: round(100 * mean(group.each("accuracy")), 1),
+            "train loss": lambda group: round(mean(group.each("loss")), 4),
+            "±": lambda group: round(spread(group.each("loss")), 4) if len(group) > 1 else None,
+            "loss / dense": lambda group: round(relative(partition, group[0].label), 3),
+            "uplink ratio": lambda group: round(ratio(partition, group[0].label), 1),
+            "sent": lambda group: round(mean(group.each("kept"))),
+            "union": lambda group: round(mean(group.each("union"))),
+            "q/k": lambda group: None if group[0].label == ORACLE else round(1 - mean(group.each("overlap")), 3),
+        }
+        return table(
+            f"Schemes on {partition} data",
+            columns,
+            [groups[partition, method.label] for method in METHODS],
+            "Means over seeds; ± is half the range of the losses. Test: accuracy on held-out images. The ratio "
+            "compares real bytes of frames with dense. Sent: weights per client and round. Union: weights that change "
+            "per round. q/k: share of the true top k of the mean that the shared support misses, in the rounds that "
+            "were looked at.",
         )
+
+    lost = min(relative(partition, NO_MEMORY) for partition in PARTITIONS)
+    said = [
+        f"{label} {min(ratio(p, label) for p in PARTITIONS):.0f} times at "
+        f"{max(relative(p, label) for p in PARTITIONS):.2f}"
+        for label in SUMMARY
+    ]
+    return Findings(
+        tables=[*map(schemes, PARTITIONS), cnn, servers, rules, checked],
+        figures=[
+            curves(
+                f"Train loss against uplink bytes, {partition}",
+                [groups[partition, label] for label in CURVES],
+                lambda group: _over_seeds(group, 2),
+                lambda group: _over_seeds(group, 1),
+                lambda group: group[0].label,
+                x_label="uplink so far, all clients",
+                y_label="train loss",
+                log_x=True,
+                log_y=True,
+                x_bytes=True,
+            )
+            for partition in PARTITIONS
+        ],
+        claims=[
+            *(
+                claim(
+                    f"{m.label}: train loss over dense, the worse partition",
+                    max(relative(partition, m.label) for partition in PARTITIONS),
+                    f"<= {m.bound}",
+                    "goal for this task, on either partition",
+                )
+                for m in METHODS
+                if m.bound is not None
+            ),
+            claim(
+                f"{NO_MEMORY}: train loss over dense, the better partition",
+                lost,
+                ">= 3.0",
+                "goal: what is never sent must be missed; a memory that works by accident gives about 1",
+            ),
+            *(*saved, *kept, *followed),
+            *(made for label, found in differ.items() for made in _same(label, found)),
+        ],
+        answer="Fewer bytes sent, and train loss over that of dense averaging, on the worse of two partitions: "
+        f"{', '.join(said)}; without memory the loss is at least {lost:.1f} times.",
+        tasks=[_task(partition, config).record() for partition in PARTITIONS],
     )
-    made += [*small_cnn.claims(values), *adaptive_servers.claims(values), *robust_rules.claims(values)]
-    for label in results:
-        made += [
-            Claim(
-                f"{label}: bytes of the final model that differ from the run with messages",
-                values[f"{label}: bytes of the model that differ"],
-                "==",
-                0.0,
-                "theory: the same arithmetic in the same order",
-            ),
-            Claim(
-                f"{label}: bytes of frames that differ from the ledger's",
-                values[f"{label}: bytes of frames that differ"],
-                "==",
-                0.0,
-                "theory: the same frames",
-            ),
-        ]
-    return made
 
 
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    values = findings.values
-    said = []
-    for label in SUMMARY:
-        ratio = min(values[f"{partition}, {label}: uplink ratio"] for partition in PARTITIONS)
-        loss = max(values[f"{partition}, {label}: loss / dense"] for partition in PARTITIONS)
-        said.append(f"{label} {ratio:.0f} times at {loss:.2f}")
-    lost = min(values[f"{partition}, {NO_MEMORY}: loss / dense"] for partition in PARTITIONS)
-    return (
-        f"Fewer bytes sent, and train loss over that of dense averaging, on the worse of two partitions: "
-        f"{', '.join(said)}; without memory the loss is at least {lost:.1f} times."
-    )
+def _over_seeds(group: Records, column: int) -> list[float]:
+    """Return a column of the evaluations (round, loss, bytes), mean over the seeds."""
+    return [mean(point[column] for point in at) for at in zip(*group.each("points"), strict=False)]
+
+
+def _same(label: str, found: Beside) -> list[Claim]:
+    return [
+        claim(
+            f"{label}: bytes of the final model that differ from the run with messages",
+            found.model,
+            "== 0.0",
+            "theory: the same arithmetic in the same order",
+        ),
+        claim(
+            f"{label}: bytes of frames that differ from the ledger's", found.frames, "== 0.0", "theory: the same frames"
+        ),
+    ]
 
 
 EXPERIMENT = Experiment(
@@ -364,7 +323,7 @@ EXPERIMENT = Experiment(
         "cnn_rounds=1",
         "cnn_seeds=1",
     ),
-    measure=judged(measure, claims, answer),
+    measure=measure,
     notes=(
         "Eight clients make one step of 16 images a round; the model, 64-256-10, has 19 210 parameters. Ten biases, "
         "which are less than a hundredth of them, travel whole in every frame; the other 19 200 are compressed.\n\n"

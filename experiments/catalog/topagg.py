@@ -18,14 +18,11 @@ from fedcomp.experiments.findings import (
     Say,
     Series,
     Table,
-    different_bytes,
     largest,
     mean,
     spread,
 )
-from fedcomp.experiments.grid import run_cells
-from fedcomp.experiments.kit import judged
-from fedcomp.experiments.private_central import PrivateCell, Trained
+from fedcomp.experiments.kit import Record, Records, Sweep, judged, repetitions, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
@@ -104,9 +101,7 @@ OPTIONS = {
     "task.hidden": Option("32", "widths of the model's hidden layers"),
     "task.model": Option("mlp", "the model: mlp, or cnn for MNIST", choices=("mlp", "cnn")),
     "seeds": Option(3, "trainings per method and epsilon, with the seeds from --seed on", least=1, most=100),
-    "workers": Option(
-        2, "processes that train side by side; changes nothing but the time", least=1, most=256, neutral=True
-    ),
+    "workers": workers(2),
     "lr": Option(0.5, "step size of the clients' SGD", above=0.0),
     "epochs": Option(4, "passes of a client over its examples in a round", least=1),
     "batch_size": Option(8, "examples per step", least=1),
@@ -162,10 +157,24 @@ def rows(config: Config) -> list[RunSpec]:
     return specs
 
 
-def _cell(config: Config, name: str, system: str, settings: Mapping[str, Any], seed: int) -> PrivateCell:
-    training = {key: config.settings[key] for key in _TRAINING}
-    own = {**_task(config), **training, **settings}
-    return PrivateCell(name, system, str(config.settings["task"]), config.clients, config.rounds, seed, own)
+Asked = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""By label: a system and its settings."""
+
+
+def train(label: str, seed: int, *, config: Config, asked: Asked) -> dict[str, Any]:
+    """Train without messages."""
+    from fedcomp.experiments.central import run
+
+    system, settings = asked[label]
+    own = {**_task(config), **{key: config.settings[key] for key in _TRAINING}, **settings}
+    task = str(config.settings["task"])
+    return run(RunSpec(system, label, task, rounds=config.rounds, clients=config.clients, seed=seed, settings=own))
+
+
+def _trained(config: Config, say: Say, asked: Asked, seeds: Sequence[int], title: str = "") -> dict[str, Records]:
+    """Return trainings by label, one per seed."""
+    sweep = Sweep(train, {"label": list(asked), "seed": seeds}, title, {"config": config, "asked": asked})
+    return sweep(say, int(config.settings["workers"])).groups("label")
 
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
@@ -173,16 +182,12 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     from fedcomp.tasks import get_task
 
     chosen, tuned = _choose(config, say)
-    seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
-    cells: dict[str, list[PrivateCell]] = {
-        FEDAVG: [_cell(config, f"{FEDAVG}, seed {seed}", "identity", {}, seed) for seed in seeds]
-    }
+    seeds = repetitions(config)
+    asked: dict[str, tuple[str, Mapping[str, Any]]] = {FEDAVG: ("identity", {})}
     for method, epsilon in product(METHODS, EPSILONS):
         label = method.name(epsilon)
-        own = _settings(config, method, epsilon, chosen[label])
-        cells[label] = [_cell(config, f"{label}, seed {seed}", method.system, own, seed) for seed in seeds]
-    found = run_cells([cell for group in cells.values() for cell in group], say, int(config.settings["workers"]))
-    groups = {label: [found[cell.name] for cell in group] for label, group in cells.items()}
+        asked[label] = (method.system, _settings(config, method, epsilon, chosen[label]))
+    groups = _trained(config, say, asked, seeds)
     say("bytes of votes, and the runs with messages once more without")
     votes = {method.name(e): _votes(config, chosen[method.name(e)], groups) for method, e in _voting()}
     checked, values = _checks(results)
@@ -235,21 +240,17 @@ def _choose(config: Config, say: Say) -> tuple[dict[str, Mapping[str, Any]], lis
         return stored, []
     first = config.seed + TUNING_SEED
     seeds = range(first, first + int(config.settings["tune_seeds"]))
-    tried: dict[tuple[str, int], list[PrivateCell]] = {}
+    tried: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for method, epsilon in product(METHODS, EPSILONS):
         for i, candidate in enumerate(method.candidates):
-            name, own = method.name(epsilon), _settings(config, method, epsilon, candidate)
-            tried[name, i] = [
-                _cell(config, f"tuning {name}, {i}, seed {seed}", method.system, own, seed) for seed in seeds
-            ]
-    found = run_cells([cell for group in tried.values() for cell in group], say, int(config.settings["workers"]))
-    losses = {key: mean(found[cell.name].loss for cell in group) for key, group in tried.items()}
+            tried[f"{method.name(epsilon)}, {i}"] = (method.system, _settings(config, method, epsilon, candidate))
+    losses = {key: mean(group.each("loss")) for key, group in _trained(config, say, tried, seeds, "tuning").items()}
     losses = {key: math.inf if math.isnan(loss) else loss for key, loss in losses.items()}
     chosen: dict[str, Mapping[str, Any]] = {}
     table: list[list[Any]] = []
     for method, epsilon in product(METHODS, EPSILONS):
         name = method.name(epsilon)
-        reached = [losses[name, i] for i in range(len(method.candidates))]
+        reached = [losses[f"{name}, {i}"] for i in range(len(method.candidates))]
         best = reached.index(min(reached))
         chosen[name] = method.candidates[best]
         table.append([name, best, _described(method.candidates[best]), *sorted(reached)[:2], max(reached)])
@@ -263,26 +264,26 @@ def _described(candidate: Mapping[str, Any]) -> str:
     return ", ".join(f"{names.get(k, k)} {v:g}" for k, v in candidate.items() if not isinstance(v, str))
 
 
-def _epsilon(trained: Trained) -> float:
+def _epsilon(trained: Record) -> float:
     """Return a training's epsilon; a large number instead of infinity, so that no claim about it can hold."""
     return trained.epsilon if math.isfinite(trained.epsilon) else 1e9
 
 
-def _per_frame(group: Sequence[Trained]) -> float:
+def _per_frame(group: Records) -> float:
     """Return the mean bytes of a frame; NaN where a budget allowed no round."""
     return mean(t.uplink / t.frames if t.frames else math.nan for t in group)
 
 
-def _per_vote(group: Sequence[Trained]) -> float:
+def _per_vote(group: Records) -> float:
     """Return the mean bytes of a frame without its padding; NaN where a budget allowed no round."""
     return mean(t.bare / t.frames if t.frames else math.nan for t in group)
 
 
-def _longest(group: Sequence[Trained]) -> float:
+def _longest(group: Records) -> float:
     return largest(float(t.largest) if t.frames else math.nan for t in group)
 
 
-def _votes(config: Config, candidate: Mapping[str, Any], groups: Mapping[str, Sequence[Trained]]) -> dict[str, float]:
+def _votes(config: Config, candidate: Mapping[str, Any], groups: Mapping[str, Records]) -> dict[str, float]:
     """Return what a vote costs at least: coordinates, votes, entropy and the frame of an empty vote, in bytes."""
     import numpy as np
 
@@ -300,38 +301,19 @@ def _votes(config: Config, candidate: Mapping[str, Any], groups: Mapping[str, Se
 
 def _checks(results: Mapping[str, RunResult]) -> tuple[Table, dict[str, float]]:
     """Repeat the rows that were run as messages without them; return how many bytes differ."""
-    from fedcomp.experiments.central import Plan
-    from fedcomp.experiments.central import simulate as ordinary
-    from fedcomp.experiments.private_central import simulate
+    from fedcomp.experiments.central import beside
 
-    table: list[list[Any]] = []
-    values: dict[str, float] = {}
-    for label, result in results.items():
-        if "privacy" in result.notes:
-            private = simulate(result.spec)
-            arrays, sent = private.arrays, private.uplink
-            said = abs(private.statement.epsilon - float(result.notes["privacy"]["epsilon"]))
-        else:
-            out = ordinary(*Plan.of(result.spec))
-            arrays, sent, said = out.arrays, out.uplink, 0.0
-        differ = different_bytes(result.arrays, arrays)
-        values[f"{label}: bytes of the model that differ"] = float(differ)
-        values[f"{label}: bytes of frames that differ"] = float(abs(sent - result.uplink_payload_bytes))
-        values[f"{label}: difference in epsilon"] = said
-        table.append([label, result.spec.rounds, result.uplink_payload_bytes, sent, result.uplink_wire_bytes, differ])
-    columns = (
-        "system",
-        "rounds",
-        "frames in the ledger, bytes",
-        "frames simulated, bytes",
-        "whole messages, bytes",
-        "model bytes that differ",
-    )
     caption = "With messages: through Flower, on the engine chosen. Whole messages hold a header and Flower's envelope."
-    return Table("The same runs with messages and without", columns, table, caption), values
+    table, found = beside(results, caption)
+    values: dict[str, float] = {}
+    for label, differ in found.items():
+        values[f"{label}: bytes of the model that differ"] = differ.model
+        values[f"{label}: bytes of frames that differ"] = differ.frames
+        values[f"{label}: difference in epsilon"] = differ.epsilon
+    return table, values
 
 
-def _accuracy_table(groups: Mapping[str, Sequence[Trained]]) -> Table:
+def _accuracy_table(groups: Mapping[str, Records]) -> Table:
     table: list[list[Any]] = []
     full = _per_frame(groups[FEDAVG])
     plain = mean(t.accuracy for t in groups[FEDAVG])
@@ -358,7 +340,7 @@ def _accuracy_table(groups: Mapping[str, Sequence[Trained]]) -> Table:
     )
 
 
-def _bytes_table(groups: Mapping[str, Sequence[Trained]], votes: Mapping[str, Mapping[str, float]]) -> Table:
+def _bytes_table(groups: Mapping[str, Records], votes: Mapping[str, Mapping[str, float]]) -> Table:
     table: list[list[Any]] = []
     for label, sizes in votes.items():
         group, entropy, header = groups[label], sizes["entropy"], sizes["header"]
@@ -411,7 +393,7 @@ def _published_table() -> Table:
     )
 
 
-def _against_epsilon(groups: Mapping[str, Sequence[Trained]]) -> Curves:
+def _against_epsilon(groups: Mapping[str, Records]) -> Curves:
     series = [
         Series(
             method.label,

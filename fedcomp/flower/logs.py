@@ -7,10 +7,25 @@ log file, ``flwr log``), follows ``FLWR_LOG_LEVEL``, and can be set apart as ``l
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Final
 
 from fedcomp.logs import log
 
 flowers: Final = logging.getLogger("flwr")
-__all__ = ["flowers", "log"]
+__all__ = ["flowers", "log", "quiet"]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Flower's two lines a round, and its warning that nothing is evaluated, out of the output of many runs."""
+    import flwr.serverapp  # noqa: F401  # sets the level of its logger when it is imported
+
+    before = flowers.level
+    flowers.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        flowers.setLevel(before)

@@ -23,7 +23,7 @@ SMALLER: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/engines.md": (("rounds=10, clients=10", "rounds=1, clients=2"),),
     "docs/experiments.md": (
         ("rounds=10, clients=8", "rounds=1, clients=2"),
-        ("clients=8,\n        rounds=100", "clients=2,\n        rounds=2"),
+        ("clients=8, rounds=100", "clients=2, rounds=2"),
         ("300, skew_rounds=8, every=50", "4, skew_rounds=2, every=2"),
     ),
     "docs/flower.md": (

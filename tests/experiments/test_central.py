@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from fedcomp.codecs import Identity, TopK, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
-from fedcomp.experiments.central import Led, Plan, Separate, simulate, sum_frame
+from fedcomp.experiments.central import Led, Plan, Separate, measured, simulate, sum_frame
 from fedcomp.experiments.findings import different_bytes
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.layout import Layout, Update
@@ -194,3 +197,24 @@ def test_other_models_than_the_shared_one_are_not_touched() -> None:
 def test_codecs_of_two_exchanges_need_a_leader() -> None:
     with pytest.raises(ConfigError, match="Led"):
         Separate(ScaleCom(0.01))
+
+
+@pytest.mark.long
+def test_a_run_as_plain_data_says_what_it_came_to() -> None:
+    def found(codec: dict[str, Any], rounds: int = 3, lr: float = 0.1, *, oracle: bool = False) -> dict[str, Any]:
+        plan = Plan(get_task("digits", hidden="32"), 2, rounds, 0, {"lr": lr, "max_steps": 1}, every=2)
+        return measured(plan, codec, oracle=oracle)
+
+    top, led = {"id": "feedback", "codec": {"id": "topk", "density": 0.05}}, {"id": "scalecom", "density": 0.05}
+    dense, sparse, clt, best = found({"id": "identity"}), found(top), found(led), found(led, oracle=True)
+    assert json.loads(json.dumps(sparse | {"overlap": 0.0}))["loss"] == sparse["loss"]
+    assert [p[0] for p in dense["points"]] == [0.0, 2.0, 3.0]
+    assert dense["kept"] == dense["union"] == 64 * 32 + 32 + 10 * 32
+    assert sparse["uplink"] < dense["uplink"] / 4
+    assert sparse["build_up"] > 1.2
+    assert clt["build_up"] == best["build_up"] == 1.0
+    assert best["overlap"] == 1.0 > clt["overlap"]
+    assert math.isnan(sparse["overlap"])
+    wild = found(top, rounds=50, lr=1e30)
+    assert wild["diverged"]
+    assert wild["loss"] == math.inf == wild["points"][-1][1]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
+from fedcomp.experiments.central import run, simulate_private
 from fedcomp.experiments.findings import different_bytes
-from fedcomp.experiments.private_central import PrivateCell, Trained, simulate
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.votes import TopkSign, entropy_bits
@@ -61,7 +60,7 @@ PRIVATE = {
 def test_messages_change_nothing(name: str) -> None:
     """The model bit for bit, the bytes of all frames, the rounds made and every figure of the statement."""
     asked = PRIVATE[name]
-    out = simulate(asked)
+    out = simulate_private(asked)
     result = engines.run(asked)
     assert different_bytes(result.arrays, out.arrays) == 0
     assert result.uplink_payload_bytes == out.uplink
@@ -75,33 +74,27 @@ def test_messages_change_nothing(name: str) -> None:
     assert math.isfinite(out.statement.epsilon)
 
 
-def test_a_cell_is_plain_data_and_comes_back() -> None:
-    cell = PrivateCell("votes", "topagg", "digits", CLIENTS, 2, 5, dict(VOTES.settings))
-    found = cell.run()
-    again = cell.read(json.loads(json.dumps(asdict(found))))
-    assert again == found
-    assert found.epsilon == simulate(VOTES).statement.epsilon
-    assert (found.frames, found.rounds) == (2 * CLIENTS, 2)
+def test_a_run_is_plain_data_and_its_frames_are_padded() -> None:
+    found = run(VOTES)
+    assert json.loads(json.dumps(found)) == found
+    assert found["epsilon"] == simulate_private(VOTES).statement.epsilon == found["statement"]["epsilon"]
+    assert (found["frames"], found["rounds"]) == (2 * CLIENTS, 2)
     header = len(TopkSign(k=120).encode(Update(np.zeros(650, np.float32), Layout.flat(650)), {}, Key(0))[0])
-    assert found.largest <= 1.05 * entropy_bits(650, 120) / 8 + header
-    assert found.bare <= found.frames * found.largest
+    assert found["largest"] <= 1.05 * entropy_bits(650, 120) / 8 + header
+    assert found["bare"] <= found["frames"] * found["largest"]
     longest = TopkSign(k=120).longest(Layout.flat(650))
-    assert found.uplink == found.frames * (longest + FILLED), "padded: a length that tells nothing"
+    assert found["uplink"] == found["frames"] * (longest + FILLED), "padded: a length that tells nothing"
 
 
 @pytest.mark.long
 def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
     settings = {key: SETTINGS[key] for key in ("task.hidden", "lr", "batch_size", "max_steps")}
-    found = PrivateCell("dense", "identity", "digits", CLIENTS, 2, 5, settings).run()
-    result = engines.run(
-        RunSpec("identity", "dense", "digits", "inprocess", rounds=2, clients=CLIENTS, seed=5, settings=settings)
-    )
-    assert found.uplink == result.uplink_payload_bytes
-    assert found.accuracy == result.accuracy
-    assert found.epsilon == math.inf
-    assert found.frames == 2 * CLIENTS
-    diverged = Trained.from_json({**asdict(found), "loss": None})
-    assert diverged.loss == math.inf
+    asked = RunSpec("identity", "dense", "digits", "inprocess", rounds=2, clients=CLIENTS, seed=5, settings=settings)
+    found, result = run(asked), engines.run(asked)
+    assert found["uplink"] == found["bare"] == result.uplink_payload_bytes
+    assert found["accuracy"] == result.accuracy
+    assert (found["epsilon"], found["statement"]) == (math.inf, {})
+    assert found["frames"] == 2 * CLIENTS
 
 
 @pytest.mark.parametrize(
@@ -115,7 +108,7 @@ def test_a_row_without_a_promise_is_trained_too_and_has_no_epsilon() -> None:
 )
 def test_what_needs_messages_is_refused(asked: RunSpec, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        simulate(asked)
+        simulate_private(asked)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_tuning_uses_other_seeds_and_takes_the_least_training_loss(monkeypatch) 
     assert len(kept) == 2 * len(EPSILONS)
     assert all(name.endswith("seed 1000") for name in kept)
     for row in table.rows:
-        losses = [kept[f"tuning {row[0]}, {i}, seed 1000"]["loss"] for i in range(2)]
+        losses = [kept[f"tuning: {row[0]}, {i}, seed 1000"]["loss"] for i in range(2)]
         assert row[3] == min(losses)
         assert chosen[row[0]] == METHODS[2].candidates[losses.index(min(losses))]
 
