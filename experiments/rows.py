@@ -373,7 +373,7 @@ ROWS: Final[tuple[Row, ...]] = (
         "LEAD",
         "Liu et al. 2021, Linear convergent decentralized optimization with compression",
         "the compressed innovation of the decision vector; a dual vector removes the bias of differing data",
-        defaults={"topology": "ring", "gamma": "1.0", "alpha": 0.5, "compressor": "dithered"},
+        defaults={"topology": "ring", "gamma": "1.0", "alpha": 0.5, "compressor": "dithering"},
         strategy="gossip",
     ),
     Row(

@@ -10,34 +10,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.gossip.base import Letter, State, View, letters_of
-from fedcomp.gossip.compressors import (
-    Compressor,
-    Dithered,
-    FromCodec,
-    Identity,
-    NormSign,
-    RandomK,
-    ScaledSign,
-    SignHalf,
-    TopK,
-)
+from fedcomp.gossip.compressor import Compressor, get_compressor
+from fedcomp.gossip.dyna_cold import Sign
 from fedcomp.gossip.estimates import Sent, broadcast, open_estimates
 from fedcomp.rng import Key
 
 D, SPLIT, N = 40, 34, 5
-TOP = TopK(0.2)
+
+
+def comp(name: str, density: float | None = None, **options: Any) -> Compressor:
+    """Return the compressor of a codec's id and parameters."""
+    return get_compressor({"id": name} | ({} if density is None else {"density": density}) | options)
+
+
+SIGN = Compressor(Sign())
+IDENTITY = comp("identity")
+TOP = comp("topk", 0.2)
+RANDOM = comp("randomk", 0.3, shared=False)
+DITHER = comp("dithering", bits=2)
+
 
 EVERY = [
-    Identity(),
+    IDENTITY,
     TOP,
-    TopK(k=3, values="float64", index="packed"),
-    TopK(k=9, values="float16", index="bitmap"),
-    RandomK(0.3),
-    ScaledSign(),
-    NormSign(),
-    SignHalf(0.25),
-    Dithered(2),
-    FromCodec({"id": "topk", "density": 0.2}),
+    comp("topk", 3 / SPLIT, values="float64", index="fixed"),
+    comp("topk", 9 / SPLIT, values="fp16", index="bitmap"),
+    comp("topk", 0.2, index="elias-fano"),  # in a frame
+    RANDOM,
+    comp("scaledsign"),
+    comp("normsign"),
+    SIGN.scaled(0.125),
+    DITHER,
+    comp("qsgd", levels=4),
+    comp("terngrad"),
+    comp("stc", 0.2),
 ]
 
 

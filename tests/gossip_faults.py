@@ -205,7 +205,7 @@ SYNCHRONOUS: list[dict[str, Any]] = [
     {"name": "deepsqueeze", "lr": 0.1},
     {"name": "power-gossip", "lr": 0.1},
 ]
-EDGES: dict[str, Any] = {"name": "sparse-push", "fraction": 0.5, "gamma": 0.6, "digest_every": 1}
+EDGES: dict[str, Any] = {"name": "sparse-push", "density": 0.5, "gamma": 0.6, "digest_every": 1}
 SPREAD: dict[str, Any] = {**EDGES, "estimates": "broadcast"}
 
 

@@ -18,7 +18,7 @@ from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View
 from fedcomp.gossip.central import Nodes, simulate
-from fedcomp.gossip.compressors import Compressor, decode_parts, encode_parts, get_compressor
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.node import Local
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
@@ -28,20 +28,20 @@ from fedcomp.rng import Key
 SIZE: Final = 2410
 """Parameters of the digits network, 64-32-10."""
 
-_PUSH: Final[Mapping[str, Any]] = {"name": "sparse-push", "fraction": 0.01}
+_PUSH: Final[Mapping[str, Any]] = {"name": "sparse-push", "density": 0.01}
 _CASES: Final = (
     ("exponential", _PUSH),
     ("exponential", {"name": "sgp"}),
     ("ring", _PUSH),
-    ("ring", {"name": "cold", "gamma": 0.02, "compressor": {"id": "topk", "fraction": 0.02}}),
+    ("ring", {"name": "cold", "gamma": 0.02, "compressor": {"id": "topk", "density": 0.02}}),
 )
 _COMPRESSORS: Final = (
     {"id": "identity"},
-    {"id": "topk", "fraction": 0.01},
-    {"id": "topk", "fraction": 0.1},
-    {"id": "randomk", "fraction": 0.1},
-    {"id": "scaled-sign"},
-    {"id": "dithered", "bits": 2},
+    {"id": "topk", "density": 0.01},
+    {"id": "topk", "density": 0.1},
+    {"id": "randomk", "density": 0.1},
+    {"id": "scaledsign"},
+    {"id": "dithering", "bits": 2},
 )
 
 
@@ -187,14 +187,14 @@ def _letters(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
         v = (Key(1, "bench-gossip").uniform(size) - 0.5).astype(np.float32)
         for config in _COMPRESSORS:
             compressor, key = get_compressor(config), Key(1, "bench-gossip/support")
-            say(f"letters of {compressor!r}, {size} elements")
-            data = encode_parts(compressor, v, size, key)
+            say(f"messages of {compressor.codec!r}, {size} elements")
+            data = compressor.encode(v, size, key)
             repeat = 3 if quick else max(5, 200 * SIZE // size)
-            write = partial(encode_parts, compressor, v, size, key)
+            write = partial(compressor.encode, v, size, key)
             read = partial(_read, compressor, data, v.copy(), key)
             rows.append(
                 {
-                    "compressor": repr(compressor),
+                    "compressor": repr(compressor.codec),
                     "elements": size,
                     "bytes": len(data),
                     "write_us": 1e6 * _time(write, repeat),
@@ -205,7 +205,7 @@ def _letters(quick: bool, say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def _read(compressor: Compressor, data: bytes, out: Real, key: Key) -> None:
-    decode_parts(compressor, memoryview(data), out.size, out.size, out.dtype, key).add_to(out, 1.0)
+    compressor.decode(memoryview(data), out.size, out.size, out.dtype, key).add_to(out, 1.0)
 
 
 def _time(call: Callable[[], Any], repeat: int) -> float:

@@ -133,7 +133,7 @@ def steps(name: str, share: float, **own: Any) -> Step:
 
 def top(fraction: float) -> dict[str, Any]:
     """Return top-k's configuration."""
-    return {"compressor": {"id": "topk", "fraction": fraction}}
+    return {"compressor": {"id": "topk", "density": fraction}}
 
 
 def arriving(config: Config) -> dict[str, tuple[Step, int]]:
@@ -144,9 +144,9 @@ def arriving(config: Config) -> dict[str, tuple[Step, int]]:
         GEOMETRIC: (dyna("geometric", rho=rho, gamma=gamma), 660),
         ZOOM: (dyna("zoom"), 700),
         TOP20: (steps("cold", 1.0, gamma=0.5, **top(0.2)), 880),
-        TWO_BITS: (steps("cold", 1.0, gamma=1.0, compressor={"id": "dithered", "bits": 2}), 620),
-        NORM_SIGN: (steps("cold", 1.0, gamma=0.5, compressor={"id": "norm-sign"}), 750),
-        LEAD: (steps("lead", 1.0, gamma=1.0, alpha=0.5, compressor={"id": "dithered", "bits": 2}), 620),
+        TWO_BITS: (steps("cold", 1.0, gamma=1.0, compressor={"id": "dithering", "bits": 2}), 620),
+        NORM_SIGN: (steps("cold", 1.0, gamma=0.5, compressor={"id": "normsign"}), 750),
+        LEAD: (steps("lead", 1.0, gamma=1.0, alpha=0.5, compressor={"id": "dithering", "bits": 2}), 620),
         BEER: (steps("beer", 0.5, gamma=0.5, **top(0.2)), 1250),
         TRACKING: (steps("gradient-tracking", 0.2), 2000),
     }
@@ -157,7 +157,7 @@ def strong(config: Config) -> dict[str, tuple[Step, int]]:
     iterations = int(config.settings["strong_iterations"])
     return {
         TOP10: (steps("cold", 1.0, gamma=0.01, **top(0.1)), iterations),
-        SIGN: (steps("cold", 1.0, gamma=0.003, compressor={"id": "scaled-sign"}), iterations),
+        SIGN: (steps("cold", 1.0, gamma=0.003, compressor={"id": "scaledsign"}), iterations),
     }
 
 

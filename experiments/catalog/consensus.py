@@ -96,6 +96,7 @@ class Bench:
             raise ConfigError(f"--clients must be at least 4 for this experiment, not {config.clients}")
         self.config, self.say, self.energy = config, say, Energy.of(config.settings)
         self.size, self.k = int(config.settings["size"]), int(config.settings["k"])
+        self.density = self.k / self.size
         if self.k > self.size:
             raise ConfigError(f"k={self.k} exceeds size={self.size}; a letter holds at most all elements")
 
@@ -162,14 +163,16 @@ SQUEEZE: Final = "DeepSqueeze, top-k"
 
 def choco(config: Config) -> dict[str, dict[str, Any]]:
     """Return CHOCO with every compressor; gamma was tried on the ring of 8 and is the best of three or four."""
-    k, size = int(config.settings["k"]), int(config.settings["size"])
+    density = int(config.settings["k"]) / int(config.settings["size"])
+    twice = {"id": "topk", "density": min(1.0, 2.0 * density)}
+    own = {"id": "randomk", "density": density, "shared": False}
     return {
-        CHOCO_TOP: {"gamma": _scaled(0.2, config), "compressor": {"id": "topk", "k": k}},
-        "CHOCO, top-2k": {"gamma": _scaled(0.4, config), "compressor": {"id": "topk", "k": min(size, 2 * k)}},
-        "CHOCO, random k": {"gamma": _scaled(0.1, config), "compressor": {"id": "randomk", "k": k}},
-        "CHOCO, sign times mean": {"gamma": 0.2, "compressor": {"id": "scaled-sign"}},
-        "CHOCO, sign times half maximum": {"gamma": 0.4, "compressor": {"id": "norm-sign"}},
-        "CHOCO, dithered, 2 bits": {"gamma": 0.6, "compressor": {"id": "dithered", "bits": 2}},
+        CHOCO_TOP: {"gamma": _scaled(0.2, config), "compressor": {"id": "topk", "density": density}},
+        "CHOCO, top-2k": {"gamma": _scaled(0.4, config), "compressor": twice},
+        "CHOCO, random k": {"gamma": _scaled(0.1, config), "compressor": own},
+        "CHOCO, sign times mean": {"gamma": 0.2, "compressor": {"id": "scaledsign"}},
+        "CHOCO, sign times half maximum": {"gamma": 0.4, "compressor": {"id": "normsign"}},
+        "CHOCO, dithered, 2 bits": {"gamma": 0.6, "compressor": {"id": "dithering", "bits": 2}},
     }
 
 
@@ -210,7 +213,8 @@ def compressed_runs(bench: Bench) -> tuple[dict[Cell, Track], dict[Cell, float |
         gammas[label, graph, n] = algorithm.get("gamma")
 
     def push(graph: str, estimates: str = "edge") -> dict[str, Any]:
-        return {"name": "sparse-push", "k": bench.k, "gamma": _scaled(GAMMAS[graph], config), "estimates": estimates}
+        gamma = _scaled(GAMMAS[graph], config)
+        return {"name": "sparse-push", "density": bench.density, "gamma": gamma, "estimates": estimates}
 
     for graph in _possible([*DIRECTED, "ring", "torus"], n, config):
         one(SPARSE_PUSH, push(graph), graph)
@@ -218,13 +222,13 @@ def compressed_runs(bench: Bench) -> tuple[dict[Cell, Track], dict[Cell, float |
     for graph in ("exponential", "one-peer"):
         one(SPARSE_PUSH, push(graph), graph, 2 * n)
     for graph in ("directed-ring", "exponential", "one-peer", DIGRAPH):
-        one(COORDINATES, {"name": "coordinate-push", "k": bench.k}, graph)
+        one(COORDINATES, {"name": "coordinate-push", "density": bench.density}, graph)
     for label, options in choco(config).items():
         one(label, {"name": "choco", **options}, "ring")
     for graph in _possible(["torus", "complete"], n, config):
         one(CHOCO_TOP, {"name": "choco", **choco(config)[CHOCO_TOP], "gamma": _scaled(0.15, config)}, graph)
     for gamma in READING_GAMMAS:
-        options = {"gamma": _scaled(gamma, config), "compressor": {"id": "topk", "k": bench.k}}
+        options = {"gamma": _scaled(gamma, config), "compressor": {"id": "topk", "density": bench.density}}
         one(f"{SQUEEZE}, gamma {options['gamma']:.3g}", {"name": "deepsqueeze", **options}, "ring")
     return tracks, gammas
 
@@ -243,7 +247,7 @@ def matrix_runs(bench: Bench) -> dict[str, Track]:
         "PowerGossip, rank 1": one("PowerGossip, rank 1", {**power, "rank": 1}),
         "PowerGossip, rank 2": one("PowerGossip, rank 2", {**power, "rank": 2}),
         **{
-            label: one(label, {"name": "choco", "gamma": gamma, "compressor": {"id": "topk", "k": k}})
+            label: one(label, {"name": "choco", "gamma": gamma, "compressor": {"id": "topk", "density": k / side**2}})
             for gamma in (0.02, 0.1, 0.4)
             for label in (f"CHOCO, same bytes, gamma {gamma:g}",)
         },
@@ -263,9 +267,9 @@ def matrix_runs(bench: Bench) -> dict[str, Track]:
 def sweep_runs(bench: Bench) -> dict[str, list[float]]:
     """Return relative errors after a short run by consensus step."""
     rounds, n = int(bench.config.settings["sweep_rounds"]), bench.config.clients
-    top = {"id": "topk", "k": bench.k}
+    top = {"id": "topk", "density": bench.density}
     rows: list[tuple[str, str, dict[str, Any]]] = [
-        (SPARSE_PUSH, graph, {"name": "sparse-push", "k": bench.k}) for graph in DIRECTED
+        (SPARSE_PUSH, graph, {"name": "sparse-push", "density": bench.density}) for graph in DIRECTED
     ]
     rows += [(CHOCO_TOP, "ring", {"name": "choco", "compressor": top})]
     rows += [(SQUEEZE, "ring", {"name": "deepsqueeze", "compressor": top})]

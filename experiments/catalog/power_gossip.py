@@ -102,14 +102,14 @@ def rows(config: Config) -> list[RunSpec]:
 
 def _algorithm(config: Config, label: str, gamma: float = 0.0) -> dict[str, Any]:
     """Return a row's algorithm; ``gamma`` counts for those that have one."""
-    top = {"id": "topk", "fraction": config.settings["fraction"]}
+    top = {"id": "topk", "density": config.settings["fraction"]}
     made: dict[str, dict[str, Any]] = {
         DENSE: {"name": "dpsgd"},
         RANK_1: {"name": "power-gossip"},
         RANK_1_AUTO: {"name": "power-gossip", "rate": auto_rate(Ring(config.clients))},
         RANK_2: {"name": "power-gossip", "rank": 2},
         CHOCO_TOP: {"name": "choco", "gamma": gamma, "compressor": top},
-        CHOCO_SIGNS: {"name": "choco", "gamma": gamma, "compressor": {"id": "scaled-sign"}},
+        CHOCO_SIGNS: {"name": "choco", "gamma": gamma, "compressor": {"id": "scaledsign"}},
         SQUEEZE: {"name": "deepsqueeze", "gamma": gamma, "compressor": top},
     }
     return {**made[label], "lr": config.settings["lr"], "momentum": config.settings["momentum"]}
@@ -345,7 +345,8 @@ class Averaging:
         }
 
     def _choco(self, kind: str, gamma: float, rounds: int) -> Track:
-        algorithm = {"name": "choco", "gamma": gamma, "compressor": {"id": "topk", "k": self.k}, "digest_every": 0}
+        top = {"id": "topk", "density": self.k / self.size**2}
+        algorithm = {"name": "choco", "gamma": gamma, "compressor": top, "digest_every": 0}
         return self._run(kind, f"CHOCO {gamma:g}", algorithm, rounds)
 
     def _run(self, kind: str, label: str, algorithm: Mapping[str, Any], rounds: int) -> Track:

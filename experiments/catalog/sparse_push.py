@@ -251,7 +251,7 @@ def rows(config: Config) -> list[RunSpec]:
     take = ("task.", "lr", "momentum", "batch_size")
     specs = [
         config.spec("sgp", SGP, TASK, take=take, **shared),
-        config.spec("sparse-push", "Sparse-Push, 1 %", TASK, take=take, **shared, **{"compressor.fraction": 0.01}),
+        config.spec("sparse-push", "Sparse-Push, 1 %", TASK, take=take, **shared, **{"compressor.density": 0.01}),
     ]
     rounds = min(config.rounds, int(config.settings["check_rounds"]))
     return [dataclasses.replace(spec, rounds=rounds) for spec in specs]

@@ -17,6 +17,7 @@ from fedcomp.codecs.chain import registry as _transforms
 from fedcomp.codecs.chunk import ChunkTop1 as ChunkTop1
 from fedcomp.codecs.clip import Clip as Clip
 from fedcomp.codecs.dgc import DGC as DGC
+from fedcomp.codecs.dithering import Dithering as Dithering
 from fedcomp.codecs.feedback import ErrorFeedback as ErrorFeedback
 from fedcomp.codecs.fixedpoint import FixedPoint as FixedPoint
 from fedcomp.codecs.fixedpoint import fixed_point_of as fixed_point_of
@@ -33,6 +34,7 @@ from fedcomp.codecs.registry import Registry as Registry
 from fedcomp.codecs.registry import UnknownCodec as UnknownCodec
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.scalecom import ScaleCom as ScaleCom
+from fedcomp.codecs.scaledsign import NormSign as NormSign
 from fedcomp.codecs.scaledsign import ScaledSign as ScaledSign
 from fedcomp.codecs.sidco import SIDCo as SIDCo
 from fedcomp.codecs.signsgd import SignSGD as SignSGD

@@ -21,6 +21,7 @@ class Identity(PositionalCodec):
     linear = True
     unbiased = True
     never_enlarges = True
+    wide = True
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return one stretch over everything: nothing is left for the dense rest, whatever the policy asks."""
@@ -37,6 +38,10 @@ class Identity(PositionalCodec):
     def check(self, tensor: Tensor, stretch: Stretch) -> None:
         """Require dense raw values."""
         require_values(tensor, wire.Raw, sparse=False)
+
+    def wire_dtype(self, dtype: str) -> str:
+        """Return the dtype: nothing is rounded."""
+        return dtype
 
     def contraction(self, layout: Layout) -> float:
         """Return 1: nothing is lost."""

@@ -10,13 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp import wire
-from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_sparse, require_values, stretches
+from fedcomp.codecs.positional import (
+    PositionalCodec,
+    Stretch,
+    expected_sparse,
+    narrowed,
+    require_values,
+    stretches,
+)
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Vector
 from fedcomp.wire import Expected, Limits, SchemaMismatch, Tensor
 
-VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {"float32": wire.Raw, "fp16": wire.Fp16, "bf16": wire.Bf16}
-"""How the kept values travel."""
+VALUES: dict[str, type[wire.Raw | wire.Fp16 | wire.Bf16]] = {
+    "float32": wire.Raw,
+    "fp16": wire.Fp16,
+    "bf16": wire.Bf16,
+    "float64": wire.Raw,
+}
+"""How the kept values travel. "float64" is as they are: updates are float32, vectors of gossip nodes may be float64."""
 
 INDICES = ("auto", *wire.PLAIN, *(f"complement:{name}" for name in wire.PLAIN))
 """How the support travels."""
@@ -27,7 +39,7 @@ class ListedCodec(PositionalCodec):
 
     Attributes
     ----------
-    values : {"float32", "fp16", "bf16"}
+    values : {"float32", "fp16", "bf16", "float64"}
         How the chosen values travel; what fp16 or bf16 round to zero does not.
     index : str
         The wire's index codec; "auto" takes the smallest.
@@ -39,7 +51,7 @@ class ListedCodec(PositionalCodec):
     @property
     def never_enlarges(self) -> bool:  # type: ignore[override]  # an attribute of most classes, here of the format
         """Whether the chosen values travel as they are: fp16 and bf16 round some of them up."""
-        return self.values == "float32"
+        return self.values in ("float32", "float64")
 
     @abstractmethod
     def most(self, stretch: Stretch) -> int:
@@ -47,11 +59,19 @@ class ListedCodec(PositionalCodec):
 
     def listed(self, indices: NDArray[np.int64], chosen: Vector, stretch: Stretch) -> Tensor:
         """Return the sparse tensor of ``chosen``, float32 of shape (k,) and never 0.0, at the ascending ``indices``."""
-        coded = VALUES[self.values](chosen)
+        coded = self.coded(chosen)
         travels = coded.decode() != 0.0
         if not travels.all():
-            indices, coded = indices[travels], VALUES[self.values](chosen[travels])
+            indices, coded = indices[travels], self.coded(chosen[travels])
         return wire.sparse((stretch.size,), indices, coded, index=self.index)
+
+    def coded(self, chosen: NDArray[Any]) -> wire.Values:
+        """Return values as they travel; what lies beyond the largest number of their format becomes that number."""
+        return VALUES[self.values](chosen if self.values in ("fp16", "float64") else narrowed(chosen))
+
+    def wire_dtype(self, dtype: str) -> str:
+        """Return the dtype when values travel as they are, else float32."""
+        return dtype if self.values == "float64" else "float32"
 
     def expect(self, stretch: Stretch) -> Expected:
         """Return the stretch's shape, the most values it may carry, and how their support may be written."""

@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,14 @@ def stretches(layout: Layout, scope: str) -> tuple[Stretch, ...]:
     return (Stretch(0, "the compressed part", 0, size, shape=(size,)),) if size else ()
 
 
+def narrowed(values: NDArray[Any]) -> Vector:
+    """Return finite ``values`` in float32; what lies beyond its largest number becomes that number."""
+    if values.dtype == np.float32:
+        return values
+    largest = float(np.finfo(np.float32).max)
+    return np.clip(values, -largest, largest).astype(np.float32)
+
+
 def add_scaled(out: Vector, values: Vector, weight: np.float32) -> None:
     """Do ``out += weight * values`` in float32, block by block: no temporary of the vector's size."""
     if weight == 1.0:
@@ -118,11 +126,14 @@ class PositionalCodec(Codec):
         :meth:`pack` raises NonFiniteUpdate by itself, which saves a pass over the vector.
     index : str
         How supports are written, as :func:`fedcomp.wire.longest` takes it.
+    wide : bool
+        :meth:`pack` takes float64 values, too, and ranks or rounds them as they are. Updates are float32.
     """
 
     scope: str = "global"
     finds_non_finite: bool = False
     index = "auto"
+    wide: ClassVar[bool] = False
 
     @abstractmethod
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
@@ -175,6 +186,32 @@ class PositionalCodec(Codec):
         parts = self.stretches(layout)
         rest = layout.size - _covered(parts)
         return (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
+
+    def section(self, stretch: Stretch, dtype: str = "float32") -> wire.Section | None:
+        """Return how a tensor of ``stretch`` travels in a message that needs no frame, None where it needs one.
+
+        Parameters
+        ----------
+        dtype : str
+            Of the values that are packed: "float32", or "float64" for a codec that is :attr:`wide`.
+        """
+        expected = self.expect(stretch)
+        if expected.value_codecs is None or len(expected.value_codecs) != 1:
+            return None
+        values = wire.VALUE_BY_NAME[next(iter(expected.value_codecs))]
+        index = "none" if expected.kinds == {DENSE} else "known" if self.index == "seeded" else self.index
+        if index not in wire.SECTION_INDEX:
+            return None
+        params = values.agreed(self.form())
+        return wire.Section(stretch.size, values, index, expected.max_k, self.wire_dtype(dtype), params)
+
+    def wire_dtype(self, dtype: str) -> str:
+        """Return the dtype of the tensor that :meth:`pack` makes of values of ``dtype``."""
+        return "float32"
+
+    def positions(self, stretch: Stretch, key: Key) -> NDArray[np.int64] | None:
+        """Return the coordinates of ``stretch`` that travel under ``key``, ascending; None unless they are drawn."""
+        return None
 
     def form(self) -> dict[str, int]:
         """Return what the lengths of quantised values depend on, as :func:`fedcomp.wire.longest` takes it."""

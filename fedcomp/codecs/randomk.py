@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs import params
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
+from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, narrowed, require_values
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
@@ -43,6 +43,7 @@ class RandomK(PositionalCodec):
     codec_id: ClassVar[str] = "randomk"
     algorithm: ClassVar[int] = SCATTERED
     linear = True
+    wide = True
     index = "seeded"
 
     density: float
@@ -67,7 +68,7 @@ class RandomK(PositionalCodec):
     def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
         """Return the tensor whose indices are a seed."""
         k = self.count(stretch)
-        kept = values[self.positions(stretch, key)]
+        kept = narrowed(values[self.positions(stretch, key)])
         if self.unbiased:
             with np.errstate(over="ignore"):
                 kept = kept * np.float32(stretch.size / k)

@@ -7,7 +7,7 @@ Schemes", ICML 2019, arXiv:1901.09847. ``ErrorFeedback(ScaledSign())`` is EF-sig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 from fedcomp import wire
 from fedcomp.codecs import params
 from fedcomp.codecs.listed import without_densities
-from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
+from fedcomp.codecs.positional import (
+    SCOPES,
+    PositionalCodec,
+    Stretch,
+    expected_dense,
+    narrowed,
+    require_values,
+)
 from fedcomp.errors import ConfigError
-from fedcomp.layout import Layout, Vector
+from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.wire import Expected, SchemaMismatch, Tensor
 
@@ -47,6 +54,7 @@ class ScaledSign(PositionalCodec):
 
     codec_id: ClassVar[str] = "scaledsign"
     never_enlarges = True
+    wide = True
 
     scope: str = "layer"
     block: int = 0
@@ -67,10 +75,14 @@ class ScaledSign(PositionalCodec):
         """Return the parts of the vector that become tensors of their own; densities of single tensors are refused."""
         return without_densities(layout, self.scope, self)
 
-    def pack(self, values: Vector, stretch: Stretch, key: Key) -> Tensor:
+    def pack(self, values: NDArray[Any], stretch: Stretch, key: Key) -> Tensor:
         """Return the dense tensor of signs and mean magnitudes."""
-        coded = wire.SignScale(values < 0.0, _means(values, self.block), self.block)
+        coded = wire.SignScale(values < 0.0, self.scales(values), self.block)
         return Tensor(coded, (stretch.size,))
+
+    def scales(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Return the magnitude that the coordinates of each block, or all of them, get."""
+        return _means(values, self.block)
 
     def form(self) -> dict[str, int]:
         """Return the block."""
@@ -100,11 +112,39 @@ class ScaledSign(PositionalCodec):
         return (1.0 - 2.0**-48) / (min(longest, self.block) if self.block else longest)
 
 
-def _means(values: Vector, block: int) -> NDArray[np.float32]:
+@dataclass(frozen=True, repr=False, eq=False)
+class NormSign(ScaledSign):
+    """Send ``(‖x‖∞ / 2) sign(x)``: one bit per coordinate and one float32 per stretch, or per block.
+
+    Halves every box around zero, but is no contraction in the Euclidean norm for four or more coordinates: of a spike
+    of length 1 it leaves ``n / 4`` (derived). The one-bit quantiser of Dyna-COLD with its scale on the wire.
+
+    Parameters
+    ----------
+    scope, block
+        As :class:`ScaledSign`.
+    """
+
+    codec_id: ClassVar[str] = "normsign"
+    never_enlarges = False
+
+    def scales(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Return half the largest magnitude of each block."""
+        starts = np.arange(0, values.size, self.block or values.size)
+        return narrowed(np.maximum.reduceat(np.abs(values), starts).astype(np.float64) / 2.0)
+
+    def contraction(self, layout: Layout) -> float | None:  # type: ignore[override]  # the mean's always is one
+        """Return ``1 - n/4`` of a longest stretch or block of up to three elements (derived), else None."""
+        longest = max((s.size for s in self.stretches(layout)), default=1)
+        n = min(longest, self.block) if self.block else longest
+        return (1.0 - n / 4.0) * (1.0 - 2.0**-20) if n < 4 else None
+
+
+def _means(values: NDArray[Any], block: int) -> NDArray[np.float32]:
     """Return the mean magnitude of every block (0: of all), summed in float64 without a float64 copy of the vector."""
     if block == 0:
         parts = (np.abs(values[i : i + _BLOCK]).sum(dtype=np.float64) for i in range(0, values.size, _BLOCK))
-        return np.full(1, float(sum(parts)) / values.size, np.float32)
+        return narrowed(np.full(1, float(sum(parts)) / values.size))
     step = max(1, _BLOCK // block) * block
     parts = (wire.SignScale.quantise(values[i : i + step], block).scales for i in range(0, values.size, step))
     return np.concatenate(list(parts))

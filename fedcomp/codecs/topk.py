@@ -34,9 +34,9 @@ class TopK(ListedCodec):
         may set another one per tensor.
     scope : {"global", "layer"}
         Rank the whole model as one vector, or every tensor by itself.
-    values : {"float32", "fp16", "bf16"}
-        How the kept values travel. fp16 saturates at 65504 and loses magnitudes below 6e-8; error feedback keeps what
-        is lost either way.
+    values : {"float32", "fp16", "bf16", "float64"}
+        How the kept values travel; "float64" as they are. fp16 saturates at 65504 and loses magnitudes below 6e-8;
+        error feedback keeps what is lost either way.
     index : str
         The wire's index codec; "auto" takes the smallest.
     warmup : int
@@ -47,6 +47,7 @@ class TopK(ListedCodec):
 
     codec_id: ClassVar[str] = "topk"
     finds_non_finite = True
+    wide = True
 
     density: float
     scope: str = "global"
@@ -88,11 +89,12 @@ class TopK(ListedCodec):
 
     def pack_selected(self, indices: NDArray[np.int64], kept: Vector, stretch: Stretch) -> Tensor:
         """Return the sparse tensor of coordinates that were selected elsewhere (the fused error-feedback step)."""
-        coded = VALUES[self.values](kept)
-        # As float32 every bit counts, that of -0.0 too. What another format rounds to zero would deliver nothing.
-        travels = kept.view(np.int32) != 0 if self.values == "float32" else coded.decode() != 0.0
+        coded = self.coded(kept)
+        # Of what is not rounded every bit counts, that of -0.0 too. What is rounded to zero would deliver nothing.
+        exact = kept.dtype == np.float32 and self.never_enlarges
+        travels = kept.view(np.int32) != 0 if exact else coded.decode() != 0.0
         if not travels.all():
-            indices, coded = indices[travels], VALUES[self.values](kept[travels])
+            indices, coded = indices[travels], self.coded(kept[travels])
         return wire.sparse((stretch.size,), indices, coded, index=self.index)
 
     def verify(self, frame: Frame | Bundle, layout: Layout, key: Key) -> Bundle:

@@ -21,8 +21,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from fedcomp.codecs import Dithering, NormSign, ScaledSign
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
-from fedcomp.gossip.compressors import Compressor, Dithered, NormSign, ScaledSign, get_compressor
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
 from fedcomp.gossip.exact import opened, share_or_auto, step_size, tracked, untracked
 from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, heard, refuse_dense, settled
@@ -48,9 +49,10 @@ def tracking_step(gamma: float | str, compressor: Compressor, size: int) -> floa
     delta = compressor.contraction(size) or 0.0
     if size == 0 or delta >= 1.0:
         return 1.0
-    if isinstance(compressor, NormSign) or (isinstance(compressor, Dithered) and compressor.bits >= 2):
+    codec = compressor.codec
+    if isinstance(codec, NormSign) or (isinstance(codec, Dithering) and codec.bits >= 2):
         return 0.5
-    if isinstance(compressor, ScaledSign):
+    if isinstance(codec, ScaledSign):
         return 0.2
     return next((step for least, step in _STEPS if delta >= _ROUNDED * least), _SMALLEST_STEP)
 
@@ -79,7 +81,7 @@ class BEER(Compressing):
 
     lr: float = 0.02
     gamma: float | str = "auto"
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "fraction": 0.2})
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.2})
     digest_every: int = 50
 
     def __post_init__(self) -> None:

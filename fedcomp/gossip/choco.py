@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
-from fedcomp.gossip.compressors import Compressor, get_compressor
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates, own_key
 from fedcomp.gossip.steps import (
     BEGUN,
@@ -52,7 +52,7 @@ class CHOCO(Compressing):
     gamma : float
         Consensus step size in (0, 1]. The authors used 0.45 for signs on the ring of 8; top-k of 2 % needs about 0.1.
     compressor : mapping or Compressor
-        Of innovations; any :func:`fedcomp.gossip.compressors.get_compressor` makes.
+        Of innovations; any :func:`fedcomp.gossip.compressor.get_compressor` makes.
     digest_every : int
         Letters between two with a digest of the estimate; 0 for never.
     copies : bool
@@ -69,7 +69,7 @@ class CHOCO(Compressing):
     lr: float = 0.1
     momentum: float = 0.0
     gamma: float = 0.1
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "fraction": 0.02})
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.02})
     digest_every: int = 50
     copies: bool = True
 

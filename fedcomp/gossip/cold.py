@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
-from fedcomp.gossip.compressors import Compressor, get_compressor
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
 from fedcomp.gossip.exact import consensus_step, share_or_auto, step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
@@ -52,7 +52,7 @@ class COLD(Compressing, PrimalDual):
     gamma : float or "auto"
         γ in (0, 1]; "auto" asks the compressor, see :func:`fedcomp.gossip.exact.consensus_step`.
     compressor : mapping or Compressor
-        C, anything :func:`fedcomp.gossip.compressors.get_compressor` takes; a contraction.
+        C, anything :func:`fedcomp.gossip.compressor.get_compressor` takes; a contraction.
     digest_every : int
         Letters between two with a digest of the estimate; 0 for never.
     copies : bool
@@ -64,7 +64,7 @@ class COLD(Compressing, PrimalDual):
 
     lr: float = 0.1
     gamma: float | str = "auto"
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "fraction": 0.2})
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.2})
     digest_every: int = 50
     copies: bool = True
 

@@ -21,22 +21,62 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.codecs import params
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.gossip import sparse
 from fedcomp.gossip.base import Algorithm, Gradient, Graph, Letter, Outbox, Posting, Real, State, View, parameters, real
 from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, all_finite, pack, peek, require_finite, unpack
 from fedcomp.gossip.pushsum import heirs
+from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout
+from fedcomp.wire import Section, Values, WireError
+from fedcomp.wire.bits import Buffer
+from fedcomp.wire.limits import NUMPY_DTYPES
 
 _SHARE: Final = np.dtype("<f4")
 """Shares of weights are rounded to float32 before anybody uses them, so nothing is lost by the rounding."""
+
+
+def _pairs(value: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype([("share", _SHARE), ("value", value)])
+
+
+class _Pairs(Values):
+    """A share and a value side by side for every coordinate; what they may be is checked by who adds them."""
+
+    codec_id = 255
+    name = "pairs of a share and a value"
+
+    def __init__(self, entries: NDArray[Any]) -> None:
+        self.entries = entries
+
+    @property
+    def k(self) -> int:
+        return int(self.entries.size)
+
+    def decode(self) -> NDArray[Any]:
+        return self.entries
+
+    def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
+        return b"", self.entries.tobytes()
+
+    @classmethod
+    def bounds(cls, params: bytes, k: int, dtype: str) -> tuple[int, int]:
+        size = k * _pairs(NUMPY_DTYPES[dtype]).itemsize
+        return size, size
+
+    @classmethod
+    def unpack(cls, params: bytes, section: Buffer, k: int, dtype: str) -> Self:
+        return cls(np.frombuffer(section, _pairs(NUMPY_DTYPES[dtype])))
+
+    @classmethod
+    def work_bytes(cls, params: bytes, k: int, size: int, dtype: str) -> int:
+        return 2 * size
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -45,8 +85,8 @@ class CoordinatePush(Algorithm):
 
     Parameters
     ----------
-    k, fraction : int, float, optional
-        Coordinates per letter, or their share. Default: ``fraction=0.01``.
+    density : float
+        Share of the coordinates that a letter holds, in (0, 1]; at least one.
     values : {"model", "float32"}
         How z travels: in the model's own dtype, or as float32. No memory holds what rounding leaves out, so that nodes
         with float64 models agree to about 1e-7 only when float32 travels.
@@ -62,7 +102,7 @@ class CoordinatePush(Algorithm):
     model's dtype; ``"split"``, the number of coordinates among which k are chosen, the others travel in every letter;
     ``"heard/<j>"`` the last letter of node j that was counted, which makes one that comes twice harmless.
 
-    The body of a letter: a section of :mod:`fedcomp.gossip.sparse` with a pair (share of w, z) per chosen coordinate,
+    The body of a letter: a section (:class:`fedcomp.wire.Section`) with a pair (share of w, z) per chosen coordinate,
     4 bytes and 4 or 8; then the pairs of those that always travel. In the closing phase all travel.
     """
 
@@ -71,21 +111,15 @@ class CoordinatePush(Algorithm):
     time_varying: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = True
 
-    k: int | None = None
-    fraction: float | None = None
+    density: float = 0.01
     values: Literal["model", "float32"] = "model"
     w_min: float = 1e-3
     nodes: int = 0
 
     def __post_init__(self) -> None:
-        if self.k is not None and self.fraction is not None:
-            raise ConfigError("k and fraction were given; they exclude each other: give one, or none for 1 %")
-        if self.k is not None:
-            params.assign(self, k=params.integer("k", self.k, low=0))
-        elif self.fraction is not None:
-            params.assign(self, fraction=params.density(self.fraction))
         params.assign(
             self,
+            density=params.density(self.density),
             values=params.choice("values", self.values, ("model", "float32")),
             nodes=params.integer("nodes", self.nodes, low=0),
             w_min=params.number("w_min", self.w_min, rule="a number in (0, 1)", ok=lambda v: 0.0 < v < 1.0),
@@ -101,9 +135,10 @@ class CoordinatePush(Algorithm):
 
     def count(self, n: int) -> int:
         """Return how many of ``n`` coordinates a letter holds at most."""
-        if self.k is not None:
-            return min(self.k, n)
-        return params.count(0.01 if self.fraction is None else self.fraction, n) if n else 0
+        return params.count(self.density, n) if n else 0
+
+    def _section(self, n: int, pairs: np.dtype[Any]) -> Section:
+        return Section(n, _Pairs, "auto", self.count(n), pairs["value"].name)
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1); what a coordinate moved counts from ``common``, by default from the model."""
@@ -170,7 +205,7 @@ class CoordinatePush(Algorithm):
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
         if not view.column:
             return state, ()
-        pairs = np.dtype([("share", _SHARE), ("value", self._travels(z.dtype))])
+        pairs = _pairs(self._travels(z.dtype))
         at = np.arange(z.size) if view.dense else self._chosen(state, z)
         split = z.size if view.dense else int(state["split"])
         head = int(np.searchsorted(at, split))
@@ -189,7 +224,7 @@ class CoordinatePush(Algorithm):
             if view.dense:
                 body = entries.tobytes()
             else:
-                body = sparse.write(at[:head], entries[:head], split, "auto") + entries[head:].tobytes()
+                body = self._section(split, pairs).write(_Pairs(entries[:head]), at[:head]) + entries[head:].tobytes()
             flags = Flag.DENSE if view.dense else Flag(0)
             outbox.append(Posting((j,), pack(view.iteration, 0, flags, z.dtype, body)))
             taken = share.astype(np.float64)
@@ -205,7 +240,7 @@ class CoordinatePush(Algorithm):
         """Return the coordinates of a letter, ascending: those that moved most, and those that always travel."""
         split = int(state["split"])
         moved = np.where(state["weights"] >= self.w_min, z - state["said"], 0.0)[:split]
-        at = sparse.largest(moved, self.count(split))
+        at = select_topk(moved, self.count(split))
         return np.concatenate([at[moved[at] != 0.0], np.arange(split, z.size)])
 
     def receive(self, state: State, letters: Sequence[Letter]) -> State:
@@ -270,8 +305,13 @@ class CoordinatePush(Algorithm):
         if dense:
             at, entries = np.arange(n), tail
         else:
-            chosen, head = sparse.read(body[:end], split, self.count(split), pairs, "auto")
-            at, entries = np.concatenate([chosen, np.arange(split, n)]), np.concatenate([head, tail])
+            try:
+                tensor = self._section(split, pairs).read(body[:end])
+            except WireError as error:
+                raise LetterError(f"node {letter.source} sent pairs that cannot be read: {error}") from error
+            assert tensor.indices is not None
+            at = np.concatenate([tensor.indices, np.arange(split, n)])
+            entries = np.concatenate([tensor.values.decode(), tail])
         shares, values = entries["share"].astype(np.float64), entries["value"].astype(np.float64)
         if not (np.isfinite(values).all() and np.isfinite(shares).all() and (shares >= 0.0).all()):
             raise LetterError(f"node {letter.source} sent a value that is not finite or a share below 0")

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Posting, Real, State, View, real
-from fedcomp.gossip.compressors import Compressor, decode_parts, encode_parts, get_compressor, most_parts
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, pack, unpack
 from fedcomp.gossip.steps import (
@@ -62,7 +62,7 @@ class DeepSqueeze(Compressing):
     lr: float = 0.1
     momentum: float = 0.0
     gamma: float = 0.05
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "fraction": 0.02})
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "topk", "density": 0.02})
 
     def __post_init__(self) -> None:
         check_rates(self.lr, self.momentum, self.gamma)
@@ -90,7 +90,7 @@ class DeepSqueeze(Compressing):
         x = finite(state["x"] if step is None else state["x"] - step, "the model after the local step")
         state = {**state, **moved, "x": x}
         wanted = finite(x + state["error"], "the model with what was not sent of it")
-        data = encode_parts(self._compressor, wanted, int(state["split"]), _key(view.seed, view.iteration, view.node))
+        data = self._compressor.encode(wanted, int(state["split"]), _key(view.seed, view.iteration, view.node))
         q = self._read(memoryview(data), state, _key(view.seed, view.iteration, view.node))
         payload = pack(view.iteration, 0, Flag(0), x.dtype, data)
         outbox = (Posting(tuple(view.column), payload),) if view.column else ()
@@ -103,7 +103,7 @@ class DeepSqueeze(Compressing):
             return state
         said = state[BEGUN + "said"]
         iteration, split = int(state[BEGUN + "iteration"]), int(state["split"])
-        most = most_parts(self._compressor, said.size, split, said.dtype)
+        most = self._compressor.most(said.size, split, said.dtype)
         toward = np.zeros_like(said)
         for source, weight, payload in heard(state, letters):
             header, body = unpack(payload, most=most, dtype=said.dtype)
@@ -115,7 +115,7 @@ class DeepSqueeze(Compressing):
 
     def _read(self, data: memoryview, state: State, key: Key) -> Real:
         x = state["x"]
-        return decode_parts(self._compressor, data, x.size, int(state["split"]), x.dtype, key).dense()
+        return self._compressor.decode(data, x.size, int(state["split"]), x.dtype, key).dense()
 
     def facts(self, state: State) -> dict[str, float]:
         """Return the norm of what was not sent."""

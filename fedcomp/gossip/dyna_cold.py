@@ -29,10 +29,12 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
+from fedcomp.codecs import Codec, PositionalCodec, Stretch
+from fedcomp.codecs.positional import expected_dense
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, parameters
 from fedcomp.gossip.cold import COLD, ESTIMATE
-from fedcomp.gossip.compressors import Compressor, Delta, get_compressor
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, copy_key, missed
 from fedcomp.gossip.exact import share
 from fedcomp.gossip.packet import Flag, Header
@@ -40,6 +42,7 @@ from fedcomp.gossip.primal_dual import DECISION
 from fedcomp.gossip.steps import heard
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
+from fedcomp.wire import Expected, Tensor, UnitSign
 
 _SCALE: Final = "scale"
 _SMALLEST: Final = 1e-30
@@ -51,27 +54,23 @@ _ROUNDING: Final = 4.0
 """Innovations of fewer units in the last place of the largest element are rounding; a geometric scale stops there."""
 
 
-@dataclass(frozen=True)
-class Scaled(Compressor):
-    """``s Q(v / s)``: a compressor of the unit box on the box of size s. Only Q's bytes travel."""
+@dataclass(frozen=True, repr=False, eq=False)
+class Sign(PositionalCodec):
+    """``sign(v)``, +1 or -1, one bit per coordinate; the sign of 0 is +, that of -0.0, too.
 
-    id: ClassVar[str] = "scaled"
+    No codec of updates, where zero is to arrive as zero: the scale around it shrinks here.
+    """
 
-    inner: Compressor
-    scale: float
+    codec_id: ClassVar[str] = "sign"
+    wide = True
 
-    def encode(self, v: Real, key: Key) -> bytes:
-        """Return Q's section of v / s."""
-        return self.inner.encode(v / v.dtype.type(self.scale), key)
+    def pack(self, values: Real, stretch: Stretch, key: Key) -> Tensor:
+        """Return the dense tensor of signs."""
+        return Tensor(UnitSign(values < 0.0), (stretch.size,))
 
-    def decode(self, data: memoryview, n: int, dtype: Any, key: Key) -> Delta:
-        """Return s times what Q's section says."""
-        delta = self.inner.decode(data, n, dtype, key)
-        return replace(delta, values=delta.values * np.dtype(dtype).type(self.scale))
-
-    def most(self, n: int, dtype: Any) -> int:
-        """Return what Q's longest section has."""
-        return self.inner.most(n, dtype)
+    def expect(self, stretch: Stretch) -> Expected:
+        """Return the stretch's shape, dense and in signs without a scale."""
+        return expected_dense(stretch.size, UnitSign)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -102,8 +101,8 @@ class DynaCOLD(COLD):
     s_min : float
         The scale stops here, at most ``s0``. With stochastic gradients innovations do not vanish: use the noise of
         ``lr * gradient``.
-    quantiser : mapping or Compressor
-        Q, within the unit box; the default is one bit per coordinate.
+    quantiser : mapping or Codec, optional
+        Q; by default one bit per coordinate. It gets vectors within ``[-2, 2]``, and errs by at most 1 there.
     digest_every : int
         Letters between two with a digest of the estimate; 0 for never.
     """
@@ -118,14 +117,13 @@ class DynaCOLD(COLD):
     factor: float = 2.0
     tolerance: float = 2.0
     s_min: float = 0.0
-    quantiser: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "sign-half"})
+    quantiser: Mapping[str, Any] | Codec | None = None
     digest_every: int = 50
     copies: bool = field(default=True, init=False)
     compressor: Mapping[str, Any] | Compressor = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quantiser", get_compressor(self.quantiser))
-        object.__setattr__(self, "compressor", self.quantiser)
+        object.__setattr__(self, "compressor", get_compressor(Sign() if self.quantiser is None else self.quantiser))
         object.__setattr__(self, "gamma", share("gamma", self.gamma))
         super().__post_init__()
         if self.scale not in ("zoom", "geometric"):
@@ -143,13 +141,9 @@ class DynaCOLD(COLD):
         for name in ("rho", "s0", "factor", "tolerance", "s_min"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
-    @property
-    def _compressor(self) -> Compressor:
-        return get_compressor(self.quantiser)
-
     def get_config(self) -> dict[str, Any]:
         """Return the constructor's arguments."""
-        return {**parameters(self), "quantiser": self._compressor.to_config()}
+        return {**parameters(self), "quantiser": None if self.quantiser is None else self._compressor.to_config()}
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return COLD's state, a scale of ``s0``, and an age of 0."""
@@ -171,7 +165,7 @@ class DynaCOLD(COLD):
         if self.scale == "zoom" and outside:
             scale *= self.factor
         flags = Flag.ZOOM if self.scale == "zoom" and outside else Flag(0)
-        q = Scaled(self._compressor, scale)
+        q = self._compressor.scaled(scale / 2.0)
         sent = broadcast(state, {ESTIMATE: z}, q, view, flags=flags, digest_every=self.digest_every)
         noise = _ROUNDING * np.finfo(z.dtype).eps * float(np.max(np.abs(z), initial=0.0))
         next_scale = self._next(scale, outside, sent.state[ESTIMATE]) if self.scale == "zoom" else scale
@@ -196,7 +190,7 @@ class DynaCOLD(COLD):
             used[source] = self._scale_of(known, age, before)
             if header.flags & Flag.ZOOM:
                 used[source] *= self.factor
-            return Scaled(self._compressor, used[source])
+            return self._compressor.scaled(used[source] / 2.0)
 
         absorbed = absorb(state, letters, (ESTIMATE,), scaled)
         new = {**absorbed.state, "age": np.array(age + 1)}

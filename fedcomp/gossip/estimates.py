@@ -51,7 +51,7 @@ import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Letter, Outbox, Posting, Real, State, View
-from fedcomp.gossip.compressors import Compressor, Delta
+from fedcomp.gossip.compressor import Compressor, Delta
 from fedcomp.gossip.errors import LetterError, OutOfStep
 from fedcomp.gossip.packet import Flag, Header, peek, require_finite
 from fedcomp.gossip.streams import (

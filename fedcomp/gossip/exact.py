@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from fedcomp.codecs import Dithering, NormSign, ScaledSign, TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import Gradient, Real, State, real
-from fedcomp.gossip.compressors import Compressor, Dithered, NormSign, ScaledSign, TopK
+from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.steps import descent, finite
 from fedcomp.layout import Layout
 
@@ -78,14 +79,15 @@ def consensus_step(gamma: float | str, compressor: Compressor, size: int) -> flo
     delta = compressor.contraction(size)
     if size == 0 or (delta is not None and delta >= 1.0):
         return 1.0
-    if isinstance(compressor, NormSign) or (isinstance(compressor, Dithered) and compressor.bits >= 2):
+    codec = compressor.codec
+    if isinstance(codec, NormSign) or (isinstance(codec, Dithering) and codec.bits >= 2):
         return 0.5
     if not delta or delta < 0.0:
         raise ConfigError(
             f"gamma='auto' needs a compressor with a known contraction; {compressor!r} has {delta} for {size} "
             "elements. Give a number in (0, 1]: begin with 0.001 and double it while runs converge"
         )
-    return delta**2 / (4.0 if isinstance(compressor, TopK | ScaledSign) else 32.0)
+    return delta**2 / (4.0 if isinstance(codec, TopK | ScaledSign) else 32.0)
 
 
 def opened(model: Real, layout: Layout) -> Real:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
-from fedcomp.gossip.compressors import Compressor, Delta, get_compressor
+from fedcomp.gossip.compressor import Compressor, Delta, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, open_estimates
 from fedcomp.gossip.exact import consensus_step, share, share_or_auto, step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
@@ -55,7 +55,7 @@ class LEAD(Compressing, PrimalDual):
     lr: float = 0.1
     alpha: float = 0.5
     gamma: float | str = 1.0
-    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "dithered", "bits": 2})
+    compressor: Mapping[str, Any] | Compressor = field(default_factory=lambda: {"id": "dithering", "bits": 2})
     digest_every: int = 50
 
     def __post_init__(self) -> None:

@@ -31,10 +31,10 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from fedcomp.codecs import params
+from fedcomp.codecs import TopK, params
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
-from fedcomp.gossip.compressors import Compressor, TopK, get_compressor
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import OutOfStep
 from fedcomp.gossip.estimates import absorb, along_edge, broadcast, open_estimates, own_key, retract
 from fedcomp.gossip.packet import peek, put_scalars, unpack
@@ -63,7 +63,7 @@ def automatic_gamma(compressor: Compressor, size: int) -> float:
     Raises
     ------
     ConfigError
-        For a compressor without a known contraction, or with none at all (k = 0): gamma has to be given.
+        For a compressor without a known contraction: gamma has to be given.
     """
     if not size:
         return 1.0
@@ -82,10 +82,10 @@ class SparsePush(PushSum):
 
     Parameters
     ----------
-    k, fraction : int, float, optional
-        Top-k with that many values, or that share of them, per letter. Default: ``fraction=0.01``.
+    density : float, optional
+        Top-k of that density. Default: 0.01.
     compressor : mapping or Compressor, optional
-        In place of top-k; any :func:`fedcomp.gossip.compressors.get_compressor` makes.
+        In place of top-k; any :func:`fedcomp.gossip.compressor.get_compressor` makes.
     gamma : float or "auto"
         Consensus step in (0, 1]; see :func:`automatic_gamma`. Too large diverges, too small only slows.
     estimates : {"edge", "broadcast"}
@@ -117,15 +117,14 @@ class SparsePush(PushSum):
     broadcast mode ``"past/<s>"`` is the own estimate after letter s of the stream, as long as that letter might come
     back, and ``"last/<j>"`` the numbers of the last two letters to j.
 
-    The share f travels in the first eight bytes of a letter's body, also when nothing else does (k = 0).
+    The share f travels in the first eight bytes of a letter's body, also when nothing else does (all is zero).
 
     In the closing phase (``view.dense``) models travel whole and are averaged by plain push-sum; estimates rest.
     """
 
     name: ClassVar[str] = "sparse-push"
 
-    k: int | None = None
-    fraction: float | None = None
+    density: float | None = None
     compressor: Mapping[str, Any] | Compressor | None = None
     gamma: float | Literal["auto"] = "auto"
     estimates: Literal["edge", "broadcast"] = "edge"
@@ -140,9 +139,8 @@ class SparsePush(PushSum):
 
     def __post_init__(self) -> None:
         self._check()
-        given = [name for name in ("k", "fraction", "compressor") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} were given; they exclude each other: give one, or none for 1 %")
+        if self.density is not None and self.compressor is not None:
+            raise ConfigError("density and compressor were given; they exclude each other: give one, or none for 1 %")
         if self.estimates not in ("edge", "broadcast"):
             raise ConfigError(f"estimates={self.estimates!r} is not valid: 'edge' or 'broadcast'")
         if self.gamma != "auto" and not (isinstance(self.gamma, (int, float)) and 0.0 < self.gamma <= 1.0):
@@ -159,7 +157,7 @@ class SparsePush(PushSum):
     def _chosen(self) -> Compressor:
         if self.compressor is not None:
             return get_compressor(self.compressor)
-        return TopK(k=self.k) if self.k is not None else TopK(fraction=0.01 if self.fraction is None else self.fraction)
+        return get_compressor(TopK(0.01 if self.density is None else self.density))
 
     _compressor: ClassVar[Compressor]
 

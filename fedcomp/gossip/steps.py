@@ -13,7 +13,7 @@ import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters
-from fedcomp.gossip.compressors import Compressor, get_compressor
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import LetterError
 from fedcomp.gossip.packet import Flag, pack, put_real, require_finite, take_real, unpack
 

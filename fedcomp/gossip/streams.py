@@ -13,7 +13,7 @@ import numpy as np
 
 from fedcomp.errors import StateError
 from fedcomp.gossip.base import Letter, Real, State, View
-from fedcomp.gossip.compressors import Compressor, Delta, decode_parts, encode_parts, most_parts
+from fedcomp.gossip.compressor import Compressor, Delta
 from fedcomp.gossip.errors import LetterError, OutOfStep
 from fedcomp.gossip.packet import Flag, Header, all_finite, pack, peek, put_real, require_finite, take_real, unpack
 from fedcomp.rng import Key
@@ -60,8 +60,8 @@ class Draft:
                 )
             key = _key(view.seed, name, view.iteration, view.node, to)
             with np.errstate(over="ignore"):
-                section = encode_parts(compressor, target - before, split, key)
-                delta = decode_parts(compressor, memoryview(section), before.size, split, before.dtype, key)
+                section = compressor.encode(target - before, split, key)
+                delta = compressor.decode(memoryview(section), before.size, split, before.dtype, key)
                 after = before.copy()
                 delta.add_to(after, alpha)
             require_finite(after, f"the estimate of {name!r}")
@@ -106,7 +106,7 @@ class Reader:
 
     def _most(self, compressor: Compressor) -> int:
         """Return the bytes of the longest body."""
-        section = most_parts(compressor, self.size, self.split, self.dtype)
+        section = compressor.most(self.size, self.split, self.dtype)
         return self.extra + DIGEST_BYTES + len(self.names) * (self.size * self.dtype.itemsize + _PREFIX + section)
 
     def open(self, letter: Letter) -> Opened:
@@ -133,7 +133,7 @@ class Reader:
             data, body = (body, body[:0]) if name == self.names[-1] else _cut_prefixed(body)
             to = letter.destination if self.edges else None
             key = _key(0, name, header.iteration, letter.source, to)
-            deltas[name] = decode_parts(compressor, data, self.size, self.split, self.dtype, key)
+            deltas[name] = compressor.decode(data, self.size, self.split, self.dtype, key)
         return Opened(bytes(extra), bytes(digest), wholes, deltas)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.compressors import Compressor
+from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.errors import Diverged, Saturated
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, LayoutError
+from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.kernels import tiers
 from fedcomp.kernels.checks import check_out, check_vector, require_finite
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, INFINITY, MAGNITUDE, Bits, Floats, Found, Ops
@@ -52,7 +52,8 @@ def select_topk(vector: Floats, k: int, *, tier: Tier = "auto", seed: int = 0) -
 
     Parameters
     ----------
-    vector : float32 array of shape (n,)
+    vector : float32 or float64 array of shape (n,)
+        float64 is ranked as it is, by a plain partition.
     k : int
         Between 0 and n.
     tier : {"auto", "numba", "numpy"}
@@ -72,6 +73,8 @@ def select_topk(vector: Floats, k: int, *, tier: Tier = "auto", seed: int = 0) -
     ConfigError
         When ``k`` lies outside [0, n].
     """
+    if vector.dtype == np.float64:
+        return _select_wide(vector, k)
     check_vector("vector", vector)
     _check_k(k, vector.size)
     vector = np.require(vector, requirements=["C", "A"])
@@ -81,6 +84,21 @@ def select_topk(vector: Floats, k: int, *, tier: Tier = "auto", seed: int = 0) -
         require_finite(bits)
         return np.arange(k)
     return _select(kernels, bits, k, None, seed)[0]
+
+
+def _select_wide(vector: NDArray[np.float64], k: int) -> NDArray[np.int64]:
+    n = vector.size
+    _check_k(k, n)
+    if not np.isfinite(vector).all():
+        raise NonFiniteUpdate(f"the vector holds {int(np.count_nonzero(~np.isfinite(vector)))} NaN or infinite values")
+    if k in (0, n):
+        return np.arange(k)
+    magnitudes = np.abs(vector)
+    threshold = np.partition(magnitudes, n - k)[n - k]
+    keep = magnitudes > threshold
+    missing = k - int(np.count_nonzero(keep))
+    keep[np.flatnonzero(magnitudes == threshold)[:missing]] = True
+    return np.flatnonzero(keep)
 
 
 def feedback_step(

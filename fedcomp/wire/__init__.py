@@ -51,7 +51,7 @@ from fedcomp.wire.limits import (
 )
 from fedcomp.wire.longest import FILLED, longest, pad
 from fedcomp.wire.quantised import Ones, SignScale, Uniform, UnitSign
-from fedcomp.wire.section import Section, put_block, take_block
+from fedcomp.wire.section import SECTION_INDEX, Section, put_block, take_block
 from fedcomp.wire.support import seeded_block, seeded_support
 from fedcomp.wire.tensor import Bundle, Tensor, dense, seeded, shared, sparse
 from fedcomp.wire.values import Bf16, Fp16, Natural, Raw, Values
@@ -70,6 +70,7 @@ __all__ = [
     "INDEX_CODECS",
     "MASK_ID",
     "PLAIN",
+    "SECTION_INDEX",
     "SEED",
     "SHARED",
     "SPARSE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, Self
 
 import numpy as np
@@ -84,6 +85,10 @@ class Ternary(Values):
         digits.reshape(-1)[: self.k] = self.trits % 3
         powers = np.array([1, 3, 9, 27, 81], np.uint8)
         return b"\x00", scale + (digits * powers).sum(axis=1, dtype=np.uint8).tobytes()
+
+    @classmethod
+    def agreed(cls, form: Mapping[str, int]) -> bytes | None:
+        return None
 
     @staticmethod
     def _params(params: bytes, k: int) -> tuple[int, bytes, int]:
@@ -213,6 +218,11 @@ class QsgdLevels(Values):
         params = bytes((gamma,)) + put_varint(self.s) + put_varint(self.bucket)
         packed = pack_gamma(zigzag) if gamma else pack(self.levels + np.int32(self.s), width)
         return params, self.norms.tobytes() + packed
+
+    @classmethod
+    def agreed(cls, form: Mapping[str, int]) -> bytes | None:
+        fixed = b"\x00" + put_varint(form["levels"]) + put_varint(form["block"])
+        return fixed if form.get("fixed") else None
 
     @staticmethod
     def _params(params: bytes) -> tuple[int, int, int]:

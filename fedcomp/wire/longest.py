@@ -44,7 +44,8 @@ def longest(schema: Schema, index: str = "auto", form: Mapping[str, int] | None 
     index : str
         The index codec of all sparse tensors: a name as :class:`~fedcomp.wire.Tensor` takes, or "seeded".
     form : mapping of str to int, optional
-        What the lengths of quantised values depend on: ``block`` (values per scale, 0 for all), ``bits``, ``levels``.
+        What the lengths of quantised values depend on: ``block`` (values per scale, 0 for all), ``bits``, ``levels``,
+        ``fixed`` (1: levels in fields of a fixed width in any case).
 
     Raises
     ------

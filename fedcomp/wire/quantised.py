@@ -6,6 +6,7 @@ floats. Scales, norms and zero points must be finite, whatever the policy for va
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -196,6 +197,10 @@ class Uniform(Values):
         zeros = self.zero_points.astype("<u2").tobytes()
         return params, self.scales.tobytes() + zeros + pack(self.codes, self.bits)
 
+    @classmethod
+    def agreed(cls, form: Mapping[str, int]) -> bytes | None:
+        return None  # how they were rounded is a note for the receiver
+
     @staticmethod
     def _params(params: bytes) -> tuple[int, int, int]:
         if len(params) < 3 or not 1 <= params[0] <= 16 or params[1] > 1:
@@ -276,6 +281,10 @@ class SignScale(Values):
     def pack(self, shuffled: bool = False) -> tuple[bytes, Buffer]:
         bits = np.packbits(self.negative, bitorder="little").tobytes()
         return put_varint(self.block), self.scales.tobytes() + bits
+
+    @classmethod
+    def agreed(cls, form: Mapping[str, int]) -> bytes | None:
+        return put_varint(form.get("block", 0))
 
     @classmethod
     def _params(cls, params: bytes) -> int:

@@ -7,7 +7,7 @@ this package writes the result down. Quantising constructors are given where the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -84,6 +84,12 @@ class Values(ABC):
         That is :meth:`unpack` and what it returns, counting or replacing non-finite values, and :meth:`decode`; the
         section itself and buffers of a fixed size are not counted. ``params`` have passed :meth:`bounds`.
         """
+
+    @classmethod
+    def agreed(cls, form: Mapping[str, int]) -> bytes | None:
+        """Return the parameters of all values of one ``form`` (:func:`fedcomp.wire.longest` says of what); None where
+        they follow from the values."""
+        return b""
 
     def count_non_finite(self) -> int:
         """Return how many decoded values are NaN or infinite."""

@@ -24,10 +24,12 @@ from fedcomp.codecs import (
     ChunkTop1,
     Clip,
     Codec,
+    Dithering,
     FixedPoint,
     Identity,
     KeyRegion,
     NaturalCompression,
+    NormSign,
     RandomBlock,
     RandomK,
     ScaleCom,
@@ -197,6 +199,19 @@ def scaledsign(codec: ScaledSign, x: np.ndarray, part: Part, key: Key) -> np.nda
     )
 
 
+def normsign(codec: NormSign, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
+    step = codec.block or x.size
+    halves = [F32(max(map(abs, b.tolist())) / 2) for b in np.split(x, range(step, x.size, step))]
+    return np.where(x < 0, F32(-1), F32(1)) * np.repeat(np.array(halves), step)[: x.size]
+
+
+def dithering(codec: Dithering, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
+    top, norm = 2 ** (codec.bits - 1), float(max(map(abs, x.tolist())))
+    draws = key.at(layer=part.index).uniform(x.size)
+    levels = [math.floor(abs(float(v)) / norm * top + u) for v, u in zip(x, draws, strict=True)]
+    return np.array([F32(math.copysign(norm * s / top, v)) if s else F32(0) for s, v in zip(levels, x, strict=True)])
+
+
 def terngrad(codec: TernGrad, x: np.ndarray, part: Part, key: Key) -> np.ndarray:
     scale = F32(np.abs(x).max())
     if codec.clip and deviation(x):
@@ -321,6 +336,8 @@ RULES: dict[type[Codec], Callable[..., np.ndarray]] = {
     QSGD: qsgd,
     SignSGD: signsgd,
     ScaledSign: scaledsign,
+    NormSign: normsign,
+    Dithering: dithering,
     TernGrad: terngrad,
     NaturalCompression: natural,
     STC: stc,

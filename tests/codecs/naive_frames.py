@@ -16,6 +16,7 @@ from fedcomp.codecs import (
     Chain,
     ChunkTop1,
     Codec,
+    Dithering,
     FixedPoint,
     Identity,
     NaturalCompression,
@@ -124,6 +125,9 @@ def values_of(codec: Any, part: Part, x: np.ndarray, y: np.ndarray) -> Section:
             return Section(n, n, 0, 0, 1 + varint(codec.levels) + varint(codec.bucket), 4 * norms.size + packed, True)
         case SignSGD():
             return Section(n, n, 0, 0, 1, 4 + fields(n, 1), True)
+        case Dithering():
+            params = 1 + varint(2 ** (codec.bits - 1)) + 1
+            return Section(n, n, 0, 0, params, 4 + fields(n, codec.bits + 1), True)
         case ScaledSign():
             scales = -(-n // codec.block) if codec.block else 1
             return Section(n, n, 0, 0, varint(codec.block), 4 * scales + fields(n, 1), True)

@@ -34,7 +34,7 @@ BUDGETS = {"topagg": 2.5}
 APP = Path(__file__).parent / "several_app"
 GOSSIP = {
     "sparse-push": {"topology": "one-peer", "skew_rounds": "auto", "momentum": 0.9},
-    "choco": {"topology": "complete", "compressor": "randomk", "compressor.fraction": 0.1},
+    "choco": {"topology": "complete", "compressor": "randomk", "compressor.density": 0.1},
     "dyna-cold": {"dtype": "float64", "batch_size": 0},
     "power-gossip": {"dense_below": 0},
 }

@@ -8,19 +8,20 @@ import numpy as np
 import pytest
 from gossip_problems import Problem, problem, ring_weights, run, view_of
 
+from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, Letter, State, View, deliver
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.cold import COLD
-from fedcomp.gossip.compressors import get_compressor
+from fedcomp.gossip.compressor import get_compressor
 from fedcomp.gossip.deepsqueeze import DeepSqueeze
 from fedcomp.gossip.dpsgd import DPSGD
 from fedcomp.gossip.errors import LetterError
 from fedcomp.layout import DENSE, Layout
 from fedcomp.rng import Key
 
-TOP = {"id": "topk", "fraction": 0.2}
+TOP = {"id": "topk", "density": 0.2}
 
 
 def kept(v: np.ndarray, k: int) -> np.ndarray:
@@ -130,7 +131,7 @@ def test_estimates_make_consensus_exact_and_error_compensation_does_not() -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "compressor", [TOP, {"id": "scaled-sign"}, {"id": "dithered", "bits": 2}, {"id": "randomk", "fraction": 0.3}]
+    "compressor", [TOP, {"id": "scaledsign"}, {"id": "dithering", "bits": 2}, {"id": "randomk", "density": 0.3}]
 )
 def test_seeded_and_dithered_compressors_reach_all_ends_alike(compressor: dict) -> None:
     """The mean of models stays only if all neighbours decode what the sender did."""
@@ -175,7 +176,8 @@ def test_deepsqueeze_keeps_nothing_of_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [CHOCO(compressor={"id": "topk", "k": 3}), DeepSqueeze(compressor={"id": "topk", "k": 3})]
+    "algorithm",
+    [CHOCO(compressor=TopK(0.1)), DeepSqueeze(compressor=TopK(0.1))],
 )
 def test_vectors_travel_whole(algorithm: Algorithm) -> None:
     arrays = {"w": np.zeros((5, 6), np.float32), "b": np.zeros(5, np.float32)}
@@ -236,7 +238,10 @@ def test_letters_that_cannot_be_are_refused() -> None:
 
 
 def test_what_is_not_finite_is_not_sent_and_facts_say_what_was_left_out() -> None:
-    for algorithm in (CHOCO(compressor={"id": "topk", "k": 1}), DeepSqueeze(compressor={"id": "topk", "k": 1})):
+    for algorithm in (
+        CHOCO(compressor=TopK(0.05)),
+        DeepSqueeze(compressor=TopK(0.05)),
+    ):
         state = algorithm.init(np.zeros(20), compressible(20), common=np.zeros(20))
         with pytest.raises(NonFiniteUpdate):
             algorithm.send(state, lambda z: np.full_like(z, np.inf), view_of(ring_weights(3), 0, 0))

@@ -37,7 +37,7 @@ def spread(algorithm, states, mean):
     ids=lambda g: g.text[:12],
 )
 def test_consensus_is_exact_and_every_coordinate_keeps_its_mass(graph):
-    algorithm, models = CoordinatePush(fraction=0.4), starts(8, 5)
+    algorithm, models = CoordinatePush(density=0.4), starts(8, 5)
     states, mean, drift = opened(algorithm, models), np.mean(models, axis=0), []
 
     def watch(t, now):
@@ -53,13 +53,13 @@ def test_consensus_is_exact_and_every_coordinate_keeps_its_mass(graph):
 
 def test_everything_in_every_letter_is_push_sum():
     graph, models = topology_of(UNBALANCED, 8), starts(8, D)
-    algorithm = CoordinatePush(fraction=1.0)
+    algorithm = CoordinatePush(density=1.0)
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(20))
     expected = by_matrices(models, graph, 20, k=D, gamma=1.0, reading="z")
     for i, state in states.items():
         # Shares of w are rounded to float32 before they are used, at both ends.
         np.testing.assert_allclose(algorithm.model(state), expected[i], rtol=0, atol=1e-6)
-    closing = rounds(CoordinatePush(k=0), opened(algorithm, models), views_of(graph, dense=True), range(20))
+    closing = rounds(CoordinatePush(), opened(algorithm, models), views_of(graph, dense=True), range(20))
     for i, state in closing.items():
         assert np.array_equal(algorithm.model(state), algorithm.model(states[i]))
 
@@ -67,7 +67,7 @@ def test_everything_in_every_letter_is_push_sum():
 @pytest.mark.long
 def test_lost_letters_are_the_senders():
     graph, models = RandomDigraph(8, 0.3, seed=1), starts(8, 5)
-    algorithm = CoordinatePush(fraction=0.4)
+    algorithm = CoordinatePush(density=0.4)
 
     def lose(letter: Letter, t: int) -> bool:
         return t < 60 and Key(4, "loss", t, 8 * letter.source + letter.destination).uniform(1)[0] < 0.2
@@ -84,7 +84,7 @@ def test_lost_letters_are_the_senders():
 def test_a_run_with_faults_ends_at_the_mean():
     models = starts(6, D)
     outcome = simulate(
-        CoordinatePush(fraction=0.5),
+        CoordinatePush(density=0.5),
         Exponential(6),
         None,
         models,
@@ -102,7 +102,7 @@ def test_a_run_with_faults_ends_at_the_mean():
 @pytest.mark.parametrize("layout", [FLAT, SPLIT], ids=["flat", "split"])
 @pytest.mark.parametrize(("values", "size"), [("model", 8), ("float32", 4)])
 def test_letter_is_the_formula(layout, values, size):
-    algorithm = CoordinatePush(k=3, values=values)
+    algorithm = CoordinatePush(density=3 / D, values=values)
     state = algorithm.init(starts(1, D)[0], layout, common=np.zeros(D))
     _, outbox = algorithm.send(state, None, View(0, 0, {1: 0.25, 2: 0.25}))
     whole = 0 if layout is FLAT else 4
@@ -113,7 +113,7 @@ def test_letter_is_the_formula(layout, values, size):
 @pytest.mark.long
 def test_float32_letters_conserve_mass_as_exactly():
     models = starts(5, D, "float32")
-    algorithm, graph = CoordinatePush(fraction=0.3), RandomDigraph(5, 0.5, seed=2)
+    algorithm, graph = CoordinatePush(density=0.3), RandomDigraph(5, 0.5, seed=2)
     states = opened(algorithm, models)
     before = sums(states)
     states = rounds(algorithm, states, views_of(graph), range(80))
@@ -124,7 +124,7 @@ def test_float32_letters_conserve_mass_as_exactly():
 
 
 def test_send_is_pure_and_refuses_gradients_and_nan():
-    algorithm = CoordinatePush(k=2)
+    algorithm = CoordinatePush(density=0.4)
     state = algorithm.init(np.arange(1.0, 6.0), Layout.flat(5), common=np.zeros(5))
     before = {name: array.copy() for name, array in state.items()}
     view = View(0, 0, {1: 0.5})
@@ -144,7 +144,7 @@ def test_send_is_pure_and_refuses_gradients_and_nan():
 
 
 def test_what_did_not_move_is_not_sent():
-    algorithm = CoordinatePush(k=3)
+    algorithm = CoordinatePush(density=3 / D)
     state = algorithm.init(np.array([0.0, 2.0, 0.0, 0.0]), Layout.flat(4), common=np.zeros(4))
     state, outbox = algorithm.send(state, None, View(0, 0, {1: 0.5}))
     assert len(outbox[0].payload) == HEADER_BYTES + 2 + 12
@@ -155,7 +155,7 @@ def test_what_did_not_move_is_not_sent():
 @pytest.mark.long
 def test_leaving_and_joining_keep_the_mean():
     graph, models = Exponential(8), starts(8, D)
-    algorithm = CoordinatePush(fraction=0.5)
+    algorithm = CoordinatePush(density=0.5)
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5))
     mean = np.mean(models, axis=0)
     gone, outbox = algorithm.leave(states[3], graph.view(3, 5, seed=0, directed_algorithm=True))
@@ -179,7 +179,7 @@ def test_leaving_and_joining_keep_the_mean():
 
 
 def test_damaged_letters_are_refused():
-    algorithm = CoordinatePush(k=3)
+    algorithm = CoordinatePush(density=3 / D)
     state = algorithm.init(starts(1, D)[0], SPLIT, common=np.zeros(D))
     _, outbox = algorithm.send(state, None, View(1, 0, {0: 0.5}))
     payload = outbox[0].payload
@@ -201,7 +201,7 @@ def test_damaged_letters_are_refused():
 
 
 def test_mass_that_would_not_be_finite_is_neither_taken_nor_sent():
-    algorithm = CoordinatePush(k=3)
+    algorithm = CoordinatePush(density=3 / D)
     state = algorithm.init(np.ones(D), FLAT)
     heavy = {**state, "weights": np.full(D, 1e308), "x": np.full(D, 1e308)}
     letters = [algorithm.leave(heavy, View(i, 0, {0: 0.5}))[1][0].payload for i in (1, 2)]
@@ -212,18 +212,18 @@ def test_mass_that_would_not_be_finite_is_neither_taken_nor_sent():
         algorithm.send(moved, None, View(0, 0, {1: 0.5}))
     far = {**state, "x": np.arange(D) * 1e300}
     with pytest.raises(NonFiniteUpdate, match="would be sent"):  # the values
-        CoordinatePush(k=3, values="float32").send(far, None, View(0, 0, {1: 0.5}))
+        CoordinatePush(density=3 / D, values="float32").send(far, None, View(0, 0, {1: 0.5}))
 
 
 def test_configuration_makes_the_same_algorithm_again():
     assert set(AVERAGING) == {CoordinatePush.name}
     for algorithm in (
         CoordinatePush(),
-        CoordinatePush(k=7, values="float32"),
-        CoordinatePush(fraction=0.5, w_min=0.01),
+        CoordinatePush(density=0.07, values="float32"),
+        CoordinatePush(density=0.5, w_min=0.01),
     ):
         assert get_algorithm(algorithm.to_config()) == algorithm
-    for wrong in ({"k": 1, "fraction": 0.5}, {"k": -1}, {"fraction": 0.0}, {"values": "float16"}, {"w_min": 0.0}):
+    for wrong in ({"density": 1.5}, {"density": 0.0}, {"values": "float16"}, {"w_min": 0.0}):
         with pytest.raises(ConfigError):
             CoordinatePush(**wrong)
     with pytest.raises(ConfigError, match="did you mean 'coordinate-push'"):

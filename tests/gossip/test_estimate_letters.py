@@ -6,10 +6,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from estimate_streams import EVERY, SPLIT, TOP, D, draw, fresh, frozen, letter, pair_view, write
+from estimate_streams import (
+    DITHER,
+    EVERY,
+    IDENTITY,
+    RANDOM,
+    SIGN,
+    SPLIT,
+    TOP,
+    D,
+    comp,
+    draw,
+    fresh,
+    frozen,
+    letter,
+    pair_view,
+    write,
+)
 
 from fedcomp.gossip.base import Letter, State, View, letters_of
-from fedcomp.gossip.compressors import Compressor, Dithered, Identity, RandomK, ScaledSign, SignHalf, TopK
+from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.errors import LetterError, OutOfStep
 from fedcomp.gossip.estimates import (
     absorb,
@@ -29,13 +45,13 @@ def test_7_17_a_letter_has_header_extra_and_sections_and_nothing_else(dtype: str
     tail = wide * (D - SPLIT)
     bits = (SPLIT - 1).bit_length()
     closed = {
-        TopK(k=4, index="packed"): (4 * bits + 7) // 8 + 4 * 4,
-        TopK(k=9, index="bitmap"): (SPLIT + 7) // 8 + 4 * 9,
-        RandomK(k=5): 20,
-        SignHalf(0.5): (SPLIT + 7) // 8,
-        ScaledSign(): 4 + (SPLIT + 7) // 8,
-        Dithered(2): 4 + (3 * SPLIT + 7) // 8,
-        Identity(): wide * SPLIT,
+        comp("topk", 4 / SPLIT, index="fixed"): (4 * bits + 7) // 8 + 4 * 4,
+        comp("topk", 9 / SPLIT, index="bitmap"): (SPLIT + 7) // 8 + 4 * 9,
+        comp("randomk", 5 / SPLIT): 20,
+        SIGN: (SPLIT + 7) // 8,
+        comp("scaledsign"): 4 + (SPLIT + 7) // 8,
+        DITHER: 4 + (3 * SPLIT + 7) // 8,
+        IDENTITY: wide * SPLIT,
     }
     for c, section in closed.items():
         state = fresh(dtype)
@@ -64,9 +80,9 @@ def test_two_names_ride_in_one_letter_and_follow_one_stream() -> None:
     sender, receiver = fresh(names=names), fresh(names=names)
     for k in range(4):
         targets = {"h": draw("h", 0, k), "g": draw("g", 0, k)}
-        sent = broadcast(sender, targets, RandomK(0.3), pair_view(0, k, (1,) if k == 2 else ()), digest_every=1)
+        sent = broadcast(sender, targets, RANDOM, pair_view(0, k, (1,) if k == 2 else ()), digest_every=1)
         sender = sent.state
-        done = absorb(receiver, [letter(sent)], names, RandomK(0.3), complete=False)
+        done = absorb(receiver, [letter(sent)], names, RANDOM, complete=False)
         receiver = done.state
         for name in names:
             assert receiver[f"{name}/0"].tobytes() == sender[name].tobytes()
@@ -78,10 +94,10 @@ def test_two_names_ride_in_one_letter_and_follow_one_stream() -> None:
 
 
 def test_random_supports_are_redrawn_without_the_seed_of_the_run() -> None:
-    c = RandomK(0.3)
+    c = RANDOM
     for edges in (False, True):
         supports = []
-        for seed, k, config in ((1, 0, c), (10**30, 0, c), (1, 1, c), (1, 0, RandomK(0.3, seed=9))):
+        for seed, k, config in ((1, 0, c), (10**30, 0, c), (1, 1, c)):
             sender, view = fresh(edges=edges), pair_view(0, k, seed=seed)
             if edges:
                 sender, posting, deltas = along_edge(sender, {"z": draw("x")}, config, view, 1)
@@ -102,7 +118,7 @@ def test_random_supports_are_redrawn_without_the_seed_of_the_run() -> None:
 
 def test_letters_of_estimates_are_these_bytes_for_ever() -> None:
     v = np.array([0.25, -3.0, 0.0, 1.0, -0.5, 0.125, 2.0, -0.0, 0.75, -1.5], np.float32)
-    c = TopK(k=2, index="packed")
+    c = comp("topk", 2 / 8, index="fixed")
 
     def opened(*names: str, **options: Any) -> State:
         return open_estimates({}, {name: np.zeros(10, np.float32) for name in names}, 8, **options)
@@ -114,7 +130,17 @@ def test_letters_of_estimates_are_these_bytes_for_ever() -> None:
         "whole": letter(broadcast(first.state, {"z": v}, c, pair_view(0, 259, (1,)), extra=b"ab")),
         "two": letter(broadcast(opened("h", "g"), {"h": v, "g": -v}, c, pair_view(0, 258), digest_every=0)),
         "edge": letters_of(
-            0, (along_edge(opened("z", edges=True), {"z": v}, RandomK(k=2), pair_view(0, 258), 1, digest_every=0)[1],)
+            0,
+            (
+                along_edge(
+                    opened("z", edges=True),
+                    {"z": v},
+                    comp("randomk", 2 / 8, shared=False),
+                    pair_view(0, 258),
+                    1,
+                    digest_every=0,
+                )[1],
+            ),
         )[0],
     }
     section = "31" + "000040c0" + "00000040" + "0000403f" + "0000c0bf"
@@ -130,21 +156,21 @@ def test_letters_of_estimates_are_these_bytes_for_ever() -> None:
 
 
 def test_letters_with_another_model_or_of_the_closing_phase_are_refused() -> None:
-    one = letter(write(fresh(), 0, Identity()))
+    one = letter(write(fresh(), 0, IDENTITY))
     with pytest.raises(LetterError, match="at most"):
-        absorb(fresh(), [Letter(0, 1, one.payload + bytes(2000))], ("z",), Identity(), complete=False)
+        absorb(fresh(), [Letter(0, 1, one.payload + bytes(2000))], ("z",), IDENTITY, complete=False)
     with pytest.raises(LetterError, match="float64"):
-        absorb(fresh("float32"), [one], ("z",), Identity(), complete=False)
+        absorb(fresh("float32"), [one], ("z",), IDENTITY, complete=False)
     for flag in (Flag.DENSE, Flag.LEAVING):
-        other = letter(write(fresh(), 0, Identity(), flags=flag))
+        other = letter(write(fresh(), 0, IDENTITY, flags=flag))
         with pytest.raises(LetterError, match="a change of an estimate was expected"):
-            absorb(fresh(), [other], ("z",), Identity(), complete=False)
+            absorb(fresh(), [other], ("z",), IDENTITY, complete=False)
     largest = np.zeros(D)
     largest[0] = np.finfo(np.float64).max
     state = open_estimates({}, {"z": largest}, SPLIT)
-    push = broadcast(fresh(), {"z": largest}, Identity(), pair_view(0, 0), digest_every=0)
+    push = broadcast(fresh(), {"z": largest}, IDENTITY, pair_view(0, 0), digest_every=0)
     with pytest.raises(LetterError, match="largest number"):
-        absorb(state, [letter(push)], ("z",), Identity(), complete=False)
+        absorb(state, [letter(push)], ("z",), IDENTITY, complete=False)
 
 
 @pytest.mark.long

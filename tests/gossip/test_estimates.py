@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from estimate_streams import EVERY, SPLIT, TOP, D, N, draw, fresh, frozen, letter, pair_view, ring_view, stored, write
+from estimate_streams import (
+    DITHER,
+    EVERY,
+    RANDOM,
+    SIGN,
+    SPLIT,
+    TOP,
+    D,
+    N,
+    draw,
+    fresh,
+    frozen,
+    letter,
+    pair_view,
+    ring_view,
+    stored,
+    write,
+)
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip.base import Letter, State, View, letters_of
-from fedcomp.gossip.compressors import Compressor, Dithered, RandomK, SignHalf
+from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.errors import LetterError, OutOfStep
 from fedcomp.gossip.estimates import (
     Sent,
@@ -59,9 +76,9 @@ def test_7_15_digests_are_equal_on_edges_that_rest_and_come_back(dtype: str) -> 
         active = [j for j in (1, 2) if (k // j) % 2 == 0]
         view = View(0, k, dict.fromkeys(active, 0.25), {}, seed=11)
         for j in active:
-            out, posting, _ = along_edge(out, {"z": draw("x", 0, k, dtype)}, RandomK(0.3), view, j, digest_every=1)
+            out, posting, _ = along_edge(out, {"z": draw("x", 0, k, dtype)}, RANDOM, view, j, digest_every=1)
             inbox = letters_of(0, (posting,))
-            back[j] = absorb(stored(back[j]), inbox, ("z",), RandomK(0.3), complete=False).state
+            back[j] = absorb(stored(back[j]), inbox, ("z",), RANDOM, complete=False).state
             assert digests(out, ("z",))[f"z>{j}"] == digests(back[j], ("z",))["z/0"]
             assert not peek(posting.payload).flags & Flag.RESYNC
     assert digests(out, ("z",))["z>1"] != digests(out, ("z",))["z>2"]
@@ -222,8 +239,8 @@ def test_a_neighbour_that_missed_letters_of_a_broadcast_gets_the_whole_estimate(
 def test_alpha_scales_what_both_ends_add_and_not_what_they_see(dtype: str) -> None:
     sender, receiver = fresh(dtype), fresh(dtype)
     before = sender["z"]
-    sent = write(sender, 0, Dithered(2), alpha=0.3)
-    done = absorb(receiver, [letter(sent)], ("z",), Dithered(2), alpha=0.3, complete=False)
+    sent = write(sender, 0, DITHER, alpha=0.3)
+    done = absorb(receiver, [letter(sent)], ("z",), DITHER, alpha=0.3, complete=False)
     assert done.state["z/0"].tobytes() == sent.state["z"].tobytes()
     q = sent.deltas["z"].dense()
     assert np.array_equal(sent.state["z"], before + np.asarray(0.3, dtype) * q)
@@ -235,10 +252,10 @@ def test_a_compressor_may_depend_on_sender_and_letter() -> None:
 
     def scaled(source: int, header: Header) -> Compressor:
         asked.append((source, header.iteration, header.flags))
-        return SignHalf(2.0 if header.flags & Flag.ZOOM else 1.0)
+        return SIGN.scaled(1.0 if header.flags & Flag.ZOOM else 0.5)
 
-    one = write(fresh(), 0, SignHalf(2.0), flags=Flag.ZOOM)
-    two = write(one.state, 1, SignHalf(1.0))
+    one = write(fresh(), 0, SIGN.scaled(1.0), flags=Flag.ZOOM)
+    two = write(one.state, 1, SIGN.scaled(0.5))
     done = absorb(fresh(), [letter(one), letter(one), letter(two)], ("z",), scaled, complete=False)
     assert done.state["z/0"].tobytes() == two.state["z"].tobytes()
     assert asked == [(0, 0, Flag.ZOOM | Flag.DIGEST), (0, 1, Flag(0))]

@@ -19,18 +19,18 @@ from fedcomp.rng import Key
 D = 10
 LAYOUT = Layout((TensorSpec("a", (2, 4), "float64", 0, 8), TensorSpec("b", (2,), "float64", 8, 2, 1.0)))
 MORE: Mapping[str, Mapping[str, Any]] = {
-    "sparse-push": {"gamma": 0.3, "k": 3},
+    "sparse-push": {"gamma": 0.3, "density": 3 / 8},
     "power-gossip": {"rank": 2, "digest_every": 2},
-    "coordinate-push": {"k": 3},
+    "coordinate-push": {"density": 3 / 8},
     "dyna-cold": {"s0": 10.0},
 }
 CONFIGS: list[dict[str, Any]] = [{"name": name, **MORE.get(name, {})} for name in (*ALGORITHMS, *AVERAGING)]
 CONFIGS += [
-    {"name": "sparse-push", "gamma": 0.3, "k": 3, "estimates": "broadcast", "digest_every": 2},
-    {"name": "choco", "compressor": {"id": "scaled-sign"}, "copies": False},
-    {"name": "lead", "compressor": {"id": "topk", "k": 3, "index": "rice"}},
-    {"name": "beer", "compressor": {"id": "randomk", "k": 3}, "gamma": 0.3},
-    {"name": "deepsqueeze", "compressor": {"id": "dithered", "bits": 3}},
+    {"name": "sparse-push", "gamma": 0.3, "density": 3 / 8, "estimates": "broadcast", "digest_every": 2},
+    {"name": "choco", "compressor": {"id": "scaledsign"}, "copies": False},
+    {"name": "lead", "compressor": {"id": "topk", "density": 3 / 8, "index": "rice"}},
+    {"name": "beer", "compressor": {"id": "randomk", "density": 3 / 8}, "gamma": 0.3},
+    {"name": "deepsqueeze", "compressor": {"id": "dithering", "bits": 3}},
 ]
 HUGE = (1.79e308, -1.79e308, 1.3e154, 1e300, np.inf, np.nan, 5e-324)
 

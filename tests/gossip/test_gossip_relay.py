@@ -387,7 +387,7 @@ def test_c4_a_share_above_all_mass_is_refused_and_captures_no_model(
 
 
 def test_c4_coordinate_push_refuses_shares_above_all_mass() -> None:
-    algorithm = get_algorithm({"name": "coordinate-push", "k": 4}).fitted(topology_of("exponential", N, 0))
+    algorithm = get_algorithm({"name": "coordinate-push", "density": 0.5}).fitted(topology_of("exponential", N, 0))
     rich = {**algorithm.init(np.ones(D), LAYOUT), "weights": np.full(D, 1e10)}
     state = algorithm.init(np.zeros(D), LAYOUT)
     _, outbox = algorithm.send(rich, None, View(3, 1, column={0: 0.5}))

@@ -37,7 +37,7 @@ def test_7_17_edge_bytes_are_the_formula_of_the_letters_and_independent_of_the_r
     ("config", "body"),
     [
         ({"name": "sgp"}, 8 + 4 * D),  # a share, the model
-        ({"name": "cold", "compressor": {"id": "randomk", "fraction": 0.25}, "digest_every": 0}, 4 * 4),  # no places
+        ({"name": "cold", "compressor": {"id": "randomk", "density": 0.25}, "digest_every": 0}, 4 * 4),  # no places
         ({"name": "dyna-cold", "scale": "geometric", "rho": 0.99, "s0": 5.0, "digest_every": 0}, D // 8),  # a bit each
         ({"name": "beer", "lr": 0.1, "compressor": {"id": "identity"}, "digest_every": 0}, 2 * 4 * D + 1),  # a length
     ],
@@ -49,7 +49,7 @@ def test_7_17_bodies_are_what_the_formats_say(config: dict[str, Any], body: int)
 
 
 def test_one_letter_to_one_neighbour_costs_the_same_by_every_count() -> None:
-    traffic = learn({"name": "sparse-push", "fraction": 0.25, "gamma": 0.2}, "one-peer", K).traffic
+    traffic = learn({"name": "sparse-push", "density": 0.25, "gamma": 0.2}, "one-peer", K).traffic
     assert traffic.letters == K * N
     assert traffic.node_bytes == traffic.edge_bytes == traffic.up.bytes == traffic.down.bytes
 
@@ -58,7 +58,7 @@ def test_one_letter_to_one_neighbour_costs_the_same_by_every_count() -> None:
 def test_phases_are_counted_apart() -> None:
     faults = FaultPlan(1, {"wiped": 0.03})
     outcome = learn(
-        {"name": "sparse-push", "fraction": 0.25, "gamma": 0.2}, "exponential", 30, skew_rounds=4, faults=faults
+        {"name": "sparse-push", "density": 0.25, "gamma": 0.2}, "exponential", 30, skew_rounds=4, faults=faults
     )
     edge = outcome.traffic.edge
     assert edge["dense"].bytes == (8 + 8 + 4 * D) * edge["dense"].letters > 0

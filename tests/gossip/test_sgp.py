@@ -269,7 +269,7 @@ def test_letters_that_cannot_be_are_refused(change):
         algorithm.receive(state, [Letter(1, 0, change(outbox[0].payload))])
 
 
-@pytest.mark.parametrize("algorithm", [SGP(), SparsePush(k=2), SparsePush(k=2, estimates="broadcast")], ids=repr)
+@pytest.mark.parametrize("algorithm", [SGP(), SparsePush(), SparsePush(estimates="broadcast")], ids=repr)
 def test_a_share_no_run_could_have_is_refused_before_it_makes_mass_infinite(algorithm):
     sender, state = (algorithm.init(np.full(12, scale), FLAT, common=np.zeros(12)) for scale in (1e10, 1.0))
     payload = algorithm.send(sender, None, View(1, 0, {0: 0.5}, {}))[1][0].payload

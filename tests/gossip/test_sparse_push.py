@@ -11,7 +11,7 @@ from push_sum_runs import UNBALANCED, audible, by_matrices, disagreement, opened
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Letter, View, letters_of
-from fedcomp.gossip.compressors import Identity, TopK
+from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import LetterError, OutOfStep
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
@@ -37,11 +37,11 @@ def quadratic(targets):
 @pytest.mark.parametrize(
     ("compressor", "estimates", "dtype"),
     [
-        ({"id": "topk", "fraction": 0.1}, "edge", "float32"),
-        ({"id": "topk", "k": 2, "values": "float16"}, "broadcast", "float32"),
-        ({"id": "randomk", "fraction": 0.2}, "edge", "float64"),
-        ({"id": "scaled-sign"}, "broadcast", "float64"),
-        ({"id": "dithered", "bits": 2}, "edge", "float32"),
+        ({"id": "topk", "density": 0.1}, "edge", "float32"),
+        ({"id": "topk", "density": 0.1, "values": "fp16"}, "broadcast", "float32"),
+        ({"id": "randomk", "density": 0.2}, "edge", "float64"),
+        ({"id": "scaledsign"}, "broadcast", "float64"),
+        ({"id": "dithering", "bits": 2}, "edge", "float32"),
     ],
 )
 def test_7_01_sums_of_x_and_w_are_constant_for_any_compressor(compressor, estimates, dtype):
@@ -71,7 +71,10 @@ def test_7_02_without_compression_and_with_gamma_1_it_is_sgp(estimates):
     models = starts(graph.n, 20)
     gradients = quadratic(starts(graph.n, 20, seed=5))
     common = {"lr": 0.05, "momentum": 0.9}
-    dense, sparse = SGP(**common), SparsePush(compressor=Identity(), gamma="auto", estimates=estimates, **common)
+    dense, sparse = (
+        SGP(**common),
+        SparsePush(compressor={"id": "identity"}, gamma="auto", estimates=estimates, **common),
+    )
     there = rounds(dense, opened(dense, models), views_of(graph), range(60), gradients)
     here = rounds(sparse, opened(sparse, models), views_of(graph), range(60), gradients)
     for i in here:
@@ -84,7 +87,7 @@ def test_7_02_without_compression_and_with_gamma_1_it_is_sgp(estimates):
 def test_7_03_consensus_is_exact_on_an_unbalanced_graph_that_changes(estimates, gamma, iterations):
     graph = RandomDigraph(3, 0.6, seed=1)
     models = starts(3, 20)
-    algorithm = SparsePush(fraction=0.1, gamma=gamma, estimates=estimates, digest_every=1)
+    algorithm = SparsePush(density=0.1, gamma=gamma, estimates=estimates, digest_every=1)
     views = views_of(graph) if estimates == "edge" else audible(graph)
     states = rounds(algorithm, opened(algorithm, models), views, range(iterations))
     assert disagreement(algorithm, states, np.mean(models, axis=0)) < 1e-10
@@ -113,7 +116,7 @@ def test_7_03_estimates_of_the_numerator_or_none_at_all_stall():
 def test_the_iteration_is_that_of_the_matrices():
     graph = topology_of(UNBALANCED, 8)
     models = starts(8, 20)
-    compressor = TopK(k=2, values="float64")
+    compressor = {"id": "topk", "density": 0.1, "values": "float64"}
     for estimates in ("broadcast", "edge"):
         algorithm = SparsePush(compressor=compressor, gamma=0.1, estimates=estimates)
         states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(60))
@@ -126,7 +129,7 @@ def test_7_04_only_the_debiased_models_agree():
     graph = topology_of(UNBALANCED, 8)
     models = starts(8, 20)
     mean = np.mean(models, axis=0)
-    algorithm = SparsePush(fraction=0.1, gamma=0.15, estimates="broadcast")
+    algorithm = SparsePush(density=0.1, gamma=0.15, estimates="broadcast")
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(180))
     assert disagreement(algorithm, states, mean) < 1e-3
     assert max(np.linalg.norm(s["x"] - mean) for s in states.values()) > 0.2 * np.linalg.norm(mean)
@@ -144,7 +147,7 @@ def fifth(letter: Letter, t: int) -> bool:
 def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(estimates, dtype):
     graph = Exponential(4)
     models = starts(4, 20, dtype)
-    algorithm = SparsePush(fraction=0.1, gamma=0.15, estimates=estimates)
+    algorithm = SparsePush(density=0.1, gamma=0.15, estimates=estimates)
     states = opened(algorithm, models)
     x, _ = total(states)
     states = rounds(algorithm, states, views_of(graph), range(100), lose=fifth)
@@ -167,7 +170,7 @@ def test_7_05_a_debit_that_nobody_gets_shows_in_the_sum_of_weights_only():
             back = super().take_back(state, letters)
             return {**back, "x": state["x"], "w": state["w"]}
 
-    algorithm = Careless(fraction=0.1, gamma=0.15)
+    algorithm = Careless(density=0.1, gamma=0.15)
     models = starts(4, 20)
     views = views_of(Exponential(4))
     states = rounds(algorithm, opened(algorithm, models), views, range(120), lose=fifth)
@@ -189,7 +192,7 @@ def resting(graph: Topology, away: int, first: int, last: int):
 def test_letters_that_come_back_late_bring_back_what_they_took(estimates, dtype):
     """Two letters to a silent node come back when the others have gone on without it."""
     graph = Exponential(8)
-    algorithm = SparsePush(fraction=0.1, gamma=0.15, estimates=estimates)
+    algorithm = SparsePush(density=0.1, gamma=0.15, estimates=estimates)
     states = rounds(algorithm, opened(algorithm, starts(8, 20, dtype)), views_of(graph), range(20))
     x, w = total(states)
     kept: list[Letter] = []
@@ -232,7 +235,7 @@ def test_7_06_a_node_that_leaves_in_good_order_leaves_the_mean_as_it_is():
     graph = Exponential(4)
     models = starts(4, 20)
     mean = np.mean(models, axis=0)
-    algorithm = SparsePush(fraction=0.1, gamma=0.15)
+    algorithm = SparsePush(density=0.1, gamma=0.15)
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5))
     alive = set(range(4)) - {3}
     views = views_of(graph, alive=alive)
@@ -248,7 +251,7 @@ def test_7_06_a_node_that_leaves_in_good_order_leaves_the_mean_as_it_is():
 @pytest.mark.long
 def test_7_06_a_crash_takes_its_share_and_no_more():
     graph = Exponential(4)
-    algorithm = SparsePush(fraction=0.1, gamma=0.15)
+    algorithm = SparsePush(density=0.1, gamma=0.15)
     states = rounds(algorithm, opened(algorithm, starts(4, 20)), views_of(graph), range(5))
     del states[3]
     x, w = total(states)
@@ -261,7 +264,7 @@ def test_7_06_a_crash_takes_its_share_and_no_more():
 def test_7_06_a_node_joins_without_mass_and_learns_when_it_has_some():
     graph = Exponential(4)
     models = starts(4, 20)
-    algorithm = SparsePush(fraction=0.1, gamma=0.15, lr=0.05, w_start=0.3)
+    algorithm = SparsePush(density=0.1, gamma=0.15, lr=0.05, w_start=0.3)
     states = opened(algorithm, models[:3])
     states = rounds(algorithm, states, views_of(graph, alive=set(range(3))), range(5))
     states[3] = algorithm.join(models[3], FLAT)
@@ -295,7 +298,7 @@ def test_7_06_a_node_joins_without_mass_and_learns_when_it_has_some():
 
 
 def test_a_node_of_hardly_any_weight_only_receives():
-    algorithm = SparsePush(fraction=0.1, gamma=1.0)
+    algorithm = SparsePush(density=0.1, gamma=1.0)
     view = View(0, 0, {1: 0.999}, {1: 0.5})
     state = algorithm.init(np.ones(20), FLAT)
 
@@ -320,7 +323,7 @@ def test_a_node_of_hardly_any_weight_only_receives():
 
 
 def test_letters_without_values_still_move_mass():
-    algorithm = SparsePush(k=0, gamma=0.5)
+    algorithm = SparsePush(compressor={"id": "threshold", "level": 1e9}, gamma=0.5)
     models = starts(4, 20)
     states = opened(algorithm, models)
     x, _ = total(states)
@@ -333,17 +336,17 @@ def test_letters_without_values_still_move_mass():
 
 
 def test_bytes_of_a_letter_are_header_share_indices_and_values():
-    algorithm = SparsePush(compressor={"id": "topk", "k": 24, "index": "packed"}, gamma=0.05, digest_every=0)
+    algorithm = SparsePush(compressor={"id": "topk", "density": 0.01, "index": "fixed"}, gamma=0.05, digest_every=0)
     layout = Layout.flat(2410)
     state = algorithm.init(np.zeros(2410, np.float32), layout)
     gradient = lambda z: Key(0, "g").generator().standard_normal(2410).astype(np.float32)  # noqa: E731
     _, outbox = algorithm.send(state, gradient, View(0, 0, {1: 0.25, 2: 0.25}, {}))
-    # 24 indices of 12 bits. Both edges have told the same so far: one posting, two letters.
-    assert [(posting.destinations, len(posting.payload)) for posting in outbox] == [((1, 2), 8 + 8 + 36 + 96)]
+    # 25 indices of 12 bits. Both edges have told the same so far: one posting, two letters.
+    assert [(posting.destinations, len(posting.payload)) for posting in outbox] == [((1, 2), 8 + 8 + 38 + 100)]
 
 
 def test_broadcast_sends_the_same_change_with_different_shares():
-    algorithm = SparsePush(k=3, gamma=0.5, estimates="broadcast", lr=1.0)
+    algorithm = SparsePush(density=0.15, gamma=0.5, estimates="broadcast", lr=1.0)
     state = algorithm.init(np.zeros(20), FLAT)
     gradient = lambda z: np.arange(20.0)  # noqa: E731
     _, outbox = algorithm.send(state, gradient, View(0, 0, {1: 0.25, 2: 0.5, 3: 0.25}, {}))
@@ -357,7 +360,7 @@ def test_broadcast_sends_the_same_change_with_different_shares():
 @pytest.mark.long
 def test_the_closing_phase_leaves_estimates_alone_and_asks_for_no_gradient():
     graph = Exponential(8)
-    algorithm = SparsePush(fraction=0.1, gamma=0.1, momentum=0.9)
+    algorithm = SparsePush(density=0.1, gamma=0.1, momentum=0.9)
     models = starts(8, 20)
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5), quadratic(models))
     before = {i: digests(s, ("h",)) for i, s in states.items()}
@@ -377,7 +380,7 @@ def test_the_closing_phase_leaves_estimates_alone_and_asks_for_no_gradient():
 
 
 def test_a_model_that_is_not_finite_is_refused_before_anything_changes():
-    algorithm = SparsePush(fraction=0.1, gamma=0.1, momentum=0.9)
+    algorithm = SparsePush(density=0.1, gamma=0.1, momentum=0.9)
     state = algorithm.init(np.ones(20), FLAT)
     kept = {key: value.copy() for key, value in state.items()}
     for bad in (np.nan, np.inf):
@@ -392,7 +395,7 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_changes():
 @pytest.mark.parametrize("estimates", ["edge", "broadcast"])
 def test_a_step_is_pure_and_the_same_every_time(estimates):
     graph = Exponential(4)
-    algorithm = SparsePush(compressor={"id": "dithered", "bits": 2}, gamma=0.1, estimates=estimates, momentum=0.5)
+    algorithm = SparsePush(compressor={"id": "dithering", "bits": 2}, gamma=0.1, estimates=estimates, momentum=0.5)
     gradients = quadratic(starts(4, 20, seed=8))
     states = rounds(algorithm, opened(algorithm, starts(4, 20)), views_of(graph), range(3), gradients)
     sent = {i: algorithm.send(s, gradients(i, 3), views_of(graph)(i, 3)) for i, s in states.items()}
@@ -412,7 +415,7 @@ def test_a_step_is_pure_and_the_same_every_time(estimates):
 def test_adapting_halves_gamma_of_a_node_whose_innovations_grow():
     graph = Complete(3)
     models = starts(3, 40)
-    fixed = {"k": 1, "gamma": 0.9}
+    fixed = {"density": 1 / 40, "gamma": 0.9}
     grown, steady = SparsePush(**fixed), SparsePush(adapt=True, **fixed)
     worse = rounds(grown, opened(grown, models), views_of(graph), range(220))
     better = rounds(steady, opened(steady, models), views_of(graph), range(220))
@@ -423,23 +426,27 @@ def test_adapting_halves_gamma_of_a_node_whose_innovations_grow():
     assert total(better)[1] == pytest.approx(3.0, abs=1e-13)
 
 
+def top(density: float) -> Compressor:
+    return get_compressor({"id": "topk", "density": density})
+
+
 def test_gamma_follows_the_contraction():
-    assert automatic_gamma(TopK(k=24), 2410) == pytest.approx(0.04, rel=0.01)
-    assert automatic_gamma(TopK(k=2), 2410) == pytest.approx(0.0115, rel=0.01)
-    assert automatic_gamma(TopK(fraction=0.9), 1000) == 0.2
-    assert automatic_gamma(Identity(), 1000) == 1.0
-    assert automatic_gamma(TopK(k=3), 0) == 1.0  # nothing is compressed
-    for config in ({"k": 0}, {"compressor": {"id": "norm-sign"}}):
+    assert automatic_gamma(top(24 / 2410), 2410) == pytest.approx(0.04, rel=0.01)
+    assert automatic_gamma(top(2 / 2410), 2410) == pytest.approx(0.0115, rel=0.01)
+    assert automatic_gamma(top(0.9), 1000) == 0.2
+    assert automatic_gamma(get_compressor({"id": "identity"}), 1000) == 1.0
+    assert automatic_gamma(top(0.5), 0) == 1.0  # nothing is compressed
+    for config in ({"compressor": {"id": "threshold", "level": 1.0}}, {"compressor": {"id": "normsign"}}):
         with pytest.raises(ConfigError, match="gamma"):
             SparsePush(**config).init(np.ones(20), FLAT)
     parts = Layout((TensorSpec("a", (16,), "float32", 0, 16), TensorSpec("b", (4,), "float32", 16, 4, 1.0)), (), "ab")
-    state = SparsePush(k=4).init(np.ones(20, np.float32), parts)
-    assert SparsePush(k=4).facts(state)["gamma"] == pytest.approx(automatic_gamma(TopK(k=4), 16))
+    state = SparsePush(density=0.25).init(np.ones(20, np.float32), parts)
+    assert SparsePush(density=0.25).facts(state)["gamma"] == pytest.approx(automatic_gamma(top(0.25), 16))
 
 
 def test_small_tensors_travel_whole():
     parts = Layout((TensorSpec("a", (16,), "float32", 0, 16), TensorSpec("b", (4,), "float32", 16, 4, 1.0)), (), "ab")
-    algorithm = SparsePush(k=1, gamma=0.1, lr=1.0)
+    algorithm = SparsePush(density=1 / 16, gamma=0.1, lr=1.0)
     state = algorithm.init(np.ones(20, np.float32), parts)
     state, _ = algorithm.send(state, lambda z: np.arange(1, 21, dtype=np.float32), View(0, 0, {1: 0.5}, {}))
     behind = algorithm.model(algorithm.init(np.ones(20, np.float32), parts)) - np.arange(1, 21) - state["h>1"]
@@ -458,7 +465,7 @@ def test_small_tensors_travel_whole():
     ],
 )
 def test_letters_that_cannot_be_are_refused_and_change_nothing(change, error):
-    algorithm = SparsePush(k=2, gamma=0.1, lr=1.0)
+    algorithm = SparsePush(density=0.1, gamma=0.1, lr=1.0)
     state = algorithm.init(np.ones(20), FLAT)
     _, outbox = algorithm.send(state, lambda z: np.arange(20.0), View(1, 0, {0: 0.5}, {}))
     kept = {key: value.copy() for key, value in state.items()}
@@ -471,14 +478,14 @@ def test_letters_that_cannot_be_are_refused_and_change_nothing(change, error):
 def test_configurations_survive_a_round_trip_and_wrong_ones_are_refused():
     for algorithm in (
         SparsePush(),
-        SparsePush(k=2, gamma=0.01, estimates="broadcast", adapt=True),
-        SparsePush(compressor={"id": "scaled-sign"}, gamma=0.1, lr=0.3, momentum=0.9),
+        SparsePush(density=0.1, gamma=0.01, estimates="broadcast", adapt=True),
+        SparsePush(compressor={"id": "scaledsign"}, gamma=0.1, lr=0.3, momentum=0.9),
     ):
         assert get_algorithm(algorithm.to_config()) == algorithm
     assert SparsePush().time_varying
     assert not SparsePush(estimates="broadcast").time_varying
     for wrong in (
-        {"k": 2, "fraction": 0.1},
+        {"compressor": {"id": "identity"}, "density": 0.1},
         {"gamma": 0.0},
         {"gamma": 1.5},
         {"gamma": "large"},
@@ -488,7 +495,7 @@ def test_configurations_survive_a_round_trip_and_wrong_ones_are_refused():
         {"w_min": 0.0},
         {"w_min": 0.1},
         {"digest_every": -1},
-        {"fraction": 0.0},
+        {"density": 0.0},
     ):
         with pytest.raises(ConfigError):
             SparsePush(**wrong)

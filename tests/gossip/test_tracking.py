@@ -25,8 +25,8 @@ from fedcomp.layout import Layout
 TASK = problem(n=6, d=20)
 L = TASK.smoothness
 RING = ring_weights(TASK.n)
-TOP20 = {"id": "topk", "fraction": 0.2}
-EXACT = {"id": "topk", "fraction": 0.2, "values": "float64"}
+TOP20 = {"id": "topk", "density": 0.2}
+EXACT = {"id": "topk", "density": 0.2, "values": "float64"}
 ALL = [GradientTracking(lr=0.2 / L), BEER(lr=0.1 / L), LEAD(lr=0.5 / L)]
 
 
@@ -153,7 +153,7 @@ def test_lead_with_alpha_one_is_cold_and_ternary_levels_need_less() -> None:
     )
     for a, b in zip(cold, same, strict=True):
         np.testing.assert_allclose(a["x"], b["x"], atol=1e-14)
-    ternary = {"id": "dithered", "bits": 1}
+    ternary = {"id": "dithering", "bits": 1}
     big = problem()
     damped, undamped = (
         run(LEAD(lr=1.0 / big.smoothness, gamma=0.5, alpha=alpha, compressor=ternary), big, 45).errors[-1]

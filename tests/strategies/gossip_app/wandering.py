@@ -54,7 +54,7 @@ def initial() -> ArrayRecord:
 
 
 def relay() -> GossipRelay:
-    algorithm = get_algorithm({"name": "sparse-push", "lr": 0.1, "fraction": 0.2, "gamma": 0.3})
+    algorithm = get_algorithm({"name": "sparse-push", "lr": 0.1, "density": 0.2, "gamma": 0.3})
     return GossipRelay(algorithm, "complete", nodes=NODES, skew_rounds=1, patience=3, observe_every=100)
 
 

@@ -1,0 +1,237 @@
+"""Codecs on innovations: one stretch of a vector as a few bytes, without a frame.
+
+The codecs are those of updates (:mod:`fedcomp.codecs`). Length and dtype of the stretch and the codec itself are known
+to both ends, so that only a section travels (:class:`fedcomp.wire.Section`), whose end is known. What a receiver makes
+of it is a :class:`Delta`, and it is what the sender adds to its own estimate, too. Values and scales travel as
+float32 also for float64 states, unless told otherwise: what rounding leaves out stays in the innovation and goes with a
+later message. What lies beyond the largest value of the wire's dtype is sent as that value; what rounds to zero is not
+sent. A stretch of no elements has no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec, PositionalCodec, Stretch, get_codec
+from fedcomp.codecs.positional import narrowed
+from fedcomp.errors import ConfigError
+from fedcomp.gossip.base import Real
+from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.packet import all_finite, put_real, require_finite, take_real
+from fedcomp.layout import Layout, Update
+from fedcomp.rng import Key
+from fedcomp.wire import Section, WireError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """A decoded change of a vector of ``n`` elements.
+
+    Attributes
+    ----------
+    n : int
+    indices : ndarray of int64, shape (k,), or None
+        Strictly ascending; None: ``values`` are those of ``[:values.size]``.
+    values : ndarray, shape (k,), in the dtype of the estimate
+    tail : ndarray, shape (m,), in the dtype of the estimate
+        Change of the last m elements; none of ``indices`` lies there.
+    """
+
+    n: int
+    indices: NDArray[np.int64] | None
+    values: Real
+    tail: Real
+
+    def add_to(self, out: Real, scale: float = 1.0) -> None:
+        """Add ``scale`` times the change to ``out`` (shape ``(n,)``, own dtype) in place.
+
+        Both ends call this, so that both do the same arithmetic.
+        """
+        values, tail = self.values, self.tail
+        if scale != 1.0:
+            values, tail = out.dtype.type(scale) * values, out.dtype.type(scale) * tail
+        if self.indices is None:
+            out[: values.size] += values
+        else:  # distinct, so that fancy assignment is addition
+            out[self.indices] += values
+        if tail.size:
+            out[self.n - tail.size :] += tail
+
+    def dense(self) -> Real:
+        """Return the change as a fresh vector of shape ``(n,)``."""
+        out = np.zeros(self.n, self.values.dtype)
+        self.add_to(out)
+        return out
+
+
+class _Form(NamedTuple):
+    """What a codec does with stretches of one length and dtype; ``section`` is None where it needs its frame."""
+
+    layout: Layout
+    stretch: Stretch
+    section: Section | None
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """A codec, and how its bytes travel in a message. Equal when codec and scale are.
+
+    Parameters
+    ----------
+    codec : Codec
+        A function of the vector and the key alone: :func:`get_compressor` refuses others.
+    scale : float
+        What vectors are divided by before they are encoded, and multiplied by after they were decoded; both ends know
+        it (Dyna-COLD).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.gossip.compressor import get_compressor
+    >>> from fedcomp.rng import Key
+    >>> c = get_compressor({"id": "topk", "density": 0.25})
+    >>> data = c.encode(np.array([0.0, 3.0, 1.0, 0.5]), 3, Key(0))  # the last element travels whole
+    >>> c.decode(memoryview(data), 4, 3, "float64", Key(0)).dense()
+    array([0. , 3. , 0. , 0.5])
+    """
+
+    codec: Codec
+    scale: float = 1.0
+    _forms: dict[tuple[int, str], _Form] = field(default_factory=dict, repr=False, compare=False)
+
+    def scaled(self, scale: float) -> Compressor:
+        """Return the same codec for vectors of about the size ``scale``."""
+        return replace(self, scale=scale)
+
+    def encode(self, v: Real, split: int, key: Key) -> bytes:
+        """Return ``v[:split]`` compressed, then ``v[split:]`` in its own dtype; v is float32 or float64.
+
+        ``key`` names iteration, sender and stream, under the run's seed: where random codecs draw from.
+
+        Raises
+        ------
+        NonFiniteUpdate
+        """
+        head = self._encode(v[:split], key)
+        return head + put_real(v[split:]) if split < v.size else head
+
+    def decode(self, data: memoryview, n: int, split: int, dtype: Any, key: Key) -> Delta:
+        """Return the change of a vector of ``n`` elements that exactly ``data`` describes, in ``dtype``.
+
+        ``key`` is the sender's but for the seed, which a receiver need not know: the rest is in envelope and header.
+
+        Raises
+        ------
+        LetterError
+            For every byte string that :meth:`encode` could not have written.
+        """
+        dtype = np.dtype(dtype)
+        end = len(data) - (n - split) * dtype.itemsize
+        if end < 0:
+            raise LetterError(f"{n - split} values that travel whole do not fit into {len(data)} bytes")
+        tail = take_real(data[end:], n - split, dtype)
+        indices, values = self._decode(data[:end], split, dtype, key)
+        if self.scale != 1.0:
+            values = values * dtype.type(self.scale)
+        return Delta(n, indices, values, tail)
+
+    def most(self, n: int, split: int, dtype: Any) -> int:
+        """Return the bytes of the longest section of ``n`` elements: what a receiver is ready to read."""
+        dtype = np.dtype(dtype)
+        tail = (n - split) * dtype.itemsize
+        if not split:
+            return tail
+        form = self._form(split, dtype)
+        return tail + (self.codec.limits(form.layout).max_bytes_in if form.section is None else form.section.most_bytes)
+
+    def contraction(self, n: int) -> float | None:
+        """Return δ with ``E‖v - C(v)‖² <= (1 - δ)‖v‖²`` for all v of ``n`` elements (over the key), None without.
+
+        Excepted are vectors whose values leave the wire's dtype: above 3.4e38, or below 1.2e-38, in float32, to which
+        a normal number of a float64 vector is rounded by at most 2⁻²⁴ of it.
+        """
+        kept = self.codec.contraction(Layout.flat(n)) if n else None
+        exact = isinstance(self.codec, PositionalCodec) and self.codec.wire_dtype("float64") == "float64"
+        return kept if kept is None or exact else kept * (1.0 - 2.0**-48)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return ``{"id": id, **parameters}``, JSON-able, what :func:`get_compressor` takes."""
+        return self.codec.to_config()
+
+    def _form(self, n: int, dtype: np.dtype[Any]) -> _Form:
+        form = self._forms.get((n, dtype.name))
+        if form is None:
+            layout = Layout.flat(n)
+            stretch, section = Stretch(0, "the innovation", 0, n), None
+            if isinstance(self.codec, PositionalCodec):
+                (stretch,) = self.codec.stretches(layout)
+                section = self.codec.section(stretch, dtype.name)
+            form = self._forms[n, dtype.name] = _Form(layout, stretch, section)
+        return form
+
+    def _encode(self, v: Real, key: Key) -> bytes:
+        require_finite(v)
+        if not v.size:
+            return b""
+        if self.scale != 1.0:
+            v = v / v.dtype.type(self.scale)
+        layout, stretch, section = self._form(v.size, v.dtype)
+        codec = self.codec
+        if section is None or not isinstance(codec, PositionalCodec):
+            return bytes(codec.encode(Update(narrowed(v), layout), {}, key)[0])
+        if section.index == "known":
+            key = _public(key)
+        tensor = codec.pack(v if codec.wide else narrowed(v), stretch, key)
+        return section.write(tensor.values, None if section.index == "known" else tensor.indices)
+
+    def _decode(
+        self, data: memoryview, n: int, dtype: np.dtype[Any], key: Key
+    ) -> tuple[NDArray[np.int64] | None, Real]:
+        if not n:
+            return None, take_real(data, 0, dtype)
+        layout, stretch, section = self._form(n, dtype)
+        codec = self.codec
+        try:
+            if section is None or not isinstance(codec, PositionalCodec):
+                vector = codec.decode(bytes(data), layout)
+                if not all_finite(vector):
+                    raise LetterError(f"a frame of {codec!r} decodes to NaN or infinity")
+                return None, vector.astype(dtype)
+            known = codec.positions(stretch, _public(key))
+            tensor = section.read(data, known)
+            if known is None:
+                codec.check(tensor, stretch)
+        except WireError as error:
+            raise LetterError(f"not a section of {codec!r} for {n} elements: {error}") from error
+        return tensor.indices, tensor.values.decode().astype(dtype)
+
+
+def _public(key: Key) -> Key:
+    """Return what a support is drawn from: all of the key but the run's seed, which a node may not have been told yet
+    when a message comes."""
+    return replace(key, seed=0)
+
+
+def get_compressor(config: Mapping[str, Any] | Codec | Compressor) -> Compressor:
+    """Return the compressor of a codec or its configuration, ``{"id": ..., **parameters}``; a compressor itself.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown codec or parameter, a value the codec refuses, and for a codec that remembers what was not sent
+        (the innovation already does), adapts, votes, or needs a second exchange.
+    """
+    if isinstance(config, Compressor):
+        return config
+    codec = get_codec(config)
+    if codec.remembers or codec.votes or codec.phases > 1 or codec.init(Layout.flat(64)):
+        raise ConfigError(
+            f"{codec!r} cannot compress innovations: it keeps a state, votes, or needs {codec.phases} exchanges; "
+            "expected a codec that is a function of the vector alone, without error feedback around it"
+        )
+    return Compressor(codec)
