@@ -131,9 +131,9 @@ def steps(name: str, share: float, **own: Any) -> Step:
     return lambda step, size: {"name": name, "lr": share * step, **own}
 
 
-def top(fraction: float) -> dict[str, Any]:
+def top(density: float) -> dict[str, Any]:
     """Return top-k's configuration."""
-    return {"compressor": {"id": "topk", "density": fraction}}
+    return {"compressor": {"id": "topk", "density": density}}
 
 
 def arriving(config: Config) -> dict[str, tuple[Step, int]]:

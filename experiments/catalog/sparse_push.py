@@ -34,12 +34,12 @@ SGP: Final = "SGP"
 TWO: Final = "2 values"
 ONE_PERCENT: Final = "1 %"
 LEVELS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "10 %": {"fraction": 0.1},
-    "5 %": {"fraction": 0.05},
-    "2 %": {"fraction": 0.02},
-    ONE_PERCENT: {"fraction": 0.01},
-    "0.5 %": {"fraction": 0.005},
-    "0.2 %": {"fraction": 0.002},
+    "10 %": {"density": 0.1},
+    "5 %": {"density": 0.05},
+    "2 %": {"density": 0.02},
+    ONE_PERCENT: {"density": 0.01},
+    "0.5 %": {"density": 0.005},
+    "0.2 %": {"density": 0.002},
     TWO: {"k": 2},
 }
 """What of the model a letter holds."""
@@ -141,7 +141,7 @@ class Setting:
         if self.level == SGP:
             return {"name": "sgp", **own}
         family = self.graph.partition(":")[0]
-        mild = self.graph == STATIC or LEVELS[self.level].get("fraction", 0.0) >= LEVELS[ONE_PERCENT]["fraction"]
+        mild = self.graph == STATIC or LEVELS[self.level].get("density", 0.0) >= LEVELS[ONE_PERCENT]["density"]
         gamma = _gamma(str(config.settings[f"gamma.{family}"])) if mild else "auto"
         # One estimate for all is right as long as every edge is used in every iteration, and there is less to compute.
         estimates = "broadcast" if self.graph == STATIC and not self.lossy else "edge"

@@ -136,7 +136,7 @@ def test_settings_reach_algorithm_relay_and_clients() -> None:
     made = get_system("choco").make_strategy(get_system("choco").resolve(settings), 11)
     config = made.algorithm.get_config()
     assert (config["lr"], config["momentum"], config["gamma"], config["digest_every"]) == (0.03, 0.5, 0.2, 7)
-    assert (config["compressor"]["id"], config["compressor"]["fraction"]) == ("randomk", 0.1)
+    assert (config["compressor"]["id"], config["compressor"]["density"]) == ("randomk", 0.1)
     assert (made.patience, made.deadline, made.observe_every, made.seed) == (9, 4.0, 5, 11)
     assert made.graph(4).text == "torus"
     full = [engines.run(RunSpec("nids", rounds=1, clients=2, settings=SMALL | {"batch_size": b})) for b in (0, 32, 0)]
@@ -159,7 +159,7 @@ def test_settings_reach_algorithm_relay_and_clients() -> None:
         ("cold", {"gamma": "much"}, "expected a number or 'auto'"),
         ("cold", {"gamma": 7.0}, "gamma"),
         ("cold", {"compressor": "topkk"}, "topk"),
-        ("cold", {"compressor.fractoin": 0.5}, "did you mean 'fraction'"),
+        ("cold", {"compressor.fractoin": 0.5}, "unexpected keyword argument .fractoin"),
         ("cold", {"compressor.id": "dithering"}, "set compressor=dithering"),
         ("nids", {"compressor.density": 0.5}, "NIDS has no compressor"),
         ("cold", {"algorithm.gama": 0.5}, "did you mean 'gamma'"),
