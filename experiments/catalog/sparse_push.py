@@ -40,7 +40,7 @@ LEVELS: Final[Mapping[str, Mapping[str, Any]]] = {
     ONE_PERCENT: {"density": 0.01},
     "0.5 %": {"density": 0.005},
     "0.2 %": {"density": 0.002},
-    TWO: {"k": 2},
+    TWO: {"density": 2 / 2410},
 }
 """What of the model a letter holds."""
 

@@ -47,7 +47,7 @@ class Step(NamedTuple):
     threshold: float
 
 
-def select_topk(vector: Floats, k: int, *, tier: Tier = "auto", seed: int = 0) -> NDArray[np.int64]:
+def select_topk(vector: NDArray[Any], k: int, *, tier: Tier = "auto", seed: int = 0) -> NDArray[np.int64]:
     """Return the indices of the ``k`` elements of largest magnitude.
 
     Parameters

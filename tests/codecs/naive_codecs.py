@@ -109,7 +109,7 @@ def only(x: np.ndarray, indices: np.ndarray, values: str = "float32") -> np.ndar
     """``x`` on ``indices`` in a value format, +0.0 elsewhere and where it rounds to zero."""
     out = np.zeros_like(x)
     out[indices] = as_values(x[indices], values)
-    return out + F32(0.0) if values != "float32" else out
+    return out + F32(0.0) if not values.startswith("float") else out
 
 
 def mean_magnitude(x: np.ndarray) -> np.float32:

@@ -169,7 +169,7 @@ def frame_bounds(codec: Codec, layout: Layout, x: np.ndarray, y: np.ndarray) -> 
         signs = isinstance(codec, STC | AdaComp)
         if isinstance(codec, AdaComp):
             length = min(n, codec.conv_bin if len(part.shape) >= 3 else codec.bin)
-        values = (4 + fields(k, 1) if k else 0) if signs else k * (4 if codec.values == "float32" else 2)
+        values = (4 + fields(k, 1) if k else 0) if signs else k * (4 if codec.values.startswith("float") else 2)
         sizes = support_bytes(indices, n, length)
         named = getattr(codec, "index", "auto")
         if named == "bitmap":

@@ -14,7 +14,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Let the nodes learn from each other."""
     config = context.run_config
-    algorithm = SparsePush(density=config["fraction"], lr=config["learning-rate"], momentum=0.9)
+    algorithm = SparsePush(density=config["density"], lr=config["learning-rate"], momentum=0.9)
     rounds = config["num-server-rounds"]
     strategy = GossipRelay(algorithm, config["topology"], skew_rounds="auto", observe_every=rounds)
     strategy.start(grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
