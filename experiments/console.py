@@ -11,20 +11,20 @@ from rich.text import Text
 
 from fedcomp.experiments.findings import LONG, Findings, HeatMap
 from fedcomp.experiments.findings import Table as FoundTable
-from fedcomp.experiments.report import (
-    aligned,
-    duration,
-    link_name,
-    number,
-    percent,
-    promises,
-    ratio,
-    short_bytes,
-    shortfalls,
-)
+from fedcomp.experiments.report import promises, shortfalls
+from fedcomp.experiments.sheets import Sheet, found_sheet
 
 WIDE = 100
 """From this many columns on the tables show wire bytes beside payload bytes and where a bound is from."""
+
+MANY = 8
+"""Tables with more columns are set closer."""
+
+LONGEST = 28
+"""Words of more letters may be broken."""
+
+STYLES = {"holds": "green", "FAILED": "bold red", "missed": "yellow"}
+"""How the words for the end of a claim are written."""
 
 
 def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
@@ -32,60 +32,39 @@ def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Consol
     return Console(file=file, stderr=stderr, markup=False, highlight=False)
 
 
-def result_table(summary: Mapping[str, Any], width: int) -> Table:
-    """Return the closing table of a run, with wire bytes as well when ``width`` columns are enough."""
-    wide = width >= WIDE
-    link = link_name(summary["config"]["settings"])
-    link = link if wide else link.removesuffix(" uplink")
-    table = _table()
-    table.add_column("system", ratio=1, no_wrap=not wide, overflow="ellipsis")
-    for head in ("accuracy", "uplink\npayload", *(("uplink\nwire",) if wide else ())):
-        table.add_column(head, justify="right", no_wrap=True)
-    for head in ("downlink\npayload", *(("downlink\nwire",) if wide else ())):
-        table.add_column(head, justify="right", no_wrap=True)
-    linked = any(row.get("peer_wire_bytes") for row in summary["rows"])
-    if linked:
-        table.add_column("between\nclients", justify="right", no_wrap=True)
-    table.add_column("uplink\nratio", justify="right", no_wrap=True)
-    table.add_column(f"time at\n{link}" if link else "simulated\ntime", justify="right", no_wrap=True)
-    for row in summary["rows"]:
-        lost = f" ({row['failures']} lost)" if row["failures"] else ""
-        up = [short_bytes(row["uplink_payload_bytes"])]
-        down = [short_bytes(row["downlink_payload_bytes"])]
-        if wide:
-            up.append(short_bytes(row["uplink_wire_bytes"]))
-            down.append(short_bytes(row["downlink_wire_bytes"]))
-        if linked:
-            down.append(short_bytes(row.get("peer_wire_bytes", 0)))
-        simulated = duration(row["simulated_seconds"]) if row["simulated_seconds"] else "–"
-        table.add_row(row["label"] + lost, percent(row["accuracy"]), *up, *down, ratio(row["uplink_ratio"]), simulated)
+def table_of(sheet: Sheet) -> Table:
+    """Return a table; text may go on in the next line, numbers and short names are never cut."""
+    padding = (0, 1 if len(sheet.columns) > MANY else 2, 0, 0)
+    table = Table(box=None, padding=padding, header_style="dim", pad_edge=False)
+    for i, (name, right) in enumerate(zip(sheet.columns, sheet.right, strict=True)):
+        cells = [row[i] for row in sheet.rows]
+        whole = cells if right else [word for cell in cells for word in cell.split() if len(word) <= LONGEST]
+        least = max(map(len, [*name.split(), *whole]), default=0)
+        table.add_column(name, justify="right" if right else "left", min_width=least, overflow="fold")
+    for row in sheet.rows:
+        table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in row))
     return table
 
 
 def promise_parts(summary: Mapping[str, Any]) -> list[RenderableType]:
     """Return what a run promises, in full: for each private row and training what is its own, then what all share."""
     found = promises(summary)
-    heads, tables = [], []
-    for promise in found:
-        first, _, lines = promise.statement.prose().partition("\n\n")
-        heads.append([line for line in [*first.splitlines(), promise.ended] if line])
-        tables.append([line for line in lines.splitlines() if line])
-    shared = [line for line in tables[0] if all(line in table for table in tables)] if len(found) > 1 else []
+    shared = [line for line in found[0].lines if all(line in p.lines for p in found)] if len(found) > 1 else []
     parts: list[RenderableType] = []
-    for promise, head, table in zip(found, heads, tables, strict=True):
-        parts += [Text(f"Privacy of {promise.label}", "bold"), *map(Text, head)]
-        parts.append(_lines(line for line in table if line not in shared))
+    for promise in found:
+        parts += [Text(f"Privacy of {promise.label}", "bold"), *map(Text, promise.head)]
+        parts.append(_lines(line for line in promise.lines if line not in shared))
     if shared:
         parts += [Text("Privacy of all of these", "bold"), _lines(shared)]
     return parts
 
 
-def _lines(lines: Iterable[str]) -> Table:
+def _lines(lines: Iterable[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
-    for name, _, text in (line.partition(":") for line in lines):
-        table.add_row(name, text.strip())
+    for line in lines:
+        table.add_row(*line)
     table.add_row()
     return table
 
@@ -96,41 +75,10 @@ def findings_tables(findings: Findings) -> list[tuple[str, Table | None]]:
     Heat maps become tables of numbers; curves are for the report.
     """
     maps = [figure.as_table() for figure in findings.figures if isinstance(figure, HeatMap)]
-    return [(table.title, _found(table) if len(table.rows) <= LONG else None) for table in (*findings.tables, *maps)]
-
-
-def _found(found: FoundTable) -> Table:
-    table = _table()
-    table.padding = (0, 1, 0, 0)  # many columns: every blank counts
-    columns = [aligned(column) for column in zip(*found.rows, strict=True)] or [[] for _ in found.columns]
-    for i, (name, cells, numeric) in enumerate(zip(found.columns, columns, found.numeric, strict=True)):
-        # A name may go on in the next line, a number may not be cut.
-        least = max(map(len, [*name.split(), *cells])) if numeric and i else None
-        table.add_column(name, justify="right" if numeric and i else "left", min_width=least, overflow="fold")
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
-    return table
-
-
-def claim_table(claims: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return the claims with ``ok``, ``FAILED`` or, for a goal that does not decide the exit code, ``missed``."""
-    table = _table()
-    table.add_column("", no_wrap=True)
-    table.add_column("claim", ratio=2)
-    table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("bound", justify="right", no_wrap=True)
-    if width >= WIDE:
-        table.add_column("source", ratio=2)
-    for claim in claims:
-        if claim["ok"]:
-            mark = Text("ok", style="green")
-        elif claim["gate"]:
-            mark = Text("FAILED", style="bold red")
-        else:
-            mark = Text("missed", style="yellow")
-        cells = [mark, claim["name"], number(claim["value"]), f"{claim['op']} {number(claim['bound'])}"]
-        table.add_row(*cells, *([claim["source"]] if width >= WIDE else []))
-    return table
+    return [
+        (table.title, table_of(found_sheet(table)) if len(table.rows) <= LONG else None)
+        for table in (*findings.tables, *maps)
+    ]
 
 
 def headline(summary: Mapping[str, Any]) -> list[Text]:
@@ -139,7 +87,7 @@ def headline(summary: Mapping[str, Any]) -> list[Text]:
         return []
     lines = [Text(summary["answer"], "bold")] if summary["answer"] else []
     for mark, text in shortfalls(summary["claims"]):
-        lines.append(Text.assemble((f"{mark}: ", "bold red" if mark == "FAILED" else "yellow"), text))
+        lines.append(Text.assemble((f"{mark}: ", STYLES[mark]), text))
     return lines
 
 
@@ -157,37 +105,5 @@ def row_groups(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return any list of flat rows as a table; columns in the order of their first appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = _table()
-    numeric = {column for column in columns if all(_is_number(row.get(column)) or column not in row for row in rows)}
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right" if column in numeric else "left")
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
-    return table
-
-
-def names_table(head: str, entries: Iterable[tuple[str, ...]], *columns: str) -> Table:
-    """Return a list of names with what they are."""
-    table = _table()
-    table.add_column(head, no_wrap=True, style="bold")
-    for column in columns:
-        table.add_column(column)
-    for entry in entries:
-        table.add_row(*entry)
-    return table
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, expand=False)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    if _is_number(value):
-        return number(value)
-    return str(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    heads = [column.replace("_", " ") for column in columns]
+    return table_of(found_sheet(FoundTable("", heads, [[row.get(column) for column in columns] for row in rows])))

@@ -1,4 +1,4 @@
-"""Line plots as inline SVG for a page with a light and a dark face, and pictures as PNG.
+"""Line plots as inline SVG for a page with a light and a dark face, their legends, and pictures as PNG.
 
 Matplotlib draws with placeholder colours that are then replaced by CSS variables of the page, so that one
 drawing serves both faces. Figures are plain objects: no pyplot, no global figure list, no window.
@@ -10,95 +10,159 @@ import base64
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedcomp.errors import optional
 from fedcomp.experiments.findings import Curves, Pictures, Series
-from fedcomp.experiments.report import number, short_bytes
+from fedcomp.experiments.report import aligned, number, short_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
-SERIES_COLOURS = 8
-"""How many series a plot tells apart by colour; further ones repeat a colour with another dash."""
+# What each face of the page draws a colour with. Any two of a face differ, also for a reader who is colour-blind, and
+# stand out from its background (measured by the tests).
+LIGHT = ("#8a9099", "#1b1d21", "#1456ab", "#b68e00", "#761c05", "#2ca05e", "#6d3f6d")
+DARK = ("#8d949c", "#f2f3f4", "#3a87fb", "#c69014", "#ca5f45", "#8de49d", "#eeb2f9")
+
+_DASHES: tuple[tuple[float, ...], ...] = ((), (4.0, 1.6), (1.3, 1.5), (6.0, 1.5, 1.3, 1.5), (9.0, 2.5))
+_CIRCLE = [(math.cos(math.tau * i / 16), math.sin(math.tau * i / 16)) for i in range(16)]
+_ARM = [(0.4, -0.4), (1.2, -0.4), (1.2, 0.4)]
+_PLUS = [p for a, b in ((1, 0), (0, 1), (-1, 0), (0, -1)) for p in [(a * x - b * y, b * x + a * y) for x, y in _ARM]]
+_MARKERS: tuple[Sequence[tuple[float, float]], ...] = (
+    _CIRCLE,
+    [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)],
+    [(-1.1, -0.8), (1.1, -0.8), (0.0, 1.1)],
+    [(0.0, -1.2), (1.2, 0.0), (0.0, 1.2), (-1.2, 0.0)],
+    [(-1.1, 0.8), (1.1, 0.8), (0.0, -1.1)],
+    _PLUS,
+)
+"""Corners, y upwards, in half the marker's size. The numbers of colours, dashes and markers share few factors: 210
+series differ in at least one of them, and neighbours in all."""
 
 # What matplotlib draws with -> the CSS variable it becomes. Any colours do that nothing else uses.
-_INK = "#010203"
-_GRID = "#040506"
-_SERIES = tuple(f"#f0f0{i:02x}" for i in range(SERIES_COLOURS))
+_INK, _GRID = "#010203", "#040506"
+_SERIES = tuple(f"#f0f0{i:02x}" for i in range(len(LIGHT)))
 _VARIABLES = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {
     colour: f"var(--series-{i})" for i, colour in enumerate(_SERIES)
 }
-# Lines that lie on each other stay visible: broken ones are drawn over whole ones.
-_WHOLE, _DASHED, _DOTTED = (0.0, ()), (0.0, (4.0, 1.6)), (0.0, (1.3, 1.5))
-_DASHES: tuple[tuple[float, tuple[float, ...]], ...] = (_WHOLE, _DASHED, _WHOLE, _DASHED, _DOTTED)
+_MANY = 12
+"""Lines with as many points or more have markers at some of them only."""
 
 
-def line_plot(curves: Curves, *, salt: str) -> str:
-    """Return an ``<svg>`` element with one line per series, colours and dashes in the order of the series.
+@dataclass(frozen=True)
+class Style:
+    """How one system is drawn, in every plot and legend of a report. The first of a report is drawn broad."""
+
+    index: int
+
+    @property
+    def colour(self) -> int:
+        """Which of :data:`LIGHT` and :data:`DARK`."""
+        return self.index % len(LIGHT)
+
+    @property
+    def dash(self) -> tuple[float, ...]:
+        """Lengths of strokes and gaps in widths of the line; empty for a whole line."""
+        return _DASHES[self.index % len(_DASHES)]
+
+    @property
+    def marker(self) -> Sequence[tuple[float, float]]:
+        """Corners."""
+        return _MARKERS[self.index % len(_MARKERS)]
+
+    @property
+    def width(self) -> float:
+        """Of the line, in points."""
+        return 1.8 if self.index else 3.2
+
+    def swatch(self) -> str:
+        """Return a small ``<svg>`` that shows line and marker, for a legend."""
+        dash = " ".join(f"{self.width * length:.3g}" for length in self.dash) or "none"
+        corners = " ".join(f"{17 + 3.6 * x:.3g},{6 - 3.6 * y:.3g}" for x, y in self.marker)
+        colour = f"var(--series-{self.colour})"
+        return (
+            '<svg class="swatch" width="34" height="12" aria-hidden="true">'
+            f'<path d="M0 6H34" style="stroke: {colour}; stroke-width: {self.width:g}; stroke-dasharray: {dash}"/>'
+            f'<polygon points="{corners}" style="fill: {colour}"/></svg>'
+        )
+
+
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """Return a style for each name, fixed by the order of their first appearance."""
+    return {name: Style(i) for i, name in enumerate(dict.fromkeys(names))}
+
+
+def line_plot(curves: Curves, known: Mapping[str, Style], *, salt: str) -> str:
+    """Return an ``<svg>`` element with one line per series, drawn in the styles of their names.
 
     ``salt`` tells apart the element ids of several plots on one page.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
+    with optional("a plot"):
+        import matplotlib as mpl
 
     # Text stays text, in the page's own font; ids do not depend on the time of day.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 11.5}):
-        figure = Figure(figsize=(6.0, 3.9), layout="constrained")
-        axes = figure.add_subplot()
-        drawn = []
-        for i, line in enumerate(curves.series):
-            points = _points(line, curves)
-            drawn += points
-            if points:
-                _draw(axes, i, points)
-        _scale(axes, "x", [x for x, _ in drawn], log=curves.log_x, as_bytes=curves.x_bytes)
-        _scale(axes, "y", [y for _, y in drawn], log=curves.log_y)
-        axes.set_xlabel(curves.x_label, color=_INK, parse_math=False)
-        axes.set_ylabel(curves.y_label, color=_INK, parse_math=False)
-        _dress(axes)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        draw(curves, known).savefig(buffer, format="svg", transparent=True, metadata=nothing)
     return _inline(buffer.getvalue(), curves.title)
 
 
-def swatch(index: int) -> str:
-    """Return a small ``<svg>`` that shows the line of series ``index``, for a legend."""
-    pattern = " ".join(f"{2 * length:g}" for length in _dash(index)[1]) or "none"
-    return (
-        '<svg class="swatch" width="30" height="8" aria-hidden="true"><line x1="0" y1="4" x2="30" y2="4" '
-        f'style="stroke: var(--series-{index % SERIES_COLOURS}); stroke-width: {_width(index) + 0.6:g}; '
-        f'stroke-dasharray: {pattern}"/></svg>'
-    )
+def draw(curves: Curves, known: Mapping[str, Style]) -> Figure:
+    """Return the matplotlib figure of ``curves``, its tick labels thinned out until none touches another."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    # Narrow, so that the text can be read on a phone, where the plot is drawn smaller than this.
+    with mpl.rc_context({"font.size": 11.0}):
+        figure = Figure(figsize=(5.2, 3.5), layout="constrained")
+        axes = figure.add_subplot()
+        if curves.log_x:
+            axes.set_xscale("log")
+        if curves.log_y:
+            axes.set_yscale("log")
+        for i, line in enumerate(curves.series):
+            _draw_line(axes, known[line.name], points(line, curves), i)
+        axes.set_xlabel(curves.x_label, color=_INK, parse_math=False)
+        axes.set_ylabel(curves.y_label, color=_INK, parse_math=False)
+        _dress(axes)
+        for axis, as_bytes in ((axes.yaxis, False), (axes.xaxis, curves.x_bytes)):
+            _label(figure, axis, as_bytes)
+    return figure
 
 
-def _dash(index: int) -> tuple[float, tuple[float, ...]]:
-    return _DASHES[index % len(_DASHES)]
-
-
-def _width(index: int) -> float:
-    return 3.4 if index == 0 else 1.9
-
-
-def _draw(axes: Axes, index: int, points: list[tuple[float, float]]) -> None:
-    x, y = zip(*points, strict=True)
+def _draw_line(axes: Axes, style: Style, drawn: Sequence[tuple[float, float]], place: int) -> None:
+    if not drawn:
+        return
+    x, y = zip(*drawn, strict=True)
+    every = max(1, len(drawn) // 5)
     axes.plot(
         x,
         y,
-        color=_SERIES[index % SERIES_COLOURS],
-        linestyle=_dash(index) if _dash(index)[1] else "-",
-        linewidth=_width(index),
-        marker="o" if len(points) < 12 else "",
-        markersize=4,
+        color=_SERIES[style.colour],
+        linestyle=(0.0, style.dash) if style.dash else "-",
+        linewidth=style.width,
+        marker=list(style.marker),
+        markersize=6.5,
+        markeredgewidth=0,
+        # Lines on each other show their markers at different places.
+        markevery=1 if len(drawn) < _MANY else (place * every // 4 % every, every),
         solid_capstyle="round",
+        # Broken lines over whole ones, so that lines on each other stay visible.
+        zorder=2.0 + bool(style.dash),
     )
 
 
-def _points(line: Series, curves: Curves) -> list[tuple[float, float]]:
+def points(line: Series, curves: Curves) -> list[tuple[float, float]]:
     """Return the points that can be drawn: finite, and above zero where the axis is logarithmic."""
     return [
         (x, y)
@@ -107,35 +171,50 @@ def _points(line: Series, curves: Curves) -> list[tuple[float, float]]:
     ]
 
 
-def picture_sheet(pictures: Pictures) -> str:
-    """Return a PNG of all pictures, a pixel of it for each of theirs and a grey line between them, base64."""
-    from matplotlib.image import imsave
+def _label(figure: Figure, axis: Axis, as_bytes: bool) -> None:
+    """Give an axis as many of its usual ticks as can be labelled without touching each other."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 
-    rows, columns, height, width = pictures.shape
-    sheet = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1), 128, np.uint8)
-    for r, c in np.ndindex(rows, columns):
-        top, left = r * (height + 1), c * (width + 1)
-        sheet[top : top + height, left : left + width] = pictures.images[r, c]
-    buffer = io.BytesIO()
-    imsave(buffer, sheet, cmap="gray", vmin=0, vmax=255, format="png", metadata={"Software": ""})
-    return base64.b64encode(buffer.getvalue()).decode()
+    low, high = sorted(axis.get_view_interval())
+    log = axis.get_scale() == "log"
+    whole = axis.axis_name == "x" and all(x == int(x) for line in axis.axes.lines for x in line.get_xdata())
+    locator = MaxNLocator(7, integer=whole, steps=[1, 2, 2.5, 5, 10])
+    if log:
+        few = math.log10(high / low) < 2.5
+        logarithmic = LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=50)
+        locator = logarithmic if sum(low <= x <= high for x in logarithmic.tick_values(low, high)) > 1 else locator
+    places = [float(x) for x in locator.tick_values(low, high) if low <= x <= high]
+    texts = _texts(places, log, as_bytes)
+    axis.set_minor_locator(NullLocator())
+    for step in range(1, len(places) + 1):
+        axis.set_major_locator(FixedLocator(places[::step]))
+        axis.set_major_formatter(FixedFormatter(texts[::step]))
+        figure.draw_without_rendering()
+        if not collisions(axis.get_ticklabels()):
+            return
 
 
-def _scale(axes: Axes, which: str, values: Sequence[float], *, log: bool, as_bytes: bool = False) -> None:
-    """Give an axis its scale and readable marks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+def collisions(labels: Sequence[Text]) -> list[tuple[str, str]]:
+    """Return the neighbours among tick labels that touch each other or nearly do, in the font they are drawn in."""
+    boxes = [(label.get_text(), label.get_window_extent().padded(1.5)) for label in labels if label.get_text()]
+    return [(a, b) for (a, first), (b, second) in pairwise(boxes) if first.overlaps(second)]
 
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    if log and values:
-        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-        low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if math.log10(high / low) < 2.5 else (1.0,)))
-        axis.set_minor_formatter(NullFormatter())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value) if as_bytes else number(value)))
-    elif as_bytes:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short_bytes(value)))
-    elif which == "x":
-        axis.set_major_locator(MaxNLocator(integer=all(value == int(value) for value in values)))
+
+def _texts(places: Sequence[float], log: bool, as_bytes: bool) -> list[str]:
+    if as_bytes:
+        return [short_bytes(place) for place in places]
+    if not log:
+        return aligned([round(place, 12) for place in places])
+    if all(1e-3 <= place <= 1e4 for place in places):
+        return [number(place) for place in places]
+    return [_power(place) for place in places]
+
+
+def _power(value: float) -> str:
+    """Return ``value`` as ``2·10⁻⁶``."""
+    digits, _, exponent = f"{value:.0e}".partition("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if digits == "1" else f"{digits}·{power}"
 
 
 def _dress(axes: Axes) -> None:
@@ -145,6 +224,21 @@ def _dress(axes: Axes) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(_GRID)
+
+
+def picture_sheet(pictures: Pictures) -> str:
+    """Return a PNG of all pictures, a pixel of it for each of theirs and a grey line between them, base64."""
+    with optional("a picture"):
+        from matplotlib.image import imsave
+
+    rows, columns, height, width = pictures.shape
+    sheet = np.full((rows * (height + 1) - 1, columns * (width + 1) - 1), 128, np.uint8)
+    for r, c in np.ndindex(rows, columns):
+        top, left = r * (height + 1), c * (width + 1)
+        sheet[top : top + height, left : left + width] = pictures.images[r, c]
+    buffer = io.BytesIO()
+    imsave(buffer, sheet, cmap="gray", vmin=0, vmax=255, format="png", metadata={"Software": ""})
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _inline(svg: str, title: str) -> str:
@@ -157,4 +251,6 @@ def _inline(svg: str, title: str) -> str:
         rest = rest.replace(colour, variable)
     rest = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", rest, count=1, flags=re.DOTALL)
     rest = re.sub(r" font-family: [^;\"]*;?", "", rest)
+    # Groups are called alike in every drawing.
+    rest = re.sub(r'<g id="[^"]*">', "<g>", rest)
     return f'<svg class="plot" {box.group()} role="img" aria-label="{escape(title)}">{rest}'

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, Task, TaskID, TextColumn, TimeEla
 from rich.progress import ProgressColumn as Column
 from rich.text import Text
 
-from fedcomp.experiments.report import duration, percent
+from fedcomp.experiments.report import count, duration, percent
 from fedcomp.experiments.spec import RoundRecord, RunSpec
 
 if TYPE_CHECKING:
@@ -24,14 +24,12 @@ class Remaining:
     """Estimates how long the rest of a run takes from what its parts have taken in this session.
 
     A row goes on at the pace of its own rounds; rows that have not begun are given the mean pace of the others, and
-    parts of the measurement the mean of the finished ones.
+    parts of the measurement the mean of the finished ones. How many parts it has is known when it announces them.
 
     Parameters
     ----------
     rounds : mapping of str to int
         Rounds asked for, by label of the row.
-    measures : bool
-        Whether a measurement follows the rows. How many parts it has is known when it announces them.
     expected : float
         Seconds the whole run is known to take; 0 where nobody knows. It stands for what has not begun.
     clock : callable
@@ -45,14 +43,13 @@ class Remaining:
     >>> now = 6.0
     >>> remaining.round("dense", 3)
     >>> str(remaining)
-    '0 of 2 systems, 3 of 20 rounds, 34.0 s left'
+    '0 of 2 systems, 3 of 20 rounds, 34.0 s left for the systems'
     """
 
     def __init__(
         self,
         rounds: Mapping[str, int],
         *,
-        measures: bool = False,
         expected: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -60,7 +57,6 @@ class Remaining:
         self._done = dict.fromkeys(rounds, 0)
         self._finished: set[str] = set()
         self._pace: dict[str, float] = {}
-        self._measures = measures
         self._expected = expected
         self._clock = clock
         self._began = (clock(), 0)
@@ -110,7 +106,7 @@ class Remaining:
         if self._cells[1]:
             parts.append("{} of {} parts".format(*self._cells))
         if self.left:
-            parts.append(f"{duration(self.left)} left" + (", then the measurement" if self._more else ""))
+            parts.append(f"{duration(self.left)} left" + " for the systems" * self._more)
         return ", ".join(parts)
 
     def _update(self) -> None:
@@ -123,8 +119,6 @@ class Remaining:
 
     def _cells_left(self, rows: float) -> float | None:
         """Return the seconds that the measurement will take when all rows take ``rows``; None when nobody knows."""
-        if not self._measures:
-            return 0.0
         done, known = self._cells
         since, before = self._cells_began or (self._clock(), 0)
         if before < done < known:
@@ -228,7 +222,7 @@ class Watch:
         self._progress.stop_task(task)
         if not self._console.is_terminal:
             took = "kept from before" if kept else duration(time.perf_counter() - self._began)
-            self._line(f"{spec.label}: {made} round{'s' * (made != 1)}, accuracy {percent(accuracy)}, {took}")
+            self._line(f"{spec.label}: {count(made, 'round')}, accuracy {percent(accuracy)}, {took}")
 
     def _line(self, text: str) -> None:
         state = "" if self._console.is_terminal else f" ({self.remaining})"

@@ -6,13 +6,14 @@ import importlib.metadata
 import math
 import os
 import platform
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from fedcomp.experiments.experiment import Config, Experiment
-from fedcomp.experiments.findings import Claim, Findings
-from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.findings import Findings
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.privacy.statement import Statement
 
 COUNTED = {
@@ -36,13 +37,13 @@ _BYTE_COLUMNS = (
 _PACKAGES = ("fedcomp", "flwr", "torch", "numpy", "numba", "scikit-learn")
 
 
-def make_row(spec: RunSpec, records: Sequence[RoundRecord], result: RunResult | None) -> dict[str, Any]:
-    """Return one row of the table: totals over ``records`` and the accuracy after the last evaluated round.
+def make_row(spec: RunSpec, result: RunResult | None) -> dict[str, Any]:
+    """Return one row of the table: totals over all rounds and the accuracy after the last evaluated round.
 
     ``accuracy`` and ``loss`` are ``None`` when nothing was evaluated. The row of a private system also holds its
     statement (``privacy``) and why it made fewer rounds than were asked for (``ended``, empty when it made them all).
     """
-    notes = result.notes if result else {}
+    records, notes = (result.rounds, result.notes) if result else ([], {})
     evaluated = [record for record in records if not math.isnan(record.accuracy)]
     return {
         "system": spec.system,
@@ -64,25 +65,25 @@ def summarise(
     experiment: Experiment,
     config: Config,
     specs: Sequence[RunSpec],
-    rounds: Mapping[str, Sequence[RoundRecord]],
     results: Mapping[str, RunResult],
     findings: Findings,
-    run: str,
+    facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the summary of a run as one JSON-able document.
 
-    ``rounds`` and ``results`` go by label. Each row's ``uplink_ratio`` is the baseline's uplink payload
-    over its own, ``None`` where either sent nothing.
+    ``results`` go by label; ``facts`` are what only the run itself knows: its folder (``run``), when it ``began``, how
+    many ``seconds`` it took, and the ``command`` that repeats it. Each row's ``uplink_ratio`` is the baseline's uplink
+    payload over its own, ``None`` where either sent nothing.
     """
     found = findings.to_json()
     claims, said = found.pop("claims"), found.pop("answer")
-    rows = [make_row(spec, rounds.get(spec.label, ()), results.get(spec.label)) for spec in specs]
+    rows = [make_row(spec, results.get(spec.label)) for spec in specs]
     baseline = experiment.baseline or (specs[0].label if specs else "")
     reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == baseline), None)
     for row in rows:
         sent = row["uplink_payload_bytes"]
         row["uplink_ratio"] = reference / sent if reference and sent else None
-    return {
+    summary = {
         "experiment": experiment.name,
         "question": experiment.question,
         "config": config.to_json(),
@@ -92,12 +93,32 @@ def summarise(
         "rows": rows,
         "findings": found,
         "claims": claims,
-        "answer": said or answer(findings.claims),
         "environment": environment(),
         "data": data_sentence([*(r.notes.get("task", {}) for r in results.values()), *findings.tasks]),
         "notes": experiment.notes,
-        "run": run,
+        **facts,
     }
+    return summary | {"answer": said or answer(summary)}
+
+
+def rerun(experiment: Experiment, config: Config, program: str = "fedcomp run") -> str:
+    """Return the command that asks for ``config`` again, with everything that differs from the defaults.
+
+    Parameters
+    ----------
+    program : str
+        What the command line is called by.
+    """
+    usual = experiment.configure(quick=config.quick)
+    words = [*program.split(), experiment.name] + ["--quick"] * config.quick
+    for name in ("engine", "rounds", "clients", "seed", "budget"):
+        value = getattr(config, name)
+        if value != getattr(usual, name):
+            words += [f"--{name}", str(value)]
+    for key, value in config.settings.items():
+        if value != usual.settings[key]:
+            words += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+    return shlex.join(words)
 
 
 def environment() -> dict[str, str]:
@@ -117,10 +138,29 @@ def environment() -> dict[str, str]:
     }
 
 
-def answer(claims: Sequence[Claim]) -> str:
-    """Return the answer of an experiment that gives none: its first claim that gates, or its first goal."""
-    first = next(iter(sorted(claims, key=lambda claim: not claim.gate)), None)
-    return "" if first is None else f"{first.name}: {number(first.value)}."
+def answer(summary: Mapping[str, Any]) -> str:
+    """Return the answer to an experiment's question that its rows and claims give; empty when nothing was run.
+
+    Of the rows that lose at most a point of accuracy against the baseline, the one that sends least; where none does,
+    the one that loses least. Without such rows, the first claim that gates, or the first goal.
+    """
+    if summary["idle"]:
+        return ""
+    rows = [row for row in summary["rows"] if None not in (row["accuracy"], row["uplink_ratio"])]
+    baseline = next((row for row in rows if row["label"] == summary["baseline"]), None)
+    others = [row for row in rows if row is not baseline]
+    if baseline is not None and others:
+
+        def lost(row: Mapping[str, Any]) -> float:
+            return 100.0 * (baseline["accuracy"] - row["accuracy"])
+
+        good = [row for row in others if lost(row) <= 1.0] or [min(others, key=lost)]
+        best = max(good, key=lambda row: row["uplink_ratio"])
+        points = f"{abs(lost(best)):.1f} points of accuracy {'lost' if lost(best) >= 0 else 'won'}"
+        times = ratio(best["uplink_ratio"]).removesuffix("x")
+        return f"{times} times fewer uplink bytes, {points} ({best['label']} against {baseline['label']})."
+    first = next(iter(sorted(summary["claims"], key=lambda claim: not claim["gate"])), None)
+    return "" if first is None else f"{first['name']}: {number(first['value'])}."
 
 
 class Promise(NamedTuple):
@@ -137,6 +177,18 @@ class Promise(NamedTuple):
     label: str
     statement: Statement
     ended: str = ""
+
+    @property
+    def head(self) -> list[str]:
+        """The sentences of the statement, and why the row ended."""
+        first = self.statement.prose().partition("\n\n")[0]
+        return [line for line in [*first.splitlines(), self.ended] if line]
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """The facts below them: name and text."""
+        facts = self.statement.prose().partition("\n\n")[2].splitlines()
+        return [(name, text.strip()) for name, _, text in (line.partition(":") for line in facts if line)]
 
 
 def promises(summary: Mapping[str, Any]) -> list[Promise]:
@@ -160,16 +212,23 @@ def failed_claims(summary: Mapping[str, Any]) -> list[str]:
     return [claim["name"] for claim in summary["claims"] if claim["gate"] and not claim["ok"]]
 
 
+def mark(claim: Mapping[str, Any]) -> str:
+    """Return how a claim ended: ``"holds"``, ``"FAILED"``, or ``"missed"`` for a goal, which decides no exit code."""
+    return "holds" if claim["ok"] else "FAILED" if claim["gate"] else "missed"
+
+
 def shortfalls(claims: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return what did not hold, gates before goals: ``"FAILED"`` or ``"missed"``, and the claim in one line."""
+    """Return what did not hold, gates before goals: its :func:`mark`, and the claim in one line."""
     short = sorted((claim for claim in claims if not claim["ok"]), key=lambda claim: not claim["gate"])
     return [
-        (
-            "FAILED" if claim["gate"] else "missed",
-            f"{claim['name']}: {number(claim['value'])}, not {claim['op']} {number(claim['bound'])}",
-        )
+        (mark(claim), f"{claim['name']}: {number(claim['value'])}, not {claim['op']} {number(claim['bound'])}")
         for claim in short
     ]
+
+
+def count(number_of: int, what: str) -> str:
+    """Return ``"1 round"``, ``"2 rounds"``."""
+    return f"{number_of} {what}{'s' * (number_of != 1)}"
 
 
 def percent(fraction: float | None) -> str:
@@ -254,22 +313,36 @@ def link_name(settings: Mapping[str, Any]) -> str:
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """Return how the run ended: the answer to its question, then how much of what was claimed held."""
+    """Return how the run ended as one sentence: the answer to its question, and what of its claims did not hold."""
     if summary["idle"]:
         return "No round was run: accuracy is that of the initial model, and no claim was checked."
     if summary["config"]["quick"]:
         return "Ran to its end at its smallest size: no figure of this run answers the question."
-    return " ".join(part for part in (summary["answer"], verdict_of(summary["claims"])) if part)
+    parts = (summary["answer"].removesuffix("."), outcome(summary["claims"]))
+    return "; ".join(part for part in parts if part) + "."
 
 
-def verdict_of(claims: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many of ``claims`` hold, and how many goals, which decide no exit code, were reached."""
+def outcome(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many of ``claims`` failed and how many goals, which decide no exit code, were missed.
+
+    Examples
+    --------
+    >>> outcome([{"ok": True, "gate": True}, {"ok": True, "gate": True}, {"ok": False, "gate": False}])
+    'all 2 claims hold, 1 goal missed'
+    """
+    gates = [claim["ok"] for claim in claims if claim["gate"]]
+    failed, missed = gates.count(False), sum(not claim["ok"] for claim in claims if not claim["gate"])
     parts = []
-    for gate, what in ((True, "claims hold"), (False, "goals were reached")):
-        checked = [claim["ok"] for claim in claims if claim["gate"] == gate]
-        if checked:
-            parts.append(f"{sum(checked)} of {len(checked)} {what}")
-    return f"{', '.join(parts)}." if parts else "No claim is made."
+    if gates:
+        every = "the one claim" if len(gates) == 1 else f"all {len(gates)} claims"
+        held = f"{every} hold" + "s" * (len(gates) == 1)
+        some = every if failed == len(gates) else f"{failed} of {len(gates)} claims"
+        parts.append(f"{some} failed" if failed else held)
+    if missed:
+        parts.append(f"{count(missed, 'goal')} missed")
+    elif len(claims) > len(gates):
+        parts.append(f"{count(len(claims) - len(gates), 'goal')} reached")
+    return ", ".join(parts) or "no claim is made"
 
 
 def data_sentence(tasks: Iterable[Mapping[str, Any]]) -> str:

@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 
 from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.experiments import board, engines
 from fedcomp.experiments import console as show
-from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import CATALOG, get_experiment
 from fedcomp.experiments.commands import (
     BROKEN,
@@ -32,11 +32,14 @@ from fedcomp.experiments.commands import (
     complain,
     invoke,
 )
+from fedcomp.experiments.compare import compare
 from fedcomp.experiments.experiment import Config, Experiment, check_budget, show_value
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.page import render_html
+from fedcomp.experiments.overview import write_index
+from fedcomp.experiments.page import render_report
 from fedcomp.experiments.progress import Remaining, Watch
-from fedcomp.experiments.report import failed_claims, summarise, takes, verdict
+from fedcomp.experiments.report import count, failed_claims, rerun, summarise, takes, verdict
+from fedcomp.experiments.sheets import Sheet, claims_sheet, result_sheet
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
 from fedcomp.flower.offline import go_offline
@@ -90,10 +93,22 @@ class Request:
     assignments: tuple[str, ...]
     quick: bool
     resume: str | None
+    compare: tuple[str, str] | None
     as_json: bool
     out: Path
+    tensorboard: Path | None
     program: str
     """What the command is called by."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was checked and has its folder."""
+
+    experiment: Experiment
+    config: Config
+    specs: list[RunSpec]
+    folder: RunFolder
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -124,10 +139,17 @@ def command(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Continue a run: its name, its path, or 'last'.")
     ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="RUN RUN", help="Compare two finished runs instead of running anything.", show_default=""),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON document and nothing else.")
     ] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are made.")] = Path("runs"),
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, too.", show_default="")
+    ] = None,
 ) -> None:
     """Run an experiment, write its report, and check its claims."""
     setup: Setup = context.obj or Setup()
@@ -141,12 +163,15 @@ def command(
         tuple(set_ or ()),
         quick,
         resume,
+        compare,
         as_json,
         out,
+        tensorboard,
         context.command_path,
     )
-    code = _list(setup, request) if list_ else _run(setup, request)
-    raise typer.Exit(code)
+    if list_:
+        raise typer.Exit(_list(setup, request))
+    raise typer.Exit(_compare(request) if request.compare else _run(setup, request))
 
 
 def main(
@@ -162,45 +187,87 @@ def _list(setup: Setup, request: Request) -> int:
         documents: list[dict[str, Any]] = [
             {"experiment": e.name, "minutes": e.minutes or None, "question": e.question} for e in found
         ]
-        entries = ((e.name, takes(e.minutes), e.question) for e in found)
-        table = show.names_table("experiment", entries, "on two cores", "question")
+        heads, entries = (
+            ["experiment", "on two cores", "question"],
+            [(e.name, takes(e.minutes), e.question) for e in found],
+        )
     else:
         experiment = get_experiment(request.name, setup.catalog)
         documents = [
             {"key": key, "default": option.default, "help": option.help} for key, option in experiment.options.items()
         ]
-        settings = ((key, show_value(o.default) or '""', o.help) for key, o in experiment.options.items())
-        table = show.names_table("--set", settings, "default", "meaning")
+        heads = ["--set", "default", "meaning"]
+        entries = [(key, show_value(o.default) or '""', o.help) for key, o in experiment.options.items()]
     if request.as_json:
         print(to_json_text({"list": documents}))
     else:
-        show.make_console().print(table)
+        show.make_console().print(show.table_of(Sheet("", heads, entries, [False] * 3)))
+    return OK
+
+
+def _compare(request: Request) -> int:
+    assert request.compare is not None
+    found = compare(request.out, *request.compare)
+    page = request.out / f"compare-{found.folders[0].name}-{found.folders[1].name}.html"
+    write_text(page, found.page())
+    if request.as_json:
+        print(to_json_text(found.to_json() | {"page": str(page)}))
+        return OK
+    console = show.make_console()
+    for folder, summary in zip(found.folders, found.summaries, strict=True):
+        console.print(f"{folder.name}: {verdict(summary)}", soft_wrap=True)
+    for sheet in found.sheets:
+        console.print()
+        console.print(sheet.title, style="bold")
+        if sheet.rows:
+            console.print(show.table_of(sheet))
+        if sheet.caption:
+            console.print(sheet.caption, style="dim")
+    console.print(found.verdict, style="bold")
+    console.print(f"Page: {page}", soft_wrap=True)
     return OK
 
 
 def _run(setup: Setup, request: Request) -> int:
     # Flower reads its telemetry switch when it is imported: it must be off before anything brings Flower in.
     go_offline()
-    experiment, config, specs, folder = _prepare(setup, request)
+    if request.tensorboard is not None:
+        board.require()
+    job = _prepare(setup, request)
     errors = show.make_console(stderr=True)
     with clean_stdout(request.as_json) as stdout:
         if not request.as_json:
-            _announce(experiment, config, specs)
+            _announce(job)
         try:
-            summary = _execute(setup, experiment, config, specs, folder, errors)
+            summary, rounds = _execute(setup, job, errors, request.program)
+            if request.tensorboard is not None:
+                board.export(request.tensorboard / job.folder.name, rounds)
         except KeyboardInterrupt:
-            return _interrupted(folder, request)
+            return _interrupted(job.folder, request)
         except ConfigError as error:
             # The engine's own checks come before its first round; a run without a round is not worth keeping.
-            folder.discard_if_empty()
+            job.folder.discard_if_empty()
             return complain(str(error), WRONG_INPUT)
         except Exception as error:
-            return _broken(folder, request, error)
-        _close(summary, folder, request.as_json, stdout)
+            return _broken(job.folder, request, error)
+        finally:
+            _list_runs(job.folder)
+        _close(summary, job.folder, request.as_json, stdout)
     return CLAIM_FAILED if failed_claims(summary) else OK
 
 
-def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[RunSpec], RunFolder]:
+def _list_runs(folder: RunFolder) -> None:
+    """Write down the session and the list of all runs, unless the run was discarded."""
+    if not folder.path.is_dir():
+        return
+    try:
+        folder.end_session()
+        write_index(folder.path.parent)
+    except OSError as error:
+        complain(f"the list of runs could not be written: {error}", OK)
+
+
+def _prepare(setup: Setup, request: Request) -> Job:
     """Check everything a user can get wrong, then make or find the run's folder."""
     check_budget(request.budget)
     if request.resume is None:
@@ -218,7 +285,7 @@ def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[R
         with _logged(logging.NullHandler()):
             for spec in specs:
                 setup.check(spec)
-        return experiment, config, specs, RunFolder.create(request.out, config, specs)
+        return Job(experiment, config, specs, RunFolder.create(request.out, config, specs))
     folder = RunFolder.find(request.out, request.resume)
     stored = folder.config
     if request.name not in (None, stored.experiment):
@@ -247,22 +314,18 @@ def _prepare(setup: Setup, request: Request) -> tuple[Experiment, Config, list[R
         specs = experiment.specs(config)
         folder.keep(config, specs)
     folder.tidy()
-    return experiment, config, specs, folder
+    return Job(experiment, config, specs, folder)
 
 
 def _execute(
-    setup: Setup,
-    experiment: Experiment,
-    config: Config,
-    specs: Sequence[RunSpec],
-    folder: RunFolder,
-    errors: Console,
-) -> dict[str, Any]:
+    setup: Setup, job: Job, errors: Console, program: str
+) -> tuple[dict[str, Any], dict[str, list[RoundRecord]]]:
+    experiment, config, folder = job.experiment, job.config, job.folder
     results: dict[str, RunResult] = {}
     log = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
-    with _logged(log), Watch(errors, specs, _remaining(experiment, config, specs)) as watch:
+    with _logged(log), Watch(errors, job.specs, _remaining(job)) as watch:
         recorded = folder.rounds()
-        for spec in specs:
+        for spec in job.specs:
             result = folder.load(spec)
             kept = result is not None
             if result is None:
@@ -283,11 +346,18 @@ def _execute(
             findings = experiment.measure(config, results, say)
     if config.quick:
         findings = replace(findings, claims=[replace(claim, gate=False) for claim in findings.claims])
+    sessions = folder.sessions()
+    facts = {
+        "run": str(folder.path),
+        "began": sessions[0][0],
+        "seconds": sum(seconds for _, seconds in sessions),
+        "command": rerun(experiment, config, program),
+    }
     rounds = {label: result.rounds for label, result in results.items()}
-    summary = summarise(experiment, config, specs, rounds, results, findings, str(folder.path))
+    summary = summarise(experiment, config, job.specs, results, findings, facts)
     write_json(folder.path / "summary.json", summary)
-    write_text(folder.path / "report.html", render_html(summary, rounds))
-    return summary
+    write_text(folder.path / "report.html", render_report(summary, rounds))
+    return summary, rounds
 
 
 def _recorder(folder: RunFolder, spec: RunSpec, watch: Watch) -> Callable[[RoundRecord], None]:
@@ -298,25 +368,26 @@ def _recorder(folder: RunFolder, spec: RunSpec, watch: Watch) -> Callable[[Round
     return on_round
 
 
-def _remaining(experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> Remaining:
-    rounds = {spec.label: spec.rounds for spec in specs}
-    measures = experiment.measure is not None and not experiment.idle(config)
-    return Remaining(rounds, measures=measures, expected=60 * _known_minutes(experiment, config))
+def _remaining(job: Job) -> Remaining:
+    rounds = {spec.label: spec.rounds for spec in job.specs}
+    return Remaining(rounds, expected=60 * _known_minutes(job))
 
 
-def _known_minutes(experiment: Experiment, config: Config) -> float:
+def _known_minutes(job: Job) -> float:
     """Return what a run at the defaults was measured to take; 0 for other settings."""
-    return experiment.minutes if config == experiment.configure(seed=config.seed) else 0.0
+    usual = job.experiment.configure(seed=job.config.seed)
+    return job.experiment.minutes if job.config == usual else 0.0
 
 
-def _announce(experiment: Experiment, config: Config, specs: Sequence[RunSpec]) -> None:
+def _announce(job: Job) -> None:
+    experiment, config, specs = job.experiment, job.config, job.specs
     console = show.make_console()
     console.print(f"{experiment.name}: {experiment.question}", style="bold")
-    size = f"{config.rounds} rounds, {config.clients} clients"
+    size = f"{count(config.rounds, 'round')}, {count(config.clients, 'client')}"
     if specs:
-        size = f"{len(specs)} systems, {size}, engine {config.engine}"
+        size = f"{count(len(specs), 'system')}, {size}, engine {config.engine}"
     console.print(f"{size}, seed {config.seed}", soft_wrap=True)
-    if _known_minutes(experiment, config):
+    if _known_minutes(job):
         console.print(f"takes {takes(experiment.minutes)} on two cores that do nothing else", soft_wrap=True)
     console.print("offline: Flower's telemetry and update check are off", soft_wrap=True)
 
@@ -336,12 +407,12 @@ def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout:
         console.print("  in the report: too long to be shown here" if table is None else table)
         console.print()
     if summary["rows"]:
-        console.print(show.result_table(summary, console.width))
+        console.print(show.table_of(result_sheet(summary, wide=console.width >= show.WIDE)))
         console.print()
     for part in show.promise_parts(summary):
         console.print(part)
     if summary["claims"]:
-        console.print(show.claim_table(summary["claims"], console.width))
+        console.print(show.table_of(claims_sheet(summary["claims"], wide=console.width >= show.WIDE)))
         console.print()
     if failed_claims(summary) and summary["changed"]:
         console.print(f"Changed from the defaults the bounds were set for: {', '.join(summary['changed'])}.")

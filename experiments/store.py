@@ -8,6 +8,7 @@
         systems/<row>/  result.json and arrays.npz of a finished row, the checkpoint of an unfinished one, and
                         privacy.jsonl: what a private row released, on disk before it was released
         cells.jsonl     one line per finished part of a measurement
+        sessions.jsonl  one line per session that worked on the run: when it began and how long it took
         summary.json    rows, claims and environment, once all rows are finished
         report.html     the same for a reader
         log.txt         what Flower and Python warnings said
@@ -22,8 +23,9 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,8 @@ class RunFolder:
         self.path = path
         self.config = config
         self.specs = list(specs)
-        self._slugs = {spec.label: f"{i:02d}-{_slug(spec.label)}" for i, spec in enumerate(self.specs)}
+        self._opened = datetime.now(UTC), time.perf_counter()
+        self._slugs = {spec.label: f"{i:02d}-{slug(spec.label)}" for i, spec in enumerate(self.specs)}
 
     @classmethod
     def create(cls, root: Path, config: Config, specs: Sequence[RunSpec]) -> Self:
@@ -77,7 +80,7 @@ class RunFolder:
         Raises :class:`ConfigError` that names the nearest run when there is none, and :class:`StateError`
         when its ``config.json`` cannot be read.
         """
-        path = _locate(root, run)
+        path = cls.locate(root, run)
         file = path / "config.json"
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
@@ -89,6 +92,19 @@ class RunFolder:
             return cls(path, Config.from_json(document["config"]), specs)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(f"{file} cannot be read ({_one_line(error)}); start a new run") from error
+
+    @staticmethod
+    def locate(root: Path, run: str) -> Path:
+        """Return the folder of a run by path, by its name below ``root``, or the newest one for ``"last"``."""
+        names = sorted(path.name for path in root.iterdir() if (path / "config.json").exists()) if root.is_dir() else []
+        if run == LAST:
+            if not names:
+                raise ConfigError(f"there is no run in {root}")
+            return root / max(names, key=lambda name: ((root / name / "config.json").stat().st_mtime_ns, name))
+        for path in (root / run, Path(run)):
+            if (path / "config.json").exists():
+                return path
+        raise ConfigError(f"no run {run!r} in {root}{nearest(run, names)}")
 
     @property
     def name(self) -> str:
@@ -147,6 +163,20 @@ class RunFolder:
     def cells(self) -> dict[str, Any]:
         """Return the finished parts of a measurement by name; a line cut short by a crash is ignored."""
         return {document["cell"]: document["content"] for document in self._lines("cells.jsonl")}
+
+    def sessions(self) -> list[tuple[str, float]]:
+        """Return when each session on this run began (UTC) and its seconds, this one last and as far as it is.
+
+        A session that was killed left no line and is missing.
+        """
+        began, clock = self._opened
+        before = [(line["began"], line["seconds"]) for line in self._lines("sessions.jsonl")]
+        return [*before, (began.strftime("%Y-%m-%d %H:%M:%S UTC"), time.perf_counter() - clock)]
+
+    def end_session(self) -> None:
+        """Write down how long this session took."""
+        began, seconds = self.sessions()[-1]
+        self._append("sessions.jsonl", json.dumps({"began": began, "seconds": seconds}))
 
     def tidy(self) -> None:
         """Leave only whole lines in the files that grow line by line; called when a run is opened again."""
@@ -265,19 +295,8 @@ def _new_directory(root: Path, name: str) -> Path:
     raise ConfigError(f"cannot find a free name for a run folder in {root}; choose another with --out")
 
 
-def _locate(root: Path, run: str) -> Path:
-    names = sorted(path.name for path in root.iterdir() if (path / "config.json").exists()) if root.is_dir() else []
-    if run == LAST:
-        if not names:
-            raise ConfigError(f"there is no run in {root} to resume")
-        return root / max(names, key=lambda name: ((root / name / "config.json").stat().st_mtime_ns, name))
-    for path in (root / run, Path(run)):
-        if (path / "config.json").exists():
-            return path
-    raise ConfigError(f"no run {run!r} in {root}{nearest(run, names)}")
-
-
-def _slug(label: str) -> str:
+def slug(label: str) -> str:
+    """Return ``label`` as a part of a file name: small letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "row"
 
 

@@ -26,7 +26,8 @@ from fedcomp.experiments.commands import (
     complain,
     invoke,
 )
-from fedcomp.experiments.report import environment, failed_claims, verdict_of
+from fedcomp.experiments.report import environment, failed_claims, outcome
+from fedcomp.experiments.sheets import Sheet, claims_sheet
 from fedcomp.experiments.store import to_json_text
 from fedcomp.flower.offline import go_offline
 
@@ -68,7 +69,7 @@ def _list(setup: Setup, as_json: bool) -> int:
     if as_json:
         print(to_json_text({"list": [{"benchmark": name, "measures": text} for name, text in entries]}))
     else:
-        show.make_console().print(show.names_table("benchmark", entries, "measures"))
+        show.make_console().print(show.table_of(Sheet("", ["benchmark", "measures"], entries, [False] * 2)))
     return OK
 
 
@@ -113,9 +114,9 @@ def _close(summary: Mapping[str, Any], as_json: bool, stdout: TextIO) -> None:
         console.print(show.rows_table(rows))
         console.print()
     if summary["claims"]:
-        console.print(show.claim_table(summary["claims"], console.width))
+        console.print(show.table_of(claims_sheet(summary["claims"], wide=console.width >= show.WIDE)))
         console.print()
-    console.print(verdict_of(summary["claims"]), style="bold", soft_wrap=True)
+    console.print(outcome(summary["claims"]).capitalize() + ".", style="bold", soft_wrap=True)
 
 
 if __name__ == "__main__":

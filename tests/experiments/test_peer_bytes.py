@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 from fake_engine import TINY
 from flwr.app import ConfigRecord
+from pages import facts, recorded
 from rich.console import Console
 from toy import client_app
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines, serve
-from fedcomp.experiments.console import result_table
+from fedcomp.experiments.console import table_of
 from fedcomp.experiments.federation import Cohorts
 from fedcomp.experiments.findings import Findings
-from fedcomp.experiments.page import render_html
+from fedcomp.experiments.page import render_report
 from fedcomp.experiments.report import summarise
+from fedcomp.experiments.sheets import result_sheet
 from fedcomp.experiments.spec import RoundRecord, RunSpec
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
@@ -90,16 +92,18 @@ def test_a_stored_round_from_before_there_were_any_can_be_read() -> None:
 def test_reports_show_the_column_where_there_is_something_in_it(wire: int) -> None:
     config = TINY.configure()
     records = [RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, peer_payload_bytes=wire, peer_wire_bytes=wire)]
-    summary = summarise(TINY, config, TINY.specs(config), {"dense": records, "sparse": []}, {}, Findings(), "x")
+    dense, sparse = TINY.specs(config)
+    results = {"dense": recorded(dense, records), "sparse": recorded(sparse, [])}
+    summary = summarise(TINY, config, [dense, sparse], results, Findings(), facts())
     assert [row["peer_wire_bytes"] for row in summary["rows"]] == [wire, 0]
     assert summary["rows"][0]["uplink_wire_bytes"] == 20
-    page = render_html(summary, {"dense": records, "sparse": []})
-    assert ("Between clients" in page) == ("2.5 MB" in page) == bool(wire)
+    page = render_report(summary, {"dense": records, "sparse": []})
+    assert ("between clients" in page) == ("2.5 MB" in page) == bool(wire)
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(result_table(summary, 120))
+        console.print(table_of(result_sheet(summary)))
     assert ("between" in capture.get()) == ("2.5 MB" in capture.get()) == bool(wire)
     # A summary that was written before the column existed.
     for row in summary["rows"]:
         del row["peer_wire_bytes"], row["peer_payload_bytes"]
-    assert "Between clients" not in render_html(summary, {"dense": records, "sparse": []})
+    assert "between clients" not in render_report(summary, {"dense": records, "sparse": []})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from flwr.app import Context, RecordDict
+from pages import make
 from private_experiment import EXPERIMENT
 from private_rows import small
 
@@ -17,7 +18,7 @@ from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import console, engines, server_app
 from fedcomp.experiments.findings import Findings
-from fedcomp.experiments.page import render_html
+from fedcomp.experiments.page import render_report
 from fedcomp.experiments.report import promises
 from fedcomp.experiments.run import Setup, main
 from fedcomp.experiments.store import RunFolder
@@ -251,7 +252,7 @@ def test_no_epsilon_is_shown_without_its_statement(tmp_path, capsys):
         name, _, text = line.partition(": ")
         words = " ".join((text or name).split())
         assert words in shown, line
-        assert words.replace("'", "&#x27;") in report, line
+        assert words.replace("'", "&#39;") in report, line
 
 
 def test_statements_of_measurements_are_shown_as_those_of_rows_are(tmp_path, capsys):
@@ -302,32 +303,12 @@ def test_the_server_app_keeps_the_ledger_in_its_folder_and_logs_the_promise(tmp_
         run(privacy="ledger")
 
 
-def test_render_html_folds_many_statements(tmp_path):
+def test_the_report_folds_many_statements():
     document = engines.run(small("dp-fedavg", rounds=1)).notes["privacy"]
-    summary = json.loads(SUMMARY)
+    summary, _ = make()
     summary["findings"]["statements"] = {"<b>one</b>": document}
-    few = render_html(summary, {})
+    few = render_report(summary, {})
     assert "<b>one</b>" not in few
-    assert "<details class='statement' open>" in few
+    assert '<details class="statement" open>' in few
     summary["findings"]["statements"] = {f"run {i}": document for i in range(3)}
-    assert "<details class='statement' open>" not in render_html(summary, {})
-
-
-SUMMARY = json.dumps(
-    {
-        "experiment": "guarded",
-        "question": "Does it hold?",
-        "config": {"engine": "inprocess", "rounds": 1, "clients": 1, "seed": 0, "settings": {}, "quick": False},
-        "changed": [],
-        "idle": False,
-        "baseline": "",
-        "rows": [],
-        "findings": {"tables": [], "figures": [], "values": {}, "tasks": []},
-        "claims": [],
-        "environment": {},
-        "data": "",
-        "notes": "",
-        "answer": "",
-        "run": "runs/none",
-    }
-)
+    assert '<details class="statement" open>' not in render_report(summary, {})

@@ -50,7 +50,7 @@ def test_rows_go_on_at_their_own_pace_and_others_at_the_mean(clock: Clock) -> No
     assert remaining.left == pytest.approx(8 * 3.0 + 10 * 2.0)
     clock.now += 4.0
     assert remaining.left == pytest.approx(40.0), "it runs down between rounds"
-    assert str(remaining) == "1 of 3 systems, 12 of 30 rounds, 40.0 s left"
+    assert str(remaining) == "1 of 3 systems, 12 of 30 rounds, 40.0 s left for the systems"
 
 
 def test_a_resumed_row_is_judged_by_this_session_and_one_that_ends_early_is_done(clock: Clock) -> None:
@@ -65,7 +65,7 @@ def test_a_resumed_row_is_judged_by_this_session_and_one_that_ends_early_is_done
 
 
 def test_parts_of_the_measurement_count_by_the_finished_ones(clock: Clock) -> None:
-    remaining = Remaining({"a": 2}, measures=True, clock=clock)
+    remaining = Remaining({"a": 2}, clock=clock)
     run_row(remaining, clock, "a", 2, 1.0)
     assert remaining.left is None, "how long the measurement takes is not known"
     remaining.cells(3, 10)  # three of them kept from before
@@ -79,15 +79,15 @@ def test_parts_of_the_measurement_count_by_the_finished_ones(clock: Clock) -> No
 
 
 def test_while_rows_run_the_measurement_is_not_forgotten(clock: Clock) -> None:
-    remaining = Remaining({"a": 4}, measures=True, clock=clock)
+    remaining = Remaining({"a": 4}, clock=clock)
     remaining.begin("a", 0)
     clock.now += 2.0
     remaining.round("a", 1)
-    assert str(remaining).endswith("6.0 s left, then the measurement")
+    assert str(remaining).endswith("6.0 s left for the systems")
 
 
 def test_what_a_run_is_known_to_take_stands_for_what_has_not_begun(clock: Clock) -> None:
-    remaining = Remaining({"a": 10}, measures=True, expected=60.0, clock=clock)
+    remaining = Remaining({"a": 10}, expected=60.0, clock=clock)
     assert remaining.left == 60.0
     run_row(remaining, clock, "a", 10, 2.0)
     assert remaining.left == pytest.approx(40.0)
@@ -113,7 +113,7 @@ def test_without_a_terminal_every_row_and_every_part_is_one_line() -> None:
     first, second, part = shown.getvalue().splitlines()
     assert first.startswith("  dense: 2 rounds, accuracy 30.0 %, ")
     assert "1 of 2 systems, 2 of 4 rounds, " in first
-    assert first.endswith(" left)")
+    assert first.endswith(" left for the systems)")
     assert "2 of 2 systems, 4 of 4 rounds" in second
     assert part.startswith("  one part (2 of 2 systems, 4 of 4 rounds, 1 of 3 parts")
 

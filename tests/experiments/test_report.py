@@ -1,148 +1,39 @@
-"""The report: one file that loads nothing, and figures a reader can trust."""
+"""What a run's summary says: totals, the answer, how its claims ended, and figures a reader can trust."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import replace
-from html.parser import HTMLParser
+import shlex
 from typing import Any
 
 import pytest
-from fake_engine import DATA, TINY, FakeEngine
+import typer
+from fake_engine import CATALOG, DATA, TINY, FakeEngine
+from pages import facts, make, recorded
 
-from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table
-from fedcomp.experiments.page import render_html
-from fedcomp.experiments.plots import line_plot
+from fedcomp.experiments.catalog import get_experiment
+from fedcomp.experiments.experiment import Config
+from fedcomp.experiments.findings import Claim, Findings
 from fedcomp.experiments.report import (
     aligned,
+    answer,
     data_sentence,
     duration,
     failed_claims,
     link_name,
     number,
+    outcome,
     percent,
     ratio,
+    rerun,
     short_bytes,
     shortfalls,
     summarise,
     takes,
     verdict,
 )
-from fedcomp.experiments.spec import RoundRecord, RunResult
-
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-
-
-class Page(HTMLParser):
-    """Collects what a browser would load, and whether every element is closed where it should be."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            if name in {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}:
-                self.loads.append(value or "")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def make(
-    rounds: int = 5, claims: list[Claim] | None = None, findings: Findings | None = None
-) -> tuple[dict[str, Any], Mapping[str, list[RoundRecord]]]:
-    config = TINY.configure(rounds=rounds)
-    specs = TINY.specs(config)
-    engine = FakeEngine()
-    results: dict[str, RunResult] = {spec.label: engine(spec, on_round=None, checkpoint=None) for spec in specs}
-    told = TINY.measure(config, results, Say()) if rounds else Findings()
-    found = replace(findings or Findings(), claims=told.claims if claims is None else claims, answer=told.answer)
-    series = {label: result.rounds for label, result in results.items()}
-    return summarise(TINY, config, specs, series, results, found, "/somewhere/private/runs/x-tiny"), series
-
-
-@pytest.mark.long
-def test_the_page_loads_nothing_and_is_well_formed() -> None:
-    text = render_html(*make())
-    page = Page(text)
-    assert page.open == []
-    assert [target for target in page.loads if not target.startswith("#")] == []
-    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
-    assert re.search(r"https?:|//[a-z]|@import|url\((?!#)", text) is None
-    assert "/somewhere/private" not in text
-
-
-@pytest.mark.long
-def test_the_page_holds_question_figures_claims_and_plots() -> None:
-    summary, series = make()
-    page = Page(render_html(summary, series))
-    for words in (
-        "Does <counting> work?",  # escaped, so that it reads as written
-        "800 kB",
-        "802 kB",
-        "10x",
-        "fewer bytes",
-        "derived: 1 / density",
-        "Sparse sends 80000 bytes <in all>. 1 of 1 claims hold, 0 of 1 goals were reached.",
-        "numbers made by formula",
-        "First.",
-        "codec.density",
-        "flwr",
-        "Payload is",
-        "Wire is",
-    ):
-        assert words in page.text
-    assert len([tag for tag in page.tags if tag == "figure"]) == 2
-
-
-def found(rows: int = 3) -> Findings:
-    table = Table("Cells <&>", ["cell", "loss"], [[f"cell {i}", 0.5 + i] for i in range(rows)], "a & b")
-    lines = [Series(f"line {i} <b>", [1, 10, 100], [1.0, 0.5, 0.1 * (i + 1)]) for i in range(3)]
-    return Findings(
-        tables=[table],
-        figures=[
-            HeatMap("Grid", ["0.01", "0.1"], ["a<b", "c"], [[1.0, None], [4.0, 2.5]], "loss / dense", log=True),
-            Curves("Loss", "bytes", "loss", lines, log_x=True, log_y=True, x_bytes=True, caption="as it falls"),
-        ],
-        values={"x": 1.0},
-    )
-
-
-@pytest.mark.long
-def test_the_page_shows_what_was_measured() -> None:
-    summary, series = make(findings=found())
-    text = render_html(summary, series)
-    page = Page(text)
-    assert page.open == []
-    for words in ("Cells <&>", "cell 2", "2.5", "a & b", "Grid", "a<b", "loss / dense", "line 2 <b>", "as it falls"):
-        assert words in page.text
-    assert 'style="--depth: 1.000">4.0<' in text
-    assert 'style="--depth: 0.661">2.5<' in text  # ln 2.5 / ln 4
-    assert 'style="--depth: 0.000">–<' in text
-    assert page.tags.count("figure") == 3, "few rows: accuracy is plotted, too"
-    assert "details" not in page.tags
-    for name in set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text)):
-        assert len(re.findall(f'id="{re.escape(name)}"', text)) == 1
+from fedcomp.experiments.run import app
+from fedcomp.experiments.spec import RoundRecord
 
 
 def test_numbers_of_a_column_have_equally_many_decimals() -> None:
@@ -151,72 +42,6 @@ def test_numbers_of_a_column_have_equally_many_decimals() -> None:
     assert aligned([1e-6, 1.5]) == ["1e-06", "1.5"]
     assert aligned(["a", None]) == ["a", "–"]
     assert aligned([]) == []
-
-
-@pytest.mark.long
-def test_long_tables_are_folded_and_many_rows_are_not_plotted() -> None:
-    summary, series = make(findings=found(rows=25))
-    assert Page(render_html(summary, series)).tags.count("details") == 1
-    many = summary | {"rows": [dict(row, label=f"{row['label']} {i}") for i in range(13) for row in summary["rows"]]}
-    page = Page(render_html(many, {row["label"]: series["dense"] for row in many["rows"]}))
-    assert page.tags.count("details") == 2
-    assert page.tags.count("figure") == 1, "the experiment has a figure of its own"
-    plain = many | {"findings": Findings().to_json()}
-    assert Page(render_html(plain, {row["label"]: series["dense"] for row in many["rows"]})).tags.count("figure") == 2
-
-
-@pytest.mark.long
-def test_the_caption_says_how_long_the_rows_were() -> None:
-    summary, series = make()
-    assert "Totals over 5 rounds and 4 clients." in Page(render_html(summary, series)).text
-    summary["rows"][1] |= {"rounds": 2, "clients": 8}
-    assert "Totals over 2 to 5 rounds and 4 to 8 clients." in Page(render_html(summary, series)).text
-
-
-@pytest.mark.long
-def test_a_page_without_rows_has_no_empty_table() -> None:
-    summary, _ = make(findings=found())
-    page = Page(render_html(summary | {"rows": []}, {}))
-    assert page.tags.count("figure") == 1
-    assert "Uplink payload" not in page.text
-
-
-@pytest.mark.long
-def test_element_ids_that_are_referred_to_are_unique_on_the_page() -> None:
-    text = render_html(*make())
-    referred = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
-    assert referred
-    for name in referred:
-        assert len(re.findall(f'id="{re.escape(name)}"', text)) == 1
-
-
-@pytest.mark.long
-def test_a_page_of_no_rounds_and_no_claims() -> None:
-    summary, series = make(rounds=0)
-    assert verdict(summary).startswith("No round was run")
-    assert "No round was run" in Page(render_html(summary, series)).text
-
-
-@pytest.mark.long
-def test_a_claim_without_a_value_and_one_without_a_bound_are_shown() -> None:
-    claims = [Claim("lost", math.nan, ">=", 1.0, "test"), Claim("huge", math.inf, ">=", 1.0, "test")]
-    summary, series = make(claims=claims)
-    assert failed_claims(summary) == ["lost"]
-    text = Page(render_html(summary, series)).text
-    assert "not measured" in text
-    assert "inf" in text
-
-
-@pytest.mark.long
-def test_a_goal_that_does_not_gate_is_no_failed_claim() -> None:
-    claims = [Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")]
-    summary = make(claims=claims)[0]
-    assert failed_claims(summary) == ["rule"]
-    assert shortfalls(summary["claims"]) == [("FAILED", "rule: 0, not >= 1"), ("missed", "goal: 0, not >= 1")]
-    for made, state, marks in ((claims, "bad", {"missed", "fails"}), (claims[:1], "plain", {"missed"})):
-        text = render_html(*make(claims=made))
-        assert f'class="verdict {state}"' in text
-        assert set(re.findall("class='mark ([a-z]+)'", text)) == marks
 
 
 def test_substituted_data_are_called_so() -> None:
@@ -236,33 +61,13 @@ def test_totals_are_sums_over_rounds_and_the_accuracy_is_the_last_evaluated() ->
         RoundRecord(1, 0.4, 1.0, 10, 20, 30, 40, failures=2),
         RoundRecord(2, math.nan, math.nan, 1, 2, 3, 4, failures=1),
     ]
-    summary = summarise(TINY, config, specs, {"dense": records, "sparse": []}, {}, Findings(), "x")
+    results = {"dense": recorded(specs[0], records), "sparse": recorded(specs[1], [])}
+    summary = summarise(TINY, config, specs, results, Findings(), facts())
     dense, sparse = summary["rows"]
     assert (dense["accuracy"], dense["loss"], dense["rounds"], dense["failures"]) == (0.4, 1.0, 2, 3)
     assert [dense[key] for key in ("uplink_payload_bytes", "uplink_wire_bytes")] == [11, 22]
     assert [dense[key] for key in ("downlink_payload_bytes", "downlink_wire_bytes")] == [33, 49]
     assert (sparse["accuracy"], sparse["uplink_ratio"]) == (None, None)
-
-
-@pytest.mark.long
-def test_a_plot_draws_every_series_once_in_the_pages_colours() -> None:
-    lines = [Series(f"line {i}", [0, 1, 2], [0.1 * i, math.nan, 0.5]) for i in range(3)]
-    curves = Curves('accuracy "now"', "round", "%", lines)
-    svg = line_plot(curves, salt="a")
-    assert [svg.count(f"var(--series-{i})") > 0 for i in range(4)] == [True, True, True, False]
-    assert re.search(r"#[0-9a-f]{6}\b", svg) is None  # a fixed colour would be unreadable on one of the two faces
-    assert "&quot;now&quot;" in svg
-    assert svg == line_plot(curves, salt="a")
-
-
-@pytest.mark.long
-def test_a_logarithmic_plot_leaves_out_what_has_no_logarithm() -> None:
-    def draw(x: list[float], y: list[float]) -> str:
-        return line_plot(Curves("t", "x", "y", [Series("a", x, y)], log_x=True, log_y=True, x_bytes=True), salt="s")
-
-    with_zeros = draw([0, 5, 10, 100], [1, 0, 2, 3])
-    assert with_zeros == draw([10, 100], [2, 3])
-    assert "100 B" in with_zeros
 
 
 @pytest.mark.parametrize(
@@ -284,26 +89,108 @@ def test_bytes_are_shown_with_three_digits(count: float, text: str) -> None:
     assert short_bytes(count) == text
 
 
-def test_e4_an_experiment_without_an_answer_is_answered_by_its_first_claim() -> None:
-    config = TINY.configure()
-    goal, rule = Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("times fewer", 12.5, ">=", 1.0, "test")
-    for claims, said in (([goal, rule], "times fewer: 12.5."), ([goal], "goal: 0."), ([], "")):
-        summary = summarise(TINY, config, [], {}, {}, Findings(claims=claims), "x")
-        assert summary["answer"] == said
-        assert verdict(summary).startswith(said)
+def row(label: str, accuracy: float | None, ratio: float | None) -> dict[str, Any]:
+    return {"label": label, "accuracy": accuracy, "uplink_ratio": ratio}
 
 
-@pytest.mark.long
-def test_e4_what_was_missed_stands_above_every_table_of_the_page() -> None:
-    text = render_html(*make())
-    answer, missed = text.index("Sparse sends 80000 bytes"), text.index("very many fewer bytes: 10, not")
-    assert answer < missed < text.index("<h2>") < text.index("<table")
-    kept = render_html(*make(claims=[Claim("rule", 2.0, ">=", 1.0, "test")]))
-    assert 'class="verdict good"' in kept
-    assert "class='shortfalls'" not in kept
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        # Of those that lose at most a point, the one that sends least.
+        ([("all", 0.9, 1), ("half", 0.895, 2), ("tenth", 0.892, 10), ("none", 0.5, 99)], "10 times fewer uplink"),
+        # Where all lose more, the one that loses least.
+        ([("all", 0.9, 1), ("half", 0.8, 2), ("tenth", 0.7, 10)], "2 times fewer uplink bytes, 10.0 points of acc"),
+        ([("all", 0.5, 1), ("better", 0.6, 3)], "3 times fewer uplink bytes, 10.0 points of accuracy won"),
+        # Nothing to compare: the first claim that gates, before goals.
+        ([("all", 0.9, 1)], "rule: 12.5."),
+        ([("other", 0.9, 1), ("third", 0.8, 2)], "rule: 12.5."),
+        ([("all", None, 1), ("half", 0.8, 2)], "rule: 12.5."),
+    ],
+)  # fmt: skip
+def test_the_answer_is_computed_from_rows_and_claims(rows: list[Any], said: str) -> None:
+    goal, rule = Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 12.5, ">=", 1.0, "test")
+    claims = [goal.to_json(), rule.to_json()]
+    summary = {"idle": False, "baseline": "all", "rows": [row(*r) for r in rows], "claims": claims}
+    assert answer(summary).startswith(said)
+    assert answer(summary | {"rows": [], "claims": claims[:1]}) == "goal: 0."
+    assert answer(summary | {"rows": [], "claims": []}) == ""
+    assert answer(summary | {"idle": True}) == ""
 
 
-def test_e2_how_long_a_run_takes() -> None:
+def test_the_experiments_own_answer_goes_before_the_computed_one() -> None:
+    assert make()[0]["answer"] == "Sparse sends 80000 bytes <in all>."
+    assert make(rounds=0)[0]["answer"] == ""
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ("", "no claim is made"),
+        ("g", "the one claim holds"),
+        ("gg", "all 2 claims hold"),
+        ("G", "the one claim failed"),
+        ("gGg", "1 of 3 claims failed"),
+        ("GG", "all 2 claims failed"),
+        ("n", "1 goal reached"),
+        ("nN", "1 goal missed"),
+        ("ggNN", "all 2 claims hold, 2 goals missed"),
+        ("gGn", "1 of 2 claims failed, 1 goal reached"),
+    ],
+)
+def test_the_end_of_claims_in_words(ended: str, said: str) -> None:
+    """``g`` a claim that gates, ``n`` a goal, capital where it does not hold."""
+    rest = {"name": "", "value": 0, "op": "", "bound": 0}
+    claims = [{"gate": letter in "gG", "ok": letter.islower(), **rest} for letter in ended]
+    assert outcome(claims) == said
+    assert [word for word, _ in shortfalls(claims)] == ["FAILED"] * ended.count("G") + ["missed"] * ended.count("N")
+
+
+def test_the_verdict_is_one_sentence_with_what_was_missed() -> None:
+    summary = make()[0]
+    assert verdict(summary) == "Sparse sends 80000 bytes <in all>; the one claim holds, 1 goal missed."
+    quick = summary | {"config": summary["config"] | {"quick": True}}
+    assert verdict(quick).endswith("no figure of this run answers the question.")
+    assert verdict(make(rounds=0)[0]).startswith("No round was run")
+
+
+def test_what_failed_goes_before_what_was_missed() -> None:
+    claims = [Claim("goal", 0.0, ">=", 1.0, "test", gate=False), Claim("rule", 0.0, ">=", 1.0, "test")]
+    summary = make(claims=claims)[0]
+    assert failed_claims(summary) == ["rule"]
+    assert shortfalls(summary["claims"]) == [("FAILED", "rule: 0, not >= 1"), ("missed", "goal: 0, not >= 1")]
+
+
+def read_back(text: str) -> Config:
+    """Return what a command asks for, by the program's own parser."""
+    words = shlex.split(text)
+    given = typer.main.get_command(app).make_context("run", words[words.index("tiny") :]).params
+    experiment = get_experiment(given["name"], CATALOG)
+    names = ("engine", "rounds", "clients", "budget", "quick")
+    return experiment.configure(
+        seed=given["seed"] or 0, assignments=given["set_"] or (), **{name: given[name] for name in names}
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"rounds": 7, "clients": 1, "seed": 3, "engine": "ray", "budget": 0.1 + 0.2},
+        {"quick": True, "assignments": ["train.lr=0.30000000000000004", "feedback=no"]},
+        {"quick": True, "rounds": 1, "assignments": ["codec.density=0.1"]},
+        {"assignments": ["link=", "train.epochs=12345678", "codec.density=1e-9"]},
+        {"assignments": ["link='; rm -rf $HOME` \"<b>"]},
+    ],
+)
+@pytest.mark.parametrize("program", ["fedcomp run", "python -m experiments.run"])
+def test_the_command_asks_for_the_same_run_again(asked: dict[str, Any], program: str) -> None:
+    config = TINY.configure(**asked)
+    command = rerun(TINY, config, program)
+    assert command.startswith(f"{program} tiny")
+    assert read_back(command) == config
+
+
+def test_how_long_a_run_takes() -> None:
     assert [takes(minutes) for minutes in (0.0, 0.5, 1.4, 1.5, 8.2, 89.0, 240.0)] == [
         "–", "about 30 s", "about 84 s", "about 2 min", "about 8 min", "about 89 min", "about 4 h",
     ]  # fmt: skip

@@ -42,7 +42,7 @@ class Caller:
 
     @property
     def folders(self) -> list[Path]:
-        return sorted(self.out.iterdir()) if self.out.exists() else []
+        return sorted(path for path in self.out.glob("*") if path.is_dir())
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_json_stays_pure_when_everybody_below_prints(tmp_path: Path) -> None:
     for word in ("print", "descriptor", "child"):
         assert word in done.stderr
     assert "flower says hello" not in done.stderr
-    assert "flower says hello" in (next((tmp_path / "runs").iterdir()) / "log.txt").read_text()
+    assert "flower says hello" in next((tmp_path / "runs").glob("*/log.txt")).read_text()
 
 
 @pytest.mark.long
@@ -186,7 +186,7 @@ def test_the_closing_table_and_the_report(call: Caller) -> None:
     assert call("tiny") == 0
     assert "offline: Flower's telemetry and update check are off" in call.stdout
     sparse = next(line for line in call.stdout.splitlines() if line.startswith("sparse"))
-    assert re.split(r" {2,}", sparse.strip())[1:] == ["60.0 %", "80 kB", "960 kB", "10x", "64 ms"]
+    assert re.split(r" {2,}", sparse.strip())[1:] == ["60.0 %", "80 kB", "960 kB", "10x", "64 ms", "1"]
     (folder,) = call.folders
     assert str(folder / "report.html") in call.stdout
     names = {path.name for path in folder.iterdir()}
@@ -227,7 +227,7 @@ def test_e4_the_answer_and_what_was_missed_stand_above_the_tables(call: Caller) 
     )
     assert answer < failed < missed < table
     end = " ".join(call.stdout.split()).rpartition("Report:")[0]
-    assert end.endswith("Sparse sends 400000 bytes <in all>. 0 of 1 claims hold, 0 of 1 goals were reached. ")
+    assert end.endswith("Sparse sends 400000 bytes <in all>; the one claim failed, 1 goal missed. ")
 
 
 @pytest.mark.long
@@ -242,7 +242,7 @@ def test_e2_a_quick_run_is_small_and_decides_nothing(call: Caller) -> None:
     assert "Sparse sends" not in call.stdout
     page = (call.folders[-1] / "report.html").read_text()
     assert 'class="verdict plain"' in page
-    assert "class='shortfalls'" not in page
+    assert "shortfalls" not in re.sub("<style>.*</style>", "", page, flags=re.DOTALL)
 
 
 @pytest.mark.long

@@ -1,0 +1,155 @@
+"""Two finished runs side by side: settings that differ, rows, claims and measured figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.experiments.overview import summary_entry
+from fedcomp.experiments.page import render_comparison
+from fedcomp.experiments.report import mark, number
+from fedcomp.experiments.sheets import Sheet
+from fedcomp.experiments.store import RunFolder
+
+_ROW = {
+    "accuracy": "accuracy, %",
+    "uplink_payload_bytes": "uplink payload",
+    "downlink_payload_bytes": "downlink payload",
+    "uplink_ratio": "times fewer",
+    "simulated_seconds": "simulated s",
+}
+"""Figures of a row that are compared, and their headings."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have and have not in common.
+
+    Attributes
+    ----------
+    folders : pair of Path
+    summaries : pair of mappings
+    sheets : sequence of Sheet
+        Settings and versions that differ, systems, claims, measured figures; those of the second run that differ are
+        marked. Empty ones are left out.
+    """
+
+    folders: Sequence[Path]
+    summaries: Sequence[Mapping[str, Any]]
+    sheets: Sequence[Sheet]
+
+    @property
+    def verdict(self) -> str:
+        """How much differs, in one sentence."""
+        counts = {sheet.title.lower(): len({row for row, _ in sheet.differing}) for sheet in self.sheets}
+        return "Different: " + ", ".join(f"{count or 'no'} {what}" for what, count in counts.items()) + "."
+
+    def page(self) -> str:
+        """Return the HTML page, which belongs beside the folders of the runs."""
+        pairs = zip(self.summaries, self.folders, strict=True)
+        runs = [vars(summary_entry(summary, folder)) for summary, folder in pairs]
+        return render_comparison([folder.name for folder in self.folders], runs, self.verdict, self.sheets)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able document with the text of every table."""
+        return {
+            "runs": [str(folder) for folder in self.folders],
+            "verdict": self.verdict,
+            "tables": [
+                {
+                    "title": sheet.title,
+                    "columns": list(sheet.columns),
+                    "rows": [list(row) for row in sheet.rows],
+                    "differing": sorted({sheet.rows[row][0] for row, _ in sheet.differing}),
+                }
+                for sheet in self.sheets
+            ],
+        }
+
+
+def compare(root: Path, first: str, second: str) -> Comparison:
+    """Compare two runs by name, path or ``"last"``.
+
+    Raises
+    ------
+    ConfigError
+        When there is no such run, or it is not finished.
+    StateError
+        When its summary cannot be read.
+    """
+    folders = [RunFolder.locate(root, run) for run in (first, second)]
+    summaries = [_summary(folder) for folder in folders]
+    try:
+        sheets = [sheet for sheet in _sheets(*summaries) if sheet.rows or sheet.caption]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise StateError(
+            f"{folders[0].name} and {folders[1].name} cannot be compared: {error!r}; were they made by "
+            f"another version? Run them again"
+        ) from error
+    return Comparison(folders, summaries, sheets)
+
+
+def _summary(folder: Path) -> Mapping[str, Any]:
+    file = folder / "summary.json"
+    if not file.is_file():
+        raise ConfigError(f"run {folder.name} is not finished; continue it with --resume {folder.name}")
+    try:
+        document: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StateError(f"{file} cannot be read ({error}); run the experiment again") from error
+    return document
+
+
+def _sheets(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Sheet]:
+    return [
+        _side_by_side("Settings or versions", "name", ["value"], _settings(a), _settings(b), all_rows=False),
+        _side_by_side("Systems", "system", list(_ROW.values()), _rows(a), _rows(b)),
+        _side_by_side("Claims", "claim", ["measured", "bound", "ended"], _claims(a), _claims(b)),
+        _side_by_side("Measured figures", "figure", ["value"], _values(a), _values(b), all_rows=False),
+    ]
+
+
+Cells = Mapping[str, Sequence[str]]
+"""By name, the text of every figure."""
+
+
+def _settings(summary: Mapping[str, Any]) -> Cells:
+    config = summary["config"]
+    plain = {"experiment": summary["experiment"]} | {
+        k: v for k, v in config.items() if k not in ("settings", "experiment")
+    }
+    versions = {name: text for name, text in summary["environment"].items() if name != "finished"}
+    return {key: [str(value)] for key, value in {**plain, **config["settings"], **versions}.items()}
+
+
+def _rows(summary: Mapping[str, Any]) -> Cells:
+    rows = [row | {"accuracy": None if row["accuracy"] is None else 100 * row["accuracy"]} for row in summary["rows"]]
+    return {row["label"]: [number(row[key]) for key in _ROW] for row in rows}
+
+
+def _claims(summary: Mapping[str, Any]) -> Cells:
+    return {c["name"]: [number(c["value"]), f"{c['op']} {number(c['bound'])}", mark(c)] for c in summary["claims"]}
+
+
+def _values(summary: Mapping[str, Any]) -> Cells:
+    return {name: [number(value)] for name, value in summary["findings"]["values"].items()}
+
+
+def _side_by_side(title: str, head: str, figures: Sequence[str], a: Cells, b: Cells, *, all_rows: bool = True) -> Sheet:
+    """Return each figure of ``a`` beside that of ``b``, dashes for what only one of them has; unless ``all_rows``, only
+    what differs."""
+    missing = ["–"] * len(figures)
+    names = list(dict.fromkeys([*a, *b]))
+    shown = [name for name in names if all_rows or a.get(name) != b.get(name)]
+    rows, differing = [], set()
+    for place, name in enumerate(shown):
+        pairs = list(zip(a.get(name, missing), b.get(name, missing), strict=True))
+        differing |= {(place, 2 * i + 2) for i, (left, right) in enumerate(pairs) if left != right}
+        rows.append([name, *(text for pair in pairs for text in pair)])
+    columns = [head, *(f"{figure}, {run}" for figure in figures for run in "AB")]
+    same = f"The same in both: {len(names) - len(shown)}." if len(shown) < len(names) else ""
+    return Sheet(title, columns, rows, [False, *[True] * (len(columns) - 1)], same, frozenset(differing))

@@ -1,0 +1,93 @@
+"""Two runs side by side: what differs is marked, what does not is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_engine import CATALOG, FakeEngine
+from pages import Page
+
+from fedcomp.errors import ConfigError, StateError
+from fedcomp.experiments.compare import compare
+from fedcomp.experiments.run import Setup, main
+from fedcomp.experiments.sheets import Sheet
+
+
+def run(root: Path, *arguments: str) -> str:
+    before = set(root.glob("*/"))
+    main([*arguments, "--out", str(root), "--json"], setup=Setup(CATALOG, FakeEngine(), lambda spec: None))
+    (made,) = {path for path in root.glob("*/") if path.is_dir()} - before
+    return made.name
+
+
+def differing(sheet: Sheet) -> set[tuple[str, str]]:
+    return {(sheet.rows[row][0], sheet.columns[column]) for row, column in sheet.differing}
+
+
+@pytest.mark.long
+def test_what_differs_is_marked(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "tiny"), run(tmp_path, "tiny", "--set", "codec.density=0.5", "--rounds", "4")
+    found = {sheet.title: sheet for sheet in compare(tmp_path, first, second).sheets}
+    assert [row[0] for row in found["Settings or versions"].rows] == ["rounds", "codec.density"]
+    assert differing(found["Settings or versions"]) == {("rounds", "value, B"), ("codec.density", "value, B")}
+    systems = differing(found["Systems"])
+    assert {("sparse", "uplink payload, B"), ("dense", "accuracy, %, B"), ("sparse", "times fewer, B")} <= systems
+    assert ("dense", "times fewer, B") not in systems, "a baseline is once itself in both"
+    assert {column for name, column in differing(found["Claims"]) if name == "fewer bytes"} == {
+        "measured, B",
+        "ended, B",
+    }
+
+
+@pytest.mark.long
+def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
+    name = run(tmp_path, "measured")
+    found = compare(tmp_path, name, "last")
+    assert not any(sheet.differing for sheet in found.sheets)
+    assert found.verdict.startswith("Different: no settings or versions")
+    assert found.sheets[0].rows == []
+    assert found.sheets[0].caption.startswith("The same in both: ")
+
+
+@pytest.mark.long
+def test_what_only_one_run_has_stands_beside_a_dash(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "tiny"), run(tmp_path, "measured")
+    found = {sheet.title: sheet for sheet in compare(tmp_path, first, second).sheets}
+    assert next(iter(found["Systems"].rows))[2::2] == ["–"] * 5
+    assert ["last", "–", "0.5"] in found["Measured figures"].rows
+    assert "experiment" in [row[0] for row in found["Settings or versions"].rows]
+
+
+@pytest.mark.long
+def test_the_command_writes_a_page_and_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = run(tmp_path, "tiny"), run(tmp_path, "tiny", "--seed", "1")
+    capsys.readouterr()
+    assert main(["--compare", first, second, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "Different: 1 settings or versions, 2 systems, no claims" in out
+    file = tmp_path / f"compare-{first}-{second}.html"
+    assert str(file) in out.replace("\n", "")
+    page = Page(file.read_text())
+    assert {f"./{first}/report.html", f"./{second}/report.html", "index.html"} == set(page.loads)
+    assert file.read_text().count("differs") > 2
+    assert main(["--compare", first, second, "--json", "--out", str(tmp_path)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tables"][0]["differing"] == ["seed"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [(None, ConfigError), ("{", StateError), ("{}", StateError), ("[]", StateError), ('{"config": 3}', StateError)],
+)
+def test_a_run_that_cannot_be_compared_is_one_error(tmp_path: Path, damage: str | None, error: type[Exception]) -> None:
+    name = run(tmp_path, "tiny", "--rounds", "0")
+    summary = tmp_path / name / "summary.json"
+    summary.unlink()
+    if damage is not None:
+        summary.write_text(damage)
+    with pytest.raises(error, match=name):
+        compare(tmp_path, name, "last")
+    with pytest.raises(ConfigError, match="no run 'nothing'"):
+        compare(tmp_path, "nothing", "last")
