@@ -109,7 +109,7 @@ def _sheets(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Sheet]:
         _side_by_side("Settings or versions", "name", ["value"], _settings(a), _settings(b), all_rows=False),
         _side_by_side("Systems", "system", list(_ROW.values()), _rows(a), _rows(b)),
         _side_by_side("Claims", "claim", ["measured", "bound", "ended"], _claims(a), _claims(b)),
-        _side_by_side("Measured figures", "figure", ["value"], _values(a), _values(b), all_rows=False),
+        _side_by_side("Measured figures", "figure", ["value"], _measured(a), _measured(b), all_rows=False),
     ]
 
 
@@ -135,8 +135,14 @@ def _claims(summary: Mapping[str, Any]) -> Cells:
     return {c["name"]: [number(c["value"]), f"{c['op']} {number(c['bound'])}", mark(c)] for c in summary["claims"]}
 
 
-def _values(summary: Mapping[str, Any]) -> Cells:
-    return {name: [number(value)] for name, value in summary["findings"]["values"].items()}
+def _measured(summary: Mapping[str, Any]) -> Cells:
+    """Return every cell of every table that was measured, by table, row and column."""
+    return {
+        f"{table['title']}: {row[0]}, {column}": [cell if isinstance(cell, str) else number(cell)]
+        for table in summary["findings"]["tables"]
+        for row in table["rows"]
+        for column, cell in zip(table["columns"][1:], row[1:], strict=True)
+    }
 
 
 def _side_by_side(title: str, head: str, figures: Sequence[str], a: Cells, b: Cells, *, all_rows: bool = True) -> Sheet:

@@ -56,7 +56,7 @@ def test_what_only_one_run_has_stands_beside_a_dash(tmp_path: Path) -> None:
     first, second = run(tmp_path, "tiny"), run(tmp_path, "measured")
     found = {sheet.title: sheet for sheet in compare(tmp_path, first, second).sheets}
     assert next(iter(found["Systems"].rows))[2::2] == ["–"] * 5
-    assert ["last", "–", "0.5"] in found["Measured figures"].rows
+    assert ["Measured <losses>: 3, loss", "–", "0.5"] in found["Measured figures"].rows
     assert "experiment" in [row[0] for row in found["Settings or versions"].rows]
 
 
