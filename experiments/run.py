@@ -32,7 +32,6 @@ from fedcomp.experiments.commands import (
     complain,
     invoke,
 )
-from fedcomp.experiments.compare import compare
 from fedcomp.experiments.experiment import Config, Experiment, check_budget, show_value
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.experiments.overview import write_index
@@ -42,6 +41,7 @@ from fedcomp.experiments.report import count, failed_claims, rerun, summarise, t
 from fedcomp.experiments.sheets import Sheet, claims_sheet, result_sheet
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
 from fedcomp.experiments.store import RunFolder, to_json_text, write_json, write_text
+from fedcomp.experiments.two_runs import compare
 from fedcomp.flower.offline import go_offline
 
 DEFAULT = "quickstart"

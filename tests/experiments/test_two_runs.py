@@ -10,9 +10,9 @@ from fake_engine import CATALOG, FakeEngine
 from pages import Page
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.experiments.compare import compare
 from fedcomp.experiments.run import Setup, main
 from fedcomp.experiments.sheets import Sheet
+from fedcomp.experiments.two_runs import compare
 
 
 def run(root: Path, *arguments: str) -> str:
