@@ -140,7 +140,7 @@ def _render(template: str, known: Mapping[str, plots.Style], **content: Any) -> 
     from markupsafe import Markup
 
     def face(colours: Mapping[str, str], series: Sequence[str]) -> Markup:
-        names = colours | {f"series-{i}": colour for i, colour in enumerate(series)}
+        names = {**colours} | {f"series-{i}": colour for i, colour in enumerate(series)}
         return Markup(" ".join(f"--{name}: {colour};" for name, colour in names.items()))
 
     return (

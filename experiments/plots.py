@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.text import Text
+    from matplotlib.ticker import Locator
 
 # What each face of the page draws a colour with. Any two of a face differ, also for a reader who is colour-blind, and
 # stand out from its background (measured by the tests).
@@ -135,8 +136,9 @@ def draw(curves: Curves, known: Mapping[str, Style]) -> Figure:
         axes.set_xlabel(curves.x_label, color=_INK, parse_math=False)
         axes.set_ylabel(curves.y_label, color=_INK, parse_math=False)
         _dress(axes)
-        for axis, as_bytes in ((axes.yaxis, False), (axes.xaxis, curves.x_bytes)):
-            _label(figure, axis, as_bytes)
+        whole = all(x == int(x) for line in curves.series for x, _ in points(line, curves))
+        _label(figure, axes.yaxis)
+        _label(figure, axes.xaxis, as_bytes=curves.x_bytes, whole=whole)
     return figure
 
 
@@ -171,14 +173,13 @@ def points(line: Series, curves: Curves) -> list[tuple[float, float]]:
     ]
 
 
-def _label(figure: Figure, axis: Axis, as_bytes: bool) -> None:
+def _label(figure: Figure, axis: Axis, *, as_bytes: bool = False, whole: bool = False) -> None:
     """Give an axis as many of its usual ticks as can be labelled without touching each other."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
     log = axis.get_scale() == "log"
-    whole = axis.axis_name == "x" and all(x == int(x) for line in axis.axes.lines for x in line.get_xdata())
-    locator = MaxNLocator(7, integer=whole, steps=[1, 2, 2.5, 5, 10])
+    locator: Locator = MaxNLocator(7, integer=whole, steps=[1, 2, 2.5, 5, 10])
     if log:
         few = math.log10(high / low) < 2.5
         logarithmic = LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=50)
