@@ -38,7 +38,7 @@ CodeName = Literal["rlnc", "mds"]
 EncoderMode = Literal["systematic", "random", "cauchy"]
 
 
-class Shape(NamedTuple):
+class GenerationShape(NamedTuple):
     """How a payload is cut: ``generations`` of ``symbols`` of ``symbol_bytes``, and ``private`` random ones in each."""
 
     symbols: int
@@ -67,7 +67,7 @@ def symbols_for(payload_len: int, wanted: int) -> int:
     return wanted if payload_len >= wanted else max(1, -(-payload_len // 64))
 
 
-def shape_of(payload_len: int, wanted: int, *, private: int = 0, align: int = ALIGN) -> Shape:
+def shape_of(payload_len: int, wanted: int, *, private: int = 0, align: int = ALIGN) -> GenerationShape:
     """Return how a payload of ``payload_len`` bytes is cut into ``wanted`` symbols per generation.
 
     Raises
@@ -85,7 +85,7 @@ def shape_of(payload_len: int, wanted: int, *, private: int = 0, align: int = AL
     wished = max(1, -(-payload_len // GENERATION_BYTES))
     symbol_bytes = -(-payload_len // (wished * symbols) // align) * align
     # Padding may have made room enough for all in fewer generations.
-    return Shape(symbols, private, symbol_bytes, max(1, -(-payload_len // max(1, symbols * symbol_bytes))))
+    return GenerationShape(symbols, private, symbol_bytes, max(1, -(-payload_len // max(1, symbols * symbol_bytes))))
 
 
 def payload_digest(payload: bytes | memoryview, hidden: bytes | memoryview = b"") -> bytes:

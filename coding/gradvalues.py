@@ -1,9 +1,9 @@
 """The numbers of gradient coding: how gradients become what is combined, and how their sum is read back.
 
-Two kinds. :class:`Reals` sends float64: sums are rounded as float64 sums are, and a code with large coefficients rounds
-more. :class:`FixedPoint` sends elements of a prime field: every number is rounded once, by the device, to a multiple of
-a common step, and from then on nothing is; the decoded sum is the sum of the rounded numbers, bit for bit, whoever
-answered.
+Two kinds. :class:`RealArithmetic` sends float64: sums are rounded as float64 sums are, and a code with large
+coefficients rounds more. :class:`PrimeArithmetic` sends elements of a prime field: every number is rounded once, by the
+device, to a multiple of a common step, and from then on nothing is; the decoded sum is the sum of the rounded numbers,
+bit for bit, whoever answered.
 
 A device's row has two parts: the *vector*, and a few *scalars* (weights, metrics, counters) that need more range than
 the vector's common step leaves. In a field scalars are cut into limbs, each of which has room for the sum of all.
@@ -37,7 +37,7 @@ SCALAR_STEP: Final = 2.0**-20
 _WORD: Final = 64
 
 
-class Values(ABC):
+class Arithmetic(ABC):
     """How rows of numbers travel.
 
     Attributes
@@ -83,7 +83,7 @@ class Values(ABC):
         return row
 
 
-class Reals(Values):
+class RealArithmetic(Arithmetic):
     """float64, as they are."""
 
     field = None
@@ -104,7 +104,7 @@ class Reals(Values):
         return row[:vector], row[vector:]
 
 
-class FixedPoint(Values):
+class PrimeArithmetic(Arithmetic):
     """Multiples of a common step as elements of a prime field.
 
     Parameters
@@ -178,7 +178,7 @@ class FixedPoint(Values):
         return head, np.array([word * SCALAR_STEP for word in signed], np.float64)
 
 
-def values_of(arithmetic: str, parts: int, limit: float) -> Values:
+def values_of(arithmetic: str, parts: int, limit: float) -> Arithmetic:
     """Return the numbers called ``arithmetic``, one of :data:`ARITHMETICS`, for sums of ``parts`` rows.
 
     ``limit`` is not looked at for float64.
@@ -186,15 +186,15 @@ def values_of(arithmetic: str, parts: int, limit: float) -> Values:
     Raises
     ------
     ConfigError
-        For another name, and as :class:`FixedPoint` does.
+        For another name, and as :class:`PrimeArithmetic` does.
     """
     if arithmetic == "float64":
-        return Reals()
+        return RealArithmetic()
     if arithmetic not in ARITHMETICS:
         raise ConfigError(f"unknown arithmetic {arithmetic!r}{nearest(arithmetic, ARITHMETICS)}")
     from fedcomp.coding.prime import GF31, GF65521
 
-    return FixedPoint(GF65521 if arithmetic == "gf65521" else GF31, parts, limit)
+    return PrimeArithmetic(GF65521 if arithmetic == "gf65521" else GF31, parts, limit)
 
 
 def combine(coefficients: Vector, vectors: Sequence[Vector], field: PrimeField | None = None) -> Vector:

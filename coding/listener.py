@@ -34,7 +34,7 @@ _CHUNK_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
-class Limits:
+class ListenerLimits:
     """What one peer, and all of them together, may take.
 
     Attributes
@@ -78,7 +78,7 @@ class Listener:
     Parameters
     ----------
     store : Spool
-    limits : Limits
+    limits : ListenerLimits
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class Listener:
         How many connections brought nothing, by kind of reason.
     """
 
-    def __init__(self, store: Spool, limits: Limits) -> None:
+    def __init__(self, store: Spool, limits: ListenerLimits) -> None:
         self.refused: Counter[str] = Counter()
         self._store = store
         self._limits = limits
@@ -201,7 +201,7 @@ class Listener:
 async def serve(
     listen: tuple[str, int],
     store: Spool,
-    limits: Limits,
+    limits: ListenerLimits,
     *,
     ready: Callable[[str], object],
     until_closed: int | None = None,
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="listener: %(message)s", level=logging.INFO, stream=sys.stderr)
     try:
         listen = parse_host_port(args.listen)
-        limits = Limits(
+        limits = ListenerLimits(
             parcel_bytes=args.parcel_bytes,
             connections=args.connections,
             per_host=args.per_host,
@@ -271,7 +271,7 @@ class _Ready:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = Limits()
+    defaults = ListenerLimits()
     parser = argparse.ArgumentParser(prog="python -m fedcomp.coding.listener", description="Receive parcels of peers.")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to listen, and nowhere else")
     parser.add_argument("--store", required=True, type=Path, metavar="DIR", help="where parcels are kept")

@@ -24,7 +24,7 @@ _PART = struct.Struct("<IQQQI")
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupPart:
     """One member of a partial sum.
 
     Attributes
@@ -53,18 +53,18 @@ class PartialSum:
     Attributes
     ----------
     integers : int64 array, shape (n,)
-    parts : tuple of Part
+    parts : tuple of GroupPart
     """
 
     integers: NDArray[np.int64]
-    parts: tuple[Part, ...]
+    parts: tuple[GroupPart, ...]
 
     @property
     def weight(self) -> int:
         """The total weight."""
         return sum(part.weight for part in self.parts)
 
-    def plus(self, integers: NDArray[np.int64], part: Part) -> PartialSum:
+    def plus(self, integers: NDArray[np.int64], part: GroupPart) -> PartialSum:
         """Return the sum with one more member.
 
         Raises
@@ -136,7 +136,7 @@ class PartialSum:
         if found != count:
             raise PacketError(f"a partial sum of {found} integers; this receiver expects {count}")
         place = _HEAD.size
-        parts: list[Part] = []
+        parts: list[GroupPart] = []
         for _ in range(number):
             if place + _PART.size > len(data):
                 raise PacketError(f"a partial sum of {len(data)} bytes ends before its {number} members")
@@ -146,7 +146,7 @@ class PartialSum:
                 raise PacketError(f"the note of member {index} has {length} bytes, {len(data) - place} are left")
             if index not in members or any(index == part.index for part in parts):
                 raise PacketError(f"member {index} is not of this group, or is in the sum twice")
-            parts.append(Part(index, weight, sequence, generation, data[place : place + length]))
+            parts.append(GroupPart(index, weight, sequence, generation, data[place : place + length]))
             place += length
         if len(data) - place != width * count:
             raise PacketError(f"{len(data) - place} bytes for {count} integers of {width} bytes")

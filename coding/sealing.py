@@ -37,7 +37,7 @@ _LABEL: Final = b"fedcomp.coding.seal/1"
 _NONCE_BYTES: Final = 12
 
 
-class Identity:
+class PeerIdentity:
     """The key pair of one receiver.
 
     Attributes
@@ -53,14 +53,14 @@ class Identity:
         self.public = private.public_key().public_bytes_raw()
 
     @classmethod
-    def generate(cls) -> Identity:
+    def generate(cls) -> PeerIdentity:
         """Return a new identity from the operating system's randomness."""
         from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
         return cls(X25519PrivateKey.generate())
 
     @classmethod
-    def from_bytes(cls, secret: bytes) -> Identity:
+    def from_bytes(cls, secret: bytes) -> PeerIdentity:
         """Return the identity :meth:`to_bytes` wrote.
 
         Raises
@@ -103,7 +103,7 @@ class Identity:
 
     def __repr__(self) -> str:
         # The secret must not reach a log.
-        return f"Identity(public={self.public.hex()[:16]}...)"
+        return f"PeerIdentity(public={self.public.hex()[:16]}...)"
 
 
 def seal(
@@ -111,7 +111,7 @@ def seal(
     recipient_public: bytes,
     context: bytes,
     *,
-    ephemeral_only_for_test_vectors: Identity | None = None,
+    ephemeral_only_for_test_vectors: PeerIdentity | None = None,
 ) -> bytes:
     """Return a box that only the owner of ``recipient_public`` opens, and only under the same ``context``.
 
@@ -119,10 +119,10 @@ def seal(
     ----------
     body : bytes
     recipient_public : bytes
-        The 32 bytes of :attr:`Identity.public`.
+        The 32 bytes of :attr:`PeerIdentity.public`.
     context : bytes
         Bound to the box but not inside it; :attr:`fedcomp.coding.transport.Parcel.coordinates`.
-    ephemeral_only_for_test_vectors : Identity, optional
+    ephemeral_only_for_test_vectors : PeerIdentity, optional
         Makes the box reproducible. Two boxes for one recipient from one such key share key and nonce, which gives both
         away; outside a test vector leave it out.
 
@@ -136,7 +136,7 @@ def seal(
     SealError
         When ``recipient_public`` is no usable public key. It came from a peer.
     """
-    ephemeral = Identity.generate() if ephemeral_only_for_test_vectors is None else ephemeral_only_for_test_vectors
+    ephemeral = PeerIdentity.generate() if ephemeral_only_for_test_vectors is None else ephemeral_only_for_test_vectors
     recipient = bytes(recipient_public)
     cipher, nonce = _cipher(ephemeral._private, recipient, ephemeral.public, recipient)
     return ephemeral.public + cipher.encrypt(nonce, bytes(body), context)

@@ -42,12 +42,12 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_PARCEL_BYTES",
     "MAX_STORE_BYTES",
-    "Delivery",
     "DeliveryFailed",
     "MemoryStore",
     "Parcel",
     "ParcelStore",
     "PeerTransport",
+    "SendResult",
     "Spool",
     "SpoolRoot",
     "SpoolTransport",
@@ -131,7 +131,7 @@ class PeerTransport(Protocol):
 
 
 @dataclass(frozen=True)
-class Delivery:
+class SendResult:
     """What became of one parcel.
 
     Attributes
@@ -351,7 +351,7 @@ def acknowledgement(status: int, header: bytes = b"") -> bytes:
     return ACK.pack(ACK_MAGIC, status, checksum)
 
 
-def deliver(transport: PeerTransport, outgoing: Iterable[tuple[str, Parcel]], *, workers: int = 8) -> list[Delivery]:
+def deliver(transport: PeerTransport, outgoing: Iterable[tuple[str, Parcel]], *, workers: int = 8) -> list[SendResult]:
     """Send many parcels, several at a time, so that peers that do not answer cost their timeout once and not in turn.
 
     Parameters
@@ -364,16 +364,16 @@ def deliver(transport: PeerTransport, outgoing: Iterable[tuple[str, Parcel]], *,
 
     Returns
     -------
-    list of Delivery
+    list of SendResult
         In the order of ``outgoing``. A failed delivery is a loss the code is there for, not an exception.
     """
 
-    def one(item: tuple[str, Parcel]) -> Delivery:
+    def one(item: tuple[str, Parcel]) -> SendResult:
         address, parcel = item
         try:
-            return Delivery(address, parcel, transport.send(address, parcel))
+            return SendResult(address, parcel, transport.send(address, parcel))
         except DeliveryFailed as error:
-            return Delivery(address, parcel, error.handed_over, error)
+            return SendResult(address, parcel, error.handed_over, error)
 
     items = list(outgoing)
     if not items:

@@ -28,7 +28,7 @@ from fedcomp.layout import Layout
 
 if TYPE_CHECKING:
     from fedcomp.clients.coded.mod import Exchange
-    from fedcomp.coding.gradvalues import Values
+    from fedcomp.coding.gradvalues import Arithmetic
 
 MAX_WEIGHT = 2.0**63
 """Weights at or above it are refused, as the server does everywhere."""
@@ -139,7 +139,7 @@ def _model(content: RecordDict) -> dict[str, NDArray[Any]]:
 
 
 def _row(
-    content: RecordDict, before: dict[str, NDArray[Any]], layout: Layout, weight_key: str, values: Values
+    content: RecordDict, before: dict[str, NDArray[Any]], layout: Layout, weight_key: str, values: Arithmetic
 ) -> tuple[NDArray[Any], Form]:
     """Return a partition's row: the weighted change and, as scalars, weight, metrics and what is beside the vector."""
     name, after = reply_arrays(content)

@@ -14,7 +14,7 @@ from fedcomp.clients.half import CallNext
 from fedcomp.codecs import fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.packet import Packet
-from fedcomp.coding.partial import Part, PartialSum, empty_sum
+from fedcomp.coding.partial import GroupPart, PartialSum, empty_sum
 from fedcomp.coding.sealing import KEY_BYTES, seal
 from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError, FedcompError, StateError
@@ -154,7 +154,7 @@ class _Aggregation:
             found.setdefault(parcel.source, body)
         return found
 
-    def _member(self, index: int, sequence: int, reply: bytes) -> tuple[np.ndarray, Part]:
+    def _member(self, index: int, sequence: int, reply: bytes) -> tuple[np.ndarray, GroupPart]:
         """Return a member's integers and its entry in the sum; everything about its frame is checked here."""
         content = open_content(reply)
         frame = take_frame(content, UPDATE)
@@ -173,7 +173,7 @@ class _Aggregation:
         self.codec.verify(frame, self.layout, self.key)
         note = pack_content(RecordDict(dict(content.metric_records.items())))
         integers = self.fixed.integers(frame, self.layout)
-        return integers, Part(index, self._weight(content), sequence, generation, note)
+        return integers, GroupPart(index, self._weight(content), sequence, generation, note)
 
     def _weight(self, content: RecordDict) -> int:
         if not self.weight:

@@ -33,7 +33,7 @@ from fedcomp.flower.protocol import STALE
 from fedcomp.flower.state import StaleMessage
 
 if TYPE_CHECKING:
-    from fedcomp.coding.sealing import Identity
+    from fedcomp.coding.sealing import PeerIdentity
     from fedcomp.coding.transport import MemoryStore, ParcelStore, PeerTransport
 
 HANDLERS: Final[Mapping[str, str]] = {
@@ -182,20 +182,20 @@ class Exchange:
         )
         self.arrays: dict[str, NDArray[Any]] = {} if own is None else {k: a.numpy() for k, a in own.items()}
         self._known = known
-        self._identity: Identity | None = None
+        self._identity: PeerIdentity | None = None
         self._store: ParcelStore | None = None
         self._transport: PeerTransport | None = None
 
     # Who this node is.
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> PeerIdentity:
         """The node's key pair: made at the first need, kept in the state by :meth:`save`."""
         if self._identity is None:
-            from fedcomp.coding.sealing import Identity
+            from fedcomp.coding.sealing import PeerIdentity
 
             held = self.context.state.config_records.get(_IDENTITY)
-            self._identity = Identity.generate() if held is None else Identity.from_bytes(bytes(held["key"]))  # type: ignore[arg-type]
+            self._identity = PeerIdentity.generate() if held is None else PeerIdentity.from_bytes(bytes(held["key"]))  # type: ignore[arg-type]
         return self._identity
 
     @property

@@ -23,7 +23,7 @@ _OPERATIONS: Final = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
 
 
 @dataclass(frozen=True)
-class Claim:
+class BenchClaim:
     """``value op bound`` must hold. A claim that could not be measured has no value and says why it was ``skipped``.
 
     ``gate=False`` marks what is reported but does not fail the run: stretch goals, and what no goal was set for.
@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
 Calls = Mapping[str, Callable[[], object] | Prepared]
 
 
-class Times:
+class CallTimes:
     """Seconds of several methods, repetition by repetition, their calls interleaved."""
 
     def __init__(self, calls: Calls, size: Size) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.coding import kernels
-from fedcomp.coding.bench.measuring import Calls, Claim, Prepared, Size, Times
+from fedcomp.coding.bench.measuring import BenchClaim, Calls, CallTimes, Prepared, Size
 from fedcomp.coding.decoder import Decoder
 from fedcomp.coding.encoder import encoder
 from fedcomp.coding.field import GF256
@@ -29,7 +29,7 @@ SYMBOLS: Final = (16, 64)
 GOAL: Final = "our goal, set from measurements of a prototype"
 LIKE: Final = "our goal: what a decoder that touches payload bytes once can reach"
 
-Part = tuple[list[dict[str, Any]], list[Claim]]
+Part = tuple[list[dict[str, Any]], list[BenchClaim]]
 
 
 def _matrices(n: int, k: int, width: int) -> tuple[Bytes, Bytes, Bytes]:
@@ -109,7 +109,7 @@ def _copy(b: Bytes) -> Callable[[], object]:
 def encoding(size: Size) -> Part:
     """K coded symbols of a generation of K, dense coefficients: every tier, and what else there is."""
     rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     for k in SYMBOLS:
         a, b, out = _matrices(k, k, size.generation // k)
         calls = {tier: _product(tier, a, b, out) for tier in kernels.tiers() if tier != "isal"}
@@ -120,13 +120,13 @@ def encoding(size: Size) -> Part:
         zfec = _zfec(k, b)
         if zfec is not None:
             calls["zfec"] = zfec
-        times = Times(calls, size)
+        times = CallTimes(calls, size)
         rows += [_row("encode", k, k, b.size, name, times.time(name)) for name in calls]
         claims += _encoding_claims(times, k)
     return rows, claims
 
 
-def _encoding_claims(times: Times, k: int) -> list[Claim]:
+def _encoding_claims(times: CallTimes, k: int) -> list[BenchClaim]:
     libraries = [name for name in times.seconds if name.startswith("ISA-L")]
     goals = [
         ("swar", "numpy table, take and XOR", 12.0, True),
@@ -143,11 +143,11 @@ def _encoding_claims(times: Times, k: int) -> list[Claim]:
         name = f"encode, K = {k}: {tier} times as fast as {other}{'' if gate else ' (stretch)'}"
         reason = _missing(times, tier, other)
         value = None if reason else times.faster(tier, other)
-        found.append(Claim(name, value, ">=", bound, GOAL, gate, reason))
+        found.append(BenchClaim(name, value, ">=", bound, GOAL, gate, reason))
     return found
 
 
-def _missing(times: Times, tier: str, other: str) -> str:
+def _missing(times: CallTimes, tier: str, other: str) -> str:
     if tier not in times.seconds:
         return kernels.why_not(tier)
     if other not in times.seconds:
@@ -162,7 +162,7 @@ def few_rows(size: Size) -> Part:
         for outputs in (1, 4):
             a, b, out = _matrices(outputs, k, size.generation // k)
             calls = {kernels.best_tier(): _product("auto", a, b, out), **_libraries(a, b, out)}
-            times = Times(calls, size)
+            times = CallTimes(calls, size)
             rows += [_row("few rows", k, outputs, b.size, name, times.time(name)) for name in calls]
     return rows, []
 
@@ -170,18 +170,18 @@ def few_rows(size: Size) -> Part:
 def small_generations(size: Size) -> Part:
     """Where the call costs more than the product."""
     rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     for payload in (4096, 65536):
         a, b, out = _matrices(16, 16, payload // 16)
         calls = {kernels.best_tier(): _product("auto", a, b, out), **_libraries(a, b, out)}
-        times = Times(calls, size)
+        times = CallTimes(calls, size)
         rows += [_row("small generation", 16, 16, payload, name, times.time(name)) for name in calls]
         reason = kernels.why_not("isal")
         for start in ("ISA-L", "tables each time"):
             other = next((name for name in calls if name.startswith(start)), start)
             name = f"generation of {payload} bytes, K = 16: {kernels.best_tier()} times as fast as {other}"
             value = None if reason else times.faster(kernels.best_tier(), other)
-            claims.append(Claim(name, value, ">=", 1.0, GOAL, False, reason))
+            claims.append(BenchClaim(name, value, ">=", 1.0, GOAL, False, reason))
     return rows, claims
 
 
@@ -193,7 +193,7 @@ def decoding(size: Size) -> Part:
     and the copying of their bodies, it is compared with what makes these packets.
     """
     rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     field = GF256()
     for k in SYMBOLS:
         payload = SplitMix64(k).bytes(size.generation).tobytes()
@@ -220,21 +220,21 @@ def decoding(size: Size) -> Part:
                 "inversion": lambda square=square: field.inverse(square),  # type: ignore[misc]
                 "packets of it": lambda k=k, e=missing, source=source: source.packets(range(k, k + e)),  # type: ignore[misc]
             }
-            times = Times(calls, size)
+            times = CallTimes(calls, size)
             rows += [_row("decode", k, missing, b.size, name, times.time(name)) for name in calls]
             at = f"decode {missing} missing of K = {k}"
             value = times.ratio(["second phase"], ["e-row encode", "inversion"])
-            claims.append(Claim(f"{at}: second phase to e-row encode + inversion", value, "<=", 1.3, LIKE))
+            claims.append(BenchClaim(f"{at}: second phase to e-row encode + inversion", value, "<=", 1.3, LIKE))
             value = times.ratio(["with arrivals"], ["packets of it", "inversion"])
             claims.append(
-                Claim(f"{at}: with arrivals to making e packets + inversion", value, "<=", 1.3, LIKE, gate=False)
+                BenchClaim(f"{at}: with arrivals to making e packets + inversion", value, "<=", 1.3, LIKE, gate=False)
             )
             if missing == k == max(SYMBOLS):
                 value = times.faster("second phase", "e-row encode")
-                claims.append(Claim(f"{at}: second phase's rate to encode rate", value, ">=", 0.5, LIKE))
+                claims.append(BenchClaim(f"{at}: second phase's rate to encode rate", value, ">=", 0.5, LIKE))
                 value = times.faster("with arrivals", "packets of it")
                 claims.append(
-                    Claim(f"{at}: rate with arrivals to packets' encode rate", value, ">=", 0.5, LIKE, gate=False)
+                    BenchClaim(f"{at}: rate with arrivals to packets' encode rate", value, ">=", 0.5, LIKE, gate=False)
                 )
     return rows, claims
 
@@ -242,7 +242,7 @@ def decoding(size: Size) -> Part:
 def primes(size: Size) -> Part:
     """Products over prime fields, against galois."""
     rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     for field in (GF251, GF65521, GF31):
         width = size.generation // 16 // field.symbol_bytes
         stream = SplitMix64(field.order)
@@ -252,10 +252,10 @@ def primes(size: Size) -> Part:
             field.name: lambda f=field, a=a, b=b, out=out: f.matmul(a, b, out=out),  # type: ignore[misc]
             "galois": _galois(field.order, a, b),
         }
-        times = Times(calls, size)
+        times = CallTimes(calls, size)
         rows += [_row(f"product, {field.name}", 16, 16, b.nbytes, name, times.time(name)) for name in calls]
         name = f"product over {field.name}, K = 16: times as fast as galois"
-        claims.append(Claim(name, times.faster(field.name, "galois"), ">=", 1.0, GOAL, gate=False))
+        claims.append(BenchClaim(name, times.faster(field.name, "galois"), ">=", 1.0, GOAL, gate=False))
     return rows, claims
 
 
@@ -267,7 +267,7 @@ def scale(size: Size) -> Part:
         "blake2b": lambda: hashlib.blake2b(data.data, digest_size=8),
         "memcpy": _copy(data),
     }
-    times = Times(calls, size)
+    times = CallTimes(calls, size)
     return [_row("for scale", 1, 1, data.size, name, times.time(name)) for name in calls], []
 
 
@@ -287,10 +287,10 @@ def end_to_end(size: Size) -> Part:
             decoder.add(Packet.from_bytes(data, limits))
         return decoder.payload()
 
-    times = Times({"share": share, "collect, 8 missing": collect}, size)
+    times = CallTimes({"share": share, "collect, 8 missing": collect}, size)
     rows = [_row("end to end", 16, 24, len(payload), name, times.time(name)) for name in times.seconds]
     name = "client side of a 1 MB update, K = 16, N = 24: milliseconds"
-    return rows, [Claim(name, 1e3 * times.time("share"), "<", 5.0, "below 2 % of a local epoch on digits")]
+    return rows, [BenchClaim(name, 1e3 * times.time("share"), "<", 5.0, "below 2 % of a local epoch on digits")]
 
 
 def environment() -> dict[str, Any]:
@@ -319,7 +319,7 @@ def run(size: Size | None = None, say: Callable[[str], None] = lambda _line: Non
     size = size or Size()
     kernels.warm()
     rows: list[dict[str, Any]] = []
-    claims: list[Claim] = []
+    claims: list[BenchClaim] = []
     for part in (encoding, few_rows, small_generations, decoding, primes, scale, end_to_end):
         say(f"{part.__name__.replace('_', ' ')}: {size.repetitions} interleaved repetitions")
         more, checks = part(size)

@@ -219,7 +219,7 @@ def _agrees(loaded: Loaded) -> bool:
     return bool((single == tables.products()).all() and (many == expected).all())
 
 
-class Auto:
+class AutoTier:
     """``tier="auto"``: numpy until :data:`PATIENCE` is used up, then the best tier there is."""
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class Auto:
         return self._chosen
 
 
-auto: Final = Auto()
+auto: Final = AutoTier()
 """The choice of this process."""
 
 

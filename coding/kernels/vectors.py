@@ -57,7 +57,7 @@ NAMES: Final = {
 }
 
 
-class Shape(NamedTuple):
+class VectorShape(NamedTuple):
     """What distinguishes the vector tiers: bytes of a vector, vectors of a tile, how a product is formed."""
 
     width: int
@@ -67,12 +67,12 @@ class Shape(NamedTuple):
 
 
 SHAPES: Final = {
-    "gfni512": Shape(64, 4, AFFINE, 2),
-    "gfni256": Shape(32, 2, AFFINE, 1),
-    "shuffle512": Shape(64, 4, SHUFFLE, 1),
-    "shuffle256": Shape(32, 2, SHUFFLE, 1),
-    "shuffle128": Shape(16, 2, SHUFFLE, 1),
-    "neon": Shape(16, 4, TABLE, 1),
+    "gfni512": VectorShape(64, 4, AFFINE, 2),
+    "gfni256": VectorShape(32, 2, AFFINE, 1),
+    "shuffle512": VectorShape(64, 4, SHUFFLE, 1),
+    "shuffle256": VectorShape(32, 2, SHUFFLE, 1),
+    "shuffle128": VectorShape(16, 2, SHUFFLE, 1),
+    "neon": VectorShape(16, 4, TABLE, 1),
 }
 """A tile has the vectors that four outputs leave room for in 32 registers (512 bits, NEON) or 16 (the others).
 
@@ -84,16 +84,17 @@ NIBBLES: Final = 8 * 256
 """Bytes from the first word of :func:`words_of` to the nibble tables."""
 
 
-def words_of(shape: Shape) -> NDArray[np.uint64]:
+def words_of(shape: VectorShape) -> NDArray[np.uint64]:
     """Return what a kernel of this shape takes as ``words``: one word per coefficient, then the nibble tables.
 
-    The word is the coefficient's bit matrix, or where its nibble tables begin, in bytes. Shape (256 + 1024,), uint64.
+    The word is the coefficient's bit matrix, or where its nibble tables begin, in bytes. Shape (256 + 1024,),
+    uint64.
     """
     words = tables.matrices() if shape.how == AFFINE else np.arange(256, dtype=np.uint64) * np.uint64(32)
     return np.concatenate([words, tables.nibbles().ravel().view(np.uint64)])
 
 
-def scratch_bytes(shape: Shape, n: int, k: int) -> int:
+def scratch_bytes(shape: VectorShape, n: int, k: int) -> int:
     """Return the bytes of working memory a product of shapes (n, k) and (k, any) needs."""
     return 8 * n * k + shape.width * (shape.vectors * k + n) + 128
 
@@ -234,7 +235,7 @@ def gather(typingctx, target, source, step, sources, width, vectors):
     return types.void(*[types.intp] * 4, width, vectors), codegen
 
 
-def make(shape: Shape) -> Any:
+def make(shape: VectorShape) -> Any:
     """Return the compiled product of one vector tier.
 
     ``product(a, b, out, words, scratch, add)``: ``words`` from :func:`words_of`, ``scratch`` with at least

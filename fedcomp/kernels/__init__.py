@@ -7,7 +7,7 @@ compiles nothing and does not import numba; :func:`warm` compiles everything ahe
 """
 
 from fedcomp.kernels.bins import AdaptiveBins, AdaptiveStep, adaptive_step, select_adaptive, select_bins
-from fedcomp.kernels.select import SMALL, Step, Tier, feedback_step, select_topk
+from fedcomp.kernels.select import SMALL, FeedbackStep, Tier, feedback_step, select_topk
 from fedcomp.kernels.sums import scatter_add
 from fedcomp.kernels.tails import Exceedances, exceedances, select_above
 from fedcomp.kernels.warming import warm
@@ -17,7 +17,7 @@ __all__ = [
     "AdaptiveBins",
     "AdaptiveStep",
     "Exceedances",
-    "Step",
+    "FeedbackStep",
     "Tier",
     "adaptive_step",
     "exceedances",

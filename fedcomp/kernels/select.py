@@ -18,7 +18,7 @@ from fedcomp.kernels.checks import check_out, check_vector, require_finite
 from fedcomp.kernels.interface import BIN_SHIFT, BINS, INFINITY, MAGNITUDE, Bits, Floats, Found, Ops
 from fedcomp.kernels.tiers import SMALL, Tier
 
-__all__ = ["SMALL", "Step", "Tier", "feedback_step", "select_topk"]
+__all__ = ["SMALL", "FeedbackStep", "Tier", "feedback_step", "select_topk"]
 
 _RUN = 16  # elements of one sampled run: a cache line of float32
 _FRACTION = 128
@@ -26,7 +26,7 @@ _MIN_SAMPLE = 4096
 _WARM = 0.93  # last round's threshold times this keeps at least k candidates on slowly changing data (measured)
 
 
-class Step(NamedTuple):
+class FeedbackStep(NamedTuple):
     """What :func:`feedback_step` selected, and the memory after it.
 
     Attributes
@@ -111,7 +111,7 @@ def feedback_step(
     out: Floats | None = None,
     tier: Tier = "auto",
     seed: int = 0,
-) -> Step:
+) -> FeedbackStep:
     """Add the update to the memory, select the top k of the sum, take them out: one pass over memory and update.
 
     Parameters
@@ -122,8 +122,8 @@ def feedback_step(
     decay : float
         The memory's factor: the sum is ``decay * memory + update``.
     threshold : float, optional
-        :attr:`Step.threshold` of the previous round, the first guess of this one. Without it a sample of the sum is
-        taken. Never changes the result.
+        :attr:`FeedbackStep.threshold` of the previous round, the first guess of this one. Without it a sample of the sum
+        is taken. Never changes the result.
     out : float32 array of shape (n,), optional
         Where the new memory goes; a new array by default. ``out=memory`` works in place.
 
@@ -150,11 +150,11 @@ def feedback_step(
         kernels.add_collect(memory, update, decay, out, INFINITY, 0)
         require_finite(bits)
         indices = np.arange(k)
-        return Step(indices, kernels.take_clear(out, indices), out, 0.0)
+        return FeedbackStep(indices, kernels.take_clear(out, indices), out, 0.0)
     guess = _guess_of_sum(memory, update, decay, k, seed) if threshold is None else _to_bits(threshold * _WARM)
     found = kernels.add_collect(memory, update, decay, out, guess, _capacity(out.size, k))
     indices, smallest = _select(kernels, bits, k, found, seed)
-    return Step(indices, kernels.take_clear(out, indices), out, smallest)
+    return FeedbackStep(indices, kernels.take_clear(out, indices), out, smallest)
 
 
 def _select(kernels: Ops, bits: Bits, k: int, found: Found | None, seed: int) -> tuple[NDArray[np.int64], float]:

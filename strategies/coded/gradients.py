@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fedcomp.coding.errors import NotDecodable
 from fedcomp.coding.gradcode import SCHEMES, TOLERANCE, Assignment, Cyclic, Decoding, assignment
-from fedcomp.coding.gradvalues import ARITHMETICS, Values, values_of
+from fedcomp.coding.gradvalues import ARITHMETICS, Arithmetic, values_of
 from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.flower.coded import Fields
 from fedcomp.flower.gradients import ANSWER, MAX_DEVICES, Form, GradientPlan, beside_size, checksum, moved
@@ -201,7 +201,7 @@ class GradientCode:
         self._roll = {**{p: self._roll[p] for p in gone}, **present}
         return sorted(self._roll)
 
-    def _code(self, n: int, note: Callable[[str], None]) -> tuple[Assignment, Values]:
+    def _code(self, n: int, note: Callable[[str], None]) -> tuple[Assignment, Arithmetic]:
         values = values_of(self.arithmetic, n, self.limit)
         if n not in self._codes:
             try:
@@ -214,7 +214,7 @@ class GradientCode:
             self._codes = {**dict(list(self._codes.items())[-_CODES + 1 :]), n: code}
         return self._codes[n], values
 
-    def _plan(self, code: Assignment, values: Values, devices: Sequence[int], device: int) -> GradientPlan:
+    def _plan(self, code: Assignment, values: Arithmetic, devices: Sequence[int], device: int) -> GradientPlan:
         return GradientPlan(
             tuple(devices[j] for j in code.partitions(device)),
             code.coefficients(device).astype(values.dtype).tobytes(),
@@ -305,7 +305,7 @@ class _Collection:
 
     now: CodedRound
     code: Assignment
-    values: Values
+    values: Arithmetic
     before: Mapping[str, NDArray[Any]]
     layout: Layout
     devices: Sequence[int]

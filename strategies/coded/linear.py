@@ -42,7 +42,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import Reports, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
-from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, Shape, exchange
+from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, LinearShape, exchange
 from fedcomp.strategies.round_log import RoundLog
 
 Real = NDArray[np.float64]
@@ -363,7 +363,7 @@ class LinearModel:
     ----------
     vector : ndarray of float64
         Weights, then the bias if there is one.
-    shape : Shape
+    shape : LinearShape
 
     Raises
     ------
@@ -382,7 +382,7 @@ class LinearModel:
                 "coded gradient descent is exact for linear models only; use a linear task, such as 'digits-zero'"
             )
         self._named = named
-        self.shape = Shape(sizes[0], len(sizes) == 2)
+        self.shape = LinearShape(sizes[0], len(sizes) == 2)
         self.vector: Real = np.concatenate([array.astype(np.float64).ravel() for array in named.values()])
 
     def step(self, gradient: Real | float, lr: float, l2: float) -> ArrayRecord | None:

@@ -104,7 +104,7 @@ class Descent(Section, name="linear"):
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     """What the model says about the data: number of features, and whether a constant column is added."""
 
     features: int
@@ -203,7 +203,9 @@ class LinearSetup:
                 spool = self._folder.name
             self._links = SpoolRoot.create(Path(spool))
 
-    def run(self, nodes: list[int], config: ConfigRecord, shape: Shape, grid: Grid, report: Descent) -> Exchanges[None]:
+    def run(
+        self, nodes: list[int], config: ConfigRecord, shape: LinearShape, grid: Grid, report: Descent
+    ) -> Exchanges[None]:
         """Bring as many of ``nodes`` as possible to where they hold their combination."""
         count = self._count(config)
         yield from self._join(nodes, count, config, shape, grid, report)
@@ -272,7 +274,7 @@ class LinearSetup:
         )
 
     def _join(
-        self, nodes: list[int], count: int, config: ConfigRecord, shape: Shape, grid: Grid, report: Descent
+        self, nodes: list[int], count: int, config: ConfigRecord, shape: LinearShape, grid: Grid, report: Descent
     ) -> Exchanges[None]:
         """Ask nodes that are not known who they are, and owners for their labels, once; then make the plan."""
         strangers: dict[int, RecordDict | None] = {n: None for n in nodes if n not in self.devices}
@@ -316,7 +318,7 @@ class LinearSetup:
         if self.plan is not None:
             self.ready |= {device for device, plan in held.items() if plan == self.plan_id}
 
-    def _take_owner(self, device: int, reply: Message, shape: Shape) -> None:
+    def _take_owner(self, device: int, reply: Message, shape: LinearShape) -> None:
         """Check what an owner says about its partition, and take its labels if they are not known."""
         header = linear.header_of(reply)
         rows, columns = linear.integer_of(header, "rows", 0, _MOST), linear.integer_of(header, "columns", 1, _MOST)
@@ -340,7 +342,7 @@ class LinearSetup:
             raise StateError(f"device {device} sent labels other than 0 and 1")
         self.labels[device], self._data[device] = y, data
 
-    def _make_plan(self, count: int, config: ConfigRecord, shape: Shape, report: Descent) -> None:
+    def _make_plan(self, count: int, config: ConfigRecord, shape: LinearShape, report: Descent) -> None:
         if self.plan is not None:
             return
         absent = [j for j in range(count) if j not in self.labels]
@@ -362,7 +364,7 @@ class LinearSetup:
         needs: Mapping[int, list[int]],
         online: Mapping[int, int],
         config: ConfigRecord,
-        shape: Shape,
+        shape: LinearShape,
         grid: Grid,
         report: Descent,
     ) -> Exchanges[dict[int, bytes]]:
@@ -400,7 +402,7 @@ class LinearSetup:
             report.count("hub-up", len(data))
         return parts
 
-    def _sent(self, reply: Message, owner: int, needs: Mapping[int, list[int]], shape: Shape) -> list[int]:
+    def _sent(self, reply: Message, owner: int, needs: Mapping[int, list[int]], shape: LinearShape) -> list[int]:
         """Return the bytes an owner says it handed over, one number per receiver."""
         sizes = linear.integers_of(linear.header_of(reply), "sent")
         receivers = sum(owner in wanted for wanted in needs.values())
@@ -416,7 +418,7 @@ class LinearSetup:
         needs: Mapping[int, list[int]],
         parts: Mapping[int, bytes],
         online: Mapping[int, int],
-        shape: Shape,
+        shape: LinearShape,
         config: ConfigRecord,
         report: Descent,
     ) -> Exchanges[None]:

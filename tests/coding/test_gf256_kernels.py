@@ -286,7 +286,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_auto_computes_in_numpy_until_a_compiled_tier_is_worth_loading() -> None:
-    auto = dispatch.Auto()
+    auto = dispatch.AutoTier()
     assert auto.choose(1).name == "numpy"
     assert auto.choose(dispatch.PATIENCE - 2).name == "numpy"
     assert auto.choose(1).name == kernels.best_tier()

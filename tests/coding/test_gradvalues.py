@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcomp.coding.errors import CodingError
-from fedcomp.coding.gradvalues import SCALAR_STEP, FixedPoint, Reals, combine, solve_consistent, values_of
+from fedcomp.coding.gradvalues import SCALAR_STEP, PrimeArithmetic, RealArithmetic, combine, solve_consistent, values_of
 from fedcomp.coding.prime import GF31, GF251, GF65521, PrimeField
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
@@ -16,7 +16,7 @@ from fedcomp.errors import ConfigError
 FIELDS = [GF65521, GF31]
 
 
-def added(values: FixedPoint, rows: list[np.ndarray]) -> np.ndarray:
+def added(values: PrimeArithmetic, rows: list[np.ndarray]) -> np.ndarray:
     return combine(np.ones(len(rows), values.dtype), rows, values.field)
 
 
@@ -25,7 +25,7 @@ def added(values: FixedPoint, rows: list[np.ndarray]) -> np.ndarray:
 @given(data=st.data())
 def test_a_sum_in_a_field_is_the_sum_of_the_rounded_numbers(field: PrimeField, data) -> None:
     parts = data.draw(st.integers(1, 40))
-    values = FixedPoint(field, parts, 8.0)
+    values = PrimeArithmetic(field, parts, 8.0)
     number = st.floats(-8, 8)
     heads = np.array(data.draw(st.lists(st.tuples(number, number), min_size=parts, max_size=parts)))
     tails = np.array(data.draw(st.lists(st.floats(-1e6, 1e6), min_size=parts, max_size=parts)))[:, None]
@@ -39,7 +39,7 @@ def test_a_sum_in_a_field_is_the_sum_of_the_rounded_numbers(field: PrimeField, d
 @pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.name)
 @pytest.mark.parametrize("parts", [1, 2, 3, 10, 100])
 def test_the_largest_numbers_of_all_parts_do_not_wrap(field: PrimeField, parts: int) -> None:
-    values = FixedPoint(field, parts, 3.0)
+    values = PrimeArithmetic(field, parts, 3.0)
     for sign in (-1.0, 1.0):
         total = added(values, [values.pack(np.array([3.0 * sign]), np.array([7.0 * sign]))] * parts)
         vector, scalars = values.unpack(total, 1)
@@ -48,7 +48,7 @@ def test_the_largest_numbers_of_all_parts_do_not_wrap(field: PrimeField, parts: 
 
 
 def test_whole_weights_are_exact() -> None:
-    values = FixedPoint(GF65521, 3, 1.0)
+    values = PrimeArithmetic(GF65521, 3, 1.0)
     weights = [1.0, 123_456_789.0, 2.0**40]
     total = added(values, [values.pack(np.zeros(0), np.array([w])) for w in weights])
     assert values.unpack(total, 0)[1].tolist() == [sum(weights)]
@@ -56,18 +56,18 @@ def test_whole_weights_are_exact() -> None:
 
 def test_the_step_is_the_smallest_power_of_two_that_leaves_room() -> None:
     for limit in (1.0, 5.0, 100.0):
-        values = FixedPoint(GF31, 10, limit)
+        values = PrimeArithmetic(GF31, 10, limit)
         assert limit / values.step * 10 <= GF31.half < 2 * limit / values.step * 10 * (1 + 1e-6)
         assert np.log2(values.step) == int(np.log2(values.step))
 
 
 def test_numbers_without_room_are_refused_not_wrapped() -> None:
-    values = FixedPoint(GF65521, 4, 2.0)
+    values = PrimeArithmetic(GF65521, 4, 2.0)
     with pytest.raises(CodingError, match=r"reaches 2\.01"):
         values.pack(np.array([0.0, -2.01]), np.zeros(1))
     with pytest.raises(CodingError, match="weight or metric"):
         values.pack(np.zeros(1), np.array([2.0**43]))
-    for kind in (values, Reals()):
+    for kind in (values, RealArithmetic()):
         with pytest.raises(CodingError, match="NaN"):
             kind.pack(np.array([np.nan]), np.zeros(1))
         with pytest.raises(CodingError, match="NaN"):
@@ -75,7 +75,7 @@ def test_numbers_without_room_are_refused_not_wrapped() -> None:
 
 
 def test_bytes_of_the_wrong_length_or_with_impossible_numbers_are_refused() -> None:
-    for kind in (Reals(), FixedPoint(GF31, 2, 1.0)):
+    for kind in (RealArithmetic(), PrimeArithmetic(GF31, 2, 1.0)):
         row = kind.pack(np.array([0.5, -0.25]), np.array([3.0]))
         data = row.tobytes()
         assert len(row) == kind.size(2, 1)
@@ -85,9 +85,9 @@ def test_bytes_of_the_wrong_length_or_with_impossible_numbers_are_refused() -> N
         with pytest.raises(CodingError, match="bytes"):
             kind.from_bytes(data, 3, 1)
     with pytest.raises(CodingError, match="NaN"):
-        Reals().from_bytes(np.array([np.inf]).tobytes(), 1, 0)
+        RealArithmetic().from_bytes(np.array([np.inf]).tobytes(), 1, 0)
     with pytest.raises(CodingError, match="no element"):
-        FixedPoint(GF65521, 2, 1.0).from_bytes(np.array([65521], "<u2").tobytes(), 1, 0)
+        PrimeArithmetic(GF65521, 2, 1.0).from_bytes(np.array([65521], "<u2").tobytes(), 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_bytes_of_the_wrong_length_or_with_impossible_numbers_are_refused() -> N
         (lambda: values_of("float32", 2, 1.0), "did you mean 'float64'"),
         (lambda: values_of("gf31", 2, 0.0), "limit"),
         (lambda: values_of("gf31", 2, float("inf")), "limit"),
-        (lambda: FixedPoint(GF251, 20, 1.0), "no room"),
-        (lambda: FixedPoint(GF31, 0, 1.0), "no room"),
+        (lambda: PrimeArithmetic(GF251, 20, 1.0), "no room"),
+        (lambda: PrimeArithmetic(GF31, 0, 1.0), "no room"),
         (lambda: combine(np.ones(0), []), "one each"),
     ],
 )

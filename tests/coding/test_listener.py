@@ -456,5 +456,5 @@ def test_what_cannot_begin_says_why(tmp_path, capsys) -> None:
 
 def test_its_limits_are_checked() -> None:
     with pytest.raises(ConfigError, match="less than the"):
-        listener.Limits(parcel_bytes=100, buffered_bytes=99)
-    assert replace(listener.Limits(), seconds=0.1).seconds == 0.1
+        listener.ListenerLimits(parcel_bytes=100, buffered_bytes=99)
+    assert replace(listener.ListenerLimits(), seconds=0.1).seconds == 0.1

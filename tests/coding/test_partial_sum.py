@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedcomp.coding.errors import PacketError
-from fedcomp.coding.partial import Part, PartialSum, empty_sum
+from fedcomp.coding.partial import GroupPart, PartialSum, empty_sum
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.errors import ConfigError
 
@@ -23,7 +23,7 @@ EDGES = [0, 1, -1, 127, -128, 128, 2**15 - 1, 2**15, -(2**31), 2**31, 2**62, -(2
     ),
 )
 def test_what_is_written_is_read(values, parts) -> None:
-    made = PartialSum(np.array(values, np.int64), tuple(Part(i, w, 2**63, 5, note) for i, w, note in parts))
+    made = PartialSum(np.array(values, np.int64), tuple(GroupPart(i, w, 2**63, 5, note) for i, w, note in parts))
     data = made.to_bytes()
     read = PartialSum.from_bytes(data, len(values), range(10))
     np.testing.assert_array_equal(read.integers, made.integers)
@@ -36,7 +36,7 @@ def test_what_is_written_is_read(values, parts) -> None:
 
 def test_sums_are_exact_whatever_the_grouping() -> None:
     vectors = [SplitMix64(i).below(2001, 50) - 1000 for i in range(7)]
-    parts = [Part(i, 3 * i + 1, i, i) for i in range(7)]
+    parts = [GroupPart(i, 3 * i + 1, i, i) for i in range(7)]
     truth = sum(int(p.weight) * v for p, v in zip(parts, vectors, strict=True))
     for cuts in ((7,), (3, 4), (1, 1, 5), (2, 2, 3)):
         start, total = 0, empty_sum(50)
@@ -53,23 +53,23 @@ def test_sums_are_exact_whatever_the_grouping() -> None:
 def test_a_sum_that_could_wrap_is_refused() -> None:
     big = np.array([2**62], np.int64)
     with pytest.raises(ConfigError, match="64 bits"):
-        empty_sum(1).plus(big, Part(0, 2, 0, 0))
-    once = empty_sum(1).plus(big, Part(0, 1, 0, 0))
+        empty_sum(1).plus(big, GroupPart(0, 2, 0, 0))
+    once = empty_sum(1).plus(big, GroupPart(0, 1, 0, 0))
     for wrong in (
         lambda: once.merged(once),
-        lambda: once.plus(big, Part(1, 1, 0, 0)),
+        lambda: once.plus(big, GroupPart(1, 1, 0, 0)),
         lambda: once.merged(empty_sum(2)),
     ):
         with pytest.raises(ConfigError, match="64 bits"):
             wrong()
     with pytest.raises(ConfigError, match="do not fit"):
-        empty_sum(2).plus(big, Part(0, 1, 0, 0))
+        empty_sum(2).plus(big, GroupPart(0, 1, 0, 0))
     assert once.merged(empty_sum(1)).largest == 2**62
 
 
 @pytest.mark.long
 def test_bytes_of_strangers_raise_typed_errors_only() -> None:
-    good = empty_sum(4).plus(np.array([300, -2, 0, 9]), Part(1, 2, 3, 4, b"note")).to_bytes()
+    good = empty_sum(4).plus(np.array([300, -2, 0, 9]), GroupPart(1, 2, 3, 4, b"note")).to_bytes()
     for data, reason in (
         (b"", "head alone"),
         (b"XXXX" + good[4:], "begins with"),
@@ -84,7 +84,7 @@ def test_bytes_of_strangers_raise_typed_errors_only() -> None:
             PartialSum.from_bytes(data, 4, {1})
     with pytest.raises(PacketError, match="expects 5"):
         PartialSum.from_bytes(good, 5, {1})
-    twice = PartialSum(np.zeros(1, np.int64), (Part(1, 1, 1, 1), Part(1, 1, 1, 1))).to_bytes()
+    twice = PartialSum(np.zeros(1, np.int64), (GroupPart(1, 1, 1, 1), GroupPart(1, 1, 1, 1))).to_bytes()
     with pytest.raises(PacketError, match="twice"):
         PartialSum.from_bytes(twice, 1, {1})
     stream = SplitMix64(4)

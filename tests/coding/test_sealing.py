@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedcomp.coding.errors import SealError
 from fedcomp.coding.parcels import Parcel
-from fedcomp.coding.sealing import OVERHEAD, Identity, seal
+from fedcomp.coding.sealing import OVERHEAD, PeerIdentity, seal
 from fedcomp.errors import ConfigError, FedcompError
 
 # RFC 7748, section 6.1.
@@ -95,9 +95,9 @@ def test_the_second_implementation_gives_the_vectors_of_the_rfcs() -> None:
 
 
 def test_identities_are_x25519_keys() -> None:
-    assert Identity.from_bytes(ALICE).public == ALICE_PUBLIC
-    assert Identity.from_bytes(BOB).public == BOB_PUBLIC
-    assert Identity.from_bytes(ALICE).to_bytes() == ALICE
+    assert PeerIdentity.from_bytes(ALICE).public == ALICE_PUBLIC
+    assert PeerIdentity.from_bytes(BOB).public == BOB_PUBLIC
+    assert PeerIdentity.from_bytes(ALICE).to_bytes() == ALICE
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000])
@@ -106,21 +106,21 @@ def test_a_box_is_what_its_parts_make_by_hand(length: int) -> None:
     context = PLACE.coordinates
     key = hkdf(SHARED, b"", b"fedcomp.coding.seal/1" + ALICE_PUBLIC + BOB_PUBLIC, 44)
     expected = ALICE_PUBLIC + box(key[:32], key[32:], body, context)
-    sealed = seal(body, BOB_PUBLIC, context, ephemeral_only_for_test_vectors=Identity.from_bytes(ALICE))
+    sealed = seal(body, BOB_PUBLIC, context, ephemeral_only_for_test_vectors=PeerIdentity.from_bytes(ALICE))
     assert sealed == expected
     assert len(sealed) == length + OVERHEAD == length + 48
-    assert Identity.from_bytes(BOB).open(sealed, context) == body
+    assert PeerIdentity.from_bytes(BOB).open(sealed, context) == body
 
 
 def test_golden_bytes() -> None:
-    sealed = seal(b"shard", BOB_PUBLIC, b"here", ephemeral_only_for_test_vectors=Identity.from_bytes(ALICE))
+    sealed = seal(b"shard", BOB_PUBLIC, b"here", ephemeral_only_for_test_vectors=PeerIdentity.from_bytes(ALICE))
     assert sealed == ALICE_PUBLIC + bytes.fromhex(GOLDEN)
 
 
 @pytest.mark.long
 @given(st.binary(max_size=300), st.binary(max_size=40))
 def test_only_the_recipient_opens_it_and_only_in_its_place(body: bytes, context: bytes) -> None:
-    recipient, other = Identity.generate(), Identity.generate()
+    recipient, other = PeerIdentity.generate(), PeerIdentity.generate()
     sealed = seal(body, recipient.public, context)
     assert recipient.open(sealed, context) == body
     with pytest.raises(SealError, match="does not open"):
@@ -141,7 +141,7 @@ def test_only_the_recipient_opens_it_and_only_in_its_place(body: bytes, context:
     ids=lambda moved: next(iter(moved)),
 )
 def test_a_box_moved_to_another_place_does_not_open(moved: dict) -> None:
-    recipient = Identity.generate()
+    recipient = PeerIdentity.generate()
     sealed = seal(b"shard", recipient.public, PLACE.coordinates)
     assert recipient.open(sealed, PLACE.coordinates) == b"shard"
     with pytest.raises(SealError):
@@ -153,7 +153,7 @@ def test_the_body_is_no_part_of_the_coordinates() -> None:
 
 
 def test_every_single_changed_bit_is_found() -> None:
-    recipient = Identity.generate()
+    recipient = PeerIdentity.generate()
     sealed = seal(b"shard", recipient.public, b"here")
     unchanged = []
     for i in range(8 * len(sealed)):
@@ -171,11 +171,11 @@ def test_every_single_changed_bit_is_found() -> None:
 @pytest.mark.parametrize("length", [0, 1, 32, 47])
 def test_what_is_too_short_to_be_a_box_is_refused(length: int) -> None:
     with pytest.raises(SealError, match=f"{length} bytes long; even an empty one has 48"):
-        Identity.generate().open(bytes(length), b"")
+        PeerIdentity.generate().open(bytes(length), b"")
 
 
 def test_truncated_and_extended_boxes_do_not_open() -> None:
-    recipient = Identity.generate()
+    recipient = PeerIdentity.generate()
     sealed = seal(b"x" * 100, recipient.public, b"")
     for wrong in (sealed[:-1], sealed[:-20], sealed + b"\0"):
         with pytest.raises(SealError):
@@ -194,19 +194,19 @@ def test_public_keys_that_agree_on_nothing_are_refused_on_both_sides(public: byt
     with pytest.raises(SealError, match="agrees on no secret"):
         seal(b"shard", public, b"")
     with pytest.raises(SealError, match="agrees on no secret"):
-        Identity.generate().open(public + bytes(40), b"")
+        PeerIdentity.generate().open(public + bytes(40), b"")
 
 
 def test_keys_of_a_wrong_length_are_refused() -> None:
     with pytest.raises(SealError, match="31 bytes long; expected 32"):
         seal(b"shard", bytes(31), b"")
     with pytest.raises(ConfigError, match="33 bytes long; expected 32"):
-        Identity.from_bytes(bytes(33))
+        PeerIdentity.from_bytes(bytes(33))
     assert issubclass(SealError, FedcompError)
 
 
 def test_two_boxes_of_one_body_share_nothing() -> None:
-    recipient = Identity.generate()
+    recipient = PeerIdentity.generate()
     first, second = (seal(bytes(64), recipient.public, b"") for _ in range(2))
     assert first[:32] != second[:32]
     assert first[32:] != second[32:]
@@ -215,6 +215,6 @@ def test_two_boxes_of_one_body_share_nothing() -> None:
 
 
 def test_the_secret_stays_out_of_logs() -> None:
-    identity = Identity.generate()
+    identity = PeerIdentity.generate()
     assert identity.to_bytes().hex() not in repr(identity)
     assert identity.public.hex()[:16] in repr(identity)

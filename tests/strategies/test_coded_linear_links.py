@@ -24,7 +24,7 @@ from linear_toy import (
 
 import fedcomp.clients.coded.linear as coded_linear_client
 from fedcomp.clients.edge import PEER_ADDRESS, PEER_STORE
-from fedcomp.coding.listener import Limits, Listener
+from fedcomp.coding.listener import Listener, ListenerLimits
 from fedcomp.coding.spool import Spool
 from fedcomp.flower import linear
 from fedcomp.flower.faults import Delivery
@@ -134,7 +134,7 @@ class Listeners:
                 ready.set()
 
         async def serve() -> None:
-            self._all = {i: Listener(Spool(folder / str(i)), Limits()) for i in set(range(devices)) - silent}
+            self._all = {i: Listener(Spool(folder / str(i)), ListenerLimits()) for i in set(range(devices)) - silent}
             runs = [each.run("127.0.0.1", 0, partial(note, i)) for i, each in self._all.items()]
             await asyncio.gather(*runs)
 

@@ -35,7 +35,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, FixedPoint, RandomBlock, RandomK, TopK
 from fedcomp.codecs import Identity as IdentityCodec
 from fedcomp.coding.errors import SealError
-from fedcomp.coding.sealing import Identity
+from fedcomp.coding.sealing import PeerIdentity
 from fedcomp.coding.sumcode import SumPlan
 from fedcomp.coding.sumshards import Shard
 from fedcomp.coding.transport import Parcel
@@ -392,7 +392,7 @@ def test_the_server_holds_nothing_it_can_read(mode: str) -> None:
         for data in take_bundle(reply.content, most=NODES, longest=1 << 20):
             parcel = Parcel.from_bytes(data)
             with pytest.raises(SealError):
-                Identity.generate().open(parcel.body, parcel.coordinates)
+                PeerIdentity.generate().open(parcel.body, parcel.coordinates)
             assert b"FS" not in parcel.body[:2]
             seen += 1
     assert seen == NODES * (NODES - 1)
