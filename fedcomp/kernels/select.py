@@ -122,8 +122,8 @@ def feedback_step(
     decay : float
         The memory's factor: the sum is ``decay * memory + update``.
     threshold : float, optional
-        :attr:`FeedbackStep.threshold` of the previous round, the first guess of this one. Without it a sample of the sum
-        is taken. Never changes the result.
+        :attr:`FeedbackStep.threshold` of the previous round, the first guess of this one. Without it a sample of the
+        sum is taken. Never changes the result.
     out : float32 array of shape (n,), optional
         Where the new memory goes; a new array by default. ``out=memory`` works in place.
 
