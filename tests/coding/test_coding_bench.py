@@ -13,7 +13,7 @@ import pytest
 from fedcomp.coding import kernels
 from fedcomp.coding.bench import __main__ as bench
 from fedcomp.coding.bench import parts
-from fedcomp.coding.bench.measuring import Claim, Prepared, Size, Times
+from fedcomp.coding.bench.measuring import BenchClaim, CallTimes, Prepared, Size
 
 TINY = Size(generation=4096, repetitions=2, quick=True)
 
@@ -49,13 +49,13 @@ def test_the_quick_run_from_the_command_line() -> None:
     assert {row["method"] for row in rows if row["part"] == "product, GF(251)"} == {"GF(251)", "galois"}
 
 
-def only(monkeypatch: pytest.MonkeyPatch, claims: list[Claim]) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, claims: list[BenchClaim]) -> None:
     """Let the benchmark consist of these claims."""
     for part in ("encoding", "few_rows", "small_generations", "decoding", "primes", "scale", "end_to_end"):
         monkeypatch.setattr(parts, part, _named(part, claims if part == "encoding" else []))
 
 
-def _named(name: str, claims: list[Claim]) -> Any:
+def _named(name: str, claims: list[BenchClaim]) -> Any:
     def part(_size: Size) -> Any:
         return [], claims
 
@@ -66,15 +66,15 @@ def _named(name: str, claims: list[Claim]) -> Any:
 @pytest.mark.parametrize(
     ("claim", "code", "shown"),
     [
-        (Claim("faster", 2.0, ">=", 1.5, "us"), 0, "ok"),
-        (Claim("faster", 1.4, ">=", 1.5, "us"), 1, "MISSED"),
-        (Claim("faster", float("nan"), ">=", 1.5, "us"), 1, "MISSED"),
-        (Claim("stretch", 1.4, ">=", 1.5, "us", gate=False), 0, "MISSED"),
-        (Claim("absent", None, ">=", 1.5, "us", skipped="this CPU lacks gfni"), 0, "this CPU lacks gfni"),
+        (BenchClaim("faster", 2.0, ">=", 1.5, "us"), 0, "ok"),
+        (BenchClaim("faster", 1.4, ">=", 1.5, "us"), 1, "MISSED"),
+        (BenchClaim("faster", float("nan"), ">=", 1.5, "us"), 1, "MISSED"),
+        (BenchClaim("stretch", 1.4, ">=", 1.5, "us", gate=False), 0, "MISSED"),
+        (BenchClaim("absent", None, ">=", 1.5, "us", skipped="this CPU lacks gfni"), 0, "this CPU lacks gfni"),
     ],
 )
 def test_only_a_failed_claim_that_gates_fails_the_run(
-    claim: Claim, code: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    claim: BenchClaim, code: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only(monkeypatch, [claim])
     assert bench.main([], size=Size(repetitions=1)) == code
@@ -98,7 +98,7 @@ def test_what_is_missing_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPa
 
 
 def test_ratios_are_medians_within_repetitions() -> None:
-    times = Times({}, TINY)
+    times = CallTimes({}, TINY)
     times.seconds = {"a": [1.0, 10.0, 3.0], "b": [2.0, 30.0, 3.0], "c": [1.0, 0.0, 1.0]}
     assert times.time("a") == 3.0
     assert times.faster("a", "b") == 2.0
@@ -117,7 +117,7 @@ def test_a_sample_begins_warm_unless_its_call_is_long() -> None:
             pass
 
     size = Size(generation=4096, repetitions=1)
-    times = Times({"medium": lambda: busy("medium", 0.003), "long": lambda: busy("long", 0.08)}, size)
+    times = CallTimes({"medium": lambda: busy("medium", 0.003), "long": lambda: busy("long", 0.08)}, size)
     # Two calls each to see how long they take; then a warm one and a timed one, or a timed one only.
     assert seen == ["medium"] * 2 + ["long"] * 2 + ["medium"] * 2 + ["long"]
     assert len(times.seconds["medium"]) == len(times.seconds["long"]) == 1
@@ -131,6 +131,6 @@ def test_preparing_is_not_timed() -> None:
         return 7
 
     seen: list[int] = []
-    times = Times({"use": Prepared(prepare, seen.append)}, TINY)
+    times = CallTimes({"use": Prepared(prepare, seen.append)}, TINY)
     assert times.time("use") < 0.01
     assert seen == [7, 7]
