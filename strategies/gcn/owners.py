@@ -1,13 +1,13 @@
-"""Who owns which part of the graph: the server's conversation with the owners, and its book of them.
+"""Who owns which part of the graph: the server's exchanges with the owners, and what it knows of them.
 
 A part has one seat. Its node may be away for a round, come back, or come back as another node whose state is lost; two
-nodes may say they hold the same part. Who sits there is settled at the beginning of a round, and nobody that has once
-been silent in a round is waited for again in it.
+nodes may claim the same part. Seats are settled at the beginning of a round, and a node that was silent once in a round
+is not waited for again in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from fedcomp.flower.gcn import IDS, NORMS, SETUP_TYPE, Hello, Refused, Setup, ex
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.rounds import Exchanges, Push
-from fedcomp.graphs.base import GraphError
+from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, decode_norms
 from fedcomp.strategies.gcn.report import Fetching, Traffic
 from fedcomp.strategies.partitions import contest
@@ -88,11 +88,11 @@ class Talk:
     silent: set[int]
 
     def message(
-        self, node: int, kind: str, said: Any, frames: Mapping[str, Mapping[int, bytes]] | None = None
+        self, node: int, kind: str, request: Any, frames: Mapping[str, Mapping[int, bytes]] | None = None
     ) -> Message:
-        """Return a query: the run's configuration, what is ``said``, and frames by kind and place."""
+        """Return a query: the run's configuration, a request, and frames by kind and place."""
         content = RecordDict({self.key: self.config})
-        said.put(content)
+        request.put(content)
         for name, by_place in (frames or {}).items():
             put_frames(content, name, by_place)
         return Message(content, node, kind, group_id=str(self.report.round))
@@ -126,6 +126,37 @@ class Talk:
         return Answers(dict(sorted(found.items())), failures, replies)
 
 
+def received(
+    reply: Message, kind: str, asked: Mapping[int, Ids], parts: int, ids_of: Callable[[bytes, int], Ids]
+) -> tuple[dict[int, bytes], set[int], str]:
+    """Return the frames of an owner's reply by requester, whom it refuses, and why.
+
+    Parameters
+    ----------
+    kind : str
+        Of the frames.
+    asked : mapping of int to ndarray of int64
+        The nodes that each requester asked for.
+    parts : int
+        Of the graph.
+    ids_of : callable
+        ``ids_of(frame, limit)`` reads a frame to its end, of at most ``limit`` nodes, and returns its ids.
+
+    Raises
+    ------
+    FedcompError
+        When frames are missing, damaged, of another length, or not of the nodes that were asked for.
+    """
+    frames = take_frames(reply, parts, kind)[kind]
+    refused = Refused.find(reply)
+    without = set() if refused is None else set(refused.requesters)
+    expect(frames, asked.keys() - without, kind)
+    for part, data in frames.items():
+        if not np.array_equal(ids_of(data, len(asked[part])), asked[part]):
+            raise GraphError(f"those for part {part} are not of the {len(asked[part])} nodes that were asked for")
+    return frames, without & asked.keys(), "" if refused is None else refused.reason
+
+
 def sent(messages: Iterable[Message]) -> list[Message]:
     """Return those of some messages that an engine took."""
     return [message for message in messages if message.metadata.message_id]
@@ -143,7 +174,7 @@ class Common:
 
     @classmethod
     def of(cls, hello: Hello) -> Common:
-        """Return what one of them says it is."""
+        """Return what the hello of one of them has of it."""
         return cls(hello.digest, hello.parts, hello.nodes, hello.features, hello.structure)
 
     def __str__(self) -> str:
@@ -155,7 +186,7 @@ class Common:
 
 @dataclass
 class Owners:
-    """The book of owners.
+    """Which node holds which part, and what each was sent.
 
     Parameters
     ----------
@@ -194,7 +225,7 @@ class Owners:
     _counts: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def hello(self, part: int) -> Hello:
-        """Return what the node in a seat has said of itself."""
+        """Return the hello of the node in a seat."""
         found = self.met[self.seats[part]]
         assert found is not None
         return found
@@ -214,11 +245,11 @@ class Owners:
         return out
 
     def meet(self, talk: Talk) -> Exchanges[None]:
-        """Ask nodes that are new who they are, and those that were silent whether they are there; settle the seats.
+        """Ask new nodes for a hello, and those that were silent whether they are there; settle the seats.
 
-        Where a newcomer says it holds a part whose node has given no reason for doubt, that one is asked for a sign of
-        life: a process that was killed is listed as online for a while. One that answers is not driven out. Of several
-        newcomers that say they hold one part none is seated.
+        Where a newcomer claims a part whose node has given no reason for doubt, that node is asked for a sign of life:
+        a process that was killed is listed as online for a while. A node that answers keeps its seat. Of several
+        newcomers that claim one part none is seated.
 
         Raises
         ------
@@ -231,19 +262,19 @@ class Owners:
         self.seats = {part: node for part, node in self.seats.items() if node in present}
         # In place: the conversation adds to the same set.
         self.silent.intersection_update(present)
-        strangers = [node for node in online if node not in self.met]
+        newcomers = [node for node in online if node not in self.met]
         suspects = [node for _, node in sorted(self.seats.items()) if node in self.silent - self.dropped]
-        yield from self._greet([*strangers, *suspects], talk)
-        claims = {hello.index for node in strangers if (hello := self.met.get(node)) is not None}
+        yield from self._ask_hello([*newcomers, *suspects], talk)
+        claims = {hello.index for node in newcomers if (hello := self.met.get(node)) is not None}
         contested = [n for part, n in sorted(self.seats.items()) if part in claims and n not in self.silent]
-        yield from self._greet(contested, talk)
-        self._seat(online, strangers, talk.report)
+        yield from self._ask_hello(contested, talk)
+        self._seat(online, newcomers, talk.report)
         if self.norms:
             yield from self._fetch_norms(talk)
 
-    def _greet(self, nodes: list[int], talk: Talk) -> Exchanges[None]:
-        said = Setup(talk.session, "hello", self.norms, self.layers)
-        messages = {node: talk.message(node, SETUP_TYPE, said) for node in nodes}
+    def _ask_hello(self, nodes: list[int], talk: Talk) -> Exchanges[None]:
+        asking = Setup(talk.session, "hello", self.norms, self.layers)
+        messages = {node: talk.message(node, SETUP_TYPE, asking) for node in nodes}
         answers = yield from talk.ask(messages)
         replies = answers.found
         talk.traffic.count_frames(replies.values(), _SETUP_FRAMES)
@@ -306,14 +337,14 @@ class Owners:
             )
         self.common = common
 
-    def _seat(self, online: list[int], strangers: list[int], report: Fetching) -> None:
+    def _seat(self, online: list[int], newcomers: list[int], report: Fetching) -> None:
         hellos = [(node, self.met.get(node)) for node in online if node not in self.silent]
         held, refused = contest({node: hello.index for node, hello in hellos if hello is not None}, self.seats)
         self.seats |= held
-        for node in strangers:
+        for node in newcomers:
             if node in refused:
                 report.note("unknown", refused[node])
-        for reason in sorted({refused[node] for node in strangers if node in refused}):
+        for reason in sorted({refused[node] for node in newcomers if node in refused}):
             log.warning("round %d: %s", report.round, reason)
 
     # Norms of features, for the sampler's mode "measured".
@@ -342,8 +373,8 @@ class Owners:
             for owner, ids in wants.items():
                 if owner not in away and part in self.seats:
                     asked.setdefault(owner, {})[part] = ids
-        said = Setup(talk.session, "norms")
-        messages = {o: talk.message(self.seats[o], SETUP_TYPE, said, {IDS: ids}) for o, ids in sorted(asked.items())}
+        asking = Setup(talk.session, "norms")
+        messages = {o: talk.message(self.seats[o], SETUP_TYPE, asking, {IDS: ids}) for o, ids in sorted(asked.items())}
         answers = yield from talk.ask(messages)
         talk.traffic.count_frames(sent(messages.values()), _SETUP_FRAMES)
         talk.traffic.count_frames(answers.found.values(), _SETUP_FRAMES)
@@ -358,25 +389,19 @@ class Owners:
 
     def _take_norms(self, owner: int, asked: Mapping[int, bytes], reply: Message, report: Fetching) -> None:
         assert self.common is not None
-        frames = take_frames(reply, self.common.parts, NORMS)[NORMS]
-        refused = Refused.find(reply)
-        without = () if refused is None else refused.requesters
-        expect(frames, asked.keys() - set(without), NORMS)
-        counts = {}
-        for part, data in frames.items():
-            wanted = decode_ids(asked[part], nodes=self.common.nodes)
-            counts[part] = len(wanted)
-            ids, _ = decode_norms(data, nodes=self.common.nodes, limit=len(wanted))
-            if not np.array_equal(ids, wanted):
-                raise GraphError(f"the norms for part {part} are not of the nodes that were asked for")
+        nodes = self.common.nodes
+        wanted = {part: decode_ids(ids, nodes=nodes) for part, ids in asked.items()}
+        frames, without, reason = received(
+            reply, NORMS, wanted, self.common.parts, lambda f, most: decode_norms(f, nodes=nodes, limit=most)[0]
+        )
         for part, data in frames.items():
             self._norms.setdefault(part, {})[owner] = data
-            self._counts.setdefault(part, {})[owner] = counts[part]
+            self._counts.setdefault(part, {})[owner] = len(wanted[part])
         for part in asked:
             # Who is refused goes without, as for nodes nobody knows the norms of; the list will be no better next time.
             del self._wanted[part][owner]
-        if refused is not None:
-            report.note("norms", f"part {owner} gives parts {list(without)} no norms: {refused.reason}")
+        if without:
+            report.note("norms", f"part {owner} gives parts {sorted(without)} no norms: {reason}")
 
     # Resuming.
 

@@ -31,8 +31,6 @@ from fedcomp.flower.gcn import (
     Fetch,
     Figures,
     Needs,
-    Refused,
-    expect,
     take_frames,
 )
 from fedcomp.flower.payload import payload_bytes
@@ -41,7 +39,7 @@ from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, encode_ids
 from fedcomp.graphs.rowcodecs import RowCodec, get_row_codec
 from fedcomp.graphs.structure_rows import decode_structure
-from fedcomp.strategies.gcn.owners import Common, Owners, Talk, sent
+from fedcomp.strategies.gcn.owners import Owners, Talk, received, sent
 from fedcomp.strategies.gcn.settings import RowSettings
 
 _PLAN_FRAMES: Final = {"": "id_bytes", NORMS: "setup_bytes", STRUCTURE: "structure_bytes"}
@@ -337,28 +335,17 @@ class Turn:
         """
         common = self.owners.common
         assert common is not None
-        frames = take_frames(reply, common.parts, kind)[kind]
-        refused = Refused.find(reply)
-        without = set() if refused is None else set(refused.requesters)
-        expect(frames, asked.keys() - without, kind)
-        for part, data in frames.items():
-            ids = asked[part]
-            if kind == FEATURES:
-                found = self._decoded(data, common, len(ids))
-            else:
-                found = decode_structure(data, nodes=common.nodes, parts=common.parts, limit=len(ids))[0].ids
-            if not np.array_equal(found, ids):
-                raise GraphError(f"those for part {part} are not of the {len(ids)} nodes that were asked for")
-        if refused is not None:
-            self._refuse(owner, without & asked.keys(), refused.reason)
+
+        def ids_of(frame: bytes, limit: int) -> Ids:
+            if kind == STRUCTURE:
+                return decode_structure(frame, nodes=common.nodes, parts=common.parts, limit=limit)[0].ids
+            # As float32: a client that learns in it could not read what is too large for it.
+            return self.codec.decode(frame, features=common.features, nodes=common.nodes, limit=limit)[0]
+
+        frames, without, reason = received(reply, kind, asked, common.parts, ids_of)
+        if without:
+            self._refuse(owner, without, reason)
         return frames
-
-    def _decoded(self, frame: bytes, common: Common, limit: int) -> Ids:
-        """Return the ids of a frame that was read to its end.
-
-        As float32: whoever learns in it could not read what is too large for it, and nobody can learn from that.
-        """
-        return self.codec.decode(frame, features=common.features, nodes=common.nodes, limit=limit)[0]
 
     def _count(
         self,
