@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -29,9 +29,16 @@ class PlainError(FedcompError, ValueError):
     """Plain data are not what the declared type says; the message names where."""
 
 
+class Rule(Protocol):
+    """What an annotated value may be, as in ``Annotated[int, Range(0)]``; ``str()`` states the rule."""
+
+    def read(self, value: Any) -> Any:
+        """Return the value; raise ``ValueError`` for one that breaks the rule."""
+
+
 @dataclass(frozen=True)
 class Range:
-    """The numbers an annotated int or float may be: ``Annotated[int, Range(0)]``.
+    """The rule for an int or float: ``Annotated[int, Range(0)]``.
 
     Attributes
     ----------
@@ -42,10 +49,30 @@ class Range:
     least: float = -math.inf
     most: float = math.inf
 
-    def check(self, value: Any, where: str) -> None:
-        """Raise :class:`PlainError` for a value outside."""
+    def __str__(self) -> str:
+        return f"a number from {self.least:g} to {self.most:g}"
+
+    def read(self, value: Any) -> Any:
+        """Return a value inside; raise ``ValueError`` for another."""
         if not self.least <= value <= self.most:
-            raise PlainError(f"{where} is {value!r}, expected a number from {self.least:g} to {self.most:g}")
+            raise ValueError
+        return value
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The rule for a mapping that has these keys and no others."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"the keys {list(self.names)}"
+
+    def read(self, value: Any) -> Any:
+        """Return a mapping with these keys; raise ``ValueError`` for another."""
+        if set(value) != set(self.names):
+            raise ValueError
+        return value
 
 
 Count = Annotated[int, Range(0)]
@@ -88,8 +115,9 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     ----------
     kind : type
         A class or annotation: bool, int, float, str, bytes, None, Any, Literal, unions, lists, tuples, sets, mappings
-        with keys that are int or str, arrays (``NDArray[np.float32]`` of that dtype alone), dataclasses with such
-        fields, and classes with a ``from_json`` of their own. Of any other class the value has to be an instance.
+        with keys that are int or str, ``Annotated`` ones with a :class:`Rule`, arrays (``NDArray[np.float32]`` of that
+        dtype alone), dataclasses with such fields, and classes with a ``from_json`` of their own. Of any other class
+        the value has to be an instance.
     where : str
         What errors call the value.
 
@@ -105,7 +133,7 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     >>> from_plain(dict[int, Count], {"3": -1}, "clips")
     Traceback (most recent call last):
     ...
-    fedcomp.plain.PlainError: clips['3'] is -1, expected a number from 0 to inf
+    fedcomp.plain.PlainError: clips['3'] is -1 (int), expected a number from 0 to inf
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -113,7 +141,10 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     if origin is Annotated:
         found = from_plain(args[0], value, where)
         for rule in args[1:]:
-            rule.check(found, where)
+            try:
+                found = rule.read(found)
+            except ValueError as error:
+                raise _wrong(value, where, str(rule)) from error
         return found
     if origin in (Union, types.UnionType):
         return _one_of(args, value, where)
@@ -224,10 +255,10 @@ def _key(kind: Any, key: Any, where: str) -> Any:
 
 
 def _array(args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return a numeric array; of the dtype that the annotation names, if it names one."""
+    """Return a copy of a numeric array; of the dtype that the annotation names, if it names one."""
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         raise _wrong(value, where, "an array of numbers")
     named = get_args(args[1]) if len(args) > 1 else ()
     if named and named[0] is not Any and value.dtype != np.dtype(named[0]):
         raise PlainError(f"{where} is an array of {value.dtype}, expected {np.dtype(named[0])}")
-    return value
+    return value.copy()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from fedcomp.codecs.base import Codec, State, require_finite
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.exact import decode_exact, encode_exact
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.plain import Count
 from fedcomp.rng import Key
+from fedcomp.stateful import Stateful
 from fedcomp.wire import Frame
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -82,11 +84,21 @@ def check_codec(codec: Codec, layout: Layout) -> None:
         )
 
 
-class Broadcast:
+class Broadcast(Stateful):
     """Server half: the reference all replicas share, and the recent steps that lead to it.
 
     Memory: one vector for the reference, one for the last target, and at most one dense model's worth of step bytes.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "version": Count,
+        "reference": NDArray[np.float32],
+        "exact": dict[str, NDArray[Any]],
+        "digest": bytes,
+        "_target": NDArray[np.float32],
+        "_state": dict[str, NDArray[Any]],
+        "_steps": list[Step],
+    }
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -177,42 +189,6 @@ class Broadcast:
                 break
             keep.append(step)
         self._steps = keep[::-1]
-
-    def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Return everything that changes from round to round, as arrays (for checkpoints)."""
-        out: dict[str, NDArray[Any]] = {
-            "version": np.array(self.version),
-            "reference": self.reference,
-            "target": self._target,
-            "digest": np.frombuffer(self.digest, np.uint8),
-        }
-        out |= {f"state/{k}": v for k, v in self._state.items()}
-        out |= {f"exact/{k}": v for k, v in self.exact.items()}
-        for step in self._steps:
-            out[f"step/{step.version}/frame"] = np.frombuffer(step.frame, np.uint8)
-            for name, part in (("exact", step.exact), ("support", step.support)):
-                if part is not None:
-                    out[f"step/{step.version}/{name}"] = np.frombuffer(part, np.uint8)
-        return out
-
-    def load_state_dict(self, arrays: Arrays) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self.version = int(arrays["version"])
-        self.reference = np.array(arrays["reference"], np.float32)
-        self._target = np.array(arrays["target"], np.float32)
-        self.digest = arrays["digest"].tobytes()
-        self._state = {k[6:]: v for k, v in arrays.items() if k.startswith("state/")}
-        self.exact = {k[6:]: v for k, v in arrays.items() if k.startswith("exact/")}
-        versions = sorted({int(k.split("/")[1]) for k in arrays if k.startswith("step/")})
-        self._steps = [
-            Step(
-                v,
-                arrays[f"step/{v}/frame"].tobytes(),
-                arrays[f"step/{v}/exact"].tobytes() if f"step/{v}/exact" in arrays else None,
-                arrays[f"step/{v}/support"].tobytes() if f"step/{v}/support" in arrays else None,
-            )
-            for v in versions
-        ]
 
 
 def advance(

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
@@ -20,9 +20,9 @@ from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, get_codec
-from fedcomp.errors import ConfigError, FedcompError, LayoutError, StateError
+from fedcomp.errors import ConfigError, FedcompError, LayoutError
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, payload_bytes, put_frame, take_frame, take_node
 from fedcomp.flower.protocol import EXACT, RESYNC, STEP, Announcement, announce
@@ -30,7 +30,9 @@ from fedcomp.flower.records import finite_where, restore_dtypes, same_model, to_
 from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import own_loop
 from fedcomp.layout import DensityPolicy, Layout, Update, Vector, policy_config
+from fedcomp.plain import Count, Keys
 from fedcomp.rng import Key
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
@@ -64,7 +66,7 @@ Named = dict[str, NDArray[Any]]
 _APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
 
 
-class Compressed(Strategy):
+class Compressed(Strategy, Stateful):
     """Compress what an inner Flower strategy exchanges with its clients.
 
     Parameters
@@ -112,6 +114,18 @@ class Compressed(Strategy):
     An inner strategy that overrides ``start`` runs its own loop, with the hooks of this one. Attributes that this
     strategy does not have are the inner strategy's, for reading, calling and setting.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "inner": INNER,
+        "_holders": nested("_holders"),
+        "_broadcast": nested("_broadcast"),
+        "_session": bytes,
+        "_sequence": Count,
+        "_peers": dict[int, Peer],
+        "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
+        "reports": Reports,
+        "evaluations": Reports,
+    }
 
     def __init__(
         self,
@@ -770,47 +784,6 @@ class Compressed(Strategy):
         layout = Layout.of(self._model, self.policy, cast_floats=True)
         return self._layout.flatten(layout.unflatten(self._broadcast.reference, self._broadcast.exact))
 
-    def _codecs(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, str]:
+        """Return the codecs, which must not change within a run."""
         return {"uplink": repr(self.codec), "downlink": repr(self.downlink)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data, the inner strategy's included."""
-        peers = {str(node): [p.acknowledged, p.generation, p.version] for node, p in self._peers.items()}
-        broadcast: Mapping[str, Any] = {} if self._broadcast is None else self._broadcast.state_dict()
-        return {
-            "codecs": self._codecs(),
-            "session": self._session,
-            "sequence": self._sequence,
-            "peers": peers,
-            "holders": self._holders.state_dict(),
-            "usual": {kind: usual.form for kind, usual in self._usual.items()},
-            "reports": self.reports.to_json(),
-            "evaluations": self.evaluations.to_json(),
-            "inner": capture_strategy(self.inner),
-            **{f"broadcast/{k}": v for k, v in broadcast.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it was saved with other codecs.
-        """
-        if state["codecs"] != self._codecs():
-            raise StateError(
-                f"the state was saved with {state['codecs']}, this strategy has {self._codecs()}; resume with the same "
-                "codecs"
-            )
-        self._session = bytes(state["session"])
-        restore_strategy(self.inner, state["inner"])
-        self._sequence = int(state["sequence"])
-        self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
-        self._holders.load_state_dict(state["holders"])
-        self._usual = {kind: Usual(state["usual"][kind]) for kind in self._usual}
-        self.reports = Reports.from_json(state["reports"])
-        self.evaluations = Reports.from_json(state["evaluations"])
-        if self._broadcast is not None:
-            prefix = "broadcast/"
-            self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})

@@ -9,12 +9,13 @@ too does not drive out a node that answers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from flwr.serverapp import Grid
 
 from fedcomp.flower.metered import engine_lookup
 from fedcomp.flower.payload import PARTITIONS
+from fedcomp.stateful import Stateful
 
 _NAMED: Final = 5
 """How many node ids a reason names."""
@@ -56,7 +57,7 @@ def _reason(partition: int, nodes: Sequence[int], holder: int | None) -> str:
     )
 
 
-class Holders:
+class Holders(Stateful):
     """The nodes of a run that declared a partition, and the one among them that holds it; see :func:`contest`.
 
     A holder that is offline, leaves a message unanswered or declares another partition holds it no longer. Where the
@@ -75,6 +76,8 @@ class Holders:
     silent : set of int
         Nodes that left their last message unanswered.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"claims": dict[int, int], "held": dict[int, int], "silent": set[int]}
 
     def __init__(self) -> None:
         self.known: dict[int, int] = {}
@@ -106,17 +109,3 @@ class Holders:
         meant = {n: p for n, p in self.claims.items() if n not in self.silent and p != n % PARTITIONS}
         self.held, refused = contest(meant, self.held)
         return {node: reason for node, reason in refused.items() if node in answers}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data."""
-        return {
-            "claims": [[node, partition] for node, partition in self.claims.items()],
-            "held": [[partition, node] for partition, node in self.held.items()],
-            "silent": sorted(self.silent),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self.claims = {int(node): int(partition) for node, partition in state["claims"]}
-        self.held = {int(partition): int(node) for partition, node in state["held"]}
-        self.silent = {int(node) for node in state["silent"]}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import get_codec
 from fedcomp.codecs.scalecom import ScaleCom, open_support
-from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, payload_bytes, put_frame, take_node
 from fedcomp.flower.protocol import (
@@ -44,7 +44,9 @@ from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.layout import DensityPolicy, Layout, Update, policy_config
+from fedcomp.plain import Count, Keys
 from fedcomp.rng import Key
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.cohort import draw_cohort
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
@@ -75,7 +77,7 @@ _CANDIDATES: Final = 4
 """How many clients are asked to lead in one round before it is given up."""
 
 
-class SharedSupport(ExchangeStrategy):
+class SharedSupport(ExchangeStrategy, Stateful):
     """Average updates on a support that one client chooses for all.
 
     Parameters
@@ -112,6 +114,21 @@ class SharedSupport(ExchangeStrategy):
     leaders : dict of int to int
         Partition of the client whose support each round used (of the client that chose it, with ``stale_leader``).
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "_holders": nested("_holders"),
+        "_broadcast": nested("_broadcast"),
+        "_session": bytes,
+        "_sequence": Count,
+        "_peers": dict[int, Peer],
+        "_partitions": dict[int, int],
+        "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
+        "_holds": dict[int, int],
+        "leaders": dict[int, int],
+        "_ahead": tuple[bytes, int] | None,
+        "reports": Reports,
+        "evaluations": Reports,
+    }
 
     def __init__(
         self,
@@ -604,48 +621,10 @@ class SharedSupport(ExchangeStrategy):
             peer = self._peers[client.sent.node]
             peer.acknowledged, peer.generation = client.sent.sequence, client.generation
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data."""
-        peers = {str(node): [p.acknowledged, p.generation, p.version] for node, p in self._peers.items()}
-        return {
-            "codec": repr(self.codec),
-            "session": self._session,
-            "sequence": self._sequence,
-            "peers": peers,
-            "partitions": {str(node): partition for node, partition in self._partitions.items()},
-            "holders": self._holders.state_dict(),
-            "usual": {kind: usual.form for kind, usual in self._usual.items()},
-            "holds": {str(node): version for node, version in self._holds.items()},
-            "leaders": {str(r): partition for r, partition in self.leaders.items()},
-            "ahead": [] if self._ahead is None else list(self._ahead),
-            "reports": self.reports.to_json(),
-            "evaluations": self.evaluations.to_json(),
-            **{f"broadcast/{k}": v for k, v in self._broadcast.state_dict().items()},
-        }
+    def identity(self) -> str:
+        """Return the codec, which must not change within a run."""
+        return repr(self.codec)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it was saved with another codec.
-        """
-        if state["codec"] != repr(self.codec):
-            raise StateError(
-                f"the state was saved with {state['codec']}, not {self.codec!r}; resume with the same codec"
-            )
-        self._session = bytes(state["session"])
-        self._sequence = int(state["sequence"])
-        self._peers = {int(node): Peer(*values) for node, values in state["peers"].items()}
-        self._partitions = {int(node): int(p) for node, p in state["partitions"].items()}
-        self._holders.load_state_dict(state["holders"])
-        self._usual = {kind: Usual(state["usual"][kind]) for kind in self._usual}
-        self._holds = {int(node): int(v) for node, v in state["holds"].items()}
-        self.leaders = {int(r): int(p) for r, p in state["leaders"].items()}
-        self._ahead = (bytes(state["ahead"][0]), int(state["ahead"][1])) if state["ahead"] else None
-        self.reports = Reports.from_json(state["reports"])
-        self.evaluations = Reports.from_json(state["evaluations"])
-        prefix = "broadcast/"
-        self._broadcast.load_state_dict({k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)})
+    def restored(self) -> None:
+        """Take the layout from the next model."""
         self._layout = _NO_LAYOUT

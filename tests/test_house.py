@@ -40,6 +40,7 @@ FORBIDDEN = {
     "fedcomp/errors.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/logs.py": {"flwr", "torch", "numpy", "fedcomp"},
     "fedcomp/plain.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
+    "fedcomp/stateful.py": {"flwr", "torch", *(f"fedcomp.{name}" for name in ("layout", "codecs", "flower", "wire"))},
     "fedcomp/rng.py": {"flwr", "torch", "fedcomp"},
     "fedcomp/layout.py": {"flwr", "torch", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.flower", "fedcomp.tasks"},
     "fedcomp/exact.py": {"flwr", "torch", "fedcomp.codecs", "fedcomp.kernels", "fedcomp.flower", "fedcomp.tasks"},

@@ -73,7 +73,10 @@ def test_another_value_is_refused_where_it_stands(where: tuple[str, ...], value:
 
 def test_arrays_keep_their_dtype() -> None:
     array = np.arange(3, dtype=np.float32)
-    assert from_plain(NDArray[np.float32], to_plain(array)) is array
+    again = from_plain(NDArray[np.float32], to_plain(array))
+    assert np.array_equal(again, array)
+    assert again.dtype == array.dtype
+    assert not np.shares_memory(again, array)
     for wrong in (array.astype(np.float64), [0.0, 1.0], np.array([None])):
         with pytest.raises(PlainError, match="expected"):
             from_plain(NDArray[np.float32], wrong)

@@ -31,6 +31,8 @@ from fedcomp.flower import store
 from fedcomp.flower.grid import in_process
 from fedcomp.flower.ledger import Ledger, LedgerError
 from fedcomp.flower.records import read_array
+from fedcomp.plain import PlainError
+from fedcomp.stateful import Part
 
 T = TypeVar("T")
 
@@ -198,7 +200,7 @@ def _checked(what: str) -> Iterator[None]:
     try:
         with store.reading(what):
             yield
-    except (store.StoreError, LayoutError, LedgerError) as error:
+    except (store.StoreError, LayoutError, LedgerError, PlainError) as error:
         # A grid's own errors say what to do by themselves.
         raise CheckpointError(f"{what} cannot be used: {error}") from error
 
@@ -279,6 +281,12 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
             setattr(strategy, name, value)
         for name, inner in nested.items():
             restore_strategy(_own(strategy, name), inner)
+
+
+INNER: Final = Part(
+    lambda owner: capture_strategy(owner.inner), lambda owner, state: restore_strategy(owner.inner, state)
+)
+"""The state of the strategy that another one holds as ``inner``."""
 
 
 def _own(strategy: Any, name: Any) -> Any:

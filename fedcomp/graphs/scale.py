@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from fedcomp.errors import ConfigError, StateError, nearest
+from fedcomp.stateful import Stateful
 
 MODES: Final = ("matched", "measured", "worst", "fixed", "adaptive")
 
@@ -129,7 +130,7 @@ def _measured(lam: float, D: float, a_local: float, a_remote: float) -> float:
     return 1.0 + (-b + math.sqrt(b * b + 4.0 * a * e)) / (2.0 * a)
 
 
-class AdaptiveScale:
+class AdaptiveScale(Stateful):
     """Searches s by what moving features costs: one observation per epoch, no variance budget.
 
     While moving takes ``high`` or more of the time, s doubles, as long as it is below ``cap``. Once it takes less than
@@ -158,6 +159,8 @@ class AdaptiveScale:
     ConfigError
         For parameters out of range.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"s": float, "previous": float, "frozen": bool}
 
     def __init__(self, *, cap: float = 8.0, low: float = 0.15, high: float = 0.2) -> None:
         if not 1.0 <= cap < math.inf:
@@ -189,22 +192,9 @@ class AdaptiveScale:
             self.frozen = True
         return self.s
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from epoch to epoch, as plain data."""
-        return {"s": self.s, "previous": self.previous, "frozen": self.frozen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it is not a state this search can be in.
-        """
-        if missing := {"s", "previous", "frozen"} - set(state):
-            raise StateError(f"the state of an adaptive search lacks {sorted(missing)}")
-        s, previous, frozen = float(state["s"]), float(state["previous"]), bool(state["frozen"])
+    def check_state(self, values: Mapping[str, Any]) -> None:
+        """Refuse a state that this search cannot be in."""
+        s, previous = values["s"], values["previous"]
         begun = 1.0 <= previous < s <= self.cap
-        if not (begun or (s == 1.0 and previous == 0.0 and not frozen)):
+        if not (begun or (s == 1.0 and previous == 0.0 and not values["frozen"])):
             raise StateError(f"s={s!r} after {previous!r} is no state of a search that doubles from 1 to {self.cap:g}")
-        self.s, self.previous, self.frozen = s, previous, frozen

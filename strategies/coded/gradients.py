@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import Message, RecordDict
@@ -37,6 +37,7 @@ from fedcomp.flower.payload import take_frame
 from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.layout import Layout
+from fedcomp.stateful import Stateful
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import MEANS, aggregate_once, is_mean, weight_key_of
 from fedcomp.strategies.replies import Rejected
@@ -64,7 +65,7 @@ _LOOSE: Final = 1e6
 """Amplification that is accepted, and reported, where no code of the usual one is found."""
 
 
-class GradientCode:
+class GradientCode(Stateful):
     """The construction ``"gradcode"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
 
     Its options are keyword arguments of that class:
@@ -85,6 +86,8 @@ class GradientCode:
         With ``approximate``: so many answers end the training exchange also when they do not determine the sum. 0, the
         default, waits for all or for ``collect_timeout``. With no losses this is a server that ignores stragglers.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"_roll": dict[int, int]}
 
     def __init__(self, settings: Settings, inner: Strategy) -> None:
         settings.refuse_unknown(OPTIONS)
@@ -164,14 +167,6 @@ class GradientCode:
         outcome = self._conclude(now, collection)
         report.decode_seconds = time.perf_counter() - started
         return outcome
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return who took part last."""
-        return {"roll": {str(partition): node for partition, node in self._roll.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._roll = {int(partition): int(node) for partition, node in state["roll"].items()}
 
     def _devices(self, now: CodedRound) -> list[int]:
         """Return the partitions of the round's code, ascending: the members', and those of a few that went offline."""

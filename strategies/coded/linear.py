@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -36,12 +36,13 @@ from fedcomp.coding.encodings import encoding_matrix
 from fedcomp.coding.errors import CodingError, NotDecodable
 from fedcomp.coding.linearloss import LOSSES
 from fedcomp.coding.stream import SplitMix64, derive
-from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
+from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.flower import linear
 from fedcomp.flower.logs import log
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import Reports, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, LinearShape, exchange
 from fedcomp.strategies.round_log import RoundLog
 
@@ -52,7 +53,7 @@ __all__ = ["CodedLinearGD", "Descent", "LinearModel"]
 _COUNTS: Final = ("partitions", "parities", "retries", "surplus")
 
 
-class CodedLinearGD(ExchangeStrategy):
+class CodedLinearGD(ExchangeStrategy, Stateful):
     """Full-batch gradient descent for a linear model whose training data are coded over the devices.
 
     The clients need the half :func:`fedcomp.clients.coded.linear.linear_device`;
@@ -100,6 +101,8 @@ class CodedLinearGD(ExchangeStrategy):
     reports : Reports
         By round, with the section ``linear``.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"_setup": nested("_setup"), "reports": Reports}
 
     def __init__(
         self,
@@ -308,28 +311,8 @@ class CodedLinearGD(ExchangeStrategy):
 
     # Resuming.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data."""
-        return {
-            "configuration": self._configuration(),
-            "setup": self._setup.state_dict(),
-            "reports": self.reports.to_json(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it was saved with another code or loss.
-        """
-        if state["configuration"] != self._configuration():
-            raise StateError(f"the state was saved with {state['configuration']}, not {self._configuration()}")
-        self._setup.load_state_dict(state["setup"])
-        self.reports = Reports.from_json(state["reports"])
-
-    def _configuration(self) -> str:
+    def identity(self) -> str:
+        """Return code and loss, which must not change within a run."""
         setup = self._setup
         return repr((setup.code, setup.partitions, setup.parities, setup.density, setup.seed, self.loss))
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -34,6 +34,8 @@ from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
 from fedcomp.flower.report import Section, figure, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, Push
+from fedcomp.plain import Count
+from fedcomp.stateful import Stateful
 from fedcomp.strategies.partitions import contest
 
 Real = NDArray[np.float64]
@@ -142,7 +144,7 @@ def record_peer(grid: Grid, server_round: int, node: int, size: int) -> None:
         record(server_round, node, f"query.{linear.SETUP}", max(0, size - HEADER_BYTES), size)
 
 
-class LinearSetup:
+class LinearSetup(Stateful):
     """Who the devices are, what they own, and whether they hold their combination.
 
     Parameters
@@ -162,6 +164,16 @@ class LinearSetup:
     ready : set of int
         Devices that hold their combination of this plan, as far as is known.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "_planned": Count,
+        "plan_id": bytes,
+        "labels": dict[int, NDArray[np.float64]],
+        "_data": dict[int, bytes],
+        "devices": dict[int, int],
+        "_addresses": dict[int, str],
+        "ready": set[int],
+    }
 
     def __init__(
         self,
@@ -202,6 +214,18 @@ class LinearSetup:
                 self._folder = tempfile.TemporaryDirectory(prefix="fedcomp-linear-")
                 spool = self._folder.name
             self._links = SpoolRoot.create(Path(spool))
+
+    @property
+    def _planned(self) -> int:
+        """Partitions of the plan, from which it is made again; 0 without one."""
+        return 0 if self.plan is None else self.plan.partitions
+
+    @_planned.setter
+    def _planned(self, count: int) -> None:
+        self.plan = self._plan_of(count) if count else None
+
+    def _plan_of(self, count: int) -> DataPlan:
+        return data_plan(self.code, count + self.parities, count, density=self.density, seed=self.seed)
 
     def run(
         self, nodes: list[int], config: ConfigRecord, shape: LinearShape, grid: Grid, report: Descent
@@ -351,7 +375,7 @@ class LinearSetup:
             return
         if not any(len(y) for y in self.labels.values()):
             raise ConfigError("no device owns a single example")
-        plan = data_plan(self.code, count + self.parities, count, density=self.density, seed=self.seed)
+        plan = self._plan_of(count)
         data = hashlib.blake2b(repr(shape).encode(), digest_size=16)
         for j in range(count):
             data.update(len(self.labels[j]).to_bytes(8, "little") + self.labels[j].tobytes() + self._data[j])
@@ -456,28 +480,3 @@ class LinearSetup:
             report.built.append(device)
 
     # Resuming.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data."""
-        return {
-            "partitions": 0 if self.plan is None else self.plan.partitions,
-            "plan": self.plan_id,
-            "labels": {str(j): y for j, y in self.labels.items()},
-            "data": {str(j): digest for j, digest in self._data.items()},
-            "devices": {str(node): device for node, device in self.devices.items()},
-            "addresses": {str(device): address for device, address in self._addresses.items()},
-            "ready": sorted(self.ready),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self.labels = {int(j): np.asarray(y, np.float64) for j, y in state["labels"].items()}
-        self._data = {int(j): bytes(digest) for j, digest in state["data"].items()}
-        self.devices = {int(node): int(device) for node, device in state["devices"].items()}
-        self._addresses = {int(device): str(address) for device, address in state["addresses"].items()}
-        self.ready = {int(device) for device in state["ready"]}
-        self.plan_id = bytes(state["plan"])
-        count = int(state["partitions"])
-        self.plan = (
-            data_plan(self.code, count + self.parities, count, density=self.density, seed=self.seed) if count else None
-        )

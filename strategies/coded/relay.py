@@ -15,8 +15,7 @@ update; see docs/systems/coded-relay.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from flwr.app import ArrayRecord
 
@@ -26,6 +25,7 @@ from fedcomp.coding.relay import RelayPlan, check, choose
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.rounds import Exchanges
+from fedcomp.stateful import Stateful
 from fedcomp.strategies.coded.groups import GroupSharing, groups_of, require_summable
 from fedcomp.strategies.coded.mixing import MixSharing, check_mix, symbol_bytes
 from fedcomp.strategies.coded.sharing import Sharing
@@ -40,7 +40,7 @@ PAYLOAD_SLACK: Final = 1 << 20
 """A reply may have so many times the model's bytes, plus so many: the densest codec takes twice, metrics a little."""
 
 
-class Relay:
+class Relay(Stateful):
     """The construction ``"relay"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`. Its own options:
 
     top_up : bool
@@ -125,13 +125,6 @@ class Relay:
         groups = groups_of(now.members, self.settings.groups)
         owners = [group[(now.number - 1) % len(group)] for group in groups]
         return GroupSharing(now, plan, self.seal, self.top_up, owners, groups=groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a round leaves nothing to the next one."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back nothing."""
 
 
 def _payload_limit(arrays: ArrayRecord) -> int:

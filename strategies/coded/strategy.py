@@ -39,7 +39,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -47,7 +47,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp.coding.transport import SpoolRoot
 from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
-from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.coded import HELLO, NO_HANDLER, Fields, fields_of, put_fields
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
@@ -55,6 +55,7 @@ from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.report import Reports, reports_of, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.report import Coding
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.strategy import PrivateStrategy
@@ -274,14 +275,6 @@ class Construction(Protocol):
         """Run one round's exchanges; return the new model and metrics, or None and None for a round that is skipped."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        ...
-
 
 @dataclass(frozen=True)
 class _Greeted:
@@ -292,7 +285,7 @@ class _Greeted:
     address: str
 
 
-class CodedFedAvg(ExchangeStrategy):
+class CodedFedAvg(ExchangeStrategy, Stateful):
     """Code what clients send, so that a client may vanish after it has shared.
 
     Parameters
@@ -342,6 +335,16 @@ class CodedFedAvg(ExchangeStrategy):
     ConfigError
         For anything that cannot work.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "_holders": nested("_holders"),
+        "construction": nested("construction"),
+        "inner": INNER,
+        "_run": bytes,
+        "_greeted": dict[int, _Greeted],
+        "_deaf": dict[int, str],
+        "_reports": Reports,
+    }
 
     def __init__(
         self,
@@ -549,39 +552,6 @@ class CodedFedAvg(ExchangeStrategy):
             address = fields.text("address", "")
             self._greeted[node] = _Greeted(greeted.partition, fields.data("public", length=32), address)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data, the inner strategy's included."""
-        return {
-            "construction": self._identity(),
-            "run": self._run,
-            "greeted": {str(n): [g.partition, g.public, g.address] for n, g in self._greeted.items()},
-            "deaf": {str(n): reason for n, reason in self._deaf.items()},
-            "holders": self._holders.state_dict(),
-            "reports": self._reports.to_json(),
-            "own": self.construction.state_dict(),
-            "inner": capture_strategy(self.inner),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it was saved with another construction.
-        """
-        if state["construction"] != self._identity():
-            raise StateError(
-                f"the state was saved with {state['construction']}, this strategy has {self._identity()}; resume with "
-                "the same construction and code"
-            )
-        self._run = bytes(state["run"])
-        self._greeted = {int(n): _Greeted(int(p), bytes(k), str(a)) for n, (p, k, a) in state["greeted"].items()}
-        self._deaf = {int(n): str(reason) for n, reason in state["deaf"].items()}
-        self._holders.load_state_dict(state["holders"])
-        self._reports = Reports.from_json(state["reports"])
-        self.construction.load_state_dict(state["own"])
-        restore_strategy(self.inner, state["inner"])
-
-    def _identity(self) -> str:
+    def identity(self) -> str:
+        """Return construction and code, which must not change within a run."""
         return f"{self.settings.construction}/{self.settings.code}"

@@ -51,6 +51,7 @@ from fedcomp.flower.protocol import Announcement
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
+from fedcomp.stateful import Stateful
 from fedcomp.strategies.coded.sharing import GONE
 from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings
 from fedcomp.strategies.compressed import Compressed
@@ -70,7 +71,7 @@ CUT_STEPS: Final = 1000
 """The share of values at the clip is summed in steps of one in so many, fewer where the field is small."""
 
 
-class SumCode:
+class SumCode(Stateful):
     """The construction ``"sumcode"`` of :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`.
 
     ``inner`` is :class:`fedcomp.strategies.compressed.Compressed` around one of Flower's weighted means, with
@@ -259,13 +260,6 @@ class SumCode:
                 "shows none. Use a model without running statistics and counters (group or layer normalisation), or "
                 "construction='relay'"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a round leaves nothing to the next one."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back nothing."""
 
 
 class _Skipped(Exception):

@@ -8,8 +8,8 @@ is not waited for again in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -22,6 +22,7 @@ from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, decode_norms
+from fedcomp.stateful import Stateful
 from fedcomp.strategies.gcn.report import Fetching, Traffic
 from fedcomp.strategies.partitions import contest
 
@@ -185,7 +186,7 @@ class Common:
 
 
 @dataclass
-class Owners:
+class Owners(Stateful):
     """Which node holds which part, and what each was sent.
 
     Parameters
@@ -210,6 +211,17 @@ class Owners:
     dropped : set of int
         Those of them that are not asked again in this round.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "common": Common | None,
+        "met": dict[int, Hello | None],
+        "seats": dict[int, int],
+        "silent": set[int],
+        "_wanted": dict[int, dict[int, bytes]],
+        "_norms": dict[int, dict[int, bytes]],
+        "_told": dict[int, dict[int, bytes]],
+        "_counts": dict[int, dict[int, int]],
+    }
 
     structure: str
     norms: bool = False
@@ -403,29 +415,3 @@ class Owners:
         if without:
             report.note("norms", f"part {owner} gives parts {sorted(without)} no norms: {reason}")
 
-    # Resuming.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the book as plain data."""
-        return {
-            "common": None if self.common is None else asdict(self.common),
-            "met": [[node, None if hello is None else asdict(hello)] for node, hello in self.met.items()],
-            "seats": dict(self.seats),
-            "silent": sorted(self.silent),
-            "wanted": {part: dict(frames) for part, frames in self._wanted.items()},
-            "norms": {part: dict(frames) for part, frames in self._norms.items()},
-            "told": {part: dict(frames) for part, frames in self._told.items()},
-            "counts": {part: dict(counts) for part, counts in self._counts.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self.common = None if state["common"] is None else Common(**state["common"])
-        self.met = {int(node): None if hello is None else Hello(**hello) for node, hello in state["met"]}
-        self.seats = {int(part): int(node) for part, node in state["seats"].items()}
-        self.silent = {int(node) for node in state["silent"]}
-        self._wanted, self._norms, self._told = (
-            {int(p): {int(o): bytes(f) for o, f in fs.items()} for p, fs in state[name].items()}
-            for name in ("wanted", "norms", "told")
-        )
-        self._counts = {int(p): {int(o): int(c) for o, c in cs.items()} for p, cs in state["counts"].items()}

@@ -23,14 +23,14 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.errors import ConfigError, StateError, nearest
-from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.errors import ConfigError, nearest
+from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, Ask, put_frames
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import payload_bytes
@@ -41,6 +41,7 @@ from fedcomp.graphs.rowcodecs import get_row_codec
 from fedcomp.graphs.scale import AdaptiveScale
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.privacy.local import asks_for_noise
+from fedcomp.stateful import Stateful, each, nested
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
 from fedcomp.strategies.gcn.report import Fetching, Traffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
@@ -58,7 +59,7 @@ _TYPES: Final = {"train": TRAIN_TYPE, "evaluate": EVALUATE_TYPE}
 _ROWS: Final = {"": "feature_bytes_link"}
 
 
-class SkewedGCN(ExchangeStrategy):
+class SkewedGCN(ExchangeStrategy, Stateful):
     """Train a GCN on a graph whose nodes, features and labels several owners hold.
 
     The clients need the half :func:`fedcomp.clients.gcn.graph_owner`; :mod:`fedcomp.clients.app` has it. The
@@ -105,6 +106,15 @@ class SkewedGCN(ExchangeStrategy):
     >>> strategy.method
     'synchronous data-parallel SGD'
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "_owners": nested("_owners"),
+        "_scales": each("_scales", lambda strategy, part: strategy._search(part)),
+        "inner": INNER,
+        "_session": str,
+        "_epochs": dict[int, tuple[int, int, int]],
+        "_reports": Reports,
+    }
 
     def __init__(
         self,
@@ -310,8 +320,8 @@ class SkewedGCN(ExchangeStrategy):
 
     # Resuming.
 
-    def _settings(self) -> dict[str, Any]:
-        """What must not change within a run."""
+    def identity(self) -> dict[str, Any]:
+        """Return what must not change within a run."""
         rounds = asdict(self.rounds)
         # How long to wait may change from one process to the next.
         del rounds["timeout"]
@@ -322,40 +332,6 @@ class SkewedGCN(ExchangeStrategy):
             "structure": self.structure,
             "seed": self.seed,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data, the inner strategy's included."""
-        return {
-            "settings": self._settings(),
-            "session": self._session,
-            "owners": self._owners.state_dict(),
-            "scales": {str(part): search.state_dict() for part, search in self._scales.items()},
-            "epochs": {str(part): list(epoch) for part, epoch in self._epochs.items()},
-            "reports": self._reports.to_json(),
-            "inner": capture_strategy(self.inner),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it was saved with other settings.
-        """
-        if state["settings"] != self._settings():
-            raise StateError(
-                f"the state was saved with {state['settings']}, this strategy has {self._settings()}; resume with the "
-                "settings the run was started with"
-            )
-        self._session = str(state["session"])
-        self._owners.load_state_dict(state["owners"])
-        self._scales = {}
-        for part, search in state["scales"].items():
-            self._search(int(part)).load_state_dict(search)
-        self._epochs = {int(p): (int(a), int(b), int(c)) for p, (a, b, c) in state["epochs"].items()}
-        self._reports = Reports.from_json(state["reports"])
-        restore_strategy(self.inner, state["inner"])
 
 
 def _check_inner(inner: Strategy) -> None:

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -36,6 +36,8 @@ from fedcomp.gossip.relay import ENDLESS, Observer, Relay
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
+from fedcomp.plain import Count, from_plain
+from fedcomp.stateful import Part, Stateful
 from fedcomp.strategies.gossip.report import Iterations, Observed, answer_of, difference, figures_of, mean_of
 from fedcomp.strategies.partitions import contest
 from fedcomp.strategies.round_log import RoundLog
@@ -48,7 +50,7 @@ _EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost
 """What :class:`fedcomp.gossip.relay.Report` lists."""
 
 
-class GossipRelay(ExchangeStrategy):
+class GossipRelay(ExchangeStrategy, Stateful):
     """Decentralised learning over Flower's star, one iteration per round.
 
     The clients need the half :func:`fedcomp.clients.gossip.gossip_node`; :mod:`fedcomp.clients.app` has it.
@@ -93,6 +95,16 @@ class GossipRelay(ExchangeStrategy):
     reports : Reports
         By round, with the section ``gossip``.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "_relay": Part(lambda strategy: strategy._save_relay(), lambda strategy, state: strategy._load_relay(state)),
+        "_met": dict[int, int | None],
+        "_node_of": dict[int, int],
+        "_dismissed": set[int],
+        "_silent": set[int],
+        "_initial": ArrayRecord | None,
+        "reports": Reports,
+    }
 
     def __init__(
         self,
@@ -412,55 +424,30 @@ class GossipRelay(ExchangeStrategy):
 
     # Resuming.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: the mailbox, who is which vertex, and the model the run began with."""
+    def identity(self) -> dict[str, Any]:
+        """Return algorithm and model type, which must not change within a run."""
+        return self.setup.values()
+
+    def _save_relay(self) -> dict[str, Any] | None:
+        """Return the mailbox, and what the relay around it is made from."""
         relay = self._relay
-        return {
-            "setup": self.setup.values(),
-            "met": list(self._met.items()),
-            "node_of": list(self._node_of.items()),
-            "dismissed": sorted(self._dismissed),
-            "silent": sorted(self._silent),
-            "initial": self._initial,
-            "relay": None
-            if relay is None
-            else {
-                "nodes": relay.topology.n,
-                "iterations": relay.iterations,
-                "session": relay.session,
-                "largest": relay.largest,
-                "state": relay.get_state(),
-            },
-        }
+        if relay is None:
+            return None
+        arguments = [relay.topology.n, relay.iterations, relay.session, relay.largest]
+        return {"made_from": arguments, "state": relay.get_state()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s data.
-
-        Raises
-        ------
-        ConfigError
-            When they are of another algorithm or model type.
-        StateError
-            When they are of another number of nodes.
-        """
-        if state["setup"] != self.setup.values():
-            raise ConfigError(
-                f"the stored run is of {state['setup']}, this strategy of {self.setup.values()}; resume with "
-                "the algorithm and settings the run was started with"
-            )
-        nodes = self._count if state["relay"] is None else state["relay"]["nodes"]
+    def _load_relay(self, stored: Mapping[str, Any] | None) -> None:
+        if stored is None:
+            return
+        nodes, iterations, session, largest = from_plain(tuple[Count, Count, str, Count], stored["made_from"], "relay")
         if self._count and nodes != self._count:
             raise StateError(
                 f"the stored run is of {nodes} nodes, this strategy of {self._count}; resume with the number the run "
                 "was started with"
             )
-        self._met, self._node_of = dict(state["met"]), dict(state["node_of"])
-        self._dismissed, self._silent = set(state["dismissed"]), set(state["silent"])
-        self._initial, stored = state["initial"], state["relay"]
-        if stored is not None:
-            self._relay = self._made(stored["nodes"], stored["iterations"], stored["session"], stored["largest"])
-            self._relay.set_state(*stored["state"])
-            self._told = {kind: len(getattr(self._relay.report, kind)) for kind in _EVENTS}
+        self._relay = self._made(nodes, iterations, session, largest)
+        self._relay.set_state(*stored["state"])
+        self._told = {kind: len(getattr(self._relay.report, kind)) for kind in _EVENTS}
 
 
 def _outside(vertex: int, nodes: int) -> str:

@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -38,6 +38,7 @@ from fedcomp.flower.privacy import LENGTHS, SECRET
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.report import Report, Reports, Section, figure
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
+from fedcomp.plain import Count
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Adjacency, Event
@@ -47,6 +48,7 @@ from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.replies import Sent, match_replies
 from fedcomp.strategies.round_log import RoundLog
@@ -107,7 +109,7 @@ class Voted(Section, name="datalens"):
     moved: float = figure(0.0, public=True)
 
 
-class DataLens(ExchangeStrategy):
+class DataLens(ExchangeStrategy, Stateful):
     """A generator that is trained on noisy votes. The model of the run is the generator.
 
     The clients need the half :func:`fedcomp.clients.private.datalens.datalens_teachers`; :mod:`fedcomp.clients.app`
@@ -176,6 +178,15 @@ class DataLens(ExchangeStrategy):
     ConfigError
         For arguments out of range, and for several teachers of a client under an adjacency that only holds for clients.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "privacy": nested("privacy"),
+        "clients": Count,
+        "_session": str,
+        "_sequence": Count,
+        "_moments": dict[str, NDArray[Any]] | None,
+        "reports": Reports,
+    }
 
     def __init__(
         self,
@@ -510,43 +521,14 @@ class DataLens(ExchangeStrategy):
 
     # Resuming.
 
-    def _settings(self) -> dict[str, Any]:
-        """What must not change within a run; the ledger adds what it was begun with."""
+    def identity(self) -> dict[str, Any]:
+        """Return what must not change within a run; the ledger adds what it was begun with."""
         names = ("k", "noise_multiplier", "images", "eta", "beta", "teachers", "saturation", "stochastic", "teacher_lr")
         more = ("decay", "pretrain", "steps", "batch", "send", "adjacency", "noise", "insecure_deterministic", "seed")
         return {name: getattr(self, name) for name in (*names, *more)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the generator: its optimiser, the ledger, and where the session is."""
-        return {
-            "settings": self._settings(),
-            "clients": self.clients,
-            "session": self._session,
-            "sequence": self._sequence,
-            "moments": None if self._moments is None else dict(self._moments),
-            "reports": self.reports.to_json(),
-            "privacy": self.privacy.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`'s data.
-
-        Raises
-        ------
-        StateError
-            When it was saved with other settings.
-        LedgerError
-            When its ledger is of another run.
-        """
-        if state["settings"] != self._settings():
-            raise StateError(
-                f"the state was saved with {state['settings']}, this strategy has {self._settings()}; resume with the "
-                "settings the run was started with"
-            )
-        self.declare(int(state["clients"]))
-        if self.clients != state["clients"]:
-            raise StateError(f"the state is of {state['clients']} clients, this strategy of {self.clients}")
-        self.privacy.load_state_dict(state["privacy"])
-        self._session, self._sequence = str(state["session"]), int(state["sequence"])
-        self._moments = state["moments"]
-        self.reports = Reports.from_json(state["reports"])
+    def check_state(self, values: Mapping[str, Any]) -> None:
+        """Learn the number of clients, which the ledger is read with; refuse a state of another number."""
+        self.declare(values["clients"])
+        if self.clients != values["clients"]:
+            raise StateError(f"the state is of {values['clients']} clients, this strategy of {self.clients}")

@@ -36,6 +36,7 @@ from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import Layout
+from fedcomp.plain import Count
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.statement import Statement, make_statement
@@ -307,6 +308,8 @@ class DistributedDp(CodedFedAvg):
     ... )
     """
 
+    STATE: ClassVar[Mapping[str, Any]] = {"_made": tuple[Count, Count]}
+
     def __init__(
         self,
         inner: Strategy,
@@ -382,13 +385,8 @@ class DistributedDp(CodedFedAvg):
         assert isinstance(self._pair.inner, NoisyMean)
         return self._pair.inner
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, and what the codec was made for."""
-        return {**super().state_dict(), "made": list(self._made)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        size, contributors = (int(number) for number in state["made"])
+    def check_state(self, values: Mapping[str, Any]) -> None:
+        """Prepare the codec that the rest of the state is for."""
+        size, contributors = values["_made"]
         if size:
             self._prepare(size, contributors)
-        super().load_state_dict(state)

@@ -14,7 +14,7 @@ that support alone, and an update is clipped after everything else of it is gone
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.serverapp.strategy import Strategy
 
@@ -59,6 +59,8 @@ class DpFedAvg(PrivateStrategy):
     >>> strategy = DpFedAvg(FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=1.0, population=1000)
     >>> strategy = Compressed(strategy, TopK(density=0.01))
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"clip": float, "clips": dict[int, float]}
 
     def __init__(self, inner: Strategy, *, clip: float | AdaptiveClip, noise_multiplier: float, **promise: Any) -> None:
         self.adaptive = clip if isinstance(clip, AdaptiveClip) else None
@@ -141,14 +143,3 @@ class DpFedAvg(PrivateStrategy):
     def describe_settings(self) -> str:
         """Return the clip norm, or the parameters by which it moves."""
         return repr(self.adaptive or self.clip)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round: the clip norm, too."""
-        clips = {str(r): clip for r, clip in self.clips.items()}
-        return {**super().state_dict(), "clip": self.clip, "clips": clips}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self.clip = float(state["clip"])
-        self.clips = {int(r): float(clip) for r, clip in state["clips"].items()}

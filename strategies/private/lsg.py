@@ -13,7 +13,7 @@ finite; the mechanism clips once more in any case.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -77,6 +77,11 @@ class Lsg(PrivateStrategy):
     ...     FedAvg(fraction_evaluate=0.0), clip=1.0, rank=8, keep=0.5, noise_multiplier=1.0, population=1000
     ... )
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "_first": NDArray[np.float64] | None,
+        "_former": NDArray[np.float64] | None,
+    }
 
     def __init__(
         self,
@@ -237,12 +242,3 @@ class Lsg(PrivateStrategy):
         """Return the parameters."""
         names = ("clip", "rank", "keep", "schedule", "schedule_rounds", "mask", "whole", "history")
         return repr({name: getattr(self, name) for name in names})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round: the first model and the former updates, too."""
-        return {**super().state_dict(), "first": self._first, "former": self._former}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        super().load_state_dict(state)
-        self._first, self._former = state["first"], state["former"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
@@ -23,8 +23,8 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs.base import norm
-from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.errors import ConfigError
+from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
@@ -34,6 +34,7 @@ from fedcomp.flower.schema import SchemaError
 from fedcomp.layout import Layout
 from fedcomp.privacy.parallel import ParallelLedger
 from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
 from fedcomp.strategies.partitions import Holders
@@ -64,7 +65,7 @@ _NOBODY: Final = -1  # A party that has spent nothing.
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class RecordDp(Strategy):
+class RecordDp(Strategy, Stateful):
     """Let clients train with DP-SGD, and account for it.
 
     Parameters
@@ -90,6 +91,16 @@ class RecordDp(Strategy):
     ConfigError
         For a plan that promises nothing, and for inner strategies that would release more than models.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "privacy": nested("privacy"),
+        "_holders": nested("_holders"),
+        "inner": INNER,
+        "_claimed": dict[int, dict[str, int]],
+        "_parties": dict[int, int],
+        "_asked": list[int],
+        "_reports": Reports,
+    }
 
     def __init__(self, inner: Strategy, plan: Plan, *, records: int = 0, guard: Norms | None = None) -> None:
         mean = getattr(inner, "inner", inner)
@@ -405,44 +416,7 @@ class RecordDp(Strategy):
 
     # What survives.
 
-    def _settings(self) -> str:
-        """What must not change within a run; the budget may."""
+    def identity(self) -> str:
+        """Return what must not change within a run; the budget may."""
         plan = self.plan
         return Plan(**{**vars(plan), "budget": 0.0}).to_text()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data, the books and the inner strategy's included."""
-        return {
-            "plan": self._settings(),
-            "privacy": self.privacy.state_dict(),
-            "claimed": {str(party): dict(claims) for party, claims in self._claimed.items()},
-            "parties": {str(node): party for node, party in self._parties.items()},
-            "asked": list(self._asked),
-            "holders": self._holders.state_dict(),
-            "reports": self._reports.to_json(),
-            "inner": capture_strategy(self.inner),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it was saved with another plan.
-        """
-        if state["plan"] != self._settings():
-            raise StateError(
-                f"the state was saved with the plan {state['plan']}, this one is {self._settings()}; resume with the "
-                "same (the budget may differ)"
-            )
-        self.privacy.load_state_dict(state["privacy"])
-        self._claimed = {
-            int(party): {str(run): int(total) for run, total in claims.items()}
-            for party, claims in state["claimed"].items()
-        }
-        self._parties = {int(node): int(party) for node, party in state["parties"].items()}
-        self._asked = [int(node) for node in state["asked"]]
-        self._holders.load_state_dict(state["holders"])
-        self._reports = Reports.from_json(state["reports"])
-        restore_strategy(self.inner, state["inner"])

@@ -28,8 +28,8 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, params
-from fedcomp.errors import ConfigError, StateError
-from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
+from fedcomp.errors import ConfigError
+from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.privacy import LENGTHS, PRIVATE, SECRET, UNPADDED
@@ -44,6 +44,7 @@ from fedcomp.privacy.mechanism import Mechanism, PrivateSum
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
+from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.means import MEANS, aggregate_once, is_mean
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.nodes import Shown, online, unheard
@@ -69,7 +70,7 @@ _NOT_FINITE: Final = (
 )
 
 
-class PrivateStrategy(Strategy):
+class PrivateStrategy(Strategy, Stateful):
     """A weighted mean whose every model is released under client-level differential privacy.
 
     Parameters
@@ -116,6 +117,13 @@ class PrivateStrategy(Strategy):
     ConfigError
         For arguments that cannot keep the promise.
     """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "privacy": nested("privacy"),
+        "inner": INNER,
+        "reports": Reports,
+        "_exhausted": str,
+    }
 
     votes: ClassVar[bool] = False
     """Whether contributions are votes: then, and only then, a codec around this must be one that votes."""
@@ -574,8 +582,8 @@ class PrivateStrategy(Strategy):
 
     # What survives.
 
-    def _settings(self) -> dict[str, Any]:
-        """What must not change within a run; the ledger adds what it was begun with."""
+    def identity(self) -> dict[str, Any]:
+        """Return what must not change within a run; the ledger adds what it was begun with."""
         return {
             "noise_multiplier": float(self.noise_multiplier),
             "adjacency": self.adjacency,
@@ -588,34 +596,6 @@ class PrivateStrategy(Strategy):
     def describe_settings(self) -> str:
         """Return the subclass's parameters that must not change within a run; default :meth:`describe`."""
         return self.describe()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what changes from round to round, as plain data: the ledger, the reports, the inner strategy's."""
-        return {
-            "settings": self._settings(),
-            "privacy": self.privacy.state_dict(),
-            "reports": self.reports.to_json(),
-            "inner": capture_strategy(self.inner),
-            "exhausted": self._exhausted,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises
-        ------
-        StateError
-            When it was saved with other settings.
-        """
-        if state["settings"] != self._settings():
-            raise StateError(
-                f"the state was saved with {state['settings']}, this strategy has {self._settings()}; resume with the "
-                "same settings"
-            )
-        self.privacy.load_state_dict(state["privacy"])
-        restore_strategy(self.inner, state["inner"])
-        self.reports = Reports.from_json(state["reports"])
-        self._exhausted = str(state["exhausted"])
 
     def _entropy(self, purpose: str, server_round: int) -> Entropy:
         key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)

@@ -432,7 +432,7 @@ def test_a_finished_run_may_be_extended(name: str) -> None:
 def test_a_state_of_another_run_is_refused() -> None:
     relay, over = strategy("choco"), grid()
     run(relay, over)
-    with pytest.raises(ConfigError, match="resume with the algorithm"):
+    with pytest.raises(StateError, match="resume with the same settings"):
         strategy("cold").load_state_dict(relay.state_dict())
 
 
@@ -488,4 +488,4 @@ def test_d5_the_state_of_another_number_of_nodes_is_refused() -> None:
     relay = strategy("sparse-push", nodes=NODES)
     state = relay.state_dict()
     with pytest.raises(StateError, match=f"of {NODES - 1} nodes, this strategy of {NODES}"):
-        relay.load_state_dict({**state, "relay": {"nodes": NODES - 1}})
+        relay.load_state_dict({**state, "relay": {"made_from": [NODES - 1, 8, "s", 100]}})
