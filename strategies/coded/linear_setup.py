@@ -478,5 +478,3 @@ class LinearSetup(Stateful):
                 continue
             self.ready.add(device)
             report.built.append(device)
-
-    # Resuming.

@@ -414,4 +414,3 @@ class Owners(Stateful):
             del self._wanted[part][owner]
         if without:
             report.note("norms", f"part {owner} gives parts {sorted(without)} no norms: {reason}")
-
