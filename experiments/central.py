@@ -28,10 +28,9 @@ from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table, different_bytes
-from fedcomp.experiments.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.experiments.systems import TRAINING, get_system
+from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
@@ -40,7 +39,9 @@ from fedcomp.rng import Key
 from fedcomp.strategies.adaptive import has_moments
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import aggregate_once
+from fedcomp.strategies.parts import INNER_PREFIX, TASK_PREFIX, below, make_inner, policy
 from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.strategies.system import TRAINING
 from fedcomp.tasks import get_task
 from fedcomp.wire import FILLED
 
@@ -191,7 +192,7 @@ class Plan:
         server = {key: value for key, value in settings.items() if key.startswith(INNER_PREFIX)}
         if settings["inner"] != "fedavg" or server:
             server = {"inner": settings["inner"], **server}
-        codec = getattr(system.make_strategy(settings, spec.seed), "codec", Identity())
+        codec = getattr(system.build(settings, spec.seed), "codec", Identity())
         every = int(settings["evaluate_every"])
         task, dense = get_task(spec.task, **below(settings, TASK_PREFIX)), policy(settings)
         plan = cls(task, spec.clients, spec.rounds, spec.seed, _training(settings), every, server, policy=dense)
@@ -491,7 +492,7 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     """
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)
-    pair = system.make_strategy(settings, spec.seed)
+    pair = system.build(settings, spec.seed)
     if not isinstance(pair, Compressed) or not isinstance(pair.inner, PrivateStrategy):
         raise ConfigError(f"{spec.system!r} with these settings is no private system in the drop-in pair")
     if settings["downlink"]:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.experiments.engines import ENGINES
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.private_systems import BUDGET
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.strategies.parts import BUDGET
 
 if TYPE_CHECKING:
     from typing import Self

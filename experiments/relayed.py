@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import Say, Table, different_bytes
-from fedcomp.experiments.parts import TASK_PREFIX
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
+from fedcomp.strategies.parts import TASK_PREFIX
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def without_messages(spec: RunSpec) -> Central:
 
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)
-    strategy = system.make_strategy(settings, spec.seed)
+    strategy = system.build(settings, spec.seed)
     if not isinstance(strategy, GossipRelay):
         raise ConfigError(f"{system.title} is no decentralised algorithm; there is nothing to compare")
     options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}

@@ -16,9 +16,9 @@ import numpy as np
 from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Table
 from fedcomp.experiments.kit import Say, claim, table
-from fedcomp.experiments.parts import make_inner
 from fedcomp.flower.logs import quiet
 from fedcomp.rng import Key
+from fedcomp.strategies.parts import make_inner
 
 if TYPE_CHECKING:
     # Listing the experiments needs no Flower: it is imported when one is run.

@@ -21,10 +21,8 @@ from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.federation import Cohorts, wait_for_nodes
-from fedcomp.experiments.parts import TASK_PREFIX
-from fedcomp.experiments.private_systems import BUDGET
 from fedcomp.experiments.spec import PRIVACY_FILE, RoundRecord, RunResult, RunSpec, Scalar
-from fedcomp.experiments.systems import TRAINING, declare, get_system
+from fedcomp.experiments.systems import declare, get_system
 from fedcomp.flower import checkpoint as checkpoints
 from fedcomp.flower.gossip import OBSERVE_TYPE as GOSSIP_OBSERVATION
 from fedcomp.flower.gossip import START_TYPE as GOSSIP_START
@@ -35,6 +33,8 @@ from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.rounds import RoundOutcome, fit, over
 from fedcomp.privacy.errors import LedgerError
+from fedcomp.strategies.parts import BUDGET, TASK_PREFIX
+from fedcomp.strategies.system import TRAINING
 from fedcomp.timing import parse_link, simulated_seconds
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def serve(
 
     options = {k.removeprefix(TASK_PREFIX): v for k, v in settings.items() if k.startswith(TASK_PREFIX)}
     task = get_task(spec.task, **options)
-    strategy = system.make_strategy(settings, spec.seed)
+    strategy = system.build(settings, spec.seed)
     metered = MeteredGrid(grid)
     if privacy is None and checkpoint is not None:
         privacy = checkpoint.with_name(PRIVACY_FILE)

@@ -21,12 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, StateError, nearest
+from fedcomp.strategies.parts import Scalar
 
 if TYPE_CHECKING:
     from fedcomp.flower.ledger import Ledger
-
-Scalar = bool | int | float | str
-"""The values a setting may have: what Flower's run configuration can carry."""
 
 SETTINGS_KEY: Final = "settings"
 """The run-configuration key that carries all settings as text. Flower refuses overrides of keys that are not in
@@ -116,7 +114,7 @@ class RunSpec:
     seed : int
         Names every random decision of the run, 0 to 2**63 - 1.
     settings : mapping of str to bool, int, float or str
-        Everything else; the known keys are listed by :meth:`fedcomp.experiments.systems.System.known_settings`.
+        Everything else; the known keys are listed by :meth:`fedcomp.strategies.system.System.known_settings`.
 
     Raises
     ------

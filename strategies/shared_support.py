@@ -50,6 +50,7 @@ from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.cohort import draw_cohort
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
 from fedcomp.strategies.replies import (
     NOT_FINITE,
     Peer,
@@ -66,6 +67,7 @@ from fedcomp.strategies.replies import (
 from fedcomp.strategies.round_log import RoundLog, require_usable
 from fedcomp.strategies.shared_replies import Client, Round
 from fedcomp.strategies.statistics import hold_in_step, warn_of_missing_names
+from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
 from fedcomp.versions import Broadcast
 from fedcomp.wire import Frame
 
@@ -628,3 +630,31 @@ class SharedSupport(ExchangeStrategy, Stateful):
     def restored(self) -> None:
         """Take the layout from the next model."""
         self._layout = _NO_LAYOUT
+
+
+def _build(settings: Settings, seed: int) -> SharedSupport:
+    if settings["inner"] != "fedavg":
+        raise ConfigError(
+            f"inner={settings['inner']!r} does not fit: a shared support is averaged by its own strategy; "
+            "use server_lr, or a system of the drop-in pair"
+        )
+    codec = get_codec({"id": ScaleCom.codec_id, **below(settings, CODEC_PREFIX)})
+    # As for inner strategies, the server draws cohorts.
+    evaluated = 1.0 if settings["fraction_evaluate"] else 0.0
+    own = arguments(SharedSupport, settings, _OWN)
+    return SharedSupport(codec.to_config(), fraction_evaluate=evaluated, seed=seed, **own)
+
+
+_OWN: Final = settings_of(SharedSupport, "server_lr", "warmup_rounds", "stale_leader")
+
+SYSTEM: Final = System(
+    "scalecom",
+    "ScaleCom",
+    "Chen et al. 2020, ScaleCom: scalable sparsified gradient compression for communication-efficient distributed "
+    "training",
+    "entries that the round's leader chose, the same for all clients, so that their sum is as short as one update; "
+    "the rest is remembered",
+    _build,
+    {**codec_settings(ScaleCom.codec_id, "density", "beta"), **_OWN},
+    (TASK_PREFIX, CODEC_PREFIX),
+)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
 from fedcomp.experiments.kit import judged
-from fedcomp.experiments.parts import policy
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, TensorSpec
+from fedcomp.strategies.parts import policy
 
 if TYPE_CHECKING:
     from fedcomp.codecs import AdaComp, State

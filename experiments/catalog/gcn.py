@@ -12,9 +12,9 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
 from fedcomp.experiments.graph_runs import SYSTEM, after, outcome, train
-from fedcomp.experiments.graph_systems import layer_sizes
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
+from fedcomp.strategies.gcn.system import layer_sizes
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -385,8 +385,8 @@ def _equal_rows(config: Config, graph: GraphTask) -> dict[str, dict[str, float]]
 
 
 def _sampler(config: Config, own: Own) -> SamplerSettings:
-    from fedcomp.experiments.graph_systems import sampler_settings
     from fedcomp.experiments.systems import get_system
+    from fedcomp.strategies.gcn.system import sampler_settings
 
     taken = {key: config.settings[key] for key in ("n", "fanout", "q")}
     return sampler_settings(get_system(SYSTEM).resolve({**taken, **own}))

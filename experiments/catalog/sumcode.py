@@ -242,7 +242,7 @@ class _Witness:
         from fedcomp.experiments.systems import get_system
         from fedcomp.layout import Layout
 
-        strategy: Any = get_system(SYSTEM).make_strategy(get_system(SYSTEM).resolve(spec.settings), spec.seed)
+        strategy: Any = get_system(SYSTEM).build(get_system(SYSTEM).resolve(spec.settings), spec.seed)
         codec = fixed_point_of(strategy.inner.codec)
         count = 0
         for number in range(1, rounds + 1):

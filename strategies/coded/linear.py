@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -44,7 +44,12 @@ from fedcomp.flower.report import Reports, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, ExchangeStrategy
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.linear_setup import Descent, LinearSetup, LinearShape, exchange
+from fedcomp.strategies.parts import TASK_PREFIX, Settings
 from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
+
+if TYPE_CHECKING:
+    from fedcomp.tasks.base import Task
 
 Real = NDArray[np.float64]
 
@@ -379,3 +384,44 @@ class LinearModel:
         parts = moved[:features], moved[features:]
         named = zip(self._named.items(), parts, strict=False)
         return to_record({name: part.reshape(old.shape) for (name, old), part in named})
+
+
+_UNUSED: Final = {**TRAINING, "inner": "fedavg", "fraction_evaluate": 0.0}
+"""Settings of a client that trains by itself, without a meaning here but for ``lr``."""
+
+_OWN: Final = settings_of(
+    CodedLinearGD, "code", "parities", "density", "payload", "transport", "approximate", "retries"
+)
+
+
+def _build(settings: Settings, seed: int) -> CodedLinearGD:
+    """Return the strategy; loss and regulariser are the task's."""
+    only = {key: default for key, default in _UNUSED.items() if key != "lr"}
+    refuse_others(
+        settings,
+        only,
+        "a round is one step of full-batch gradient descent, made by the server; use lr and task.l2, and more rounds",
+    )
+    loss = "hinge" if settings.get("task.model") == "svm" else "logistic"
+    l2 = float(settings.get("task.l2", 0.0))
+    own = arguments(CodedLinearGD, settings, _OWN)
+    return CodedLinearGD(loss=loss, lr=float(settings["lr"]), l2=l2, seed=seed, **own)
+
+
+def _check(strategy: CodedLinearGD, task: Task, clients: int) -> None:
+    _ = task.linear_loss  # a task that has none says so
+
+
+SYSTEM: Final = System(
+    "coded-linear",
+    "Coded gradient descent",
+    "Lin et al. 2019, Train where the data is: a case for bandwidth efficient coded training (abstract only; our "
+    "reconstruction)",
+    "linear models: products with combinations of data partitions, stored ahead, from which margins and gradient "
+    "are solved for",
+    _build,
+    _OWN,
+    (TASK_PREFIX,),
+    {"task": "linear"},
+    check=_check,
+)

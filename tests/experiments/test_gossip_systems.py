@@ -133,7 +133,7 @@ def test_settings_reach_algorithm_relay_and_clients() -> None:
         "deadline": 4.0,
         "evaluate_every": 5,
     }
-    made = get_system("choco").make_strategy(get_system("choco").resolve(settings), 11)
+    made = get_system("choco").build(get_system("choco").resolve(settings), 11)
     config = made.algorithm.get_config()
     assert (config["lr"], config["momentum"], config["gamma"], config["digest_every"]) == (0.03, 0.5, 0.2, 7)
     assert (config["compressor"]["id"], config["compressor"]["density"]) == ("randomk", 0.1)

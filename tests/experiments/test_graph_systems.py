@@ -7,11 +7,11 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.graph_runs import outcome
-from fedcomp.experiments.graph_systems import layer_sizes, sampler_settings
 from fedcomp.experiments.kit import Record
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.systems import check, get_system
 from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
+from fedcomp.strategies.gcn.system import layer_sizes, sampler_settings
 
 SMALL = {"n": "8", "batch_size": 4}
 
@@ -104,7 +104,7 @@ def test_settings_reach_the_sampler_and_the_strategy() -> None:
     }
     system = get_system("skewed-gcn")
     settings = system.resolve(given)
-    strategy = system.make_strategy(settings, 11)
+    strategy = system.build(settings, 11)
     made = sampler_settings(settings)
     assert strategy.sampler == made
     for name in ("sampler", "fanout", "estimator", "weight", "mode", "scale", "s_max", "keep_self", "favour", "q"):

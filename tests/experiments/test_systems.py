@@ -10,10 +10,11 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.central import Plan
-from fedcomp.experiments.parts import INNER
 from fedcomp.experiments.spec import RunSpec
-from fedcomp.experiments.systems import COMMON, SYSTEMS, System, check, get_system
+from fedcomp.experiments.systems import SYSTEMS, check, get_system
 from fedcomp.layout import SmallDense
+from fedcomp.strategies.parts import INNER
+from fedcomp.strategies.system import COMMON, System
 
 SMALL = {"task.hidden": "32", "task.partition": "dirichlet:0.5", "momentum": 0.9, "lr": 0.05}
 # Values that let two rounds of a sparse codec, or two steps of a vote, show that they learn; one per setting.
@@ -42,7 +43,7 @@ def plain():
 
 def codec_of(name: str):
     """Return the codec of a system as it is by default; a coded system has it in the pair it stands around."""
-    strategy = get_system(name).make_strategy(get_system(name).resolve({}), 0)
+    strategy = get_system(name).build(get_system(name).resolve({}), 0)
     return (strategy if hasattr(strategy, "codec") else strategy.inner).codec
 
 
@@ -104,7 +105,7 @@ def test_policy_settings_reach_the_policy_with_and_without_messages():
     def resolved(**policy):
         return get_system("topk").resolve({f"policy.{key}": value for key, value in policy.items()})
 
-    make = get_system("topk").make_strategy
+    make = get_system("topk").build
     assert make(resolved(), 0).policy is None
     assert make(resolved(share=0.5), 0).policy == SmallDense(share=0.5)
     assert make(resolved(min_size=10), 0).policy == SmallDense(10)
@@ -140,7 +141,7 @@ def test_downlink_and_memory_settings_reach_their_codecs():
         clients=3,
         settings=SMALL | {"downlink": "topk", "downlink.density": 0.05, "feedback.momentum": 0.5},
     )
-    strategy = get_system("topk").make_strategy(get_system("topk").resolve(spec.settings), 0)
+    strategy = get_system("topk").build(get_system("topk").resolve(spec.settings), 0)
     assert strategy.downlink.density == 0.05
     assert strategy.codec.momentum == 0.5
     result = engines.run(spec)

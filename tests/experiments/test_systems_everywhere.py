@@ -220,7 +220,7 @@ def test_a_deployment_gives_the_same_bits(name: str, deployed: dict[str, RunResu
     """AdaComp's memory and ScaleCom's waiting update go through a SuperNode's own state, a process per message."""
     there = deployed[name]
     same(engines.run(spec(name)), there)
-    remembers = SYSTEMS[name].make_strategy(SYSTEMS[name].resolve({}), 0).codec.remembers
+    remembers = SYSTEMS[name].build(SYSTEMS[name].resolve({}), 0).codec.remembers
     assert [r.metrics["report.fresh"] for r in there.rounds[1:]] == ([2, 0] if remembers else [0, 0])
 
 

@@ -1,9 +1,4 @@
-"""The rows of the table that learn on graphs: what their settings are, and how they become a strategy.
-
-A row has ``strategy="graph"`` in :mod:`fedcomp.experiments.rows` and needs a task with a graph. What a sampler takes,
-its own settings check (:class:`fedcomp.graphs.settings.SamplerSettings`); how rows of features travel, the strategy
-does (:class:`fedcomp.strategies.gcn.strategy.SkewedGCN`).
-"""
+"""The system that learns on graphs: its settings, how it is built of them, and what fits a graph."""
 
 from __future__ import annotations
 
@@ -13,48 +8,42 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.parts import TASK_PREFIX, Settings, make_inner
-from fedcomp.experiments.private_systems import around
 from fedcomp.graphs.base import GraphError
+from fedcomp.graphs.settings import SamplerSettings
+from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
+from fedcomp.strategies.gcn.strategy import SkewedGCN
+from fedcomp.strategies.parts import CODEC_PREFIXES, TASK_PREFIX, Settings, around, make_inner
+from fedcomp.strategies.system import System, refuse_others, settings_of
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-    from fedcomp.graphs.settings import SamplerSettings
-    from fedcomp.strategies.gcn.strategy import SkewedGCN
     from fedcomp.tasks.graph import GraphTask
+
+_SAMPLER: Final = settings_of(
+    *(SamplerSettings, "sampler", "fanout", "estimator", "weight", "mode", "scale", "s_max", "keep_self", "favour"),
+    *("q", "renormalise"),
+)
+_ROWS: Final = settings_of(RowSettings, "cache", "dedupe", "noise")
+_ROUNDS: Final = settings_of(RoundSettings, "local_steps", "evaluate")
 
 GRAPH: Final[Settings] = MappingProxyType(
     {
-        "sampler": "skewed",
-        "n": "512",
+        **_SAMPLER,
+        "n": str(SamplerSettings.n),
         "layers": 0,
-        "fanout": 5,
-        "estimator": "poisson",
-        "weight": "l1",
-        "mode": "matched",
-        "variance_budget": 1.5,
-        "scale": 1.0,
-        "s_max": 16.0,
-        "keep_self": False,
-        "favour": "owned",
-        "q": 0.1,
-        "renormalise": False,
-        "cache": "none",
+        "variance_budget": SamplerSettings.budget,
+        **_ROWS,
         "cache_bytes": 0,
-        "row_codec": "dense-f32",
-        "dedupe": False,
-        "noise": 0.0,
-        "local_steps": 1,
-        "evaluate": "full",
+        "row_codec": RowSettings.codec,
+        **_ROUNDS,
         "deadline": 0.0,
         "codec": "",
         "feedback": False,
         "downlink": "",
     }
 )
-"""Settings of every graph row, with the meaning they have for the sampler and for
-:class:`fedcomp.strategies.gcn.strategy.SkewedGCN`.
+"""Settings, with the meaning they have for the sampler, for rows and for rounds.
 
 ``n`` is how many nodes a layer keeps, or one number for each layer, input layer first, separated by commas;
 ``variance_budget`` is D, how many times the variance of the unskewed sampler is allowed (``budget`` is an epsilon
@@ -67,30 +56,28 @@ batches of ``batch_size`` nodes, 0 for all it has to learn from.
 
 _UNUSED: Final[Settings] = MappingProxyType({"epochs": 1, "max_steps": 0})
 _PICKY: Final = "binary-rice"
-_SAMPLER: Final = ("sampler", "fanout", "estimator", "weight", "mode", "scale", "s_max", "keep_self", "favour", "q")
 
 
-def make_graph(settings: Settings, seed: int) -> Strategy:
-    """Return the strategy of a graph row.
+def _build(settings: Settings, seed: int) -> Strategy:
+    """Return the strategy.
 
     Raises
     ------
     ConfigError
         For settings that sampler or strategy refuse, or that have no place where a round is a few sampled steps.
     """
-    from fedcomp.strategies.gcn.strategy import RoundSettings, RowSettings, SkewedGCN
-
-    for key, default in _UNUSED.items():
-        if settings[key] != default:
-            raise ConfigError(
-                f"{key}={settings[key]!r} does not fit: a client makes local_steps SGD steps a round on sampled "
-                "batches; use local_steps, batch_size, lr, more rounds, and a server optimiser such as inner=fedadam"
-            )
-    if settings["fraction"] != 1.0:
-        raise ConfigError(
-            f"fraction={settings['fraction']!r} does not fit: whoever does not train has to answer with rows all the "
-            "same, and a cohort shows the strategy no one else; set fraction=1"
-        )
+    refuse_others(
+        settings,
+        _UNUSED,
+        "a client makes local_steps SGD steps a round on sampled batches; use local_steps, batch_size, lr, more "
+        "rounds, and a server optimiser such as inner=fedadam",
+    )
+    refuse_others(
+        settings,
+        {"fraction": 1.0},
+        "whoever does not train has to answer with rows all the same, and a cohort shows the strategy no one else; "
+        "set fraction=1",
+    )
     if settings["fraction_evaluate"] not in (0.0, 1.0):
         raise ConfigError(
             f"fraction_evaluate={settings['fraction_evaluate']!r} does not fit: all owners evaluate on their own nodes "
@@ -125,7 +112,7 @@ def make_graph(settings: Settings, seed: int) -> Strategy:
     )
 
 
-def check_graph(strategy: SkewedGCN, task: GraphTask) -> None:
+def _check(strategy: SkewedGCN, task: GraphTask, clients: int) -> None:
     """Raise :class:`ConfigError` when the strategy does not fit the graph: its layers, or what its rows are.
 
     An owner whose codec cannot hold its rows would answer nobody, and the run go on without them, as if it were away.
@@ -148,16 +135,14 @@ def check_graph(strategy: SkewedGCN, task: GraphTask) -> None:
 
 
 def sampler_settings(settings: Settings) -> SamplerSettings:
-    """Return the sampler that resolved settings of a graph row describe.
+    """Return the sampler that resolved settings describe.
 
     Raises
     ------
     ConfigError
         For a value out of range, or one that the sampler has no use for.
     """
-    from fedcomp.graphs.settings import SamplerSettings
-
-    own: dict[str, Any] = {key: settings[key] for key in (*_SAMPLER, "renormalise")}
+    own: dict[str, Any] = {key: settings[key] for key in _SAMPLER}
     layers: Any = settings["layers"] or settings.get(f"{TASK_PREFIX}layers", SamplerSettings.layers)
     return SamplerSettings(
         n=layer_sizes(str(settings["n"])), layers=layers, budget=float(settings["variance_budget"]), **own
@@ -179,3 +164,18 @@ def layer_sizes(text: str) -> int | tuple[int, ...]:
         raise ConfigError(
             f"setting 'n' is {text!r}; expected a whole number such as 512, or one per layer such as 512,384"
         ) from error
+
+
+SYSTEM: Final = System(
+    "skewed-gcn",
+    "Skewed GCN sampling",
+    "Jiang, Rumi 2021, Communication-efficient sampling for distributed training of graph convolutional networks "
+    "(abstract only; the rule by which a variance budget sets the skew is derived here)",
+    "model updates; and of its nodes' features, in clear, the rows that the sampled batches of other clients ask "
+    "for: nodes that a client has itself are drawn more often, those of others less",
+    _build,
+    GRAPH,
+    CODEC_PREFIXES,
+    {"task": "graph"},
+    check=_check,
+)

@@ -1,4 +1,4 @@
-"""The parts that strategies of the table are made of: Flower's inner strategies, codecs, density policies.
+"""The parts that systems are built of, made of settings: Flower's inner strategies, codecs, density policies.
 
 Settings below a prefix are the parameters of the part of that name, which checks them itself.
 """
@@ -11,13 +11,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.experiments.spec import Scalar
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
     from fedcomp.codecs import Codec
     from fedcomp.layout import DensityPolicy
+
+Scalar = bool | int | float | str
+"""The values a setting may have: what Flower's run configuration can carry."""
 
 Settings = Mapping[str, Scalar]
 
@@ -33,6 +35,9 @@ CODEC_PREFIXES: Final = (*PLAIN_PREFIXES, CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLIN
 
 PAIR_PREFIXES: Final = (*CODEC_PREFIXES, POLICY_PREFIX)
 """Those of a system that is the drop-in pair, which also asks what travels dense."""
+
+BUDGET: Final = "budget"
+"""The setting of private systems that a run can be given by itself: an epsilon."""
 
 INNER: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -164,3 +169,23 @@ def policy(settings: Settings) -> DensityPolicy | None:
         if key not in allowed:
             raise ConfigError(f"the density policy has no parameter {key!r}{nearest(key, allowed)}")
     return SmallDense(**options) if options else None
+
+
+def around(strategy: Strategy, settings: Settings, seed: int) -> Strategy:
+    """Return ``strategy`` inside the drop-in pair with the codec that the settings name, or itself without one.
+
+    Raises
+    ------
+    ConfigError
+        When there are parameters of a codec but no codec.
+    """
+    from fedcomp.strategies.compressed import Compressed
+
+    name = str(settings["codec"])
+    if name:
+        return Compressed(strategy, uplink(settings, name), downlink(settings), feedback=False, seed=seed)
+    idle = [prefix for prefix in (CODEC_PREFIX, FEEDBACK_PREFIX, DOWNLINK_PREFIX) if below(settings, prefix)]
+    idle += [key for key in ("feedback", "downlink") if settings[key]]
+    if idle:
+        raise ConfigError(f"settings {idle} need a codec around which they stand; set codec, for instance codec=qsgd")
+    return strategy

@@ -1,0 +1,109 @@
+"""Systems of coded rounds: constructions around the drop-in pair, or around the inner strategy itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+from fedcomp.errors import ConfigError
+from fedcomp.strategies.coded.strategy import CodedFedAvg
+from fedcomp.strategies.pair_systems import FIXED_POINT, build_pair
+from fedcomp.strategies.parts import PAIR_PREFIXES, Settings, make_inner
+from fedcomp.strategies.system import System, arguments, settings_of
+
+CODED: Final[Settings] = MappingProxyType(
+    {
+        **settings_of(CodedFedAvg, "symbols", "shards", "loss", "target"),
+        "seal": "",
+        **settings_of(CodedFedAvg, "groups", "share_timeout", "collect_timeout", "spool"),
+    }
+)
+"""Settings of every system around the pair; 0 and the empty text leave the choice to :class:`CodedFedAvg`. ``seal`` is
+"yes" or "no"."""
+
+_SEAL: Final = {"": None, "yes": True, "no": False}
+
+
+def _around_pair(settings: Settings, seed: int, *, construction: str, names: tuple[str, ...]) -> CodedFedAvg:
+    if settings["seal"] not in _SEAL:
+        raise ConfigError(
+            f"setting 'seal' is {settings['seal']!r}; expected yes, no, or nothing for the system's choice"
+        )
+    own = {**arguments(CodedFedAvg, settings, [*CODED, *names]), "seal": _SEAL[str(settings["seal"])]}
+    inner = build_pair(settings, seed, codec=str(settings["codec"]))
+    return CodedFedAvg(inner, construction=construction, seed=seed, **own)
+
+
+def _around_mean(settings: Settings, seed: int, *, construction: str, names: tuple[str, ...]) -> CodedFedAvg:
+    """Return a construction that adds updates itself: around the inner strategy, with nothing compressed."""
+    own = arguments(CodedFedAvg, settings, names)
+    return CodedFedAvg(make_inner(settings), construction=construction, seed=seed, **own)
+
+
+def _system(name: str, title: str, paper: str, summary: str, construction: str, own: Settings, **pair: Any) -> System:
+    """Return a construction with settings of its own; around the pair where that has any."""
+    make = _around_pair if pair else _around_mean
+    build = partial(make, construction=construction, names=tuple(own))
+    if not pair:
+        return System(name, title, paper, summary, build, own)
+    defaults = {"downlink": "", "feedback": False, **CODED, **pair, **own}
+    return System(name, title, paper, summary, build, defaults, PAIR_PREFIXES)
+
+
+SYSTEMS: Final = (
+    _system(
+        "relay-rlnc",
+        "Coded relay, RLNC",
+        "Ho et al. 2006, A random linear network coding approach to multicast; the relay of updates is derived here",
+        "shards of the coded update, spread over the other clients, of which any K decode but for 0.4 %",
+        "relay",
+        {"code": "rlnc", "transport": "peers", **settings_of(CodedFedAvg, "mix")},
+        codec="qsgd",
+    ),
+    _system(
+        "relay-mds",
+        "Coded relay, MDS",
+        "Blömer et al. 1995, An XOR-based erasure-resilient coding scheme; the relay of updates is derived here",
+        "shards of the coded update, spread over the other clients, of which any K decode",
+        "relay",
+        {"code": "mds", "transport": "peers", **settings_of(CodedFedAvg, "private")},
+        codec="qsgd",
+    ),
+    _system(
+        "sumcode",
+        "Coded sum",
+        "So et al. 2022, LightSecAgg (mode mask); the sum of shares is Shamir 1979, How to share a secret, with packed "
+        "secrets, as reconstructed here",
+        "shards of integers over a prime field, one for every other client; the clients add them, and the server "
+        "decodes the sum of all updates and no single one",
+        "sumcode",
+        {
+            "transport": "peers",
+            "private": 1,
+            "mode": "share",
+            "weighted": True,
+            "max_weight": 0,
+            "metrics": False,
+            "least": 2,
+        },
+        codec="fixedpoint",
+        **FIXED_POINT,
+    ),
+    _system(
+        "gradient-code",
+        "Gradient coding",
+        "Tandon et al. 2017, Gradient coding: avoiding stragglers in distributed learning",
+        "one combination of the updates of s + 1 partitions, of which any n - s give the sum over all partitions",
+        "gradcode",
+        {
+            "losses": 1,
+            "scheme": "auto",
+            "arithmetic": "float64",
+            "limit": 128.0,
+            "approximate": False,
+            "quorum": 0,
+            "collect_timeout": 0.0,
+        },
+    ),
+)

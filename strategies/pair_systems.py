@@ -1,0 +1,205 @@
+"""Systems of the drop-in pair, one for every codec of one exchange, and plain FedAvg beside them.
+
+Only settings that a user is likely to turn have a default here; below ``codec.`` a codec takes all its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from fedcomp.strategies.parts import PAIR_PREFIXES, Scalar, Settings, downlink, make_inner, policy, uplink
+from fedcomp.strategies.system import System, codec_settings
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+
+def _plain(settings: Settings, seed: int) -> Strategy:
+    return make_inner(settings)
+
+
+def build_pair(settings: Settings, seed: int, *, codec: str) -> Strategy:
+    """Return the drop-in pair with a codec and the settings of its parts."""
+    from fedcomp.strategies.compressed import Compressed
+
+    return Compressed(
+        make_inner(settings),
+        uplink(settings, codec),
+        downlink(settings),
+        feedback=False,  # decided by the settings alone
+        policy=policy(settings),
+        seed=seed,
+    )
+
+
+FIXED_POINT: Final[Mapping[str, Scalar]] = MappingProxyType(
+    {
+        "feedback": True,
+        "codec.codec": "randomk",
+        "codec.density": 1.0,
+        "codec.clip": 0.5,
+        **codec_settings("fixedpoint", "levels"),
+    }
+)
+"""Of updates as integers on one grid, as coded sums need them."""
+
+
+def _pair(name: str, title: str, paper: str, summary: str, codec: str, defaults: Settings = FIXED_POINT) -> System:
+    build = partial(build_pair, codec=codec)
+    return System(name, title, paper, summary, build, {"downlink": "", **defaults}, PAIR_PREFIXES)
+
+
+SYSTEMS: Final = (
+    System(
+        "fedavg",
+        "FedAvg",
+        "McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data",
+        "the whole model as plain float32 tensors; nothing of fedcomp is in the way",
+        _plain,
+    ),
+    _pair(
+        "identity",
+        "Identity codec",
+        "none; the reference point of the format",
+        "the whole model, bit for bit, as one frame",
+        codec="identity",
+        defaults={},
+    ),
+    _pair(
+        "topk",
+        "Top-k",
+        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
+        "the largest entries of the update in magnitude; the rest is remembered and added to the next update",
+        codec="topk",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    _pair(
+        "randomk",
+        "Random-k",
+        "Stich, Cordonnier, Jaggi 2018, Sparsified SGD with memory",
+        "entries drawn at random, whose positions the server redraws from a seed; the rest is remembered",
+        codec="randomk",
+        defaults={"feedback": True, "codec.density": 0.05},
+    ),
+    _pair(
+        "randomblock",
+        "Random block",
+        "Foroutan Eghlidi, Jaggi 2020, Sparse communication for training deep networks",
+        "consecutive entries of each tensor from a start drawn at random, the same on all clients; the rest is "
+        "remembered",
+        codec="randomblock",
+        defaults={"feedback": True, "codec.density": 0.05},
+    ),
+    _pair(
+        "chunk",
+        "Chunk top-1",
+        "Chen et al. 2020, ScaleCom: scalable sparsified gradient compression for communication-efficient distributed "
+        "training (its selector, on every client)",
+        "the largest entry of every chunk of each tensor; the rest is remembered",
+        codec="chunk",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    _pair(
+        "threshold",
+        "Threshold",
+        "the simplest sparsifier; no single source",
+        "the entries whose magnitude exceeds a fixed level, however many these are; the rest is remembered",
+        codec="threshold",
+        defaults={"feedback": True, "codec.level": 0.05},
+    ),
+    _pair(
+        "dgc",
+        "Deep gradient compression",
+        "Lin et al. 2018, Deep gradient compression: reducing the communication bandwidth for distributed training",
+        "the largest entries of a velocity that each client accumulates with momentum; many at first, few after a "
+        "warm-up",
+        codec="dgc",
+        defaults={"feedback": False, "codec.density": 0.01, **codec_settings("dgc", "momentum", "warmup")},
+    ),
+    _pair(
+        "adacomp",
+        "AdaComp",
+        "Chen et al. 2018, AdaComp: adaptive residual gradient compression for data-parallel distributed training",
+        "per bin of each tensor the entries that the update carries to the bin's largest, as signs with one scale; the "
+        "rest is remembered",
+        codec="adacomp",
+        defaults={"feedback": False, **codec_settings("adacomp", "bin", "conv_bin")},
+    ),
+    _pair(
+        "sidco",
+        "SIDCo",
+        "Abdelmoniem et al. 2021, An efficient statistical-based gradient compression technique for distributed "
+        "training systems",
+        "the entries above a threshold that is estimated from moments of the magnitudes; the rest is remembered",
+        codec="sidco",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    _pair(
+        "keyregion",
+        "Key regions",
+        "derived here; stands in for Guo, Liu, Zhang 2021 (Sensors 21, 1943), whose predictor is not public",
+        "a larger fraction of the blocks that hold most of the energy, above thresholds from running histograms; the "
+        "rest is remembered",
+        codec="keyregion",
+        defaults={"feedback": True, **codec_settings("keyregion", "key_density", "sparse_density")},
+    ),
+    _pair(
+        "stc",
+        "Sparse ternary compression",
+        "Sattler et al. 2020, Robust and communication-efficient federated learning from non-i.i.d. data",
+        "the signs of the largest entries and their mean magnitude; the rest is remembered",
+        codec="stc",
+        defaults={"feedback": True, "codec.density": 0.01},
+    ),
+    _pair(
+        "qsgd",
+        "QSGD",
+        "Alistarh et al. 2017, QSGD: communication-efficient SGD via gradient quantization and encoding",
+        "every entry of the update, randomly rounded to a few levels per bucket",
+        codec="qsgd",
+        defaults={"feedback": False},
+    ),
+    _pair(
+        "terngrad",
+        "TernGrad",
+        "Wen et al. 2017, TernGrad: ternary gradients to reduce communication in distributed deep learning",
+        "every entry of the update, randomly rounded to zero or plus or minus the largest magnitude of its tensor",
+        codec="terngrad",
+        defaults={"feedback": False, **codec_settings("terngrad", "clip")},
+    ),
+    _pair(
+        "natural",
+        "Natural compression",
+        "Horváth et al. 2019, Natural compression for distributed deep learning",
+        "every entry of the update, randomly rounded to a power of two: sign and exponent",
+        codec="natural",
+        defaults={"feedback": False},
+    ),
+    _pair(
+        "efsignsgd",
+        "EF-signSGD",
+        "Karimireddy et al. 2019, Error feedback fixes SignSGD and other gradient compression schemes",
+        "the sign of every entry and each tensor's mean magnitude; what that gets wrong is remembered",
+        codec="scaledsign",
+        defaults={"feedback": True},
+    ),
+    _pair(
+        "signsgd",
+        "signSGD with majority vote",
+        "Bernstein et al. 2018, signSGD: compressed optimisation for non-convex problems",
+        "the sign of every entry as a vote; all entries move by the same step towards the majority",
+        codec="signsgd",
+        defaults={"feedback": False, "codec.step": 0.002},
+    ),
+    _pair(
+        "fixedpoint",
+        "Fixed point",
+        "none; the preparation of updates for sums of integers",
+        "entries drawn at random, the same on all clients, randomly rounded to integers on one grid; the rest is "
+        "remembered",
+        codec="fixedpoint",
+    ),
+)

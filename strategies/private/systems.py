@@ -1,0 +1,336 @@
+"""Systems that promise privacy: their settings, and how they are built of them.
+
+Everything about the promise itself (sensitivity, noise, ledger, statement) is the strategy's; here settings become its
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from fedcomp.codecs import RandomK
+from fedcomp.errors import ConfigError
+from fedcomp.flower.privacy import find_private
+from fedcomp.flower.record_dp import Plan
+from fedcomp.layout import Layout
+from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.votes import TopkSign
+from fedcomp.rng import Key
+from fedcomp.strategies.parts import (
+    BUDGET,
+    CODEC_PREFIXES,
+    DOWNLINK_PREFIX,
+    PLAIN_PREFIXES,
+    TASK_PREFIX,
+    Scalar,
+    Settings,
+    around,
+    below,
+    downlink,
+    make_inner,
+    uplink,
+)
+from fedcomp.strategies.private.datalens import DataLens, Student
+from fedcomp.strategies.private.distributed_dp import DistributedDp
+from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.local_dp import local_dp
+from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.strategies.private.topagg import TopAgg, topagg
+from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+PRIVATE: Final[Settings] = MappingProxyType(
+    {
+        "noise_multiplier": 1.0,
+        **settings_of(PrivateStrategy, "delta", "adjacency"),
+        "sampling": settings_of(Sampling, "kind")["kind"],
+        **settings_of(Sampling, "rate", "cap", "reveal_participation"),
+        **settings_of(PrivateStrategy, "pad", "budget", "insecure_deterministic"),
+    }
+)
+"""Settings of every private system.
+
+``noise_multiplier`` is the standard deviation of the noise over the sensitivity of the sum; ``adjacency`` one of
+:data:`fedcomp.privacy.events.ADJACENCIES`; ``sampling`` "everyone", "poisson" (with ``rate``) or "capped" (with ``cap``
+participations per client); ``reveal_participation`` whether Poisson rounds may show who took part, and are then
+accounted without amplification; ``pad`` whether frames are padded to one length; ``budget`` an epsilon at ``delta``
+that no round crosses, 0 for none. ``insecure_deterministic`` takes noise and samples from the seed: for experiments
+that must repeat, never for a promise.
+"""
+
+
+def promise(settings: Settings, seed: int) -> dict[str, Any]:
+    """Return the arguments that all private strategies take, from the settings of :data:`PRIVATE`."""
+    names = ("noise_multiplier", "delta", "adjacency", "insecure_deterministic", "pad")
+    drawn = {key: settings[key] for key in ("rate", "cap", "reveal_participation")}
+    sampling = Sampling(settings["sampling"], **drawn)  # type: ignore[arg-type]
+    own = {key: settings[key] for key in names}
+    return {**own, "sampling": sampling, "budget": budget_of(settings), "seed": seed}
+
+
+def budget_of(settings: Settings) -> float | None:
+    """Return the epsilon that must not be crossed, None where there is none.
+
+    Raises
+    ------
+    ConfigError
+        When it is negative or not finite.
+    """
+    budget = float(settings[BUDGET])
+    if not 0.0 <= budget < float("inf"):
+        raise ConfigError(f"{BUDGET}={budget!r} is not valid: an epsilon > 0, or 0 for no budget")
+    return budget or None
+
+
+def _dp_fedavg(settings: Settings, seed: int) -> Strategy:
+    first: Any = settings["clip"]
+    figures: dict[str, Any] = {name: settings[key] for name, key in _ADAPTIVE.items()}
+    clip = AdaptiveClip(initial=first, **figures) if settings["adaptive"] else first
+    strategy = DpFedAvg(make_inner(settings), clip=clip, count=settings["count"], **promise(settings, seed))
+    return around(strategy, settings, seed)
+
+
+_ADAPTIVE: Final = {"quantile": "quantile", "rate": "clip_rate", "count_noise": "count_noise"}
+"""Parameters of adaptive clipping, and the settings that give them; ``clip`` is then the first round's."""
+
+
+def _random_mask(settings: Settings, seed: int) -> Strategy:
+    codec = uplink(settings, str(settings["codec"]))
+    if codec.common_support(Layout.flat(2), Key(seed)) is None:
+        raise ConfigError(
+            f"{codec!r} has no coordinates that are drawn for all clients: use codec=randomk or codec=randomblock, "
+            "with codec.shared=true, or the system dp-fedavg"
+        )
+    own: dict[str, Any] = {key: settings[key] for key in ("clip", "count")}
+    return around(DpFedAvg(make_inner(settings), **own, **promise(settings, seed)), settings, seed)
+
+
+def _local_dp(settings: Settings, seed: int) -> Strategy:
+    own: dict[str, Any] = {key: settings[key] for key in ("clip", "releases", "count")}
+    codec = uplink(settings, str(settings["codec"]))
+    return local_dp(make_inner(settings), codec, downlink=downlink(settings), **own, **promise(settings, seed))
+
+
+def _lsg(settings: Settings, seed: int) -> Strategy:
+    own: dict[str, Any] = {key: settings[key] for key in _LSG}
+    return Lsg(make_inner(settings), **own, **promise(settings, seed))
+
+
+def _distributed_dp(settings: Settings, seed: int) -> Strategy:
+    own: dict[str, Any] = {key: settings[key] for key in _DISTRIBUTED}
+    codec = RandomK(float(settings["density"]))
+    return DistributedDp(make_inner(settings), codec=codec, **own, **promise(settings, seed))
+
+
+def _datalens(settings: Settings, seed: int) -> Strategy:
+    refuse_others(
+        settings,
+        {**TRAINING, "inner": "fedavg"},
+        "a round is one step of a generator; use generator_lr, teacher_lr, teacher_steps, batch, and more rounds",
+    )
+
+    def student(config: Mapping[str, Any]) -> Student:
+        from fedcomp.tasks import get_task
+        from fedcomp.tasks.gan import Adam
+        from fedcomp.tasks.generator import GeneratorTask
+
+        task = get_task(str(config["task"]), **below(config, TASK_PREFIX))
+        if not isinstance(task, GeneratorTask):
+            raise ConfigError(f"task {task.name!r} has no generator; use one that has, such as 'digits-generator'")
+        return task.student(Adam(float(settings["generator_lr"]), float(settings["decay"])))
+
+    own = arguments(DataLens, settings, ["k", *_DATALENS])
+    return DataLens(student, steps=int(settings["teacher_steps"]), **own, **promise(settings, seed))
+
+
+def _topagg(settings: Settings, seed: int) -> Strategy:
+    given = arguments(TopkSign, settings, _BALLOT)
+    ballot = TopkSign(**given, density=None if settings["k"] else float(settings["density"]))
+    own: dict[str, Any] = {key: settings[key] for key in ("server_lr", *_TOPAGG)}
+    return topagg(make_inner(settings), ballot, downlink=downlink(settings), **own, **promise(settings, seed))
+
+
+def _record_dp(settings: Settings, seed: int) -> Strategy:
+    if settings["sampling"] != "everyone":
+        raise ConfigError(
+            f"sampling={settings['sampling']!r} is about clients, and here records are drawn; use record_rate"
+        )
+    rate = float(settings["record_rate"])
+    if not 0.0 < rate <= 1.0:
+        raise ConfigError(f"record_rate={rate!r} is not valid: a probability in (0, 1]")
+    own: dict[str, Any] = {key: settings[key] for key in ("method", "noise_multiplier", "clip", "delta", "adjacency")}
+    options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(str(settings["method"]), ())
+    plan = Plan(
+        rate=rate,
+        steps=int(settings["max_steps"]) or max(1, round(int(settings["epochs"]) / rate)),
+        budget=budget_of(settings) or 0.0,
+        insecure=bool(settings["insecure_deterministic"]),
+        options={key: settings[key] for key in options},
+        **own,
+    )
+    return RecordDp(around(make_inner(settings), settings, seed), plan)
+
+
+def _system(
+    build: Callable[[Settings, int], Strategy],
+    name: str,
+    title: str,
+    paper: str,
+    summary: str,
+    defaults: Settings,
+    task: str = "",
+) -> System:
+    """Return a private system; with a setting ``codec`` it has those of the drop-in pair's codecs as well."""
+
+    def checked(settings: Settings, seed: int) -> Strategy:
+        for key, only, why in _REFUSED:
+            refuse_others(settings, {key: only}, why, where=" a private system")
+        strategy = build(settings, seed)
+        if find_private(strategy) is None:
+            raise TypeError(f"{name} is no private strategy: fedcomp.flower.privacy.Private says what one has")
+        return strategy
+
+    downwards = (*PLAIN_PREFIXES, DOWNLINK_PREFIX) if "downlink" in defaults else PLAIN_PREFIXES
+    prefixes = CODEC_PREFIXES if "codec" in defaults else downwards
+    needs = {"task": task} if task else {}
+    return System(name, title, paper, summary, checked, {**PRIVATE, **defaults}, prefixes, needs, private=True)
+
+
+_REFUSED: Final = (
+    ("fraction", 1.0, "cohorts of a seed are no secret sample; use sampling, rate and cap"),
+    ("fraction_evaluate", 0.0, "metrics of clients would be released beside the noise; the server evaluates"),
+)
+_COUNT: Final = settings_of(PrivateStrategy, "count")
+_LSG: Final[Mapping[str, Scalar]] = {
+    "clip": 1.0,
+    "rank": 8,
+    "keep": 0.5,
+    **settings_of(Lsg, "schedule", "schedule_rounds", "mask", "whole", "history"),
+    **_COUNT,
+}
+_DISTRIBUTED: Final[Mapping[str, Scalar]] = {
+    "clip": 1.0,
+    **settings_of(DistributedDp, "tolerated", "honest", "private", "feedback", "scale", "rotate", "transport"),
+    **settings_of(PrivateStrategy, "noise", "count"),
+}
+_BALLOT: Final = settings_of(TopkSign, "k", "scope", "saturation", "stochastic")
+_TOPAGG: Final = settings_of(TopAgg, "mode", "beta")
+_DATALENS: Final = settings_of(
+    *(DataLens, "images", "eta", "beta", "teachers", "saturation", "stochastic", "teacher_lr", "decay", "pretrain"),
+    *("batch", "send", "population"),
+)
+
+SYSTEMS: Final = (
+    _system(
+        _dp_fedavg,
+        "dp-fedavg",
+        "DP-FedAvg",
+        "McMahan et al. 2018, Learning differentially private recurrent language models",
+        "the clipped update, alone: no metrics and no number of examples; noise is added to the sum of all updates",
+        {
+            "codec": "",
+            "feedback": False,
+            "downlink": "",
+            "clip": 1.0,
+            "adaptive": False,
+            **{key: settings_of(AdaptiveClip, name)[name] for name, key in _ADAPTIVE.items()},
+            **_COUNT,
+        },
+    ),
+    _system(
+        _random_mask,
+        "random-mask",
+        "random mask",
+        "derived here: DP-FedAvg on coordinates that a public seed draws for all clients of a round",
+        "the update on the round's coordinates, clipped there; noise is added on these coordinates alone",
+        {"codec": "randomk", "feedback": False, "downlink": "", "clip": 1.0, **_COUNT, "codec.density": 0.1},
+    ),
+    _system(
+        _lsg,
+        "lsg",
+        "LSG-style",
+        "Ito et al. 2022, Scaling private deep learning with low-rank and sparse gradients (abstract); low rank after "
+        "Yu et al. 2021, Large scale private learning via low-rank reparametrization (their code); the sparse half is "
+        "derived here",
+        "kept coordinates of the update's products with low-rank carriers of the model, clipped together; which ones "
+        "are kept, a public seed says. rank of 0 factors nothing",
+        _LSG,
+    ),
+    _system(
+        _distributed_dp,
+        "distributed-dp",
+        "distributed DP",
+        "Kairouz, Liu and Steinke 2021, The distributed discrete Gaussian mechanism for federated learning with secure "
+        "aggregation; Agarwal, Kairouz and Liu 2021, The Skellam mechanism (recalled)",
+        "the clipped update in integers with a share of the noise, cut into coded shards: the server decodes a sum "
+        "that is noisy already",
+        {**_DISTRIBUTED, "density": 1.0},
+    ),
+    _system(
+        _local_dp,
+        "local-dp",
+        "local DP",
+        "the Gaussian mechanism on every client, before any codec; with integer noise (Canonne, Kamath, Steinke 2020)",
+        "the update, clipped and noised on the client, then compressed: a message that needs no trusted server",
+        {
+            "codec": "qsgd",
+            "feedback": False,
+            "downlink": "",
+            "clip": 1.0,
+            **settings_of(local_dp, "releases"),
+            **_COUNT,
+            "adjacency": "replace",
+        },
+    ),
+    _system(
+        _topagg,
+        "topagg",
+        "TopAgg",
+        "Wang et al. 2021, DataLens: scalable privacy preserving training via gradient compression and aggregation "
+        "(abstract); its form for models of clients is derived here",
+        "one vote: signs of the k largest coordinates of the update, drawn at random, packed; noise is added to the "
+        "count of all votes. k of 0 takes the share density of the coordinates, saturation of 0 is none",
+        {**_BALLOT, "density": 0.1, **_TOPAGG, "server_lr": 0.1, "downlink": ""},
+    ),
+    _system(
+        _datalens,
+        "datalens",
+        "DataLens",
+        "Wang et al. 2021, DataLens: scalable privacy preserving training via gradient compression and aggregation "
+        "(abstract and the authors' code)",
+        "votes of teachers that learn on the client: for each generated image, top-k stochastic signs of the direction "
+        "in which its pixels should move",
+        {
+            **settings_of(DataLens, "adjacency"),
+            "k": 200,
+            **_DATALENS,
+            "generator_lr": 1e-3,
+            "teacher_steps": settings_of(DataLens, "steps")["steps"],
+        },
+        task="generator",
+    ),
+    _system(
+        _record_dp,
+        "record-dp",
+        "DP-SGD on clients",
+        "Abadi et al. 2016, Deep learning with differential privacy",
+        "the model after DP-SGD on the client's own records, noise added there, and what it cost; no metrics",
+        {
+            "codec": "",
+            "feedback": False,
+            "downlink": "",
+            **settings_of(Plan, "adjacency", "method", "clip"),
+            "record_rate": 0.1,
+            "k": 100,
+            "keep": 0.5,
+            "rank": 4,
+        },
+    ),
+)
