@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.flower import datalens, gcn, gossip, lsg, protocol, record_dp
+from fedcomp.flower import datalens, gcn, gossip, linear, lsg, protocol, record_dp
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -132,6 +132,23 @@ EXAMPLES: dict[str, Schema] = {
         3,
     ),
     "protocol.Announcement/plain": protocol.Announcement("arrays", 1, 0),
+    "linear.Join": linear.Join(partitions=3, labels=True, peers=True, spool="/tmp/x"),
+    "linear.Join/hub": linear.Join(partitions=3, labels=False),
+    "linear.Share": linear.Share(partitions=3, plan=b"12345678", peers=True, spool="/tmp/x"),
+    "linear.Share/hub": linear.Share(partitions=3, plan=b"12345678"),
+    "linear.Build": linear.Build(plan=b"12345678", sizes=(3, 0, 4), columns=5, bias=True, peers=True, spool="/tmp/x"),
+    "linear.Build/hub": linear.Build(plan=b"12345678", sizes=(3,), columns=5, bias=False),
+    "linear.Targets": linear.Targets((0, 4), ("a", "b")),
+    "linear.Targets/hub": linear.Targets((0, 4)),
+    "linear.Phase": linear.Phase(b"12345678", "float32"),
+    "linear.Joined": linear.Joined(plan=b"12345678", address="host:1"),
+    "linear.Owner": linear.Owner(
+        plan=b"12345678", address="host:1", rows=4, columns=5, loss="hinge", data=b"0123456789abcdef", label_type="int8"
+    ),
+    "linear.Owner/known": linear.Owner(rows=0, columns=5, loss="hinge", data=b"0123456789abcdef"),
+    "linear.Done": linear.Done(plan=b"12345678", sent=(0, 7)),
+    "linear.Done/unready": linear.Done(unready=True),
+    "linear.Held": linear.Held(b"12345678"),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
@@ -144,6 +161,9 @@ CONFLICTS: list[Schema] = [
     replace(_ASK, scale=0.5),
     gcn.Fetch("s", "rows"),
     record_dp.Account("a", 10, 9),
+    linear.Targets((0, 4), ("a",)),
+    linear.Done(),
+    linear.Done(plan=b"1234567"),
 ]
 """Messages of which every field is in range, and which mean nothing all the same."""
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.clients.half import ClientHalf, Handler
@@ -29,14 +29,11 @@ from fedcomp.coding.transport import MAX_STORE_BYTES, Parcel, PeerTransport, del
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import linear
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import PARTITION_KEY, PayloadError, put_frame, put_node, take_frame
+from fedcomp.flower.payload import PARTITION_KEY, put_frame, put_node, take_frame
 
 Real = NDArray[np.float64]
 
-_PLAN: Final = "fedcomp.linear.plan"
 _ROWS: Final = "fedcomp.linear.rows"
-_ID: Final = 8
-_MOST: Final = 2**31 - 1
 _PARTITION_KIND: Final = 0
 _WAIT_SECONDS: Final = 5.0
 
@@ -82,12 +79,12 @@ def linear_device(rows: RowsOf) -> ClientHalf:
     """
 
     def set_up(msg: Message, context: Context) -> Message:
-        header = linear.header_of(msg)
-        stage = linear.text_of(header, "stage")
-        stages = {linear.JOIN: _join, linear.SHARE: _share, linear.BUILD: _build}
-        if stage not in stages:
-            raise ConfigError(f"coded set-up has no stage {stage!r}; server and client are of different versions")
-        return stages[stage](msg, context, header, rows)
+        asked = linear.take_stage(msg)
+        if isinstance(asked, linear.Join):
+            return _join(msg, context, asked, rows)
+        if isinstance(asked, linear.Share):
+            return _share(msg, context, asked, rows)
+        return _build(msg, context, asked, rows)
 
     handlers: dict[str, Handler] = {
         f"query.{linear.SETUP}": set_up,
@@ -97,50 +94,50 @@ def linear_device(rows: RowsOf) -> ClientHalf:
     return ClientHalf("linear", handlers=handlers)
 
 
-def _join(msg: Message, context: Context, header: ConfigRecord, rows: RowsOf) -> Message:
+def _join(msg: Message, context: Context, asked: linear.Join, rows: RowsOf) -> Message:
     """Say which device this is, what it holds already, and, of an owner, size, loss and labels."""
     device = _device(context)
-    partitions = linear.integer_of(header, "partitions", 1, _MOST)
-    said = ConfigRecord()
-    held = context.state.config_records.get(_PLAN)
-    if held is not None:
-        said["plan"] = linear.bytes_of(held, "plan", _ID)
-    link = _link(context, header, device)
+    held = linear.Held.find(context.state)
+    link = _link(context, asked, device)
     # Where simulated links lead the server knows; what it is told would be believed on every machine.
-    if link is not None and not link.address.startswith("spool:"):
-        said["address"] = link.address
-    out = RecordDict({linear.HEADER: said})
-    if device < partitions:
-        own = rows(msg, context, partitions)
-        said["rows"], said["columns"], said["loss"] = len(own.x), int(own.x.shape[1]), own.loss
-        # Tells data apart of which all that the server sees is equal.
-        said["data"] = hashlib.blake2b(own.x.astype("<f8").tobytes("C"), digest_size=linear.DIGEST).digest()
-        if header.get("labels") is True:
-            small = bool(np.isin(own.y, (0.0, 1.0)).all())
-            said["label-type"] = "int8" if small else "float64"
-            linear.put_vector(out, linear.LABELS, own.y, "int8" if small else "float64")
+    address = "" if link is None or link.address.startswith("spool:") else link.address
+    joined = linear.Joined(plan=b"" if held is None else held.plan, address=address)
+    out = RecordDict()
+    if device < asked.partitions:
+        own = rows(msg, context, asked.partitions)
+        small = bool(np.isin(own.y, (0.0, 1.0)).all())
+        joined = linear.Owner(
+            **vars(joined),
+            rows=len(own.x),
+            columns=int(own.x.shape[1]),
+            loss=own.loss,
+            data=hashlib.blake2b(own.x.astype("<f8").tobytes("C"), digest_size=linear.DIGEST).digest(),
+            label_type=("int8" if small else "float64") if asked.labels else "",
+        )
+    joined.put(out)
+    if isinstance(joined, linear.Owner) and asked.labels:
+        linear.put_vector(out, linear.LABELS, own.y, joined.label_type)
     put_node(out, device)
     return Message(out, reply_to=msg)
 
 
-def _share(msg: Message, context: Context, header: ConfigRecord, rows: RowsOf) -> Message:
+def _share(msg: Message, context: Context, asked: linear.Share, rows: RowsOf) -> Message:
     """Hand over the own partition: to each device that combines it, or to the server, which forwards it."""
     device = _device(context)
-    plan = linear.bytes_of(header, "plan", _ID)
-    own = rows(msg, context, linear.integer_of(header, "partitions", 1, _MOST))
+    plan = asked.plan
+    own = rows(msg, context, asked.partitions)
     packed = pack_partition(own.x, device, plan)
-    said = ConfigRecord({"plan": plan})
-    out = RecordDict({linear.HEADER: said})
-    link = _link(context, header, device)
+    out = RecordDict()
+    linear.Done(plan=plan).put(out)
+    link = _link(context, asked, device)
     if link is None:
         put_frame(out, linear.PARTITION, packed)
     else:
-        targets = msg.content.config_records.get(linear.TARGETS, ConfigRecord())
-        to, addresses = linear.integers_of(targets, "to"), linear.texts_of(targets, "addresses")
-        parcels = [Parcel(plan, 0, _PARTITION_KIND, device, i, packed) for i in to]
-        deliveries = deliver(link, list(zip(addresses, parcels, strict=True)))
+        targets = linear.Targets.take(msg)
+        parcels = [Parcel(plan, 0, _PARTITION_KIND, device, i, packed) for i in targets.to]
+        deliveries = deliver(link, list(zip(targets.addresses, parcels, strict=True)))
         # All that was handed to a link counts, whether or not it was taken at the other end.
-        said["sent"] = [delivery.handed_over for delivery in deliveries]
+        linear.Done(plan=plan, sent=tuple(delivery.handed_over for delivery in deliveries)).put(out)
         failed = [str(delivery.error) for delivery in deliveries if delivery.error is not None]
         if failed:
             log.warning("device %d could not hand over its partition %d times: %s", device, len(failed), failed[0])
@@ -148,25 +145,24 @@ def _share(msg: Message, context: Context, header: ConfigRecord, rows: RowsOf) -
     return Message(out, reply_to=msg)
 
 
-def _build(msg: Message, context: Context, header: ConfigRecord, rows: RowsOf) -> Message:
+def _build(msg: Message, context: Context, asked: linear.Build, rows: RowsOf) -> Message:
     """Combine the own partition and those of others, and keep the result under the plan's id."""
     device = _device(context)
-    plan = linear.bytes_of(header, "plan", _ID)
-    out = RecordDict({linear.HEADER: ConfigRecord({"plan": plan})})
+    plan, sizes, columns = asked.plan, asked.sizes, asked.columns
+    out = RecordDict()
+    linear.Done(plan=plan).put(out)
     put_node(out, device)
-    held = context.state.config_records.get(_PLAN)
-    if held is not None and held.get("plan") == plan:
+    held = linear.Held.find(context.state)
+    if held is not None and held.plan == plan:
         # Delivered twice, or asked again because the answer was lost: what peers sent again is of no use.
-        link = _link(context, header, device)
+        link = _link(context, asked, device)
         if link is not None:
             link.store.take(plan, 0)
         return Message(out, reply_to=msg)
-    sizes = linear.integers_of(header, "sizes")
-    columns = linear.integer_of(header, "columns", 1, _MOST)
     row = linear.take_vector(msg.content, linear.ROW, len(sizes), "float64")
     wanted = np.flatnonzero(row).tolist()
     shapes = {j: (sizes[j], columns) for j in wanted if j != device}
-    link = _link(context, header, device)
+    link = _link(context, asked, device)
     parts = _arrived(msg, shapes, plan) if link is None else _delivered(link, shapes, plan)
     if device in wanted:
         own = rows(msg, context, len(sizes))
@@ -176,9 +172,9 @@ def _build(msg: Message, context: Context, header: ConfigRecord, rows: RowsOf) -
                 "must use the same task options and data"
             )
         parts[device] = own.x
-    coded = encode_rows(row, parts, max(sizes), columns, bias=header.get("bias") is True)
+    coded = encode_rows(row, parts, max(sizes), columns, bias=asked.bias)
     context.state[_ROWS] = ArrayRecord({"rows": Array(coded)})
-    context.state[_PLAN] = ConfigRecord({"plan": plan})
+    linear.Held(plan).put(context.state)
     if link is not None:
         link.store.take(plan, 0)
     return Message(out, reply_to=msg)
@@ -204,7 +200,7 @@ def _delivered(link: PeerTransport, shapes: Mapping[int, tuple[int, int]], plan:
     return parts
 
 
-def _link(context: Context, header: ConfigRecord, device: int) -> PeerTransport | None:
+def _link(context: Context, asked: linear.Join | linear.Share | linear.Build, device: int) -> PeerTransport | None:
     """Return this device's end of its peer links; None when partitions travel through the server.
 
     Raises
@@ -212,29 +208,23 @@ def _link(context: Context, header: ConfigRecord, device: int) -> PeerTransport 
     ConfigError, StateError
         When it has none.
     """
-    if header.get("peers") is not True:
-        return None
-    return peer_link(context, device, linear.text_of(header, "spool"), MAX_STORE_BYTES)
+    return peer_link(context, device, asked.spool, MAX_STORE_BYTES) if asked.peers else None
 
 
 def _multiply(msg: Message, context: Context, *, take: str, give: str, transposed: bool) -> Message:
     """Answer one phase: the stored rows, or their transpose, times the vector of the message."""
-    header = linear.header_of(msg)
-    plan = linear.bytes_of(header, "plan", _ID)
-    out = RecordDict({linear.HEADER: ConfigRecord({"plan": plan})})
+    asked = linear.Phase.take(msg)
+    held = linear.Held.find(context.state)
+    ready = held is not None and held.plan == asked.plan
+    out = RecordDict()
+    (linear.Done(plan=asked.plan) if ready else linear.Done(unready=True)).put(out)
     put_node(out, _device(context))
-    held = context.state.config_records.get(_PLAN)
-    if held is None or held.get("plan") != plan:
-        # An ordinary reply, not an error: the server sets the device up again.
-        out[linear.HEADER] = ConfigRecord({"unready": True})
+    if not ready:
         return Message(out, reply_to=msg)
-    kind = linear.text_of(header, "type")
-    if kind not in linear.VECTOR_TYPES:
-        raise PayloadError(f"vectors of type {kind!r} are not known; expected one of {linear.VECTOR_TYPES}")
     coded = context.state.array_records[_ROWS]["rows"].numpy()
     matrix = coded.T if transposed else coded
-    vector = linear.take_vector(msg.content, take, matrix.shape[1], kind)
-    linear.put_vector(out, give, matrix @ vector, kind)
+    vector = linear.take_vector(msg.content, take, matrix.shape[1], asked.type)
+    linear.put_vector(out, give, matrix @ vector, asked.type)
     return Message(out, reply_to=msg)
 
 

@@ -1,4 +1,4 @@
-"""What coded gradient descent and its clients say to each other: message types, the header, vectors as checked bytes.
+"""What coded gradient descent and its clients exchange: message types, headers, vectors as checked bytes.
 
 Three kinds of messages. ``query.coded_setup`` comes in stages: *join* (who are you, what do you hold, your labels),
 *share* (send your partition to these devices), *build* (make and keep your combination). ``train.coded_phase1`` carries
@@ -8,13 +8,15 @@ the model down and margins up, ``train.coded_phase2`` the projected residuals do
 from __future__ import annotations
 
 import zlib
-from typing import Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+from fedcomp.flower.schema import Data, Flag, Int, Many, OneOf, Schema, Text
 
 SETUP: Final = "coded_setup"
 PHASE1: Final = "coded_phase1"
@@ -47,7 +49,170 @@ VECTOR_TYPES: Final = ("float64", "float32")
 DIGEST: Final = 16
 """Bytes of the digest by which an owner says which examples it has."""
 
+PLAN: Final = 8
+"""Bytes of a plan's name."""
+
+MOST_DEVICES: Final = 1 << 20
+"""Devices a plan may have."""
+
 _CHECK: Final = 4
+
+
+Plan = Annotated[bytes, Data(PLAN, least=PLAN)]
+Sizes = Annotated[tuple[int, ...], Many(Int(), MOST_DEVICES)]
+Switch = Annotated[bool, Flag()]
+Marked = Annotated[bool, Flag(absent=False)]
+Address = Annotated[str, Text(4096)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(Schema, key=HEADER):
+    """Who are you, what do you hold?
+
+    Attributes
+    ----------
+    partitions : int
+        Devices with numbers below it own the partition of that number.
+    labels : bool
+        Owners are to send theirs.
+    peers, spool : bool, str
+        Partitions travel between devices; folder of simulated links.
+    """
+
+    stage: Annotated[str, OneOf(JOIN)] = JOIN
+    partitions: Annotated[int, Int(1, MOST_DEVICES)]
+    labels: Switch
+    peers: Marked = False
+    spool: Address = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share(Schema, key=HEADER):
+    """Send your partition for the plan of this id."""
+
+    stage: Annotated[str, OneOf(SHARE)] = SHARE
+    partitions: Annotated[int, Int(1, MOST_DEVICES)]
+    plan: Plan
+    peers: Marked = False
+    spool: Address = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build(Schema, key=HEADER):
+    """Make and keep your combination.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Rows of each partition.
+    columns : int
+        Of all of them, without the constant one that ``bias`` adds.
+    """
+
+    stage: Annotated[str, OneOf(BUILD)] = BUILD
+    plan: Plan
+    sizes: Annotated[tuple[int, ...], Many(Int(most=2**31 - 1), MOST_DEVICES, least=1)]
+    columns: Annotated[int, Int(1, 2**31 - 1)]
+    bias: Switch
+    peers: Marked = False
+    spool: Address = ""
+
+
+@dataclass(frozen=True)
+class Targets(Schema, key=TARGETS):
+    """To which devices a partition goes, and where they are reached; through the server they have no address."""
+
+    to: Sizes
+    addresses: Annotated[tuple[str, ...], Many(Text(4096), MOST_DEVICES)] = ()
+
+    def conflict(self) -> str:
+        wrong = self.addresses and len(self.addresses) != len(self.to)
+        return f"{len(self.addresses)} addresses of {len(self.to)} devices" if wrong else ""
+
+
+@dataclass(frozen=True)
+class Phase(Schema, key=HEADER):
+    """Multiply: ``type`` is that of the vectors of both directions."""
+
+    plan: Plan
+    type: Annotated[str, OneOf(*VECTOR_TYPES)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Schema, key=HEADER, separator="-"):
+    """What a device says of itself: the plan it holds rows of, and where peers reach it; empty where there is none."""
+
+    plan: Annotated[bytes, Data(PLAN)] = b""
+    address: Annotated[str, Text()] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner(Joined):
+    """What an owner adds to it.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Of its partition.
+    loss : str
+    data : bytes
+        Tells apart data of which all that the server sees is equal.
+    label_type : {"", "int8", "float64"}
+        Of the labels that come along.
+    """
+
+    rows: Annotated[int, Int(most=2**31 - 1)]
+    columns: Annotated[int, Int(1, 2**31 - 1)]
+    loss: Annotated[str, Text(64)]
+    data: Annotated[bytes, Data(DIGEST, least=DIGEST)]
+    label_type: Annotated[str, OneOf("", "int8", "float64")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done(Schema, key=HEADER):
+    """How a device answers everything else.
+
+    Attributes
+    ----------
+    plan : bytes
+        Whose rows it used or made.
+    sent : tuple of int
+        Bytes it handed over, to one receiver after the other.
+    unready : bool
+        It holds no rows of the plan; an ordinary answer, and the server sets the device up again.
+    """
+
+    plan: Annotated[bytes, Data(PLAN)] = b""
+    sent: Sizes = ()
+    unready: Marked = False
+
+    def conflict(self) -> str:
+        return "" if self.unready else _no_plan(self.plan)
+
+
+@dataclass(frozen=True)
+class Held(Schema, key="fedcomp.linear.plan"):
+    """Whose rows a device holds in its state."""
+
+    plan: Plan
+
+
+def take_stage(message: Message) -> Join | Share | Build:
+    """Return what a message of the set-up asks.
+
+    Raises
+    ------
+    SchemaError
+        When it does not come from coded gradient descent, or asks something else.
+    """
+    header = message.content.get(HEADER) if message.has_content() else None
+    stage = header.get("stage") if isinstance(header, ConfigRecord) else None
+    kinds: dict[object, type[Share] | type[Build]] = {SHARE: Share, BUILD: Build}
+    return kinds[stage].take(message) if stage in (SHARE, BUILD) else Join.take(message)
+
+
+def _no_plan(plan: bytes) -> str:
+    return "" if len(plan) == PLAN else f"the name of a plan has {PLAN} bytes, not {len(plan)}"
 
 
 def put_vector(content: RecordDict, name: str, vector: NDArray[np.float64], dtype: str) -> None:
@@ -76,57 +241,3 @@ def take_vector(content: RecordDict, name: str, size: int, dtype: str) -> NDArra
     if not np.isfinite(vector).all():
         raise PayloadError(f"the numbers under {name!r} are not all finite")
     return vector
-
-
-def header_of(message: Message) -> ConfigRecord:
-    """Return the header of a message or reply.
-
-    Raises
-    ------
-    PayloadError
-        When it has none: the other side is not one of coded gradient descent.
-    """
-    found = message.content.get(HEADER) if message.has_content() else None
-    if not isinstance(found, ConfigRecord):
-        raise PayloadError(f"the message has no header {HEADER!r}: it does not come from coded gradient descent")
-    return found
-
-
-def integer_of(header: ConfigRecord, name: str, low: int, high: int) -> int:
-    """Return an integer entry in ``[low, high]``; raise :class:`PayloadError` when it is anything else."""
-    value = header.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise PayloadError(f"header entry {name!r} is {value!r}, expected a whole number from {low} to {high}")
-    return value
-
-
-def integers_of(header: ConfigRecord, name: str) -> list[int]:
-    """Return an entry that is a list of integers; raise :class:`PayloadError` when it is anything else."""
-    value = header.get(name)
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in value):
-        raise PayloadError(f"header entry {name!r} is {value!r}, expected a list of whole numbers")
-    return [int(v) for v in value]
-
-
-def texts_of(header: ConfigRecord, name: str) -> list[str]:
-    """Return an entry that is a list of texts; raise :class:`PayloadError` when it is anything else."""
-    value = header.get(name)
-    if not isinstance(value, list) or any(not isinstance(v, str) for v in value):
-        raise PayloadError(f"header entry {name!r} is {value!r}, expected a list of texts")
-    return [str(v) for v in value]
-
-
-def bytes_of(header: ConfigRecord, name: str, size: int) -> bytes:
-    """Return an entry of ``size`` bytes; raise :class:`PayloadError` when it is anything else."""
-    value = header.get(name)
-    if not isinstance(value, bytes) or len(value) != size:
-        raise PayloadError(f"header entry {name!r} is {value!r}, expected {size} bytes")
-    return value
-
-
-def text_of(header: ConfigRecord, name: str) -> str:
-    """Return an entry that is text, empty when it is missing; raise :class:`PayloadError` when it is anything else."""
-    value = header.get(name, "")
-    if not isinstance(value, str):
-        raise PayloadError(f"header entry {name!r} is {value!r}, expected text")
-    return value

@@ -302,7 +302,7 @@ class CodedLinearGD(ExchangeStrategy, Stateful):
         for device, vector in vectors.items():
             content = contents[online[device]] = RecordDict()
             linear.put_vector(content, give, vector, self.payload)
-        header = {"plan": self._setup.plan_id, "type": self.payload}
+        header = linear.Phase(self._setup.plan_id, self.payload)
         replies = yield from exchange(contents, f"train.{phase}", header, deadline=self.deadline, enough=enough)
         answers: dict[int, Real] = {}
         for node, reply in replies:

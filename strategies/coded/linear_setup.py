@@ -14,7 +14,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -34,6 +34,7 @@ from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
 from fedcomp.flower.report import Section, figure, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, Push
+from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count
 from fedcomp.stateful import Stateful
 from fedcomp.strategies.partitions import contest
@@ -41,9 +42,6 @@ from fedcomp.strategies.partitions import contest
 Real = NDArray[np.float64]
 
 TRANSPORTS: Final = ("hub", "peers")
-
-_MOST: Final = 2**31 - 1
-_LABEL_TYPES: Final = ("int8", "float64")
 
 
 @dataclass
@@ -116,7 +114,7 @@ class LinearShape:
 def exchange(
     contents: Mapping[int, RecordDict | None],
     message_type: str,
-    header: Mapping[str, Any],
+    header: Schema,
     *,
     config: ConfigRecord | None = None,
     config_key: str = "config",
@@ -126,7 +124,8 @@ def exchange(
     """Send one message to each node, header first; return the replies with the nodes they come from."""
     messages: dict[int, Message] = {}
     for node, given in contents.items():
-        content = RecordDict({linear.HEADER: ConfigRecord(dict(header))})
+        content = RecordDict()
+        header.put(content)
         if config is not None:
             content[config_key] = ConfigRecord(dict(config))
         for name, record in (given or RecordDict()).items():
@@ -259,12 +258,12 @@ class LinearSetup(Stateful):
         """
         if reply.has_error():
             raise StateError(str(reply.error.reason))
-        header = linear.header_of(reply)
-        if header.get("unready") is True:
+        done = linear.Done.take(reply)
+        if done.unready:
             self.ready.discard(device)
             raise StateError("the device holds no rows of this plan: it is set up again in the next round")
-        if linear.bytes_of(header, "plan", len(self.plan_id)) != self.plan_id:
-            raise StateError(f"the reply belongs to plan {header['plan']!r}, not to this one")
+        if done.plan != self.plan_id:
+            raise StateError(f"the reply belongs to plan {done.plan!r}, not to this one")
         return reply.content
 
     def _count(self, config: ConfigRecord) -> int:
@@ -281,11 +280,14 @@ class LinearSetup(Stateful):
         return clients - self.parities
 
     def _exchange(
-        self, contents: Mapping[int, RecordDict | None], header: Mapping[str, Any], config: ConfigRecord
+        self,
+        contents: Mapping[int, RecordDict | None],
+        header: linear.Join | linear.Share | linear.Build,
+        config: ConfigRecord,
     ) -> Exchanges[list[tuple[int, Message]]]:
         if self._links is not None:
             # Used by nodes that have no address of their own, and only if they find the mark in this folder.
-            header = {**header, "peers": True, "spool": str(self._links.root)}
+            header = replace(header, peers=True, spool=str(self._links.root))
         return (
             yield from exchange(
                 contents,
@@ -301,9 +303,9 @@ class LinearSetup(Stateful):
         self, nodes: list[int], count: int, config: ConfigRecord, shape: LinearShape, grid: Grid, report: Descent
     ) -> Exchanges[None]:
         """Ask nodes that are not known who they are, and owners for their labels, once; then make the plan."""
-        strangers: dict[int, RecordDict | None] = {n: None for n in nodes if n not in self.devices}
-        header = {"stage": linear.JOIN, "partitions": count, "labels": len(self.labels) < count}
-        replies = yield from self._exchange(strangers, header, config)
+        unknown: dict[int, RecordDict | None] = {n: None for n in nodes if n not in self.devices}
+        header = linear.Join(partitions=count, labels=len(self.labels) < count)
+        replies = yield from self._exchange(unknown, header, config)
         lookup = partition_lookup(grid)
         claims: dict[int, int | None] = {}
         for node, reply in replies:
@@ -312,7 +314,7 @@ class LinearSetup(Stateful):
         seats = {d: n for n, d in self.devices.items() if n in nodes}
         newcomers = {n: d for n, d in claims.items() if d is not None}
         _, refused = contest({n: d for d, n in seats.items()} | newcomers, seats)
-        held: dict[int, Any] = {}
+        held: dict[int, bytes] = {}
         for node, reply in replies:
             device = claims[node]
             try:
@@ -325,9 +327,10 @@ class LinearSetup(Stateful):
                 if node in refused:
                     raise StateError(refused[node])
                 holder = next((n for n, d in self.devices.items() if d == device), None)
-                if device < count:
-                    self._take_owner(device, reply, shape)
-                self._addresses[device] = linear.text_of(linear.header_of(reply), "address")
+                joined = linear.Owner.take(reply) if device < count else linear.Joined.take(reply)
+                if isinstance(joined, linear.Owner):
+                    self._take_owner(device, joined, reply, shape)
+                self._addresses[device] = joined.address
             except FedcompError as error:
                 report.refuse(device, error)
                 continue
@@ -337,31 +340,27 @@ class LinearSetup(Stateful):
                 self.ready.discard(device)
             self.devices[node] = device
             report.joined.append(device)
-            held[device] = linear.header_of(reply).get("plan")
+            held[device] = joined.plan
         self._make_plan(count, config, shape, report)
         if self.plan is not None:
             self.ready |= {device for device, plan in held.items() if plan == self.plan_id}
 
-    def _take_owner(self, device: int, reply: Message, shape: LinearShape) -> None:
+    def _take_owner(self, device: int, owner: linear.Owner, reply: Message, shape: LinearShape) -> None:
         """Check what an owner says about its partition, and take its labels if they are not known."""
-        header = linear.header_of(reply)
-        rows, columns = linear.integer_of(header, "rows", 0, _MOST), linear.integer_of(header, "columns", 1, _MOST)
-        loss = linear.text_of(header, "loss")
-        if loss != self.loss:
-            raise StateError(f"the task of device {device} has loss {loss!r}, this server minimises {self.loss!r}")
-        if columns != shape.features:
-            raise StateError(f"device {device} has {columns} features, the model has {shape.features}")
-        data = linear.bytes_of(header, "data", linear.DIGEST)
+        rows, data = owner.rows, owner.data
+        if owner.loss != self.loss:
+            raise StateError(f"the task of device {device} has loss {owner.loss!r}, this server has {self.loss!r}")
+        if owner.columns != shape.features:
+            raise StateError(f"device {device} has {owner.columns} features, the model has {shape.features}")
         if device in self.labels:
             if len(self.labels[device]) != rows:
                 raise StateError(f"device {device} came back with {rows} examples, not {len(self.labels[device])}")
             if self._data[device] != data:
                 raise StateError(f"device {device} came back with other examples than those the others have combined")
             return
-        kind = linear.text_of(header, "label-type")
-        if kind not in _LABEL_TYPES:
-            raise StateError(f"device {device} sent labels of type {kind!r}, expected one of {_LABEL_TYPES}")
-        y = linear.take_vector(reply.content, linear.LABELS, rows, kind)
+        if not owner.label_type:
+            raise StateError(f"device {device} sent no labels")
+        y = linear.take_vector(reply.content, linear.LABELS, rows, owner.label_type)
         if self.loss != "squares" and not np.isin(y, (0.0, 1.0)).all():
             raise StateError(f"device {device} sent labels other than 0 and 1")
         self.labels[device], self._data[device] = y, data
@@ -394,20 +393,20 @@ class LinearSetup(Stateful):
     ) -> Exchanges[dict[int, bytes]]:
         """Have each wanted partition sent by its owner: here, once, or to the devices; return what came here."""
         assert self.plan is not None
-        header = {"stage": linear.SHARE, "partitions": self.plan.partitions, "plan": self.plan_id}
+        header = linear.Share(partitions=self.plan.partitions, plan=self.plan_id)
         contents: dict[int, RecordDict | None] = {}
         for j in sorted({j for wanted in needs.values() for j in wanted}):
             to = [i for i, wanted in needs.items() if j in wanted]
-            target = ConfigRecord({"to": to})
-            if self._links is not None:
-                target["addresses"] = [self._addresses[i] or self._links.address(i) for i in to]
-            contents[online[j]] = RecordDict({linear.TARGETS: target})
+            links = self._links
+            addresses = [] if links is None else [self._addresses[i] or links.address(i) for i in to]
+            contents[online[j]] = content = RecordDict()
+            linear.Targets(tuple(to), tuple(addresses)).put(content)
         replies = yield from self._exchange(contents, header, config)
         parts: dict[int, bytes] = {}
         for node, reply in replies:
             owner = self.devices[node]
             try:
-                content = self.content(reply, owner)
+                answered = self.content(reply, owner)
                 if self._links is not None:
                     for size in self._sent(reply, owner, needs, shape):
                         report.count("peer", size)
@@ -415,7 +414,7 @@ class LinearSetup(Stateful):
                         report.transfers += size > 0
                         record_peer(grid, report.round, node, size)
                     continue
-                data = take_frame(content, linear.PARTITION)
+                data = take_frame(answered, linear.PARTITION)
                 if data is None:
                     raise StateError("the reply holds no partition")
                 unpack_partition(data, self.plan_id, {owner: (len(self.labels[owner]), shape.features)})
@@ -426,13 +425,13 @@ class LinearSetup(Stateful):
             report.count("hub-up", len(data))
         return parts
 
-    def _sent(self, reply: Message, owner: int, needs: Mapping[int, list[int]], shape: LinearShape) -> list[int]:
+    def _sent(self, reply: Message, owner: int, needs: Mapping[int, list[int]], shape: LinearShape) -> tuple[int, ...]:
         """Return the bytes an owner says it handed over, one number per receiver."""
-        sizes = linear.integers_of(linear.header_of(reply), "sent")
+        sizes = linear.Done.take(reply).sent
         receivers = sum(owner in wanted for wanted in needs.values())
         # A parcel that is not acknowledged is sent once more.
         most = 2 * (HEADER_BYTES + packed_bytes(len(self.labels[owner]), shape.features))
-        if len(sizes) != receivers or not all(0 <= size <= most for size in sizes):
+        if len(sizes) != receivers or max(sizes, default=0) > most:
             said = shorten(repr(sizes))
             raise StateError(f"says it handed over {said} bytes, expected {receivers} numbers from 0 to {most}")
         return sizes
@@ -448,13 +447,12 @@ class LinearSetup(Stateful):
     ) -> Exchanges[None]:
         """Send every waiting device its row, and what it combines unless that came from its peers."""
         assert self.plan is not None
-        header = {
-            "stage": linear.BUILD,
-            "plan": self.plan_id,
-            "sizes": [len(self.labels[j]) for j in range(self.plan.partitions)],
-            "columns": shape.features,
-            "bias": shape.bias,
-        }
+        header = linear.Build(
+            plan=self.plan_id,
+            sizes=tuple(len(self.labels[j]) for j in range(self.plan.partitions)),
+            columns=shape.features,
+            bias=shape.bias,
+        )
         contents: dict[int, RecordDict | None] = {}
         for i, wanted in needs.items():
             forwarded = wanted if self._links is None else []
