@@ -22,6 +22,10 @@ from fedcomp.wire import available_backends
 Floats = NDArray[np.floating[Any]]
 
 
+Way = tuple[str, Callable[[], bytes], Callable[[bytes], Any]]
+"""A name, what makes bytes, and what reads them."""
+
+
 def row_table(ids: Ids, rows: Floats, *, repeats: int = 5) -> list[dict[str, Any]]:
     """Return one line per row codec that can hold ``rows``, then those of the others.
 
@@ -40,65 +44,38 @@ def row_table(ids: Ids, rows: Floats, *, repeats: int = 5) -> list[dict[str, Any
         ``error`` (largest absolute one; 0 where all bits are the same), ``chosen`` ("auto" only: what it is).
     """
     lines = []
-    for name, codec in ROW_CODECS.items():
-        try:
-            frame = codec.encode(ids, rows)
-        except GraphError:
-            continue
-        line = _line(name, ids, rows, _encoder(codec, ids, rows), _decoder(codec, rows), repeats)
-        lines.append({**line, "chosen": codec_of(frame) if name == "auto" else ""})
-    for name, make, read in _others(ids, rows):
-        lines.append({**_line(name, ids, rows, make, read, repeats), "chosen": ""})
+    for what, make, read in (*_codecs(ids, rows), *_others(ids, rows)):
+        data = make()
+        found = read(data)
+        same = found.tobytes() == np.ascontiguousarray(rows).tobytes()
+        line = _measured(what, "per_row", ids.size, make, partial(read, data), repeats)
+        line["error"] = 0.0 if same else float(np.abs(found.astype(np.float64) - rows).max())
+        lines.append({**line, "chosen": codec_of(data) if what == "auto" else ""})
     return lines
 
 
 def id_table(ids: Ids, *, repeats: int = 5) -> list[dict[str, Any]]:
     """Return ``what``, ``bytes``, ``per_id`` and times in microseconds per id of an id list, and of int32 with zlib."""
-
-    def plain() -> bytes:
-        return zlib.compress(ids.astype("<i4").tobytes())
-
-    def read(data: bytes) -> Ids:
-        return np.frombuffer(zlib.decompress(data), "<i4").astype(np.int64)
-
-    def gaps() -> bytes:
-        return encode_ids(ids)
-
-    ways: tuple[tuple[str, Callable[[], bytes], Callable[[bytes], Ids]], ...] = (
-        ("gaps", gaps, decode_ids),
-        ("int32 + zlib", plain, read),
+    raw = ids.astype("<i4").tobytes()
+    ways: tuple[Way, ...] = (
+        ("gaps", partial(encode_ids, ids), decode_ids),
+        ("int32 + zlib", partial(zlib.compress, raw), lambda data: np.frombuffer(zlib.decompress(data), "<i4")),
     )
     lines = []
-    for what, make, back in ways:
+    for what, make, read in ways:
         data = make()
-        if not np.array_equal(back(data), ids):
+        if not np.array_equal(read(data), ids):
             raise AssertionError(f"{what} does not give the ids back")
-        lines.append(
-            {
-                "what": what,
-                "bytes": len(data),
-                "per_id": len(data) / ids.size,
-                "encode_us": _best(make, repeats) / ids.size,
-                "decode_us": _best(partial(back, data), repeats) / ids.size,
-            }
-        )
+        lines.append(_measured(what, "per_id", ids.size, make, partial(read, data), repeats))
     return lines
 
 
-def _line(
-    what: str, ids: Ids, rows: Floats, make: Callable[[], bytes], read: Callable[[bytes], Floats], repeats: int
+def _measured(
+    what: str, per: str, count: int, make: Callable[[], bytes], read: Callable[[], Any], repeats: int
 ) -> dict[str, Any]:
-    data = make()
-    found = read(data)
-    same = found.tobytes() == np.ascontiguousarray(rows).tobytes()
-    return {
-        "what": what,
-        "bytes": len(data),
-        "per_row": len(data) / ids.size,
-        "encode_us": _best(make, repeats) / ids.size,
-        "decode_us": _best(partial(read, data), repeats) / ids.size,
-        "error": 0.0 if same else float(np.abs(found.astype(np.float64) - rows).max()),
-    }
+    size = len(make())
+    times = {f"{name}_us": _best(call, repeats) / count for name, call in (("encode", make), ("decode", read))}
+    return {"what": what, "bytes": size, per: size / count, **times}
 
 
 def _best(call: Callable[[], Any], repeats: int) -> float:
@@ -111,15 +88,23 @@ def _best(call: Callable[[], Any], repeats: int) -> float:
     return 1e6 * best
 
 
-def _encoder(codec: RowCodec, ids: Ids, rows: Floats) -> Callable[[], bytes]:
-    return lambda: codec.encode(ids, rows)
+def _codecs(ids: Ids, rows: Floats) -> list[Way]:
+    """Return the row codecs that can hold the rows."""
+    found: list[Way] = []
+    for name, codec in ROW_CODECS.items():
+        try:
+            codec.encode(ids, rows)
+        except GraphError:
+            continue
+        found.append((name, partial(codec.encode, ids, rows), partial(_decode, codec, rows)))
+    return found
 
 
-def _decoder(codec: RowCodec, rows: Floats) -> Callable[[bytes], Floats]:
-    return lambda frame: codec.decode(frame, features=rows.shape[1], dtype=rows.dtype, limit=rows.shape[0])[1]
+def _decode(codec: RowCodec, rows: Floats, frame: bytes) -> Floats:
+    return codec.decode(frame, features=rows.shape[1], dtype=rows.dtype, limit=rows.shape[0])[1]
 
 
-def _others(ids: Ids, rows: Floats) -> list[tuple[str, Callable[[], bytes], Callable[[bytes], Floats]]]:
+def _others(ids: Ids, rows: Floats) -> list[Way]:
     """Return what one would do without codecs: numpy's archive, and a byte compressor on ids and values."""
     raw = ids.astype("<i4").tobytes()
 
@@ -136,7 +121,7 @@ def _others(ids: Ids, rows: Floats) -> list[tuple[str, Callable[[], bytes], Call
     def values(data: bytes) -> Floats:
         return np.frombuffer(data, rows.dtype, offset=len(raw)).reshape(rows.shape)
 
-    found: list[tuple[str, Callable[[], bytes], Callable[[bytes], Floats]]] = [
+    found: list[Way] = [
         ("np.savez_compressed", archive, unarchive),
         ("zlib", lambda: zlib.compress(raw + rows.tobytes()), lambda data: values(zlib.decompress(data))),
     ]
@@ -144,16 +129,10 @@ def _others(ids: Ids, rows: Floats) -> list[tuple[str, Callable[[], bytes], Call
         import zstandard
 
         small, big = zstandard.ZstdCompressor(level=3), zstandard.ZstdCompressor(level=19)
-        reader = zstandard.ZstdDecompressor()
-        sparse = ROW_CODECS["csr"]
-        read = _decoder(sparse, rows)
+        unpack, csr = zstandard.ZstdDecompressor().decompress, ROW_CODECS["csr"]
         found += [
-            ("zstd", lambda: small.compress(raw + rows.tobytes()), lambda data: values(reader.decompress(data))),
-            (
-                "csr + zstd -19",
-                lambda: big.compress(sparse.encode(ids, rows)),
-                lambda data: read(reader.decompress(data)),
-            ),
+            ("zstd", lambda: small.compress(raw + rows.tobytes()), lambda data: values(unpack(data))),
+            ("csr + zstd -19", lambda: big.compress(csr.encode(ids, rows)), lambda d: _decode(csr, rows, unpack(d))),
         ]
     return found
 

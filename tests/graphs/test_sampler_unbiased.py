@@ -7,7 +7,9 @@ bisection where its answer changes, and sums over all answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations, pairwise, permutations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,34 +134,94 @@ def small(*, kind: str = "sym", nodes: int = 12, degree: float = 3.0, seed: int 
 ROWS = np.array([0, 2, 3])
 
 
+def apart() -> tuple[Part, Ids]:
+    """Return a part, and rows of it of which one has owned neighbours only, and all have some."""
+    lists = normalised(np.array([0, 0, 0, 0, 1, 1, 2]), np.array([1, 4, 5, 6, 5, 8, 0]), 9, "mean")
+    return cut(lists, toy_owner(9, 2), toy_features(9, 2, 0))[0], np.array([0, 2, 1])
+
+
+def lonely() -> tuple[Part, Ids]:
+    """Return a part, and a row of it without owned neighbours."""
+    lists = normalised(np.zeros(4, int), np.arange(2, 6), 6, "mean", self_loops=False)
+    return cut(lists, toy_owner(6, 3), np.ones((6, 1)))[0], np.array([0])
+
+
+def over_rows(run: Run, count: int) -> Dense:
+    """Return the expectation of a sampler whose rows draw twice each, row by row."""
+    return np.stack([over_sequences(run, count, row, 2 * row, 2 * row + 2) for row in range(count // 2)])
+
+
+Expectation = Callable[[Run, int], Dense]
+PLACES: dict[str, Callable[[], tuple[Part, Ids]]] = {
+    "small": lambda: (small(), ROWS),
+    "two rows": lambda: (small(), ROWS[:2]),
+    "one row": lambda: (small(nodes=9, degree=2.0), ROWS[:1]),
+    "mean": lambda: (small(kind="mean", seed=4), ROWS),
+    "apart": apart,
+    "lonely": lonely,
+}
+SUBSETS, SEQUENCES, BY_ROW = over_subsets, partial(over_sequences, grid=256), over_rows
+FIXED = {"mode": "fixed"}
+NODE = {"sampler": "node", "fanout": 2}
+DRAWS = {"estimator": "multinomial"}
+UNBIASED: list[tuple[str, dict[str, Any], Expectation]] = [
+    *(
+        (place, {**options, **FIXED, "scale": scale, "keep_self": keep_self}, expectation)
+        for place, options, scales, expectation in (
+            ("small", {"n": 2}, (1.0, 2.0, 16.0), SUBSETS),
+            ("two rows", {"n": 3, **DRAWS}, (1.0, 3.0, 16.0), SEQUENCES),
+            ("apart", NODE, (1.0, 4.0), SUBSETS),
+        )
+        for scale in scales
+        for keep_self in (False, True)
+    ),
+    *(
+        ("mean", {"n": 2, "mode": mode, "weight": weight, "budget": 1.5}, SUBSETS)
+        for mode in ("matched", "measured", "worst")
+        for weight in ("count", "l2sq")
+    ),
+    *(
+        ("apart", {**NODE, **DRAWS, "mode": mode, "scale": scale}, BY_ROW)
+        for mode, scale in (("fixed", 4.0), ("matched", 1.0), ("measured", 1.0))
+    ),
+    ("lonely", {**NODE, "budget": 2.0}, SUBSETS),
+    ("lonely", {**NODE, **DRAWS, "budget": 2.0}, BY_ROW),
+    *(("small", {"sampler": "boundary", "q": q}, SUBSETS) for q in (0.1, 0.5)),
+    *(("one row", {"sampler": "fastgcn", "n": 3, "keep_self": keep_self}, SEQUENCES) for keep_self in (False, True)),
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("scale", [1.0, 2.0, 16.0])
-@pytest.mark.parametrize("keep_self", [False, True])
-def test_7_01_poisson_is_exactly_unbiased(scale: float, keep_self: bool) -> None:
+@pytest.mark.parametrize(("place", "options", "expectation"), UNBIASED, ids=lambda value: str(value)[:60])
+def test_7_01_a_sampler_that_is_called_unbiased_is(
+    place: str, options: dict[str, Any], expectation: Expectation
+) -> None:
+    part, rows = PLACES[place]()
+    settings = SamplerSettings(**options)
+    assert not settings.biased
+    run, count = runner(part, rows, settings)
+    assert 1 < count <= 12
+    # Something is drawn: else nothing would be shown.
+    assert len({run(np.full(count, u)).tobytes() for u in np.arange(24) / 24}) > 1
+    assert np.abs(expectation(run, count) - truth(part, rows)).max() < EXACT
+
+
+def test_7_01_what_keeps_all_is_exact() -> None:
     part = small()
-    settings = SamplerSettings(n=4, mode="fixed", scale=scale, keep_self=keep_self)
-    run, count = runner(part, ROWS, settings)
-    assert 6 <= count <= 12
-    assert np.abs(over_subsets(run, count) - truth(part, ROWS)).max() < EXACT
+    for options in ({"sampler": "boundary", "q": 1.0}, {"sampler": "full"}):
+        run, count = runner(part, ROWS, SamplerSettings(**options))
+        assert np.abs(run(np.zeros(count)) - truth(part, ROWS)).max() < EXACT
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("weight", ["count", "l2sq"])
-@pytest.mark.parametrize("mode", ["matched", "measured", "worst"])
-def test_7_01_poisson_is_exactly_unbiased_by_every_rule_and_weight(weight: str, mode: str) -> None:
-    part = small(kind="mean", seed=4)
-    run, count = runner(part, ROWS, SamplerSettings(n=2, mode=mode, weight=weight, budget=1.5))
-    assert np.abs(over_subsets(run, count) - truth(part, ROWS)).max() < EXACT
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("scale", [1.0, 3.0, 16.0])
-@pytest.mark.parametrize("keep_self", [False, True])
-def test_7_01_multinomial_is_exactly_unbiased(scale: float, keep_self: bool) -> None:
-    part = small()
-    settings = SamplerSettings(n=3, mode="fixed", scale=scale, estimator="multinomial", keep_self=keep_self)
-    run, count = runner(part, ROWS[:2], settings)
-    assert np.abs(over_sequences(run, count, grid=256) - truth(part, ROWS[:2])).max() < EXACT
+def test_nothing_is_favoured_where_nothing_is_owned_or_all_is() -> None:
+    part, rows = lonely()
+    for estimator in ("poisson", "multinomial"):
+        settings = SamplerSettings(sampler="node", fanout=2, mode="matched", budget=2.0, estimator=estimator)
+        assert plan_layer(part, rows, settings, 0, Key(0).uniform).scale == 1.0
+    part, rows = apart()
+    lam = np.array([part.owned(part.structure.rows(rows[i : i + 1]).columns).mean() for i in range(len(rows))])
+    assert lam.max() == 1.0
+    assert (lam > 0.0).all()
 
 
 def test_7_01_the_harness_fails_for_local_only() -> None:
@@ -217,73 +279,6 @@ def test_ladies_draws_one_after_the_other_without_replacement() -> None:
         assert kept.sum() == n
         seen += kept
     assert (np.abs(seen / draws - expected) < 4.0 * np.sqrt(expected * (1.0 - expected) / draws)).all()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("keep_self", [False, True])
-def test_7_01_node_wise_poisson_is_exactly_unbiased(scale: float, keep_self: bool) -> None:
-    part, rows = apart()
-    settings = SamplerSettings(sampler="node", fanout=2, mode="fixed", scale=scale, keep_self=keep_self)
-    run, count = runner(part, rows, settings)
-    lam = np.array([part.owned(part.structure.rows(rows[i : i + 1]).columns).mean() for i in range(len(rows))])
-    assert lam.max() == 1.0
-    assert (lam > 0.0).all()
-    assert np.abs(over_subsets(run, count) - truth(part, rows)).max() < EXACT
-
-
-@pytest.mark.long
-def test_7_01_node_wise_is_exactly_unbiased_in_a_row_without_owned_neighbours() -> None:
-    lists = normalised(np.zeros(4, int), np.arange(2, 6), 6, "mean", self_loops=False)
-    part = cut(lists, toy_owner(6, 3), np.ones((6, 1)))[0]
-    rows = np.array([0])
-    for estimator in ("poisson", "multinomial"):
-        settings = SamplerSettings(sampler="node", fanout=2, mode="matched", budget=2.0, estimator=estimator)
-        assert plan_layer(part, rows, settings, 0, Key(0).uniform).scale == 1.0
-        run, count = runner(part, rows, settings)
-        found = over_subsets(run, count) if estimator == "poisson" else over_sequences(run, count)
-        assert np.abs(found - truth(part, rows)).max() < EXACT
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["fixed", "matched", "measured"])
-def test_7_01_node_wise_multinomial_is_exactly_unbiased(mode: str) -> None:
-    part, rows = apart()
-    scale = 4.0 if mode == "fixed" else 1.0
-    settings = SamplerSettings(sampler="node", fanout=2, mode=mode, scale=scale, estimator="multinomial")
-    run, count = runner(part, rows, settings)
-    assert count == 2 * len(rows)
-    for row in range(len(rows)):
-        found = over_sequences(run, count, row, 2 * row, 2 * row + 2)
-        assert np.abs(found - truth(part, rows)[row]).max() < EXACT
-
-
-def apart() -> tuple[Part, Ids]:
-    """Return a part, and rows of it of which one has owned neighbours only."""
-    part = cut(
-        normalised(np.array([0, 0, 0, 0, 1, 1, 2]), np.array([1, 4, 5, 6, 5, 8, 0]), 9, "mean"),
-        toy_owner(9, 2),
-        toy_features(9, 2, 0),
-    )[0]
-    return part, np.array([0, 2, 1])
-
-
-@pytest.mark.parametrize("q", [0.1, 0.5, 1.0])
-def test_7_01_boundary_is_exactly_unbiased(q: float) -> None:
-    part = small()
-    run, count = runner(part, ROWS, SamplerSettings(sampler="boundary", q=q))
-    found = over_subsets(run, count) if q < 1.0 else run(np.zeros(count))
-    assert np.abs(found - truth(part, ROWS)).max() < EXACT
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("keep_self", [False, True])
-def test_7_01_fastgcn_is_exactly_unbiased(keep_self: bool) -> None:
-    part = small(nodes=9, degree=2.0)
-    rows = ROWS[:1]
-    run, count = runner(part, rows, SamplerSettings(sampler="fastgcn", n=3, keep_self=keep_self))
-    assert 2 <= len(part.structure.rows(rows).columns) <= 6
-    assert np.abs(over_sequences(run, count) - truth(part, rows)).max() < EXACT
 
 
 @pytest.mark.parametrize("sampler", ["skewed", "node", "ladies", "fastgcn"])
