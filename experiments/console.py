@@ -38,9 +38,11 @@ def table_of(sheet: Sheet) -> Table:
     table = Table(box=None, padding=padding, header_style="dim", pad_edge=False)
     for i, (name, right) in enumerate(zip(sheet.columns, sheet.right, strict=True)):
         cells = [row[i] for row in sheet.rows]
-        whole = cells if right else [word for cell in cells for word in cell.split() if len(word) <= LONGEST]
-        least = max(map(len, [*name.split(), *whole]), default=0)
-        table.add_column(name, justify="right" if right else "left", min_width=least, overflow="fold")
+        if right:
+            table.add_column(name, justify="right", width=max(map(len, [*name.split(), *cells]), default=0))
+        else:
+            words = [word for cell in (name, *cells) for word in cell.split() if len(word) <= LONGEST]
+            table.add_column(name, min_width=max(map(len, words), default=0), overflow="fold")
     for row in sheet.rows:
         table.add_row(*(Text(cell, STYLES.get(cell, "")) for cell in row))
     return table

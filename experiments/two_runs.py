@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.experiments.overview import summary_entry
+from fedcomp.experiments.overview import UNREADABLE, summary_entry
 from fedcomp.experiments.page import render_comparison
-from fedcomp.experiments.report import mark, number
+from fedcomp.experiments.report import mark, number, percent, ratio, short_bytes
 from fedcomp.experiments.sheets import Sheet
 from fedcomp.experiments.store import RunFolder
 
-_ROW = {
-    "accuracy": "accuracy, %",
-    "uplink_payload_bytes": "uplink payload",
-    "downlink_payload_bytes": "downlink payload",
-    "uplink_ratio": "times fewer",
-    "simulated_seconds": "simulated s",
+_ROW: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "accuracy": ("accuracy", percent),
+    "uplink_payload_bytes": ("uplink", short_bytes),
+    "downlink_payload_bytes": ("downlink", short_bytes),
+    "uplink_ratio": ("ratio", ratio),
 }
-"""Figures of a row that are compared, and their headings."""
+"""Figures of a row that are compared: heading, and how they are shown."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def compare(root: Path, first: str, second: str) -> Comparison:
     summaries = [_summary(folder) for folder in folders]
     try:
         sheets = [sheet for sheet in _sheets(*summaries) if sheet.rows or sheet.caption]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except UNREADABLE as error:
         raise StateError(
             f"{folders[0].name} and {folders[1].name} cannot be compared: {error!r}; were they made by "
             f"another version? Run them again"
@@ -99,46 +98,65 @@ def _summary(folder: Path) -> Mapping[str, Any]:
         raise ConfigError(f"run {folder.name} is not finished; continue it with --resume {folder.name}")
     try:
         document: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise StateError(f"{file} cannot be read ({error}); run the experiment again") from error
     return document
 
 
 def _sheets(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Sheet]:
+    names = _paired(a["rows"], b["rows"])
+    figures = [head for head, _ in _ROW.values()]
     return [
         _side_by_side("Settings or versions", "name", ["value"], _settings(a), _settings(b), all_rows=False),
-        _side_by_side("Systems", "system", list(_ROW.values()), _rows(a), _rows(b)),
+        _side_by_side("Systems", "system", figures, _rows(a, names), _rows(b, names)),
         _side_by_side("Claims", "claim", ["measured", "bound", "ended"], _claims(a), _claims(b)),
         _side_by_side("Measured figures", "figure", ["value"], _measured(a), _measured(b), all_rows=False),
     ]
 
 
-Cells = Mapping[str, Sequence[str]]
-"""By name, the text of every figure."""
+Cells = Mapping[str, Sequence[tuple[str, Any]]]
+"""By name, the text of every figure and its value."""
+
+
+def _paired(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return what each label is called: rows of the same system whose labels say another setting are one."""
+    only = [
+        [row for row in rows if row["label"] not in {r["label"] for r in others}] for rows, others in ((a, b), (b, a))
+    ]
+    names = {row["label"]: row["label"] for row in (*a, *b)}
+    if len(only[0]) == len(only[1]):
+        for left, right in zip(*only, strict=True):
+            if left["system"] == right["system"]:
+                names |= dict.fromkeys((left["label"], right["label"]), f"{left['label']} / {right['label']}")
+    return names
 
 
 def _settings(summary: Mapping[str, Any]) -> Cells:
-    config = summary["config"]
-    plain = {"experiment": summary["experiment"]} | {
-        k: v for k, v in config.items() if k not in ("settings", "experiment")
+    known = {**summary["config"], **summary["config"]["settings"], **summary["environment"]}
+    return {key: [(str(value), value)] for key, value in known.items() if key not in ("settings", "finished")}
+
+
+def _rows(summary: Mapping[str, Any], names: Mapping[str, str]) -> Cells:
+    return {
+        names[row["label"]]: [(show(row[key]), row[key]) for key, (_, show) in _ROW.items()] for row in summary["rows"]
     }
-    versions = {name: text for name, text in summary["environment"].items() if name != "finished"}
-    return {key: [str(value)] for key, value in {**plain, **config["settings"], **versions}.items()}
-
-
-def _rows(summary: Mapping[str, Any]) -> Cells:
-    rows = [row | {"accuracy": None if row["accuracy"] is None else 100 * row["accuracy"]} for row in summary["rows"]]
-    return {row["label"]: [number(row[key]) for key in _ROW] for row in rows}
 
 
 def _claims(summary: Mapping[str, Any]) -> Cells:
-    return {c["name"]: [number(c["value"]), f"{c['op']} {number(c['bound'])}", mark(c)] for c in summary["claims"]}
+    return {
+        claim["name"]: [
+            (number(claim["value"]), claim["value"]),
+            (f"{claim['op']} {number(claim['bound'])}", (claim["op"], claim["bound"])),
+            (mark(claim), claim["ok"]),
+        ]
+        for claim in summary["claims"]
+    }
 
 
 def _measured(summary: Mapping[str, Any]) -> Cells:
     """Return every cell of every table that was measured, by table, row and column."""
     return {
-        f"{table['title']}: {row[0]}, {column}": [cell if isinstance(cell, str) else number(cell)]
+        f"{table['title']}: {row[0]}, {column}": [(cell if isinstance(cell, str) else number(cell), cell)]
         for table in summary["findings"]["tables"]
         for row in table["rows"]
         for column, cell in zip(table["columns"][1:], row[1:], strict=True)
@@ -147,15 +165,15 @@ def _measured(summary: Mapping[str, Any]) -> Cells:
 
 def _side_by_side(title: str, head: str, figures: Sequence[str], a: Cells, b: Cells, *, all_rows: bool = True) -> Sheet:
     """Return each figure of ``a`` beside that of ``b``, dashes for what only one of them has; unless ``all_rows``, only
-    what differs."""
-    missing = ["–"] * len(figures)
+    what differs, if only in digits that are not shown."""
+    missing = [("–", None)] * len(figures)
     names = list(dict.fromkeys([*a, *b]))
     shown = [name for name in names if all_rows or a.get(name) != b.get(name)]
     rows, differing = [], set()
     for place, name in enumerate(shown):
         pairs = list(zip(a.get(name, missing), b.get(name, missing), strict=True))
         differing |= {(place, 2 * i + 2) for i, (left, right) in enumerate(pairs) if left != right}
-        rows.append([name, *(text for pair in pairs for text in pair)])
-    columns = [head, *(f"{figure}, {run}" for figure in figures for run in "AB")]
+        rows.append([name, *(text for pair in pairs for text, _ in pair)])
+    columns = [head, *(f"{figure} {run}" for figure in figures for run in "AB")]
     same = f"The same in both: {len(names) - len(shown)}." if len(shown) < len(names) else ""
     return Sheet(title, columns, rows, [False, *[True] * (len(columns) - 1)], same, frozenset(differing))

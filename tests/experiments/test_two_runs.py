@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
-from fake_engine import CATALOG, FakeEngine
+from fake_engine import CATALOG, TINY, FakeEngine
 from pages import Page
 
 from fedcomp.errors import ConfigError, StateError
+from fedcomp.experiments.experiment import Config, Experiment
+from fedcomp.experiments.findings import Findings
 from fedcomp.experiments.run import Setup, main
 from fedcomp.experiments.sheets import Sheet
+from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.two_runs import compare
 
 
@@ -31,14 +35,32 @@ def test_what_differs_is_marked(tmp_path: Path) -> None:
     first, second = run(tmp_path, "tiny"), run(tmp_path, "tiny", "--set", "codec.density=0.5", "--rounds", "4")
     found = {sheet.title: sheet for sheet in compare(tmp_path, first, second).sheets}
     assert [row[0] for row in found["Settings or versions"].rows] == ["rounds", "codec.density"]
-    assert differing(found["Settings or versions"]) == {("rounds", "value, B"), ("codec.density", "value, B")}
+    assert differing(found["Settings or versions"]) == {("rounds", "value B"), ("codec.density", "value B")}
     systems = differing(found["Systems"])
-    assert {("sparse", "uplink payload, B"), ("dense", "accuracy, %, B"), ("sparse", "times fewer, B")} <= systems
-    assert ("dense", "times fewer, B") not in systems, "a baseline is once itself in both"
+    assert {("sparse", "uplink B"), ("dense", "accuracy B"), ("sparse", "ratio B")} <= systems
+    assert ("dense", "ratio B") not in systems, "a baseline is once itself in both"
     assert {column for name, column in differing(found["Claims"]) if name == "fewer bytes"} == {
-        "measured, B",
-        "ended, B",
+        "measured B",
+        "ended B",
     }
+
+
+@pytest.mark.long
+def test_rows_whose_labels_name_another_setting_are_one(tmp_path: Path) -> None:
+    def relabelled(label: str) -> Experiment:
+        def rows(config: Config) -> list[RunSpec]:
+            return [dataclasses.replace(s, label=s.label.replace("sparse", label)) for s in TINY.rows(config)]
+
+        return dataclasses.replace(TINY, rows=rows, measure=lambda *_: Findings())
+
+    names = []
+    for label in ("top 1", "top 2"):
+        catalog = {"tiny": relabelled(label)}
+        main(["tiny", "--out", str(tmp_path), "--json"], setup=Setup(catalog, FakeEngine(), lambda spec: None))
+        names += [path.name for path in tmp_path.glob("*/") if path.name not in names]
+    (systems,) = [sheet for sheet in compare(tmp_path, *names).sheets if sheet.title == "Systems"]
+    assert [row[0] for row in systems.rows] == ["dense", "top 1 / top 2"]
+    assert systems.differing == frozenset()
 
 
 @pytest.mark.long
@@ -55,7 +77,7 @@ def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
 def test_what_only_one_run_has_stands_beside_a_dash(tmp_path: Path) -> None:
     first, second = run(tmp_path, "tiny"), run(tmp_path, "measured")
     found = {sheet.title: sheet for sheet in compare(tmp_path, first, second).sheets}
-    assert next(iter(found["Systems"].rows))[2::2] == ["–"] * 5
+    assert next(iter(found["Systems"].rows))[2::2] == ["–"] * 4
     assert ["Measured <losses>: 3, loss", "–", "0.5"] in found["Measured figures"].rows
     assert "experiment" in [row[0] for row in found["Settings or versions"].rows]
 
