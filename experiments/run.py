@@ -141,14 +141,16 @@ def command(
     ] = None,
     compare: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="RUN RUN", help="Compare two finished runs instead of running anything.", show_default=""),
+        typer.Option(
+            metavar="RUN RUN", help="Compare two finished runs instead of running anything.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as one JSON document and nothing else.")
     ] = False,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are made.")] = Path("runs"),
     tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, too.", show_default="")
+        Path | None, typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, too.", show_default=False)
     ] = None,
 ) -> None:
     """Run an experiment, write its report, and check its claims."""
