@@ -54,7 +54,7 @@ EXAMPLES: tuple[Codec, ...] = (
     NormSign(scope="global", block=100),
     Dithering(),
     Dithering(bits=9),
-    TopK(0.1, values="float64", index="fixed"),
+    TopK(0.1, values="float64"),
     TernGrad(),
     TernGrad(clip=2.5, scope="global"),
     NaturalCompression(),
