@@ -147,7 +147,7 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
 
 
 def _observe(msg: Message, context: Context, problem: ProblemOf) -> Message:
-    """Tell the model as it is after the mail that waits for this node, and its figures; change nothing."""
+    """Tell the model as it is after the inbox that waits for this node, and its figures; change nothing."""
     setup, instruction = gossip.Setup.take(msg), _instruction(msg, context)
     if instruction.action != "observe":
         raise StateError(f"an observation asks to {instruction.action!r}; it must not change anything")

@@ -193,7 +193,7 @@ def average(
     shares = np.stack([_weights(state) for state in states])
     ks, errors = [k for k, _ in seen], [e for _, e in seen]
     rate, r2 = fitted(ks, errors, late=late)
-    bytes_, letters = outcome.traffic.edge_bytes, outcome.traffic.letters
+    bytes_, letters = outcome.traffic.edge_bytes, outcome.traffic.messages
     return Track(
         ks,
         errors,

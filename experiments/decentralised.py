@@ -342,7 +342,7 @@ class GossipCell:
 def per_letter(traffic: Traffic, *, headers: bool) -> float:
     """Return the mean bytes of a letter on an edge while training, without closing iterations and whole estimates."""
     count = traffic.edge["train"]
-    return (count.bytes if headers else count.bodies) / count.letters if count.letters else math.nan
+    return (count.bytes if headers else count.bodies) / count.messages if count.messages else math.nan
 
 
 def ratio(traffic: Traffic, dense: Traffic, *, headers: bool = False) -> float:
@@ -357,7 +357,7 @@ def honest_ratio(traffic: Traffic, dense: Traffic) -> float:
     Headers, closing iterations and whole estimates count here; the baseline has headers and no closing iterations.
     """
     total = traffic.edge_bytes
-    return traffic.edge["train"].letters * per_letter(dense, headers=True) / total if total else math.nan
+    return traffic.edge["train"].messages * per_letter(dense, headers=True) / total if total else math.nan
 
 
 def _joules(value: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.gossip.base import Letter, State, View, letters_of
+from fedcomp.gossip.base import GossipMessage, State, View, messages_of
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.dyna_cold import Sign
 from fedcomp.gossip.estimates import Sent, broadcast, open_estimates
@@ -77,8 +77,8 @@ def frozen(state: State) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in state.items()}
 
 
-def letter(sent: Sent, source: int = 0, to: int = 1) -> Letter:
-    return next(one for one in letters_of(source, sent.outbox) if one.destination == to)
+def message(sent: Sent, source: int = 0, to: int = 1) -> GossipMessage:
+    return next(one for one in messages_of(source, sent.outbox) if one.destination == to)
 
 
 def write(state: State, iteration: int, compressor: Compressor = TOP, **options: Any) -> Sent:

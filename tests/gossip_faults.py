@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.central import Nodes, Outcome, simulate
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.relay import Relay
@@ -65,11 +65,11 @@ def same_states(left: Mapping[int, State], right: Mapping[int, State]) -> bool:
 
 @dataclass
 class Mass:
-    """All (x, w) of a push-sum run at one moment: what every node would hold if all letters arrived now.
+    """All (x, w) of a push-sum run at one moment: what every node would hold if all messages arrived now.
 
-    Letters in boxes, in unanswered instructions that were not carried out, and in answers that the relay has not got;
-    letters on their way back. Of a node that carried its instruction out but could not say so, that instruction's mail
-    is in its state.
+    Messages in boxes, in unanswered instructions that were not carried out, and in answers that the relay has not got;
+    messages on their way back. Of a node that carried its instruction out but could not say so, that instruction's
+    inbox is in its state.
     """
 
     algorithm: Algorithm
@@ -86,34 +86,34 @@ class Mass:
     def total(self, relay: Relay, nodes: Nodes) -> tuple[float, Real]:
         box = relay._mailbox
         there = sorted(relay._members | relay._departing)
-        waiting: dict[int, list[Letter]] = {i: [] for i in there}
-        back: dict[int, list[Letter]] = {i: [] for i in there}
+        waiting: dict[int, list[GossipMessage]] = {i: [] for i in there}
+        back: dict[int, list[GossipMessage]] = {i: [] for i in there}
         states: dict[int, State] = {}
         for i in there:
             entry, memory = relay._open.get(i), nodes.memories.get(i)
             done = entry is None or (memory is not None and memory.serial == entry.instruction.serial)
             if entry is not None and not done:
-                waiting[i] += entry.instruction.mail
+                waiting[i] += entry.instruction.inbox
                 back[i] += entry.instruction.returned
             states[i] = self._state(i, entry, memory, done)
-            waiting[i] += [parcel.letter for parcel in box.look(i)]
+            waiting[i] += [parcel.message for parcel in box.look(i)]
             back[i] += box.look_returned(i)
         for i, entry in sorted(relay._open.items()):
             memory = nodes.memories.get(i)
             if memory is None or memory.serial != entry.instruction.serial:
                 continue
-            for posting in memory.answer.postings:
-                for to in posting.destinations:
-                    letter = Letter(i, to, posting.payload)
+            for multicast in memory.answer.multicasts:
+                for to in multicast.destinations:
+                    message = GossipMessage(i, to, multicast.payload)
                     lost = to in box.broken(i) and to not in entry.instruction.view.resync
                     if to in relay._members and not lost:
-                        waiting[to].append(letter)
+                        waiting[to].append(message)
                     else:
-                        back[i].append(letter)
+                        back[i].append(message)
         w, x = 0.0, np.zeros(self.layout.size)
         for i in there:
-            mail = sorted(waiting[i], key=lambda letter: letter.source)
-            state = self.algorithm.receive(states[i], mail)
+            inbox = sorted(waiting[i], key=lambda message: message.source)
+            state = self.algorithm.receive(states[i], inbox)
             if back[i]:
                 state = self.algorithm.take_back(state, back[i])
             w += float(state["w"])
@@ -148,10 +148,10 @@ def both(*hooks: Callable[[Relay, Nodes], None]) -> Callable[[Relay, Nodes], Non
 
 
 class Courier(Algorithm):
-    """Averages nothing: every letter has a number of its own, and the state remembers what became of each.
+    """Averages nothing: every message has a number of its own, and the state remembers what became of each.
 
-    ``"got"`` and ``"back"`` hold rows (source, destination, number) of letters that were applied and that came back, in
-    their order. Numbers grow along an edge.
+    ``"got"`` and ``"back"`` hold rows (source, destination, number) of messages that were applied and that came back,
+    in their order. Numbers grow along an edge.
     """
 
     name: ClassVar[str] = "courier"
@@ -164,19 +164,23 @@ class Courier(Algorithm):
         none = np.zeros((0, 3), np.int64)
         return {"x": model, "got": none, "back": none, "sent": none}
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
-        rows = [(letter.source, letter.destination, int.from_bytes(letter.payload, "little")) for letter in letters]
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
+        rows = [
+            (message.source, message.destination, int.from_bytes(message.payload, "little")) for message in messages
+        ]
         return {**state, "got": _append(state["got"], rows)}
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         if gradient is not None:
             gradient(state["x"])
         rows = [(view.node, to, view.iteration) for to in view.column]
-        postings = tuple(Posting((to,), view.iteration.to_bytes(12, "little")) for to in view.column)
-        return {**state, "sent": _append(state["sent"], rows)}, postings
+        multicasts = tuple(Multicast((to,), view.iteration.to_bytes(12, "little")) for to in view.column)
+        return {**state, "sent": _append(state["sent"], rows)}, multicasts
 
-    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
-        rows = [(letter.source, letter.destination, int.from_bytes(letter.payload, "little")) for letter in letters]
+    def take_back(self, state: State, messages: Sequence[GossipMessage]) -> State:
+        rows = [
+            (message.source, message.destination, int.from_bytes(message.payload, "little")) for message in messages
+        ]
         return {**state, "back": _append(state["back"], rows)}
 
     def model(self, state: State) -> Real:

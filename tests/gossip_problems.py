@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Letter, State, View, letters_of
+from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, messages_of
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -123,13 +123,14 @@ def view_of(weights: np.ndarray, node: int, iteration: int, *, resync: bool = Fa
     return View(node, iteration, column=row, row=row, resync=frozenset(row if resync else ()))
 
 
-Harm = Callable[[int, Letter], Letter | None]
+Harm = Callable[[int, GossipMessage], GossipMessage | None]
 Watch = Callable[[int, Sequence[State]], object]
 
 
 @dataclass
 class Ran:
-    """What a run left: final states (all letters applied), the error after each iteration, sizes of letters by edge."""
+    """What a run left: final states (all messages applied), the error after each iteration, sizes of messages by
+    edge."""
 
     states: list[State]
     errors: np.ndarray
@@ -151,11 +152,11 @@ def run(
     resync: bool = False,
     stop_at: float = 1e8,
 ) -> Ran:
-    """Run ``algorithm`` on all nodes: all begin an iteration, all letters arrive, all finish it.
+    """Run ``algorithm`` on all nodes: all begin an iteration, all messages arrive, all finish it.
 
     ``watch(k, states)`` is called after every iteration; a run whose error passes ``stop_at`` ends early. With
-    ``resync`` the first letters carry whole estimates. ``harm(k, letter)`` is what arrives in place of a letter; None:
-    nothing.
+    ``resync`` the first messages carry whole estimates. ``harm(k, message)`` is what arrives in place of a message;
+    None: nothing.
     """
     weights = ring_weights(task.n) if weights is None else weights
     if states is None:
@@ -164,15 +165,15 @@ def run(
         states = [algorithm.init(start.astype(dtype), task.layout, common=common) for start in starts]
     now, errors, payloads = list(states), [], {}
     for k in range(begin, begin + iterations):
-        inboxes: dict[int, list[Letter]] = {i: [] for i in range(task.n)}
+        inboxes: dict[int, list[GossipMessage]] = {i: [] for i in range(task.n)}
         for i in range(task.n):
             view = view_of(weights, i, k, resync=resync and k == begin)
             now[i], outbox = algorithm.send(now[i], lambda z, i=i: task.gradient(i, z), view)
-            for letter in letters_of(i, outbox):
-                payloads.setdefault((letter.source, letter.destination), []).append(len(letter.payload))
-                arrived = letter if harm is None else harm(k, letter)
+            for message in messages_of(i, outbox):
+                payloads.setdefault((message.source, message.destination), []).append(len(message.payload))
+                arrived = message if harm is None else harm(k, message)
                 if arrived is not None:
-                    inboxes[letter.destination].append(arrived)
+                    inboxes[message.destination].append(arrived)
         now = [algorithm.receive(now[i], inboxes[i]) for i in range(task.n)]
         errors.append(task.error(algorithm.model(s) for s in now))
         if watch is not None:

@@ -1,4 +1,4 @@
-"""Push-sum runs of a few nodes in one process, with letters delivered by hand: what the tests of the family share."""
+"""Push-sum runs of a few nodes in one process, with messages delivered by hand: what the tests of the family share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Letter, Real, State, View, deliver
+from fedcomp.gossip.base import Algorithm, GossipMessage, Real, State, View, deliver
 from fedcomp.gossip.topology import Topology
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -52,28 +52,28 @@ def rounds(
     views: Views,
     iterations: range,
     gradients: Callable[[int, int], Callable[[Real], Real] | None] = lambda i, t: None,
-    lose: Callable[[Letter, int], bool] = lambda letter, t: False,
+    lose: Callable[[GossipMessage, int], bool] = lambda message, t: False,
     watch: Callable[[int, dict[int, State]], None] = lambda t, states: None,
 ) -> dict[int, State]:
-    """Run iterations to their end; letters that ``lose`` names go back to their senders at once."""
+    """Run iterations to their end; messages that ``lose`` names go back to their senders at once."""
     now = dict(states)
     for t in iterations:
         outboxes = {}
         for i in now:
             now[i], outboxes[i] = algorithm.send(now[i], gradients(i, t), views(i, t))
         inboxes = deliver(outboxes)
-        lost: dict[int, list[Letter]] = {i: [] for i in now}
+        lost: dict[int, list[GossipMessage]] = {i: [] for i in now}
         for i in now:
             arrived = []
-            for letter in inboxes[i]:
-                if lose(letter, t):
-                    lost[letter.source].append(letter)
+            for message in inboxes[i]:
+                if lose(message, t):
+                    lost[message.source].append(message)
                 else:
-                    arrived.append(letter)
+                    arrived.append(message)
             now[i] = algorithm.receive(now[i], arrived)
-        for i, letters in lost.items():
-            if letters:
-                now[i] = algorithm.take_back(now[i], letters)
+        for i, messages in lost.items():
+            if messages:
+                now[i] = algorithm.take_back(now[i], messages)
         watch(t, now)
     return now
 
@@ -94,7 +94,7 @@ def largest(v: Real, k: int) -> Real:
 def by_matrices(
     models: Sequence[Real], topology: Topology, iterations: int, *, k: int, gamma: float, reading: str
 ) -> Real:
-    """Return the de-biased models, shape (n, d), after compressed push-sum written as matrices: no letters, no codecs.
+    """Return the de-biased models, shape (n, d), after compressed push-sum written as matrices: no messages, no codecs.
 
     ``reading`` says what the one estimate per node is an estimate of: "z", the de-biased model; "x", the numerator, a
     mistake; or "none", error feedback on the model itself without estimates, another one.

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.central import Nodes, simulate
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.node import Local
@@ -147,7 +147,7 @@ def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradie
         algorithm, topology_of(graph, n, 0), locals, start, iterations, layout=layout, seed=0, before=clock
     )
     seconds = time.perf_counter() - begin
-    edges = outcome.traffic.letters / iterations
+    edges = outcome.traffic.messages / iterations
     return {
         "graph": graph,
         "algorithm": algorithm.name,
@@ -231,11 +231,11 @@ class _Idle(Algorithm):
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         return {"x": model}
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, letters: Sequence[GossipMessage]) -> State:
         return state
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
-        return state, tuple(Posting((j,), bytes(8)) for j in view.column)
+        return state, tuple(Multicast((j,), bytes(8)) for j in view.column)
 
     def model(self, state: State) -> Real:
         return state["x"]

@@ -451,7 +451,7 @@ def _row_table(results: Mapping[str, RunResult], apart: Mapping[str, int]) -> Ta
         return mean(record.metrics.get(name, math.nan) for record in result.rounds[2:-1])
 
     def letter(result: RunResult, name: str) -> float:
-        return per_round(result, name) / per_round(result, "gossip.edge.letters")
+        return per_round(result, name) / per_round(result, "gossip.edge.messages")
 
     return Table(
         "Over Flower's messages",

@@ -142,7 +142,7 @@ _STYPE: Final = "fedcomp.arrays"
 
 @dataclass(frozen=True)
 class Setup(Schema, key=SETUP, separator="-"):
-    """What every instruction says of the run: enough for a process that has never heard of it.
+    """What every instruction says of the run: enough for a process that knows nothing of it.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ def take_instruction(message: Message) -> Instruction:
     ------
     PayloadError
         When it carries none, or not all of it.
-    LetterError
+    MessageError
         When its parts do not fit each other.
     """
     return Instruction.from_parts(InstructionRecord.take(message).to_parts())

@@ -1,12 +1,12 @@
-"""One iteration of a decentralised algorithm, seen from one node: state and letters in, state and letters out.
+"""One iteration of a decentralised algorithm, seen from one node: state and messages in, state and messages out.
 
 An algorithm is immutable configuration. What a node knows is its ``State``, a plain ``dict[str, ndarray]`` that the
 caller owns and stores; what it is told about an iteration is its :class:`View`. :meth:`Algorithm.step` is a pure
-function of these, of the letters and of the gradient, so that a step may be repeated after a crash and gives the same
+function of these, of the messages and of the gradient, so that a step may be repeated after a crash and gives the same
 bytes, and so that the same code runs in tests, in one process and on nodes far apart.
 
-A step first finishes the former iteration with the letters that came of it, then begins the next one up to the letters
-it sends: one round trip through a server per iteration.
+A step first finishes the former iteration with the messages that came of it, then begins the next one up to the
+messages it sends: one round trip through a server per iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -36,7 +36,7 @@ Gradient = Callable[[Real], Real]
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class GossipMessage:
     """What one node says to one other in one iteration: bytes that only the two of them read."""
 
     source: int
@@ -45,28 +45,28 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class Posting:
+class Multicast:
     """The same bytes to one or more nodes; sent once where the medium allows it."""
 
     destinations: tuple[int, ...]
     payload: bytes
 
 
-Outbox = tuple[Posting, ...]
+Outbox = tuple[Multicast, ...]
 
 
-def letters_of(source: int, outbox: Outbox) -> list[Letter]:
-    """Return one letter per active directed edge, by destination."""
-    found = [Letter(source, to, posting.payload) for posting in outbox for to in posting.destinations]
-    return sorted(found, key=lambda letter: letter.destination)
+def messages_of(source: int, outbox: Outbox) -> list[GossipMessage]:
+    """Return one message per active directed edge, by destination."""
+    found = [GossipMessage(source, to, multicast.payload) for multicast in outbox for to in multicast.destinations]
+    return sorted(found, key=lambda message: message.destination)
 
 
-def deliver(outboxes: Mapping[int, Outbox]) -> dict[int, list[Letter]]:
-    """Return every node's letters, in order of their sources: a network in which nothing is lost."""
-    inboxes: dict[int, list[Letter]] = {node: [] for node in outboxes}
+def deliver(outboxes: Mapping[int, Outbox]) -> dict[int, list[GossipMessage]]:
+    """Return every node's messages, in order of their sources: a network in which nothing is lost."""
+    inboxes: dict[int, list[GossipMessage]] = {node: [] for node in outboxes}
     for source in sorted(outboxes):
-        for letter in letters_of(source, outboxes[source]):
-            inboxes.setdefault(letter.destination, []).append(letter)
+        for message in messages_of(source, outboxes[source]):
+            inboxes.setdefault(message.destination, []).append(message)
     return inboxes
 
 
@@ -84,7 +84,7 @@ class View:
         Active out-neighbours j, ascending, and the share ``P[j, node]`` pushed to each. What is missing to 1 is the
         node's own share, always positive.
     row : mapping of int to float
-        In-neighbours j whose letters of this iteration will come, ascending, and the weight ``W[node, j]`` of each
+        In-neighbours j whose messages of this iteration will come, ascending, and the weight ``W[node, j]`` of each
         (equal to ``W[j, node]`` on undirected graphs). Directed algorithms read the keys only.
     seed : int
         The run's.
@@ -148,17 +148,17 @@ class Algorithm(ABC):
     time_varying : bool
         The graph may change from one iteration to the next.
     asynchronous : bool
-        A letter may arrive iterations late, and an edge may rest, without a trace in the limit: push-sum. Of the others
-        every node waits for every letter of an iteration before it begins the next.
-    letters_per_iteration : int
-        Vectors per letter (BEER and gradient tracking send two in one letter); for reports.
+        A message may arrive iterations late, and an edge may rest, without a trace in the limit: push-sum. Of the
+        others every node waits for every message of an iteration before it begins the next.
+    vectors_per_message : int
+        Vectors per message (BEER and gradient tracking send two in one message); for reports.
     """
 
     name: ClassVar[str]
     directed: ClassVar[bool] = False
     time_varying: ClassVar[bool] = False
     asynchronous: ClassVar[bool] = False
-    letters_per_iteration: ClassVar[int] = 1
+    vectors_per_message: ClassVar[int] = 1
 
     @abstractmethod
     def get_config(self) -> dict[str, Any]:
@@ -206,26 +206,26 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
-        """Finish the iteration begun with ``state`` by what its letters bring; without a begun one return ``state``.
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
+        """Finish the iteration begun with ``state`` by what its messages bring; without a begun one return ``state``.
 
         Parameters
         ----------
-        letters : sequence of Letter
+        messages : sequence of GossipMessage
             In order of source, of one source in the order they were sent. Asynchronous algorithms take any number of
             them; the others exactly one of every in-neighbour of the iteration's view.
 
         Raises
         ------
-        LetterError
-            When bytes cannot be a letter of this algorithm, or one is missing or superfluous. Nothing is changed.
+        MessageError
+            When bytes cannot be a message of this algorithm, or one is missing or superfluous. Nothing is changed.
         OutOfStep
-            When a letter changes an estimate that is not in step with its sender's.
+            When a message changes an estimate that is not in step with its sender's.
         """
 
     @abstractmethod
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
-        """Begin an iteration: the local step, where there is a gradient, and the letters.
+        """Begin an iteration: the local step, where there is a gradient, and the messages.
 
         Raises
         ------
@@ -234,7 +234,7 @@ class Algorithm(ABC):
         """
 
     def step(
-        self, state: State, inbox: Sequence[Letter], gradient: Gradient | None, view: View
+        self, state: State, inbox: Sequence[GossipMessage], gradient: Gradient | None, view: View
     ) -> tuple[State, Outbox]:
         """Finish the former iteration and begin the next: :meth:`receive`, then :meth:`send`. Pure."""
         return self.send(self.receive(state, inbox), gradient, view)
@@ -250,14 +250,14 @@ class Algorithm(ABC):
     def facts(self, state: State) -> dict[str, float]:
         """Return small figures of one node for reports and watchers.
 
-        ``"innovation"`` (Euclidean norm of what the last letter did not carry, ``‖z - ẑ‖``) feeds the detection of
+        ``"innovation"`` (Euclidean norm of what the last message did not carry, ``‖z - ẑ‖``) feeds the detection of
         divergence; ``"saturated"`` is 1.0 when the last innovation left a given scale; ``"weight"`` is push-sum's w.
         """
         return {}
 
-    def noticed(self, state: State, letters: Sequence[Letter]) -> dict[int, str]:
-        """Return what is odd about letters that are counted all the same, by source, for the report; ``state`` is that
-        of before. Letters that cannot be read do not matter here."""
+    def noticed(self, state: State, messages: Sequence[GossipMessage]) -> dict[int, str]:
+        """Return what is odd about messages that are counted all the same, by source, for the report; ``state`` is that
+        of before. Messages that cannot be read do not matter here."""
         return {}
 
     def shift(self, state: State, change: Real) -> State:
@@ -268,21 +268,21 @@ class Algorithm(ABC):
     def reset(self, state: State, layout: Layout) -> State:
         """Return the state with which a node goes on after the set of nodes has changed.
 
-        The model stays; duals, tracked gradients and estimates begin anew (the first letters carry whole estimates, by
+        The model stays; duals, tracked gradients and estimates begin anew (the first messages carry whole estimates, by
         the views' ``resync``). Asynchronous algorithms need none of this and are not asked.
         """
         return self.init(self.model(state), layout)
 
-    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
-        """Return the state after own letters that were sent and could not be delivered came back: their mass belongs to
-        the sender. They are the last ones of their edges, in the order they were sent. Only asynchronous algorithms are
-        asked."""
-        raise LetterError(f"{self.name} keeps no mass that could come back")
+    def take_back(self, state: State, messages: Sequence[GossipMessage]) -> State:
+        """Return the state after own messages that were sent and could not be delivered came back: their mass belongs
+        to the sender. They are the last ones of their edges, in the order they were sent. Only asynchronous algorithms
+        are asked."""
+        raise MessageError(f"{self.name} keeps no mass that could come back")
 
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
-        """Return the state of a node that leaves in good order, and its last letters: all it has, to out-neighbours.
+        """Return the state of a node that leaves in good order, and its last messages: all it has, to out-neighbours.
 
-        The state is without mass, but can still :meth:`take_back` letters whose receivers vanish; it leaves anew then.
+        The state is without mass, but can still :meth:`take_back` messages whose receivers vanish; it leaves anew then.
         """
         return state, ()
 
@@ -301,9 +301,9 @@ def real(model: Real) -> Real:
 
     Raises
     ------
-    LetterError
+    MessageError
         When it has another dtype or is no vector.
     """
     if model.ndim != 1 or model.dtype not in (np.float32, np.float64):
-        raise LetterError(f"a model is {model.dtype}{model.shape}; expected a float32 or float64 vector")
+        raise MessageError(f"a model is {model.dtype}{model.shape}; expected a float32 or float64 vector")
     return np.ascontiguousarray(model).copy()

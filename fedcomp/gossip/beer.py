@@ -1,15 +1,15 @@
-"""BEER: gradient tracking with compressed letters.
+"""BEER: gradient tracking with compressed messages.
 
 H. Zhao, B. Li, Z. Li, P. Richtárik, Y. Chi, "BEER: Fast O(1/T) Rate for Decentralized Nonconvex Optimization with
 Communication Compression", NeurIPS 2022 (the authors' code was read). Two vectors have estimates, the model and the
-tracked gradient, and both innovations travel in one letter:
+tracked gradient, and both innovations travel in one message:
 
     x = x + γ Σ_j W[i,j] (h_j - h_i) - η v
     h = h + C(x - h)                                          sent
     v = v + γ Σ_j W[i,j] (g_j - g_i) + ∇f(x) - ∇f(x_before)
     g = g + C(v - g)                                          sent
 
-Here an iteration begins with the letters, so that the first one already carries C(∇f(x^0)); the authors' begins with
+Here an iteration begins with the messages, so that the first one already carries C(∇f(x^0)); the authors' begins with
 the first line, where nothing is known of the neighbours yet. The rest is the same sequence of operations.
 """
 
@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from fedcomp.codecs import Dithering, NormSign, ScaledSign
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
 from fedcomp.gossip.exact import opened, share_or_auto, step_size, tracked, untracked
-from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, heard, refuse_dense, settled
+from fedcomp.gossip.steps import BEGUN, Compressing, begun, finite, incoming, refuse_dense, settled
 from fedcomp.layout import Layout
 
 _NAMES: Final = ("h", "g")
@@ -59,7 +59,7 @@ def tracking_step(gamma: float | str, compressor: Compressor, size: int) -> floa
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BEER(Compressing):
-    """Undirected static graphs with symmetric weights; two compressed innovations per letter.
+    """Undirected static graphs with symmetric weights; two compressed innovations per message.
 
     State: ``"x"``, ``"y"`` (the tracked gradient v), ``"gradient"`` (the last one taken), ``"gamma"``, and the
     estimates ``"h"``, ``"g"`` and their copies ``"h/<j>"``, ``"g/<j>"``.
@@ -73,11 +73,11 @@ class BEER(Compressing):
     compressor : mapping or Compressor
         C of both; a contraction.
     digest_every : int
-        Letters between two with a digest of the estimates; 0 for never.
+        Messages between two with a digest of the estimates; 0 for never.
     """
 
     name: ClassVar[str] = "beer"
-    letters_per_iteration: ClassVar[int] = 2
+    vectors_per_message: ClassVar[int] = 2
 
     lr: float = 0.02
     gamma: float | str = "auto"
@@ -105,12 +105,12 @@ class BEER(Compressing):
         sent = broadcast(state, {"h": x, "g": v}, self._compressor, view, digest_every=self.digest_every)
         return {**sent.state, "y": v, "gradient": last, **begun(view)}, sent.outbox
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Advance the neighbours' estimates; mix x and v with them, descend along the v that was sent."""
         if BEGUN + "ids" not in state:
-            heard(state, letters)  # none is due
+            incoming(state, messages)  # none is due
             return state
-        new = absorb(state, letters, _NAMES, self._compressor).state
+        new = absorb(state, messages, _NAMES, self._compressor).state
         gamma = float(state["gamma"])
         x = state["x"] + gamma * disagreement(new, "h") - self.lr * state["y"]
         return {**settled(new), "x": x, "y": state["y"] + gamma * disagreement(new, "g")}
@@ -124,7 +124,7 @@ class BEER(Compressing):
         return {"sum_v - sum_g": untracked(states, "y")}
 
     def facts(self, state: State) -> dict[str, float]:
-        """Return how far the estimates are behind what was sent last, while letters are under way."""
+        """Return how far the estimates are behind what was sent last, while messages are under way."""
         if BEGUN + "ids" not in state:
             return {}
         behind = (np.linalg.norm(state["x"] - state["h"]), np.linalg.norm(state["y"] - state["g"]))

@@ -16,7 +16,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, Real, State
 from fedcomp.gossip.errors import StaleInstruction
 from fedcomp.gossip.node import Local, Memory, handle
-from fedcomp.gossip.protocol import Answer, Instruction, largest_letter
+from fedcomp.gossip.protocol import Answer, Instruction, largest_message
 from fedcomp.gossip.relay import Observer, Relay, Report
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import Traffic
@@ -84,7 +84,7 @@ class Outcome:
         The final model of every member.
     states : dict of int to State
     curve : list of (int, Any)
-        Iterations begun, and what ``observe`` said; the last one is of the final models.
+        Iterations begun, and what ``observe`` returned; the last one is of the final models.
     traffic : Traffic
     report : Report
     memories : dict of int to Memory
@@ -189,7 +189,7 @@ class Nodes:
         return answer
 
     def observe(self, relay: Relay) -> dict[int, Real]:
-        """Return the models after the mail that waits; nothing changes."""
+        """Return the models after the inbox that waits; nothing changes."""
         answers = {node: self._handle(node, asked) for node, asked in relay.observe().items()}
         return {node: answer.model for node, answer in answers.items() if answer.model is not None}
 
@@ -259,7 +259,7 @@ def simulate(
         iterations=iterations,
         session=session,
         seed=seed,
-        largest=largest_letter(algorithm, layout.size, nodes.start(0).dtype.itemsize),
+        largest=largest_message(algorithm, layout.size, nodes.start(0).dtype.itemsize),
         patience=patience,
         skew_rounds=skew_rounds,
         members=members,

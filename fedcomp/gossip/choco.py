@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates, own_key
 from fedcomp.gossip.steps import (
@@ -31,7 +31,7 @@ from fedcomp.gossip.steps import (
     check_rates,
     descent,
     finite,
-    heard,
+    incoming,
     refuse_dense,
     settled,
     velocity,
@@ -54,7 +54,7 @@ class CHOCO(Compressing):
     compressor : mapping or Compressor
         Of innovations; any :func:`fedcomp.gossip.compressor.get_compressor` makes.
     digest_every : int
-        Letters between two with a digest of the estimate; 0 for never.
+        Messages between two with a digest of the estimate; 0 for never.
     copies : bool
         Whether every neighbour's estimate is kept, or only their weighted sum: one vector instead of one per
         neighbour, which then must never change, nor their weights.
@@ -102,12 +102,12 @@ class CHOCO(Compressing):
         sent = broadcast(state, {_NAME: x}, self._compressor, view, digest_every=self.digest_every)
         return {**sent.state, **begun(view)}, sent.outbox
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: advance the neighbours' estimates, then move towards them."""
         if BEGUN + "ids" not in state:
-            heard(state, letters)  # none is due
+            incoming(state, messages)  # none is due
             return state
-        absorbed = absorb(state, letters, (_NAME,), self._compressor).state
+        absorbed = absorb(state, messages, (_NAME,), self._compressor).state
         return settled({**absorbed, "x": state["x"] + float(self.gamma) * disagreement(absorbed, _NAME)})
 
     def facts(self, state: State) -> dict[str, float]:

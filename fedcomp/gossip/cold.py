@@ -1,4 +1,4 @@
-"""COLD: linear convergence with compressed letters.
+"""COLD: linear convergence with compressed messages.
 
 J. Zhang, K. You, L. Xie, "Innovation Compression for Communication-Efficient Distributed Optimization With Linear
 Convergence", IEEE TAC 68(11), 2023, arXiv:2105.06697 (abstract). Implements the published idea: neighbours are sent the
@@ -23,12 +23,12 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, disagreement, open_estimates
 from fedcomp.gossip.exact import consensus_step, share_or_auto, step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
-from fedcomp.gossip.steps import Compressing, heard
+from fedcomp.gossip.steps import Compressing, incoming
 from fedcomp.layout import Layout
 
 ESTIMATE: Final = "h"
@@ -54,7 +54,7 @@ class COLD(Compressing, PrimalDual):
     compressor : mapping or Compressor
         C, anything :func:`fedcomp.gossip.compressor.get_compressor` takes; a contraction.
     digest_every : int
-        Letters between two with a digest of the estimate; 0 for never.
+        Messages between two with a digest of the estimate; 0 for never.
     copies : bool
         False keeps the weighted sum of the neighbours' estimates in place of one vector per neighbour; weights and
         neighbours may then never change.
@@ -87,18 +87,18 @@ class COLD(Compressing, PrimalDual):
         sent = broadcast(state, {ESTIMATE: z}, self._compressor, view, digest_every=self.digest_every)
         return {**sent.state, DECISION: z}, sent.outbox
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Advance the neighbours' estimates; move x and D by what the estimates disagree on."""
         if DECISION not in state:
-            heard(state, letters)  # none is due
+            incoming(state, messages)  # none is due
             return state
-        return self._mixed(absorb(state, letters, (ESTIMATE,), self._compressor).state)
+        return self._mixed(absorb(state, messages, (ESTIMATE,), self._compressor).state)
 
     def _mixed(self, state: State) -> State:
         return self._finished(state, (-0.5 * float(state["gamma"])) * disagreement(state, ESTIMATE))
 
     def facts(self, state: State) -> dict[str, float]:
-        """Return how far the estimate is behind the decision vector that was sent last, while letters are under way."""
+        """Return how far the estimate is behind the decision vector that was sent last, while messages travel."""
         if DECISION not in state:
             return {}
         return {"innovation": float(np.linalg.norm(state[DECISION] - state[ESTIMATE]))}

@@ -21,7 +21,7 @@ from fedcomp.codecs import Codec, PositionalCodec, Stretch, get_codec
 from fedcomp.codecs.positional import narrowed
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Real
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import all_finite, put_real, require_finite, take_real
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
@@ -127,13 +127,13 @@ class Compressor:
 
         Raises
         ------
-        LetterError
+        MessageError
             For every byte string that :meth:`encode` could not have written.
         """
         dtype = np.dtype(dtype)
         end = len(data) - (n - split) * dtype.itemsize
         if end < 0:
-            raise LetterError(f"{n - split} values that travel whole do not fit into {len(data)} bytes")
+            raise MessageError(f"{n - split} values that travel whole do not fit into {len(data)} bytes")
         tail = take_real(data[end:], n - split, dtype)
         indices, values = self._decode(data[:end], split, dtype, key)
         if self.scale != 1.0:
@@ -200,14 +200,14 @@ class Compressor:
             if section is None or not isinstance(codec, PositionalCodec):
                 vector = codec.decode(bytes(data), layout)
                 if not all_finite(vector):
-                    raise LetterError(f"a frame of {codec!r} decodes to NaN or infinity")
+                    raise MessageError(f"a frame of {codec!r} decodes to NaN or infinity")
                 return None, vector.astype(dtype)
             known = codec.positions(stretch, _public(key))
             tensor = section.read(data, known)
             if known is None:
                 codec.check(tensor, stretch)
         except WireError as error:
-            raise LetterError(f"not a section of {codec!r} for {n} elements: {error}") from error
+            raise MessageError(f"not a section of {codec!r} for {n} elements: {error}") from error
         return tensor.indices, tensor.values.decode().astype(dtype)
 
 

@@ -1,4 +1,5 @@
-"""Coordinate push: push-sum with a weight for every coordinate, so that a letter may hold some of them and no estimate.
+"""Coordinate push: push-sum with a weight for every coordinate, so that a message may hold some of them and no
+estimate.
 
 Derived and measured here, not published: the variant of push-sum that compression suggests when no node shall remember
 another one. Node i holds a numerator x and weights w, both of the model's size, and its model is z = x / w, coordinate
@@ -6,7 +7,7 @@ by coordinate:
 
     c = the k coordinates in which z has moved most since they were last sent
     for every out-neighbour j:   f_c = P[j, i] w_c;   send (f_c, z_c);   x_c <- x_c - f_c z_c;   w_c <- w_c - f_c
-    for every letter:                                             x_c <- x_c + f_c z_c;   w_c <- w_c + f_c
+    for every message:                                             x_c <- x_c + f_c z_c;   w_c <- w_c + f_c
 
 For the coordinates it sends a node does what plain push-sum does, and with the others it rests. Both ends use the same
 two numbers, so the sums of x and of w are constant in every coordinate, whatever is chosen and whatever rests. There is
@@ -28,8 +29,20 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import params
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.gossip.base import Algorithm, Gradient, Graph, Letter, Outbox, Posting, Real, State, View, parameters, real
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.base import (
+    Algorithm,
+    GossipMessage,
+    Gradient,
+    Graph,
+    Multicast,
+    Outbox,
+    Real,
+    State,
+    View,
+    parameters,
+    real,
+)
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import Flag, all_finite, pack, peek, require_finite, unpack
 from fedcomp.gossip.pushsum import heirs
 from fedcomp.kernels import select_topk
@@ -86,7 +99,7 @@ class CoordinatePush(Algorithm):
     Parameters
     ----------
     density : float
-        Share of the coordinates that a letter holds, in (0, 1]; at least one.
+        Share of the coordinates that a message holds, in (0, 1]; at least one.
     values : {"model", "float32"}
         How z travels: in the model's own dtype, or as float32. No memory holds what rounding leaves out, so that nodes
         with float64 models agree to about 1e-7 only when float32 travels.
@@ -98,11 +111,11 @@ class CoordinatePush(Algorithm):
 
     Notes
     -----
-    State: ``"x"`` and ``"weights"``, float64 of shape (d,); ``"said"``, what was last sent of every coordinate, in the
-    model's dtype; ``"split"``, the number of coordinates among which k are chosen, the others travel in every letter;
-    ``"heard/<j>"`` the last letter of node j that was counted, which makes one that comes twice harmless.
+    State: ``"x"`` and ``"weights"``, float64 of shape (d,); ``"announced"``, what was last sent of every coordinate, in
+    the model's dtype; ``"split"``, the number of coordinates among which k are chosen, the others travel in every
+    message; ``"seen/<j>"`` the last message of node j that was counted, which makes one that comes twice harmless.
 
-    The body of a letter: a section (:class:`fedcomp.wire.Section`) with a pair (share of w, z) per chosen coordinate,
+    The body of a message: a section (:class:`fedcomp.wire.Section`) with a pair (share of w, z) per chosen coordinate,
     4 bytes and 4 or 8; then the pairs of those that always travel. In the closing phase all travel.
     """
 
@@ -134,7 +147,7 @@ class CoordinatePush(Algorithm):
         return self if self.nodes else self.from_config({**self.get_config(), "nodes": graph.n})
 
     def count(self, n: int) -> int:
-        """Return how many of ``n`` coordinates a letter holds at most."""
+        """Return how many of ``n`` coordinates a message holds at most."""
         return params.count(self.density, n) if n else 0
 
     def _section(self, n: int, pairs: np.dtype[Any]) -> Section:
@@ -148,7 +161,7 @@ class CoordinatePush(Algorithm):
         return {
             "x": model.astype(np.float64),
             "weights": np.ones(model.size),
-            "said": model if common is None else real(common).astype(model.dtype, copy=False),
+            "announced": model if common is None else real(common).astype(model.dtype, copy=False),
             "split": np.array(layout.compressed_size, np.int64),
         }
 
@@ -164,7 +177,7 @@ class CoordinatePush(Algorithm):
     def model(self, state: State) -> Real:
         """Return z = x / w in the model's dtype; where w is below ``w_min``, what was last sent."""
         enough = state["weights"] >= self.w_min
-        z: Real = state["said"].copy()
+        z: Real = state["announced"].copy()
         z[enough] = state["x"][enough] / state["weights"][enough]
         return z
 
@@ -179,7 +192,7 @@ class CoordinatePush(Algorithm):
 
     def facts(self, state: State) -> dict[str, float]:
         """Return the smallest weight, and how far the model has moved since it was sent."""
-        moved = self.model(state) - state["said"]
+        moved = self.model(state) - state["announced"]
         return {"weight": float(state["weights"].min(initial=1.0)), "innovation": float(np.linalg.norm(moved))}
 
     def shift(self, state: State, change: Real) -> State:
@@ -209,7 +222,7 @@ class CoordinatePush(Algorithm):
         at = np.arange(z.size) if view.dense else self._chosen(state, z)
         split = z.size if view.dense else int(state["split"])
         head = int(np.searchsorted(at, split))
-        x, weights, said = state["x"].copy(), state["weights"].copy(), state["said"].copy()
+        x, weights, announced = state["x"].copy(), state["weights"].copy(), state["announced"].copy()
         # Below w_min z is what was shown; a share must be of what there is.
         there = np.divide(x, weights, out=z.astype(np.float64), where=weights > 0.0)
         with np.errstate(over="ignore"):
@@ -226,79 +239,79 @@ class CoordinatePush(Algorithm):
             else:
                 body = self._section(split, pairs).write(_Pairs(entries[:head]), at[:head]) + entries[head:].tobytes()
             flags = Flag.DENSE if view.dense else Flag(0)
-            outbox.append(Posting((j,), pack(view.iteration, 0, flags, z.dtype, body)))
+            outbox.append(Multicast((j,), pack(view.iteration, 0, flags, z.dtype, body)))
             taken = share.astype(np.float64)
             x[at] -= taken * value.astype(np.float64)
             weights[at] -= taken
-        said[at] = value
-        return {**state, "x": x, "weights": weights, "said": said}, tuple(outbox)
+        announced[at] = value
+        return {**state, "x": x, "weights": weights, "announced": announced}, tuple(outbox)
 
     def _travels(self, dtype: Any) -> np.dtype[Any]:
         return (np.dtype(np.float32) if self.values == "float32" else np.dtype(dtype)).newbyteorder("<")
 
     def _chosen(self, state: State, z: Real) -> NDArray[np.int64]:
-        """Return the coordinates of a letter, ascending: those that moved most, and those that always travel."""
+        """Return the coordinates of a message, ascending: those that moved most, and those that always travel."""
         split = int(state["split"])
-        moved = np.where(state["weights"] >= self.w_min, z - state["said"], 0.0)[:split]
+        moved = np.where(state["weights"] >= self.w_min, z - state["announced"], 0.0)[:split]
         at = select_topk(moved, self.count(split))
         return np.concatenate([at[moved[at] != 0.0], np.arange(split, z.size)])
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Add the shares that came, of whatever iteration they are."""
         now = state
-        for letter in letters:
-            header = peek(letter.payload)
-            mark, heard = 2 * header.iteration + bool(header.flags & Flag.LEAVING), f"heard/{letter.source}"
-            if heard in now and mark <= int(now[heard]):
+        for message in messages:
+            header = peek(message.payload)
+            mark, seen = 2 * header.iteration + bool(header.flags & Flag.LEAVING), f"seen/{message.source}"
+            if seen in now and mark <= int(now[seen]):
                 continue
-            credited = self._credited(now, letter)
+            credited = self._credited(now, message)
             most = float(credited["weights"].max(initial=0.0))
             if self.nodes and most > self.nodes * (1.0 + 1e-6):
-                raise LetterError(
-                    f"node {letter.source} sent shares with which this node would have a weight of {most:g}; all "
+                raise MessageError(
+                    f"node {message.source} sent shares with which this node would have a weight of {most:g}; all "
                     f"{self.nodes} nodes together have {self.nodes}. They are refused and go back"
                 )
-            now = {**credited, heard: np.array(mark, np.int64)}
+            now = {**credited, seen: np.array(mark, np.int64)}
         return now
 
-    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
-        """Return the state after undelivered letters came back: their shares are the sender's again."""
+    def take_back(self, state: State, messages: Sequence[GossipMessage]) -> State:
+        """Return the state after undelivered messages came back: their shares are the sender's again."""
         now = state
-        for letter in letters:
-            now = self._credited(now, letter)
+        for message in messages:
+            now = self._credited(now, message)
         return now
 
-    def _credited(self, state: State, letter: Letter) -> State:
-        """Return the state with what a letter carries added."""
-        at, share, moved = self._read(state, letter)
+    def _credited(self, state: State, message: GossipMessage) -> State:
+        """Return the state with what a message carries added."""
+        at, share, moved = self._read(state, message)
         x, weights = state["x"].copy(), state["weights"].copy()
         with np.errstate(over="ignore", invalid="ignore"):
             x[at] += moved
             weights[at] += share
         if not (all_finite(x) and all_finite(weights)):
-            raise LetterError(f"a letter of node {letter.source} takes the node's mass beyond the largest number")
+            raise MessageError(f"a message of node {message.source} takes the node's mass beyond the largest number")
         return {**state, "x": x, "weights": weights}
 
-    def _read(self, state: State, letter: Letter) -> tuple[NDArray[np.int64], Real, Real]:
-        """Return coordinates, shares of w, and what the numerator gains (float64) of a letter.
+    def _read(self, state: State, message: GossipMessage) -> tuple[NDArray[np.int64], Real, Real]:
+        """Return coordinates, shares of w, and what the numerator gains (float64) of a message.
 
         Raises
         ------
-        LetterError
+        MessageError
             When it cannot be one.
         """
         n, split = state["x"].size, int(state["split"])
-        dtype = state["said"].dtype
-        header, body = unpack(letter.payload, most=20 * n + 64 + n // 8, dtype=dtype)
+        dtype = state["announced"].dtype
+        header, body = unpack(message.payload, most=20 * n + 64 + n // 8, dtype=dtype)
         if header.flags not in (Flag(0), Flag.DENSE, Flag.DENSE | Flag.LEAVING):
-            raise LetterError(f"node {letter.source} sent flags {header.flags!r}; {self.name} has none like it")
+            raise MessageError(f"node {message.source} sent flags {header.flags!r}; {self.name} has none like it")
         leaving, dense = bool(header.flags & Flag.LEAVING), bool(header.flags & Flag.DENSE)
         share, value = (np.dtype("<f8"),) * 2 if leaving else (_SHARE, self._travels(dtype))
         pairs = np.dtype([("share", share), ("value", value)])
         end = 0 if dense else len(body) - (n - split) * pairs.itemsize
         if end < 0 or (dense and len(body) != n * pairs.itemsize):
-            raise LetterError(
-                f"node {letter.source} sent {len(body)} bytes after the header; expected pairs of {pairs.itemsize} for "
+            raise MessageError(
+                f"node {message.source} sent {len(body)} bytes after its header; not pairs of {pairs.itemsize} for "
                 f"{n if dense else f'up to {self.count(split)} of {split} and all {n - split} other'} coordinates"
             )
         tail = np.frombuffer(body[end:], pairs)
@@ -308,18 +321,18 @@ class CoordinatePush(Algorithm):
             try:
                 tensor = self._section(split, pairs).read(body[:end])
             except WireError as error:
-                raise LetterError(f"node {letter.source} sent pairs that cannot be read: {error}") from error
+                raise MessageError(f"node {message.source} sent pairs that cannot be read: {error}") from error
             assert tensor.indices is not None
             at = np.concatenate([tensor.indices, np.arange(split, n)])
             entries = np.concatenate([tensor.values.decode(), tail])
         shares, values = entries["share"].astype(np.float64), entries["value"].astype(np.float64)
         if not (np.isfinite(values).all() and np.isfinite(shares).all() and (shares >= 0.0).all()):
-            raise LetterError(f"node {letter.source} sent a value that is not finite or a share below 0")
+            raise MessageError(f"node {message.source} sent a value that is not finite or a share below 0")
         with np.errstate(over="ignore"):
             return at, shares, values if leaving else shares * values
 
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
-        """Return (0, 0), and letters with all of (x, w) to the active out-neighbours, in proportion to their shares.
+        """Return (0, 0), and messages with all of (x, w) to the active out-neighbours, in proportion to their shares.
 
         Here the pairs hold the numerator in place of z, and both are float64: what rounding left over would have nobody
         to keep it.
@@ -340,6 +353,6 @@ class CoordinatePush(Algorithm):
             entries["share"], entries["value"] = (left, rest) if j == max(parts) else (weights * part, x * part)
             left, rest = left - entries["share"], rest - entries["value"]
             flags = Flag.DENSE | Flag.LEAVING
-            outbox.append(Posting((j,), pack(view.iteration, 0, flags, state["said"].dtype, entries.tobytes())))
+            outbox.append(Multicast((j,), pack(view.iteration, 0, flags, state["announced"].dtype, entries.tobytes())))
         shown = self.model(state)
-        return {**state, "x": np.zeros_like(x), "weights": np.zeros_like(weights), "said": shown}, tuple(outbox)
+        return {**state, "x": np.zeros_like(x), "weights": np.zeros_like(weights), "announced": shown}, tuple(outbox)

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Posting, Real, State, View, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import Flag, pack, unpack
 from fedcomp.gossip.steps import (
     BEGUN,
@@ -30,7 +30,7 @@ from fedcomp.gossip.steps import (
     check_rates,
     descent,
     finite,
-    heard,
+    incoming,
     refuse_dense,
     settled,
     velocity,
@@ -93,24 +93,24 @@ class DeepSqueeze(Compressing):
         data = self._compressor.encode(wanted, int(state["split"]), _key(view.seed, view.iteration, view.node))
         q = self._read(memoryview(data), state, _key(view.seed, view.iteration, view.node))
         payload = pack(view.iteration, 0, Flag(0), x.dtype, data)
-        outbox = (Posting(tuple(view.column), payload),) if view.column else ()
-        return {**state, "error": wanted - q, **begun(view, said=q)}, outbox
+        outbox = (Multicast(tuple(view.column), payload),) if view.column else ()
+        return {**state, "error": wanted - q, **begun(view, announced=q)}, outbox
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: move by what the neighbours' messages differ from the own one."""
         if BEGUN + "ids" not in state:
-            heard(state, letters)  # none is due
+            incoming(state, messages)  # none is due
             return state
-        said = state[BEGUN + "said"]
+        announced = state[BEGUN + "announced"]
         iteration, split = int(state[BEGUN + "iteration"]), int(state["split"])
-        most = self._compressor.most(said.size, split, said.dtype)
-        toward = np.zeros_like(said)
-        for source, weight, payload in heard(state, letters):
-            header, body = unpack(payload, most=most, dtype=said.dtype)
+        most = self._compressor.most(announced.size, split, announced.dtype)
+        toward = np.zeros_like(announced)
+        for source, weight, payload in incoming(state, messages):
+            header, body = unpack(payload, most=most, dtype=announced.dtype)
             if header.flags or header.iteration != iteration:
-                raise LetterError(f"node {source} sent {header}, expected a compressed model of iteration {iteration}")
+                raise MessageError(f"node {source} sent {header}, expected a compressed model of iteration {iteration}")
             q = self._read(body, state, _key(0, iteration, source))
-            toward += weight * (q - said)
+            toward += weight * (q - announced)
         return settled({**state, "x": state["x"] + float(self.gamma) * toward})
 
     def _read(self, data: memoryview, state: State, key: Key) -> Real:
@@ -123,5 +123,5 @@ class DeepSqueeze(Compressing):
 
 
 def _key(seed: int, iteration: int, node: int) -> Key:
-    """Return what a compressor of ``node`` draws from; whoever reads its letter needs all of it but the seed."""
+    """Return what a compressor of ``node`` draws from; whoever reads its message needs all of it but the seed."""
     return Key(seed, "gossip/deepsqueeze", iteration, node)

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View, parameters, real
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View, parameters, real
 from fedcomp.gossip.steps import (
     BEGUN,
     begun,
     check_rates,
     descent,
     finite,
-    heard,
+    incoming,
     pull,
     refuse_dense,
     settled,
@@ -45,7 +45,7 @@ class DPSGD(Algorithm):
 
     Notes
     -----
-    State: ``"x"``; ``"v"`` with momentum. The letter is the model in its own dtype. The gradient is taken at the model
+    State: ``"x"``; ``"v"`` with momentum. The message is the model in its own dtype. The gradient is taken at the model
     that was sent, so that computing and sending may overlap.
     """
 
@@ -64,7 +64,7 @@ class DPSGD(Algorithm):
         return parameters(self)
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
-        """Return the state of a node that has heard nothing; there are no estimates that would need ``common``."""
+        """Return the state of a node that has received nothing; there are no estimates that would need ``common``."""
         x = real(model)
         return {"x": x, **velocity(x, self.momentum)}
 
@@ -79,15 +79,17 @@ class DPSGD(Algorithm):
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
         """Begin an iteration: the model goes out as it is, then makes its step."""
         refuse_dense(self, view)
-        said = finite(state["x"], "the model")
-        step, moved = descent(state, gradient, said, self.lr, self.momentum)
-        x = said if step is None else finite(said - step, "the model after the local step")
-        return {**settled(state), **moved, "x": x, **begun(view), BEGUN + "said": said}, whole(said, view)
+        announced = finite(state["x"], "the model")
+        step, moved = descent(state, gradient, announced, self.lr, self.momentum)
+        x = announced if step is None else finite(announced - step, "the model after the local step")
+        return {**settled(state), **moved, "x": x, **begun(view), BEGUN + "announced": announced}, whole(
+            announced, view
+        )
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: move by what the neighbours' models differ from the one that was sent."""
-        if BEGUN + "said" not in state:
-            heard(state, letters)  # none is due
+        if BEGUN + "announced" not in state:
+            incoming(state, messages)  # none is due
             return state
-        toward = pull(state, state[BEGUN + "said"], letters)
+        toward = pull(state, state[BEGUN + "announced"], messages)
         return settled({**state, "x": state["x"] + float(self.gamma) * toward})

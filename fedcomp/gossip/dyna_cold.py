@@ -14,8 +14,8 @@ geometric
     times the scale marks the state, which every node reports (``"saturated"``). When most nodes do, a
     :class:`~fedcomp.gossip.tuning.Watch` ends the run with :class:`~fedcomp.gossip.errors.Saturated`.
 zoom
-    One bit more, in the letter's header: the innovation left the box. Then both ends multiply s by ``factor`` before
-    this letter; otherwise by ``rho`` after it. Derived here: neither s0 nor the smoothness need to be known.
+    One bit more, in the message's header: the innovation left the box. Then both ends multiply s by ``factor`` before
+    this message; otherwise by ``rho`` after it. Derived here: neither s0 nor the smoothness need to be known.
 
 Both ends compute s by the same float64 operations from what both know; the receiver keeps one per neighbour.
 """
@@ -32,14 +32,14 @@ import numpy as np
 from fedcomp.codecs import Codec, PositionalCodec, Stretch
 from fedcomp.codecs.positional import expected_dense
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, parameters
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, parameters
 from fedcomp.gossip.cold import COLD, ESTIMATE
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, copy_key, missed
 from fedcomp.gossip.exact import share
 from fedcomp.gossip.packet import Flag, Header
 from fedcomp.gossip.primal_dual import DECISION
-from fedcomp.gossip.steps import heard
+from fedcomp.gossip.steps import incoming
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.wire import Expected, Tensor, UnitSign
@@ -75,10 +75,10 @@ class Sign(PositionalCodec):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DynaCOLD(COLD):
-    """One bit per coordinate and letter; undirected static graphs with symmetric weights.
+    """One bit per coordinate and message; undirected static graphs with symmetric weights.
 
-    State: that of :class:`COLD`; ``"scale"`` and, with zoom, ``"scale/<j>"`` (0-d float64), ``"age"``, the letters sent
-    so far, and ``"overshoot"``, ‖z - ẑ‖∞ / s of the last one.
+    State: that of :class:`COLD`; ``"scale"`` and, with zoom, ``"scale/<j>"`` (0-d float64), ``"age"``, the messages
+    sent so far, and ``"overshoot"``, ‖z - ẑ‖∞ / s of the last one.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class DynaCOLD(COLD):
     quantiser : mapping or Codec, optional
         Q; by default one bit per coordinate. It gets vectors within ``[-2, 2]``, and errs by at most 1 there.
     digest_every : int
-        Letters between two with a digest of the estimate; 0 for never.
+        Messages between two with a digest of the estimate; 0 for never.
     """
 
     name: ClassVar[str] = "dyna-cold"
@@ -176,10 +176,10 @@ class DynaCOLD(COLD):
             "overshoot": np.array(reach / scale if reach > noise else 0.0),
         }, sent.outbox
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Advance the neighbours' estimates, each by its own scale; move x and D by what the estimates disagree on."""
         if DECISION not in state:
-            heard(state, letters)  # none is due
+            incoming(state, messages)  # none is due
             return state
         age, used = int(state["age"]), {}
 
@@ -192,31 +192,31 @@ class DynaCOLD(COLD):
                 used[source] *= self.factor
             return self._compressor.scaled(used[source] / 2.0)
 
-        absorbed = absorb(state, letters, (ESTIMATE,), scaled)
+        absorbed = absorb(state, messages, (ESTIMATE,), scaled)
         new = {**absorbed.state, "age": np.array(age + 1)}
         if self.scale == "zoom":
-            for letter in absorbed.received:
-                outside = bool(letter.header.flags & Flag.ZOOM)
-                scale = self._next(used[letter.source], outside, letter.estimates[ESTIMATE])
-                new[_scale_key(letter.source)] = np.array(scale)
+            for message in absorbed.received:
+                outside = bool(message.header.flags & Flag.ZOOM)
+                scale = self._next(used[message.source], outside, message.estimates[ESTIMATE])
+                new[_scale_key(message.source)] = np.array(scale)
         return self._mixed(new)
 
     def _scale_of(self, kept: np.ndarray, age: int, estimate: Real | None) -> float:
-        """Return s of a letter, before zooming out. ``estimate`` is ẑ before it; None when the letter brings it."""
+        """Return s of a message, before zooming out. ``estimate`` is ẑ before it; None when the message brings it."""
         if self.scale == "zoom":
             return float(kept)
         least = 0.0 if estimate is None else _ROUNDING * np.finfo(estimate.dtype).eps * _largest(estimate)
         return max(self.s0 * self.rho**age, self.s_min, least, _SMALLEST)
 
     def _next(self, scale: float, outside: bool, estimate: Real) -> float:
-        """Return the zoom's s of the letter after one of s = ``scale``, after which the estimate is ``estimate``."""
+        """Return the zoom's s of the message after one of s = ``scale``, after which the estimate is ``estimate``."""
         if outside:
             return scale
         least = _RELATIVE * _largest(estimate) if estimate.dtype == np.float32 else 0.0
         return max(self.rho * scale, min(scale, max(self.s_min, least, _SMALLEST)))
 
     def facts(self, state: State) -> dict[str, float]:
-        """Return COLD's, the scale of the last letter (zoom: of the next), what the innovation was relative to it, and
+        """Return COLD's, the scale of the last message (zoom: of the next), what the innovation was relative to it, and
         whether that was too much for a scale that will not grow."""
         overshoot = float(state["overshoot"])
         own = {"scale": float(state[_SCALE]), "overshoot": overshoot}

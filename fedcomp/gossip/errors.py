@@ -9,17 +9,17 @@ class TopologyError(ConfigError):
     """A graph or its weights cannot carry the algorithm: not connected, not stochastic, no weight left for oneself."""
 
 
-class LetterError(FedcompError, ValueError):
-    """The bytes of a letter are not what its sender could have sent: truncated, of another length, or not finite."""
+class MessageError(FedcompError, ValueError):
+    """The bytes of a message are not what its sender could have sent: truncated, of another length, or not finite."""
 
 
 class OutOfStep(StateError):
-    """A letter does not follow the last one of its sender: the estimate it changes is not the sender's any more.
+    """A message does not follow the last one of its sender: the estimate it changes is not the sender's any more.
 
     Attributes
     ----------
     source : int
-        Whose letter it was; what mends it is that sender's whole estimate.
+        Whose message it was; what mends it is that sender's whole estimate.
     """
 
     def __init__(self, source: int, message: str) -> None:
@@ -36,8 +36,8 @@ class Saturated(Diverged):
 
 
 class StaleInstruction(StateError):
-    """An older instruction arrived after a newer one was carried out: doing it again would count letters twice."""
+    """An older instruction arrived after a newer one was carried out: doing it again would count messages twice."""
 
 
 class AnswerError(FedcompError, ValueError):
-    """What a node answered is not an answer to what it was asked: a forged destination, too large a letter."""
+    """What a node answered is not an answer to what it was asked: a forged destination, too large a message."""

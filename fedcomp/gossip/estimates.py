@@ -2,19 +2,19 @@
 
 A sender keeps an estimate ẑ of what its neighbours know of its vector z, sends the compressed innovation
 ``q = C(z - ẑ)`` and adds the *decoded* q; so does every neighbour. Both hold the same bits as long as they begin with
-the same value, add the same numbers in the same dtype and order, and apply every letter exactly once and in order.
-This module sees to it: letters of a stream are numbered, a duplicate is ignored, a gap is :class:`OutOfStep`, every
-``digest_every``-th letter carries eight bytes of digest of the estimate, and a whole estimate mends what broke.
+the same value, add the same numbers in the same dtype and order, and apply every message exactly once and in order.
+This module sees to it: messages of a stream are numbered, a duplicate is ignored, a gap is :class:`OutOfStep`, every
+``digest_every``-th message carries eight bytes of digest of the estimate, and a whole estimate mends what broke.
 
 Two kinds of streams:
 
 broadcast
-    One own estimate; every neighbour gets the same q and keeps a copy. Who missed a letter (its edge rested, or it is
+    One own estimate; every neighbour gets the same q and keeps a copy. Who missed a message (its edge rested, or it is
     new) gets the whole estimate with the next one.
 edges
     One own estimate per out-neighbour, which rests when its edge does (Sparse-Push's edge mode).
 
-Several named vectors may share a letter (BEER sends two): their names are given together, always in one order; the
+Several named vectors may share a message (BEER sends two): their names are given together, always in one order; the
 first one names the stream.
 
 Keys of the state, for a vector called ``z``, first of its names, and neighbour 3:
@@ -26,10 +26,11 @@ Keys of the state, for a vector called ``z``, first of its names, and neighbour 
 ``z/3``            copy of what 3 estimates of itself
 ``z.start``        where all estimates begin: a vector, or 0-d when all elements are equal; every name has one
 ``z.sum``          ``sum_j W[i,j] ẑ_j`` in place of the copies (``copies=False``)
-``z.seq``          0-d int64: letters of the broadcast stream so far
-``z.seq>3``        0-d int64: letters sent along the edge to 3 (edges)
-``z.sent/3``       0-d int64: how many letters of its stream 3 knows; -1: it needs the whole in any case
-``z.seq/3``        int64 of shape (3,): next number expected from 3, iteration of its last letter, letters applied since
+``z.seq``          0-d int64: messages of the broadcast stream so far
+``z.seq>3``        0-d int64: messages sent along the edge to 3 (edges)
+``z.sent/3``       0-d int64: how many messages of its stream 3 knows; -1: it needs the whole in any case
+``z.seq/3``        int64 of shape (3,): next number expected from 3, iteration of its last message, messages applied
+since
                    its last whole estimate (or the beginning)
 ``z.row``          int64 ids of the in-neighbours of the last iteration begun, ascending (broadcast)
 ``z.weights``      float64 W[i,j] of each (broadcast)
@@ -37,7 +38,7 @@ Keys of the state, for a vector called ``z``, first of its names, and neighbour 
 ``z.size``         0-d int64: elements of a vector
 =================  =====================================================================================
 
-Body of a letter: extra bytes of the algorithm (a length both ends know), the digest (8, flag DIGEST), the whole
+Body of a message: extra bytes of the algorithm (a length both ends know), the digest (8, flag DIGEST), the whole
 estimates before the change (flag RESYNC), and the changes; of several names all but the last with their length in
 front (LEB128).
 """
@@ -50,9 +51,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Letter, Outbox, Posting, Real, State, View
+from fedcomp.gossip.base import GossipMessage, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.compressor import Compressor, Delta
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.packet import Flag, Header, peek, require_finite
 from fedcomp.gossip.streams import (
     DIGEST_BYTES,
@@ -98,7 +99,7 @@ class Sent(NamedTuple):
     Attributes
     ----------
     state : State
-        With the estimates advanced: ``state["z"]`` (or ``state["z>3"]``) is ẑ *after* this letter.
+        With the estimates advanced: ``state["z"]`` (or ``state["z>3"]``) is ẑ *after* this message.
     outbox : Outbox
     deltas : dict of str to Delta
         The decoded q of each name; ``.dense()`` is the vector.
@@ -110,18 +111,18 @@ class Sent(NamedTuple):
 
 
 class Received(NamedTuple):
-    """One letter that was applied.
+    """One message that was applied.
 
     Attributes
     ----------
     source : int
     header : Header
     extra : bytes
-        The algorithm's own bytes of the letter.
+        The algorithm's own bytes of the message.
     deltas : dict of str to Delta
         The decoded q of each name.
     estimates : dict of str to ndarray
-        The copies right after this letter (a later letter of the same source does not change them); empty with
+        The copies right after this message (a later message of the same source does not change them); empty with
         ``copies=False``.
     """
 
@@ -133,7 +134,7 @@ class Received(NamedTuple):
 
 
 class Absorbed(NamedTuple):
-    """The state after all letters, and those that were applied, in order; duplicates are not among them."""
+    """The state after all messages, and those that were applied, in order; duplicates are not among them."""
 
     state: State
     received: tuple[Received, ...]
@@ -149,9 +150,9 @@ def open_estimates(
     state : State
     starts : mapping of str to ndarray, shape (d,)
         For each name the value at which *all* nodes' estimates of each other begin (zeros, or the common initial
-        model), in the dtype of the model. Its order is the order of names in a letter. When nodes begin with different
-        values, everybody's first letters must be RESYNC letters (``view.resync``); that this was forgotten shows in the
-        digest of the first letter.
+        model), in the dtype of the model. Its order is the order of names in a message. When nodes begin with different
+        values, everybody's first messages must be RESYNC messages (``view.resync``); that this was forgotten shows in
+        the digest of the first message.
     split : int
         ``[:split]`` is compressed, the rest travels whole: ``layout.compressed_size``.
     edges : bool
@@ -197,7 +198,7 @@ def broadcast(
     digest_every: int = 50,
     alpha: float = 1.0,
 ) -> Sent:
-    """Advance the own estimates towards ``targets`` and write the letters that advance every copy by the same.
+    """Advance the own estimates towards ``targets`` and write the messages that advance every copy by the same.
 
     Parameters
     ----------
@@ -209,15 +210,15 @@ def broadcast(
         Of the innovation ``(z - ẑ)[:split]``.
     view : View
         Its ``row`` is remembered for :func:`disagreement` and :func:`absorb`. Destinations in ``view.resync``, and
-        those that do not know every letter of the stream so far, get RESYNC letters.
+        those that do not know every message of the stream so far, get RESYNC messages.
     to : iterable of int, optional
         Destinations; default the keys of ``view.column``.
     extra : bytes, or mapping of destination to bytes
-        Put in front of the body. Destinations with the same bytes share one posting.
+        Put in front of the body. Destinations with the same bytes share one multicast.
     flags : Flag
         Further flags of the header (ZOOM, ...).
     digest_every : int
-        Letters 0, R, 2R, ... of the stream carry a digest; 0: none does.
+        Messages 0, R, 2R, ... of the stream carry a digest; 0: none does.
     alpha : float
         ``ẑ += alpha q``: LEAD's. Same on the side of the receivers.
 
@@ -236,25 +237,25 @@ def broadcast(
     new = dict(state)
     remember(new, tuple(targets), view)
     number = count(state, f"{first}.seq")
-    letter = Draft(new, targets, compressor, view, None, flags, alpha)
+    message = Draft(new, targets, compressor, view, None, flags, alpha)
     if digest_every and number % digest_every == 0 and f"{first}.sum" not in state:
-        letter.sign()
+        message.sign()
     groups: dict[bytes, list[int]] = {}
     written: dict[tuple[bool, bytes], bytes] = {}
     for j in sorted(set(view.column if to is None else to)):
         own = extra if isinstance(extra, bytes) else extra[j]
         whole = j in view.resync or missed(state, first, j)
         if (whole, own) not in written:
-            written[whole, own] = letter.write(number, own, whole)
+            written[whole, own] = message.write(number, own, whole)
         groups.setdefault(written[whole, own], []).append(j)
         new[f"{first}.sent/{j}"] = np.array(number + 1, np.int64)
     new[f"{first}.seq"] = np.array(number + 1, np.int64)
-    outbox = tuple(Posting(tuple(destinations), payload) for payload, destinations in groups.items())
-    return Sent(new, outbox, letter.deltas)
+    outbox = tuple(Multicast(tuple(destinations), payload) for payload, destinations in groups.items())
+    return Sent(new, outbox, message.deltas)
 
 
 def missed(state: State, name: str, to: int) -> bool:
-    """Whether ``to`` does not know all of the broadcast stream ``name``: the next letter to it carries the whole."""
+    """Whether ``to`` does not know all of the broadcast stream ``name``: the next message to it carries the whole."""
     return count(state, f"{name}.sent/{to}") != count(state, f"{name}.seq")
 
 
@@ -268,26 +269,26 @@ def along_edge(
     extra: bytes = b"",
     flags: Flag = NO_FLAGS,
     digest_every: int = 50,
-) -> tuple[State, Posting, dict[str, Delta]]:
-    """The same along one directed edge: advance ``z>to`` and write the one letter.
+) -> tuple[State, Multicast, dict[str, Delta]]:
+    """The same along one directed edge: advance ``z>to`` and write the one message.
 
-    Call it for the active out-neighbours in ascending order. The edge's own estimate after the letter is
+    Call it for the active out-neighbours in ascending order. The edge's own estimate after the message is
     ``state[own_key("z", to)]``. Parameters and errors as :func:`broadcast`.
     """
     first = next(iter(targets))
     new = dict(state)
     number = count(state, f"{first}.seq>{to}")
-    letter = Draft(new, targets, compressor, view, to, flags, 1.0)
+    message = Draft(new, targets, compressor, view, to, flags, 1.0)
     if digest_every and number % digest_every == 0:
-        letter.sign()
-    payload = letter.write(number, extra, to in view.resync or count(state, f"{first}.sent/{to}") != number)
+        message.sign()
+    payload = message.write(number, extra, to in view.resync or count(state, f"{first}.sent/{to}") != number)
     new[f"{first}.seq>{to}"] = new[f"{first}.sent/{to}"] = np.array(number + 1, np.int64)
-    return new, Posting((to,), payload), letter.deltas
+    return new, Multicast((to,), payload), message.deltas
 
 
 def absorb(
     state: State,
-    letters: Sequence[Letter],
+    messages: Sequence[GossipMessage],
     names: Sequence[str],
     compressor: Compressors,
     *,
@@ -295,25 +296,25 @@ def absorb(
     alpha: float = 1.0,
     complete: bool = True,
 ) -> Absorbed:
-    """Advance the copies by letters of :func:`broadcast` or :func:`along_edge`, each exactly once and in order.
+    """Advance the copies by messages of :func:`broadcast` or :func:`along_edge`, each exactly once and in order.
 
     Parameters
     ----------
     state : State
         Not modified, whatever happens.
-    letters : sequence of Letter
+    messages : sequence of GossipMessage
         In order of source, of one source in the order they were sent.
     names : sequence of str
         As opened.
     compressor : Compressor or callable
-        The senders'. A callable gets (source, header) of each letter that is applied and returns the compressor:
-        for those whose parameters differ by sender and letter (Dyna-COLD's scale).
+        The senders'. A callable gets (source, header) of each message that is applied and returns the compressor:
+        for those whose parameters differ by sender and message (Dyna-COLD's scale).
     extra : int
         Bytes of the algorithm at the beginning of every body.
     alpha : float
         As in :func:`broadcast`.
     complete : bool
-        Require exactly one applied letter of every in-neighbour of the begun iteration, and of that iteration.
+        Require exactly one applied message of every in-neighbour of the begun iteration, and of that iteration.
         Asynchronous algorithms pass False.
 
     Returns
@@ -322,11 +323,11 @@ def absorb(
 
     Raises
     ------
-    LetterError
-        When bytes are not such a letter; with ``complete``, when a letter is missing, superfluous or of another
+    MessageError
+        When bytes are not such a message; with ``complete``, when a message is missing, superfluous or of another
         iteration.
     OutOfStep
-        When a letter does not follow the last one of its stream, or the digest differs. ``source`` says whose.
+        When a message does not follow the last one of its stream, or the digest differs. ``source`` says whose.
     """
     names = tuple(names)
     new = dict(state)
@@ -334,83 +335,84 @@ def absorb(
     row = row_of(state, names[0])
     begun = state.get(f"{names[0]}.begun")
     if complete and begun is None:
-        if letters:
-            raise LetterError(f"{len(letters)} letters came, but no iteration was begun that could need them")
+        if messages:
+            raise MessageError(f"{len(messages)} messages came, but no iteration was begun that could need them")
         return Absorbed(state, ())
     received: list[Received] = []
-    for letter in letters:
-        header = peek(letter.payload)
+    for message in messages:
+        header = peek(message.payload)
         whole = Flag.RESYNC in header.flags
-        heard = new.get(f"{names[0]}.seq/{letter.source}")
-        if not follows(header, heard, letter.source):
+        seen = new.get(f"{names[0]}.seq/{message.source}")
+        if not follows(header, seen, message.source):
             continue
-        if complete and begun is not None and (letter.source not in row or header.iteration != int(begun)):
-            raise LetterError(
-                f"a letter of node {letter.source} and iteration {header.iteration}; expected one of each of "
+        if complete and begun is not None and (message.source not in row or header.iteration != int(begun)):
+            raise MessageError(
+                f"a message of node {message.source} and iteration {header.iteration}; expected one of each of "
                 f"{sorted(row)} and iteration {int(begun)}"
             )
-        opened = reader.open(letter)
+        opened = reader.open(message)
         if reader.copies:
-            after = advance(new, names, letter.source, opened, alpha)
+            after = advance(new, names, message.source, opened, alpha)
             if opened.digest and opened.digest != digest_of(after.values()):
                 raise OutOfStep(
-                    letter.source,
-                    f"the estimate of node {letter.source} is not what it holds itself: the digests of letter "
+                    message.source,
+                    f"the estimate of node {message.source} is not what it holds itself: the digests of message "
                     f"{header.seq} differ; its whole estimate mends this",
                 )
         else:
             after = {}
-            accumulate(new, names, letter.source, opened, heard is None, alpha)
-        new[f"{names[0]}.seq/{letter.source}"] = np.array(
-            [(header.seq + 1) & 0xFFFF, header.iteration, 1 if whole or heard is None else int(heard[2]) + 1], np.int64
+            accumulate(new, names, message.source, opened, seen is None, alpha)
+        new[f"{names[0]}.seq/{message.source}"] = np.array(
+            [(header.seq + 1) & 0xFFFF, header.iteration, 1 if whole or seen is None else int(seen[2]) + 1], np.int64
         )
-        received.append(Received(letter.source, header, opened.extra, opened.deltas, after))
+        received.append(Received(message.source, header, opened.extra, opened.deltas, after))
     if complete:
         missing = sorted(set(row) - {r.source for r in received})
         if missing:
-            raise LetterError(f"no letter of iteration {int(begun or 0)} came from nodes {missing}, which was due")
+            raise MessageError(f"no message of iteration {int(begun or 0)} came from nodes {missing}, which was due")
         del new[f"{names[0]}.begun"]
     return Absorbed(new, tuple(received))
 
 
 def retract(
     state: State,
-    letters: Sequence[Letter],
+    messages: Sequence[GossipMessage],
     names: Sequence[str],
     compressor: Compressors,
     *,
     extra: int = 0,
 ) -> Absorbed:
-    """Take back own letters of edge streams that were never delivered: the last ones of their edges.
+    """Take back own messages of edge streams that were never delivered: the last ones of their edges.
 
-    The edges' own estimates return to what they were before the letters (up to rounding: a subtraction undoes no
-    addition exactly), and the next letter along each such edge carries the whole estimate.
+    The edges' own estimates return to what they were before the messages (up to rounding: a subtraction undoes no
+    addition exactly), and the next message along each such edge carries the whole estimate.
 
     Returns
     -------
     Absorbed
-        ``received`` holds the letters newest first, with ``source`` the *destination* of the letter and ``estimates``
-        the edge's own estimate right after the letter was written: what its mass share refers to.
+        ``received`` holds the messages newest first, with ``source`` the *destination* of the message and ``estimates``
+        the edge's own estimate right after the message was written: what its mass share refers to.
 
     Raises
     ------
-    LetterError
-        When the bytes are not such a letter.
+    MessageError
+        When the bytes are not such a message.
     OutOfStep
-        When a later letter of the same edge is not taken back with it.
+        When a later message of the same edge is not taken back with it.
     """
     names = tuple(names)
     new = dict(state)
     reader = Reader(state, names, compressor, extra)
     received: list[Received] = []
-    for letter in sorted(letters, key=lambda one: (-peek(one.payload).iteration, one.destination)):
-        header, to = peek(letter.payload), letter.destination
+    for message in sorted(messages, key=lambda one: (-peek(one.payload).iteration, one.destination)):
+        header, to = peek(message.payload), message.destination
         number = count(new, f"{names[0]}.seq>{to}")
         if not number or header.seq != (number - 1) & 0xFFFF:
             raise OutOfStep(
-                to, f"letter {header.seq} to node {to} came back, but {number} were sent; the last ones come back first"
+                to,
+                f"message {header.seq} to node {to} came back, but {number} were sent; the last ones come back first",
             )
-        opened = reader.open(letter)
+        opened = reader.open(message)
         after = {name: new[own_key(name, to)] for name in names}
         for name in names:
             before = opened.wholes.get(name)

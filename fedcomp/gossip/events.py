@@ -21,11 +21,11 @@ class Report:
     repeated, ignored : int
         Instructions asked again; answers to nothing that was open (duplicates, late ones).
     undelivered : int
-        Letters that no node took in. They went back to their senders, where these were still there.
+        Messages that no node took in. They went back to their senders, where these were still there.
     gone, joined, left, failed, refused, needed, lost, doubted, noticed : list
-        Events. ``refused`` are answers, ``needed`` letters a node could not apply (node: the receiver), ``lost``
-        letters that came back and could not be read by their own sender: their mass is gone. ``doubted`` are nodes
-        whose figures are left out of the judgement whether the run diverges. ``noticed`` are nodes whose letters
+        Events. ``refused`` are answers, ``needed`` messages a node could not apply (node: the receiver), ``lost``
+        messages that came back and could not be read by their own sender: their mass is gone. ``doubted`` are nodes
+        whose figures are left out of the judgement whether the run diverges. ``noticed`` are nodes whose messages
         repeat others or carry no mass, once for every receiver (node: the sender).
     split : list
         ``[round, groups]``: since when living nodes fall into groups that cannot all reach each other.

@@ -17,17 +17,17 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View, parameters
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View, parameters
 from fedcomp.gossip.exact import opened, step_size, tracked, untracked
-from fedcomp.gossip.steps import BEGUN, begun, finite, heard, pull, refuse_dense, settled, whole
+from fedcomp.gossip.steps import BEGUN, begun, finite, incoming, pull, refuse_dense, settled, whole
 from fedcomp.layout import Layout
 
-_SAID: Final = BEGUN + "said"
+_ANNOUNCED: Final = BEGUN + "announced"
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GradientTracking(Algorithm):
-    """Send x and y whole, in one letter.
+    """Send x and y whole, in one message.
 
     Undirected graphs with symmetric weights, which may change from one iteration to the next. Constant step sizes must
     be smaller than those of NIDS; how much smaller depends on the graph.
@@ -42,7 +42,7 @@ class GradientTracking(Algorithm):
 
     name: ClassVar[str] = "gradient-tracking"
     time_varying: ClassVar[bool] = True
-    letters_per_iteration: ClassVar[int] = 2
+    vectors_per_message: ClassVar[int] = 2
 
     lr: float = 0.05
 
@@ -63,16 +63,16 @@ class GradientTracking(Algorithm):
         refuse_dense(self, view)
         y, g = tracked(state["y"], state["gradient"], gradient, state["x"])
         finite(state["x"], "the model")
-        said = np.concatenate([state["x"], y])
-        return {**state, "y": y, "gradient": g, **begun(view, said=said)}, whole(said, view)
+        announced = np.concatenate([state["x"], y])
+        return {**state, "y": y, "gradient": g, **begun(view, announced=announced)}, whole(announced, view)
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Mix x and y with the neighbours', and descend along the y that was sent."""
-        if _SAID not in state:
-            heard(state, letters)  # none is due
+        if _ANNOUNCED not in state:
+            incoming(state, messages)  # none is due
             return state
         d, y = state["x"].size, state["y"]
-        pulled = pull(state, state[_SAID], letters)
+        pulled = pull(state, state[_ANNOUNCED], messages)
         return {**settled(state), "x": state["x"] + pulled[:d] - self.lr * y, "y": y + pulled[d:]}
 
     def model(self, state: State) -> Real:

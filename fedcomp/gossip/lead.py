@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View, real
 from fedcomp.gossip.compressor import Compressor, Delta, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, open_estimates
 from fedcomp.gossip.exact import consensus_step, share, share_or_auto, step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
-from fedcomp.gossip.steps import BEGUN, Compressing, begun, heard
+from fedcomp.gossip.steps import BEGUN, Compressing, begun, incoming
 from fedcomp.layout import Layout
 
 _H: Final = "h"
@@ -47,7 +47,7 @@ class LEAD(Compressing, PrimalDual):
     compressor : mapping or Compressor
         C; the authors' is the dithered quantiser of b bits scaled by the largest magnitude.
     digest_every : int
-        Letters between two with a digest of the estimate; 0 for never.
+        Messages between two with a digest of the estimate; 0 for never.
     """
 
     name: ClassVar[str] = "lead"
@@ -79,16 +79,16 @@ class LEAD(Compressing, PrimalDual):
         used = self._used(sent.state[_H], sent.deltas[_H])
         return {**sent.state, **begun(view, z=z, used=used)}, sent.outbox
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Advance the neighbours' estimates; move x and D by what h + q disagree on."""
         if DECISION not in state:
-            heard(state, letters)  # none is due
+            incoming(state, messages)  # none is due
             return state
-        absorbed = absorb(state, letters, (_H,), self._compressor, alpha=self.alpha)
-        weights = {letter.source: letter.weight for letter in heard(state, letters)}
+        absorbed = absorb(state, messages, (_H,), self._compressor, alpha=self.alpha)
+        weights = {message.source: message.weight for message in incoming(state, messages)}
         own, apart = state[_USED], np.zeros_like(state[_USED])
-        for letter in sorted(absorbed.received, key=lambda one: one.source):
-            apart += weights[letter.source] * (own - self._used(letter.estimates[_H], letter.deltas[_H]))
+        for message in sorted(absorbed.received, key=lambda one: one.source):
+            apart += weights[message.source] * (own - self._used(message.estimates[_H], message.deltas[_H]))
         return self._finished(absorbed.state, (0.5 * float(state["gamma"])) * apart)
 
     def _used(self, advanced: Real, delta: Delta) -> Real:
@@ -98,7 +98,7 @@ class LEAD(Compressing, PrimalDual):
         return used
 
     def facts(self, state: State) -> dict[str, float]:
-        """Return how far h + q is from the decision vector that was sent last, while letters are under way."""
+        """Return how far h + q is from the decision vector that was sent last, while messages are under way."""
         if DECISION not in state:
             return {}
         return {"innovation": float(np.linalg.norm(state[DECISION] - state[_USED]))}

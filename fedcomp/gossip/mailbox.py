@@ -1,7 +1,7 @@
-"""Letters between being posted and being delivered, and which edges need whole estimates. No letter is opened.
+"""Messages between being posted and being delivered, and which edges need whole estimates. No message is opened.
 
-A letter is in one place at a time: in its receiver's box, in an open instruction, or with the letters that go back to
-its sender. Of one edge letters keep the order they were sent in, on the way there and on the way back; what goes back
+A message is in one place at a time: in its receiver's box, in an open instruction, or with the messages that go back to
+its sender. Of one edge messages keep the order they were sent in, on the way there and on the way back; what goes back
 are always the last ones of their edge.
 """
 
@@ -11,20 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedcomp.gossip.base import Letter
+from fedcomp.gossip.base import GossipMessage
 from fedcomp.gossip.protocol import Instruction, Parts
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A letter under way, and in which of its sender's lives it was sent: a node that lost its memory lives again."""
+class Pending:
+    """A message under way, and in which of its sender's lives it was sent: a node that lost its memory lives again."""
 
-    letter: Letter
+    message: GossipMessage
     life: int
 
 
 class Blobs:
-    """Byte strings by number, each distinct one once: what stands for letters in JSON."""
+    """Byte strings by number, each distinct one once: what stands for messages in JSON."""
 
     def __init__(self, blobs: Iterable[bytes] = ()) -> None:
         self.blobs = list(blobs)
@@ -39,12 +39,12 @@ class Blobs:
 
 
 def numbered(instruction: Instruction, blobs: Blobs) -> Parts:
-    """Return an instruction JSON-able: its parts, with the letters as numbers of ``blobs``."""
+    """Return an instruction JSON-able: its parts, with the messages as numbers of ``blobs``."""
     parts = instruction.to_parts()
     return parts | {name: [blobs.put(payload) for payload in parts[name]] for name in ("mail", "returned")}
 
 
-def lettered(parts: Mapping[str, Any], blobs: Sequence[bytes]) -> Instruction:
+def unnumbered(parts: Mapping[str, Any], blobs: Sequence[bytes]) -> Instruction:
     """Recreate an instruction from :func:`numbered`."""
     given = {name: [blobs[number] for number in parts[name]] for name in ("mail", "returned")}
     return Instruction.from_parts({**parts, **given})
@@ -64,110 +64,110 @@ class Mailbox:
     lives : list of int
         How many times each node was given up or has left.
     lost : int
-        Letters that could go neither to their receivers nor back, since their senders' lives had ended too.
+        Messages that could go neither to their receivers nor back, since their senders' lives had ended too.
     """
 
     def __init__(self, n: int, *, returns: bool = True) -> None:
         self.returns = returns
         self.lives = [0] * n
         self.lost = 0
-        self._boxes: list[list[Parcel]] = [[] for _ in range(n)]
-        self._returned: list[list[Letter]] = [[] for _ in range(n)]
+        self._boxes: list[list[Pending]] = [[] for _ in range(n)]
+        self._returned: list[list[GossipMessage]] = [[] for _ in range(n)]
         self._broken: dict[int, set[int]] = {}
 
     def waits(self, node: int) -> bool:
-        """Whether there is anything for ``node``: mail, or own letters that come back."""
+        """Whether there is anything for ``node``: an inbox, or own messages that come back."""
         return bool(self._boxes[node] or self._returned[node])
 
     def comes_back(self, node: int) -> bool:
-        """Whether own letters of ``node`` come back."""
+        """Whether own messages of ``node`` come back."""
         return bool(self._returned[node])
 
-    def letters_of(self, node: int) -> int:
-        """Return how many letters of ``node``'s present life are in boxes."""
+    def messages_of(self, node: int) -> int:
+        """Return how many messages of ``node``'s present life are in boxes."""
         life = self.lives[node]
-        return sum(p.letter.source == node and p.life == life for box in self._boxes for p in box)
+        return sum(p.message.source == node and p.life == life for box in self._boxes for p in box)
 
-    def put(self, letter: Letter, *, receiving: bool, whole: bool, dense: bool = False) -> bool:
-        """Post a letter; return whether it is on its way. Otherwise it goes back at once.
+    def put(self, message: GossipMessage, *, receiving: bool, whole: bool, dense: bool = False) -> bool:
+        """Post a message; return whether it is on its way. Otherwise it goes back at once.
 
         Parameters
         ----------
         receiving : bool
-            Whether the destination takes mail.
+            Whether the destination takes messages.
         whole : bool
             Whether it carries the whole estimate, so that it mends a broken edge. Along a broken edge nothing else
             goes: the receiver could not use it.
         dense : bool
-            Whether it is of a closing iteration. Such a letter concerns no estimate: it goes along a broken edge, and
+            Whether it is of a closing iteration. Such a message concerns no estimate: it goes along a broken edge, and
             mends none.
         """
-        broken = self._broken.get(letter.source)
-        if broken is not None and letter.destination in broken:
+        broken = self._broken.get(message.source)
+        if broken is not None and message.destination in broken:
             if whole and receiving and not dense:
-                broken.discard(letter.destination)
+                broken.discard(message.destination)
             receiving = receiving and (whole or dense)
         if receiving:
-            self._boxes[letter.destination].append(Parcel(letter, self.lives[letter.source]))
+            self._boxes[message.destination].append(Pending(message, self.lives[message.source]))
         elif self.returns:
-            self._returned[letter.source].append(letter)
+            self._returned[message.source].append(message)
         return receiving
 
-    def take(self, node: int) -> tuple[Parcel, ...]:
+    def take(self, node: int) -> tuple[Pending, ...]:
         """Empty ``node``'s box: by source, of one source in the order sent."""
-        parcels = self.look(node)
+        pending = self.look(node)
         self._boxes[node] = []
-        return parcels
+        return pending
 
-    def look(self, node: int) -> tuple[Parcel, ...]:
+    def look(self, node: int) -> tuple[Pending, ...]:
         """Return what :meth:`take` would."""
         return tuple(sorted(self._boxes[node], key=_source))
 
-    def take_returned(self, node: int) -> tuple[Letter, ...]:
-        """Return own letters that come back to ``node``, which gets them now."""
-        letters = tuple(self._returned[node])
+    def take_returned(self, node: int) -> tuple[GossipMessage, ...]:
+        """Return own messages that come back to ``node``, which gets them now."""
+        messages = tuple(self._returned[node])
         self._returned[node] = []
-        return letters
+        return messages
 
-    def look_returned(self, node: int) -> tuple[Letter, ...]:
+    def look_returned(self, node: int) -> tuple[GossipMessage, ...]:
         """Return what :meth:`take_returned` would."""
         return tuple(self._returned[node])
 
-    def refuse(self, parcels: Iterable[Parcel], sources: Iterable[int], node: int) -> list[Letter]:
-        """Send back what ``node`` could not apply, those of ``parcels`` that are from ``sources``, and whatever else of
-        theirs waits for it: it follows the former. Their edges need whole estimates. Return these letters."""
+    def refuse(self, pending: Iterable[Pending], sources: Iterable[int], node: int) -> list[GossipMessage]:
+        """Send back what ``node`` could not apply, those of ``pending`` that are from ``sources``, and whatever else of
+        theirs waits for it: it follows the former. Their edges need whole estimates. Return these messages."""
         refused = set(sources)
         for source in refused:
             self._broken.setdefault(source, set()).add(node)
-        back = [p for p in (*parcels, *self._boxes[node]) if p.letter.source in refused]
-        self._boxes[node] = [p for p in self._boxes[node] if p.letter.source not in refused]
+        back = [p for p in (*pending, *self._boxes[node]) if p.message.source in refused]
+        self._boxes[node] = [p for p in self._boxes[node] if p.message.source not in refused]
         return self._send_back(back)
 
-    def end(self, node: int, parcels: Iterable[Parcel]) -> list[Letter]:
-        """End a life of ``node``: ``parcels``, which it had been given, and its box go back; what comes back to itself
-        is lost with it. Return the letters that were not delivered."""
+    def end(self, node: int, pending: Iterable[Pending]) -> list[GossipMessage]:
+        """End a life of ``node``: ``pending``, which it had been given, and its box go back; what comes back to itself
+        is lost with it. Return the messages that were not delivered."""
         self.lost += len(self._returned[node])
         self._returned[node] = []
-        # After this its own letters to others stay good, but cannot come back.
+        # After this its own messages to others stay good, but cannot come back.
         self.lives[node] += 1
-        back = [*parcels, *self._boxes[node]]
+        back = [*pending, *self._boxes[node]]
         self._boxes[node] = []
         return self._send_back(back)
 
-    def _send_back(self, parcels: Sequence[Parcel]) -> list[Letter]:
-        for parcel in parcels if self.returns else ():
-            source = parcel.letter.source
-            if parcel.life == self.lives[source]:
-                self._returned[source].append(parcel.letter)
+    def _send_back(self, pending: Sequence[Pending]) -> list[GossipMessage]:
+        for item in pending if self.returns else ():
+            source = item.message.source
+            if item.life == self.lives[source]:
+                self._returned[source].append(item.message)
             else:
                 self.lost += 1
-        return [parcel.letter for parcel in parcels]
+        return [item.message for item in pending]
 
-    def clear(self) -> list[Letter]:
+    def clear(self) -> list[GossipMessage]:
         """Empty all boxes of a run whose nodes all begin anew; return what was in them."""
-        letters = [parcel.letter for box in self._boxes for parcel in box]
+        messages = [item.message for box in self._boxes for item in box]
         self._boxes = [[] for _ in self._boxes]
-        return letters
+        return messages
 
     def break_edges(self, node: int, others: Iterable[int]) -> None:
         """Note that ``node`` and ``others`` know nothing of each other: whole estimates are needed both ways."""
@@ -180,13 +180,14 @@ class Mailbox:
         return self._broken.get(source, set())
 
     def get_state(self, blobs: Blobs) -> dict[str, Any]:
-        """Return everything, JSON-able; letters as numbers of ``blobs``."""
+        """Return everything, JSON-able; messages as numbers of ``blobs``."""
         return {
             "lives": list(self.lives),
             "lost": self.lost,
-            "boxes": [[[p.letter.source, p.life, blobs.put(p.letter.payload)] for p in box] for box in self._boxes],
+            "boxes": [[[p.message.source, p.life, blobs.put(p.message.payload)] for p in box] for box in self._boxes],
             "returned": [
-                [[letter.destination, blobs.put(letter.payload)] for letter in letters] for letters in self._returned
+                [[message.destination, blobs.put(message.payload)] for message in messages]
+                for messages in self._returned
             ],
             "broken": [[source, sorted(to)] for source, to in sorted(self._broken.items()) if to],
         }
@@ -196,15 +197,15 @@ class Mailbox:
         self.lives = [int(life) for life in state["lives"]]
         self.lost = int(state["lost"])
         self._boxes = [
-            [Parcel(Letter(source, node, blobs[number]), life) for source, life, number in box]
+            [Pending(GossipMessage(source, node, blobs[number]), life) for source, life, number in box]
             for node, box in enumerate(state["boxes"])
         ]
         self._returned = [
-            [Letter(node, destination, blobs[number]) for destination, number in letters]
-            for node, letters in enumerate(state["returned"])
+            [GossipMessage(node, destination, blobs[number]) for destination, number in messages]
+            for node, messages in enumerate(state["returned"])
         ]
         self._broken = {source: set(to) for source, to in state["broken"]}
 
 
-def _source(parcel: Parcel) -> int:
-    return parcel.letter.source
+def _source(item: Pending) -> int:
+    return item.message.source

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Real, State, View
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, Real, State, View
 from fedcomp.gossip.exact import step_size
 from fedcomp.gossip.primal_dual import DECISION, PrimalDual
-from fedcomp.gossip.steps import begun, heard, pull, whole
+from fedcomp.gossip.steps import begun, incoming, pull, whole
 from fedcomp.layout import Layout
 
 
@@ -51,9 +51,9 @@ class NIDS(PrimalDual):
         z = self._decision(state, gradient, view)
         return {**state, **begun(view, z=z)}, whole(z, view)
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Move x and D by half of what the decision vectors disagree on."""
         if DECISION not in state:
-            heard(state, letters)  # none is due
+            incoming(state, messages)  # none is due
             return state
-        return self._finished(state, -0.5 * pull(state, state[DECISION], letters))
+        return self._finished(state, -0.5 * pull(state, state[DECISION], messages))

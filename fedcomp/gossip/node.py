@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import NonFiniteUpdate, StateError
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Real, State, View
-from fedcomp.gossip.errors import Diverged, LetterError, OutOfStep, StaleInstruction
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View
+from fedcomp.gossip.errors import Diverged, MessageError, OutOfStep, StaleInstruction
 from fedcomp.gossip.protocol import Answer, Instruction, Parts
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -51,7 +51,7 @@ class Memory:
     state : State
         The algorithm's.
     answer : Answer
-        What was said to it: said again when it is asked again.
+        Its last answer, repeated when it is asked again.
     change : ndarray, optional
         What the last forward pass did to running statistics; becomes part of the model when its iteration is finished.
     """
@@ -114,7 +114,7 @@ def handle(
     memory : Memory or None
         What the last call returned.
     instruction : Instruction
-        From the relay; trusted as far as its numbers go, its letters are not.
+        From the relay; trusted as far as its numbers go, its messages are not.
     local : Local or None
         None: there is no gradient (consensus only).
     start : ndarray, shape (d,), float32 or float64
@@ -150,7 +150,7 @@ def handle(
         state = algorithm.join(start, layout) if joins else algorithm.init(start, layout, common=common)
         change = None
     elif memory is None or not _continues(memory, instruction):
-        # Of a copy restored after a crash the relay has newer letters: going on with it would send a share twice.
+        # Of a copy restored after a crash the relay has newer messages: going on with it would send a share twice.
         return memory, Answer(instruction.session, instruction.serial, fresh=True)
     else:
         state, change = memory.state, memory.change
@@ -171,7 +171,7 @@ def _carry_out(
     layout: Layout,
 ) -> tuple[Memory, Answer]:
     view = instruction.view
-    noticed = algorithm.noticed(state, instruction.mail)
+    noticed = algorithm.noticed(state, instruction.inbox)
     state, change, refused, lost = _settled(algorithm, state, change, instruction)
     if instruction.start == "reset" and not refused:
         state = algorithm.reset(state, layout)
@@ -188,7 +188,7 @@ def _carry_out(
     answer = Answer(
         instruction.session,
         instruction.serial,
-        postings=tuple(outbox),
+        multicasts=tuple(outbox),
         needs=tuple(refused),
         reasons=tuple(refused.values()),
         lost=lost,
@@ -202,50 +202,50 @@ def _carry_out(
 def _settled(
     algorithm: Algorithm, state: State, change: Real | None, instruction: Instruction
 ) -> tuple[State, Real | None, dict[int, str], tuple[str, ...]]:
-    """Finish the iteration begun with ``state``: mail, running statistics, letters that came back.
+    """Finish the iteration begun with ``state``: the inbox, running statistics, messages that came back.
 
-    An iteration that cannot be finished, because one of its nodes is gone, is followed by a reset without mail.
+    An iteration that cannot be finished, because one of its nodes is gone, is followed by a reset without one.
 
-    Returns the state, what is left of ``change``, the sources whose letters were refused, with the reason, and why own
-    letters that came back are lost.
+    Returns the state, what is left of ``change``, the sources whose messages were refused, with the reason, and why own
+    messages that came back are lost.
     """
-    dropped = instruction.start == "reset" and not instruction.mail
-    state, refused = (state, {}) if dropped else _received(algorithm, state, instruction.mail)
+    dropped = instruction.start == "reset" and not instruction.inbox
+    state, refused = (state, {}) if dropped else _received(algorithm, state, instruction.inbox)
     if refused and not algorithm.asynchronous:
         return state, change, refused, ()
     state, lost = _taken_back(algorithm, _shifted(algorithm, state, change), instruction.returned)
     return state, None, refused, lost
 
 
-def _taken_back(algorithm: Algorithm, state: State, letters: Sequence[Letter]) -> tuple[State, tuple[str, ...]]:
-    """Take back own letters. Of some that were damaged on their way, those that can be read: to insist on the others
+def _taken_back(algorithm: Algorithm, state: State, messages: Sequence[GossipMessage]) -> tuple[State, tuple[str, ...]]:
+    """Take back own messages. Of some that were damaged on their way, those that can be read: to insist on the others
     would cost the node all it has, not only what they carried."""
-    if not letters:
+    if not messages:
         return state, ()
     try:
-        return algorithm.take_back(state, letters), ()
-    except (LetterError, OutOfStep):
+        return algorithm.take_back(state, messages), ()
+    except (MessageError, OutOfStep):
         lost = []
-    for letter in reversed(letters):
+    for message in reversed(messages):
         try:
-            state = algorithm.take_back(state, (letter,))
-        except (LetterError, OutOfStep) as error:
-            lost.append(f"letter to node {letter.destination}: {error}")
+            state = algorithm.take_back(state, (message,))
+        except (MessageError, OutOfStep) as error:
+            lost.append(f"message to node {message.destination}: {error}")
     return state, tuple(lost)
 
 
-def _received(algorithm: Algorithm, state: State, mail: Sequence[Letter]) -> tuple[State, dict[int, str]]:
+def _received(algorithm: Algorithm, state: State, inbox: Sequence[GossipMessage]) -> tuple[State, dict[int, str]]:
     try:
-        return algorithm.receive(state, mail), {}
-    except (LetterError, OutOfStep) as error:
+        return algorithm.receive(state, inbox), {}
+    except (MessageError, OutOfStep) as error:
         if not algorithm.asynchronous:
-            # Without one of its letters an iteration cannot be finished, so none of them is of use.
-            return state, {letter.source: str(error) for letter in mail}
+            # Without one of its messages an iteration cannot be finished, so none of them is of use.
+            return state, {message.source: str(error) for message in inbox}
     refused: dict[int, str] = {}
-    for source, letters in itertools.groupby(mail, operator.attrgetter("source")):
+    for source, messages in itertools.groupby(inbox, operator.attrgetter("source")):
         try:
-            state = algorithm.receive(state, tuple(letters))
-        except (LetterError, OutOfStep) as error:
+            state = algorithm.receive(state, tuple(messages))
+        except (MessageError, OutOfStep) as error:
             refused[source] = str(error)
     return state, refused
 

@@ -1,15 +1,15 @@
-"""The bytes of a letter: a header of eight, then what the algorithm says.
+"""The bytes of a message: a header of eight, then what the algorithm says.
 
 Little-endian throughout::
 
     iteration  u32   of the whole run
-    seq        u16   number of this letter in its sender's stream, modulo 65536
+    seq        u16   number of this message in its sender's stream, modulo 65536
     flags      u8    :class:`Flag`; unknown bits are refused
     dtype      u8    of the sender's vectors: 1 float32, 2 float64
-    body             to the end of the letter
+    body             to the end of the message
 
-Nothing else is in a letter: who wrote it, and to whom, says the envelope. Everything read here comes from a peer:
-whatever the bytes are, the outcome is a value or a :class:`~fedcomp.gossip.errors.LetterError`.
+Nothing else is in a message: who wrote it, and to whom, says the envelope. Everything read here comes from a peer:
+whatever the bytes are, the outcome is a value or a :class:`~fedcomp.gossip.errors.MessageError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip.base import Real
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 
 HEADER_BYTES: Final = 8
 _HEADER = struct.Struct("<IHBB")
@@ -34,23 +34,23 @@ _CODES: Final[dict[Dtype, int]] = {dtype: code for code, dtype in _DTYPES.items(
 
 
 class Flag(IntFlag):
-    """What a letter is. Bits of one byte; part of the format."""
+    """What a message is. Bits of one byte; part of the format."""
 
     RESYNC = 1
-    """The whole estimate, as it was before this letter's change, stands in the body before the change."""
+    """The whole estimate, as it was before this message's change, stands in the body before the change."""
     DIGEST = 2
-    """Eight bytes of digest of the estimate after this letter's change stand in the body."""
+    """Eight bytes of digest of the estimate after this message's change stand in the body."""
     DENSE = 4
-    """A letter of the closing phase: no estimate is concerned."""
+    """A message of the closing phase: no estimate is concerned."""
     ZOOM = 8
     """The innovation left its scale, which both ends double first (Dyna-COLD)."""
     LEAVING = 16
-    """The sender's last letter: all it has."""
+    """The sender's last message: all it has."""
 
 
 _ALL_FLAGS: Final = int(Flag.RESYNC | Flag.DIGEST | Flag.DENSE | Flag.ZOOM | Flag.LEAVING)
 _FLAGS: Final = tuple(map(Flag, range(_ALL_FLAGS + 1)))
-"""By value: looked up several times per letter, where making one costs as much as the rest of the header."""
+"""By value: looked up several times per message, where making one costs as much as the rest of the header."""
 
 
 class Header(NamedTuple):
@@ -59,7 +59,7 @@ class Header(NamedTuple):
     Attributes
     ----------
     iteration : int
-        In which the letter was written, modulo nothing: below 2**32.
+        In which the message was written, modulo nothing: below 2**32.
     seq : int
         Modulo 65536.
     flags : Flag
@@ -74,7 +74,7 @@ class Header(NamedTuple):
 
 
 def pack(iteration: int, seq: int, flags: int, dtype: Any, body: bytes) -> bytes:
-    """Return the letter.
+    """Return the message.
 
     Parameters
     ----------
@@ -95,14 +95,14 @@ def pack(iteration: int, seq: int, flags: int, dtype: Any, body: bytes) -> bytes
     code = _CODES.get(np.dtype(dtype))
     if code is None or not 0 <= iteration < 1 << 32 or seq < 0 or flags & ~_ALL_FLAGS:
         raise ConfigError(
-            f"no letter has iteration={iteration}, seq={seq}, flags={int(flags):#x}, dtype={np.dtype(dtype)}; expected "
+            f"no message has iteration={iteration}, seq={seq}, flags={int(flags):#x}, dtype={np.dtype(dtype)}; need "
             f"0 <= iteration < 2**32, seq >= 0, flags within {_ALL_FLAGS:#x}, float32 or float64"
         )
     return _HEADER.pack(iteration, seq & 0xFFFF, flags, code) + body
 
 
 def unpack(payload: bytes, *, most: int, dtype: Any = None) -> tuple[Header, memoryview]:
-    """Return the header and the body (a view) of a letter.
+    """Return the header and the body (a view) of a message.
 
     Parameters
     ----------
@@ -110,37 +110,37 @@ def unpack(payload: bytes, *, most: int, dtype: Any = None) -> tuple[Header, mem
     most : int
         Largest body the receiver can use, worked out from its own model: a longer one is refused unread.
     dtype : dtype-like, optional
-        What the receiver's own vectors are; a letter of another one is refused.
+        What the receiver's own vectors are; a message of another one is refused.
 
     Raises
     ------
-    LetterError
+    MessageError
     """
     header = peek(payload)
     if len(payload) - HEADER_BYTES > most:
-        raise LetterError(
-            f"a letter has {len(payload) - HEADER_BYTES} bytes after its header; this model's have at most {most}"
+        raise MessageError(
+            f"a message has {len(payload) - HEADER_BYTES} bytes after its header; this model's have at most {most}"
         )
     if dtype is not None and header.dtype != np.dtype(dtype):
-        raise LetterError(
-            f"a letter holds {header.dtype} vectors, this node's are {np.dtype(dtype)}; all nodes must use one dtype"
+        raise MessageError(
+            f"a message holds {header.dtype} vectors, this node's are {np.dtype(dtype)}; all nodes must use one dtype"
         )
     return header, memoryview(payload)[HEADER_BYTES:]
 
 
 def peek(payload: bytes) -> Header:
-    """Return the header of a letter, to see which kind it is.
+    """Return the header of a message, to see which kind it is.
 
     Raises
     ------
-    LetterError
+    MessageError
         When the bytes are too few, or hold an unknown flag or dtype.
     """
     if len(payload) < HEADER_BYTES:
-        raise LetterError(f"a letter has {len(payload)} bytes; its header alone has {HEADER_BYTES}")
+        raise MessageError(f"a message has {len(payload)} bytes; its header alone has {HEADER_BYTES}")
     iteration, seq, flags, code = _HEADER.unpack_from(payload)
     if flags > _ALL_FLAGS or code not in _DTYPES:
-        raise LetterError(f"a letter has flags {flags:#x} and dtype {code}; known: within {_ALL_FLAGS:#x}, 1 or 2")
+        raise MessageError(f"a message has flags {flags:#x} and dtype {code}; known: within {_ALL_FLAGS:#x}, 1 or 2")
     return Header(iteration, seq, _FLAGS[flags], _DTYPES[code])
 
 
@@ -161,15 +161,15 @@ def take_real(data: memoryview | bytes, n: int, dtype: Any) -> Real:
 
     Raises
     ------
-    LetterError
+    MessageError
         When the length is another, or a value is NaN or infinite.
     """
     dtype = np.dtype(dtype)
     if len(data) != n * dtype.itemsize:
-        raise LetterError(f"{n} values of {dtype} have {n * dtype.itemsize} bytes; found {len(data)}")
+        raise MessageError(f"{n} values of {dtype} have {n * dtype.itemsize} bytes; found {len(data)}")
     values = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)
     if not all_finite(values):
-        raise LetterError(f"{int(np.count_nonzero(~np.isfinite(values)))} of {n} values are NaN or infinite")
+        raise MessageError(f"{int(np.count_nonzero(~np.isfinite(values)))} of {n} values are NaN or infinite")
     return values
 
 
@@ -191,13 +191,13 @@ def take_scalars(data: memoryview | bytes, count: int) -> tuple[float, ...]:
 
     Raises
     ------
-    LetterError
+    MessageError
     """
     if len(data) != 8 * count:
-        raise LetterError(f"{count} scalars have {8 * count} bytes; found {len(data)}")
+        raise MessageError(f"{count} scalars have {8 * count} bytes; found {len(data)}")
     values = struct.unpack(f"<{count}d", data)
     if not all(map(np.isfinite, values)):
-        raise LetterError(f"scalars {values} are not finite")
+        raise MessageError(f"scalars {values} are not finite")
     return values
 
 

@@ -14,14 +14,14 @@ iteration on the difference of the two models, which goes on while they learn (w
 
 Both ends compute from the same bytes by the same arithmetic (sums that are exact or in a fixed order, no BLAS), so that
 what one adds the other subtracts, bit for bit, and the mean of the models stays. Only a step's one new factor has to be
-remembered, ``r * m`` or ``r * p`` numbers per matrix and edge; and because it is a difference of two letters, a
+remembered, ``r * m`` or ``r * p`` numbers per matrix and edge; and because it is a difference of two messages, a
 rounding error in it does not live longer than one step.
 
 Beyond the authors' code, whose edge cases are worked out here: a direction in which the two ends agree to 1e-12 is
 drawn anew, at both ends, from a stream that both know, since zero times anything would stay zero for ever; streams are
 named by both node ids, so that no two edges share one; an edge that appears begins without a byte, from that stream;
 ends whose steps do not match apply nothing and begin anew. Vectors (biases, normalisation) travel whole and are mixed
-with the same W. Nothing is skipped at the start: from equal models the first letter says that nothing differs.
+with the same W. Nothing is skipped at the start: from equal models the first message says that nothing differs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Algorithm, Gradient, Graph, Letter, Outbox, Posting, Real, State, View, parameters, real
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.base import (
+    Algorithm,
+    GossipMessage,
+    Gradient,
+    Graph,
+    Multicast,
+    Outbox,
+    Real,
+    State,
+    View,
+    parameters,
+    real,
+)
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import Flag, Header, pack, put_real, take_real, unpack
 from fedcomp.gossip.steps import (
     BEGUN,
@@ -45,7 +57,7 @@ from fedcomp.gossip.steps import (
     check_rates,
     descent,
     finite,
-    heard,
+    incoming,
     refuse_dense,
     settled,
     velocity,
@@ -81,13 +93,13 @@ class PowerGossip(Algorithm):
     warm_start : bool
         Whether a step begins with the factor of the one before, or with one drawn anew.
     overlap : bool
-        Whether letters are made of the model as it was before the local step (the gradient is computed while they
+        Whether messages are made of the model as it was before the local step (the gradient is computed while they
         travel, as the authors do), or of the one after.
     values : {"model", "float32"}
         How numbers travel: in the model's own dtype, or as float32. No memory holds what rounding leaves out, so that
         nodes with float64 models agree to about 1e-7 only when float32 travels.
     digest_every : int
-        Power steps of an edge between two letters that carry 8 bytes of a digest of the factor; 0 for never.
+        Power steps of an edge between two messages that carry 8 bytes of a digest of the factor; 0 for never.
     lr, momentum : float
         Of the local step, heavy ball.
 
@@ -97,7 +109,7 @@ class PowerGossip(Algorithm):
     steps of the edge to j and ``"factor/<j>"`` the factor the last of them gave, all matrices one after the other;
     ``"restarts"`` how often an edge began anew because its ends were out of step.
 
-    The letter after its header: the digest if there is one, ``r * p`` values per matrix in an even step or ``r * m``
+    The message after its header: the digest if there is one, ``r * p`` values per matrix in an even step or ``r * m``
     in an odd one, then the vectors.
     """
 
@@ -156,7 +168,7 @@ class PowerGossip(Algorithm):
         return {**self.init(state["x"], layout), **{key: state[key] for key in ("v", "restarts") if key in state}}
 
     def send(self, state: State, gradient: Gradient | None, view: View) -> tuple[State, Outbox]:
-        """Begin an iteration: one letter per neighbour, through that edge's factor."""
+        """Begin an iteration: one message per neighbour, through that edge's factor."""
         refuse_dense(self, view)
         _ = self._rate
         state = settled(state)
@@ -165,29 +177,29 @@ class PowerGossip(Algorithm):
         x = state["x"]
         step, moved = descent(state, gradient, x, self.lr, self.momentum)
         after = x if step is None else x - step
-        said = finite(x if self.overlap else after, "the model")
+        announced = finite(x if self.overlap else after, "the model")
         state = {**state, **moved, "x": finite(after, "the model after the local step")}
         matrices = Matrices(state["matrices"], len(x), self.rank)
         travels = x.dtype if self.values == "model" else np.dtype(np.float32)
-        vectors = said[matrices.rest].astype(travels)
-        postings: list[Posting] = []
+        vectors = announced[matrices.rest].astype(travels)
+        multicasts: list[Multicast] = []
         more: State = {}
         for j in view.row:
             turn, factor = self._edge(state, j, view)
             basis = matrices.bases(factor, turn, _stream(view, j), x.dtype)
-            projected = matrices.project(said, basis, turn).astype(travels)
+            projected = matrices.project(announced, basis, turn).astype(travels)
             check, flags = b"", Flag.RESYNC if turn == 0 else Flag(0)
             if factor is not None and self.digest_every and turn % self.digest_every == 0:
                 check, flags = _digest(factor), flags | Flag.DIGEST
             body = check + put_real(projected) + put_real(vectors)
             payload = pack(view.iteration, turn % _TURNS, flags, travels, body)
-            postings.append(Posting((j,), payload))
+            multicasts.append(Multicast((j,), payload))
             more |= {
                 f"turn/{j}": np.array(turn, np.int64),
                 f"{BEGUN}basis/{j}": basis,
-                f"{BEGUN}letter/{j}": np.frombuffer(payload, np.uint8),
+                f"{BEGUN}message/{j}": np.frombuffer(payload, np.uint8),
             }
-        return {**state, **more, **begun(view)}, tuple(postings)
+        return {**state, **more, **begun(view)}, tuple(multicasts)
 
     @property
     def _rate(self) -> float:
@@ -203,9 +215,9 @@ class PowerGossip(Algorithm):
         turn = int(state[f"turn/{j}"])
         return turn, factor if self.warm_start else None
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: what both ends found moves them towards each other by equal amounts."""
-        received = heard(state, letters)
+        received = incoming(state, messages)
         if BEGUN + "ids" not in state:
             return state
         rate = self._rate
@@ -217,10 +229,10 @@ class PowerGossip(Algorithm):
         changes: State = {}
         dropped: set[str] = set()
         for j, weight, payload in received:
-            own = _read(state[f"{BEGUN}letter/{j}"].tobytes(), matrices, travels, node)
+            own = _read(state[f"{BEGUN}message/{j}"].tobytes(), matrices, travels, node)
             other = _read(payload, matrices, travels, j)
             if other.header.iteration != own.header.iteration:
-                raise LetterError(f"node {j} sent a letter of iteration {other.header.iteration}")
+                raise MessageError(f"node {j} sent a message of iteration {other.header.iteration}")
             x[rest] += weight * (other.vectors.astype(x.dtype) - own.vectors.astype(x.dtype))
             if not other.matches(own):
                 dropped |= {f"turn/{j}", f"factor/{j}"}
@@ -392,7 +404,7 @@ def _digest(factor: Real) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """A letter, read."""
+    """A message, read."""
 
     header: Header
     check: bytes
@@ -400,7 +412,7 @@ class _Said:
     vectors: Real
 
     def matches(self, other: _Said) -> bool:
-        """Whether both ends made the same power step with the same factor, as far as letters tell."""
+        """Whether both ends made the same power step with the same factor, as far as messages tell."""
         mine, theirs = self.header, other.header
         return (mine.seq, mine.flags, self.check) == (theirs.seq, theirs.flags, other.check)
 
@@ -410,7 +422,7 @@ def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int)
     most = (max(matrices.projected_size(0), matrices.projected_size(1)) + vectors) * dtype.itemsize + _DIGEST_BYTES
     header, body = unpack(payload, most=most, dtype=dtype)
     if header.flags & ~(Flag.DIGEST | Flag.RESYNC):
-        raise LetterError(f"node {source} sent {header}, which is no power step")
+        raise MessageError(f"node {source} sent {header}, which is no power step")
     start = _DIGEST_BYTES if header.flags & Flag.DIGEST else 0
     count = matrices.projected_size(header.seq)
     values = take_real(body[start:], count + vectors, dtype)

@@ -3,7 +3,7 @@
 With step size η (``lr``) and a dual D that begins at 0, iteration k of node i is
 
     z = x - η ∇f(x) - η D               what neighbours are told of
-    u = (γ/2) Σ_j W[i,j] (z'_i - z'_j)   from the letters; z' is z itself (NIDS), or the estimates of it
+    u = (γ/2) Σ_j W[i,j] (z'_i - z'_j)   from the messages; z' is z itself (NIDS), or the estimates of it
     D = D + u / η
     x = z - u
 

@@ -1,7 +1,7 @@
 """What a relay and a node say to each other, as plain values: one instruction down, one answer up.
 
 Every instruction to a node has a serial number, one higher than the last. It is repeated *verbatim* (same serial, same
-mail) until its node answers or is given up, and a node that has carried it out answers from memory. So one number is
+inbox) until its node answers or is given up, and a node that has carried it out answers from memory. So one number is
 acknowledgement (serial s + 1 tells the node that answer s arrived), re-delivery and protection against duplicates.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from fedcomp.gossip.base import Algorithm, Letter, Posting, Real, View
-from fedcomp.gossip.errors import AnswerError, LetterError
+from fedcomp.gossip.base import Algorithm, GossipMessage, Multicast, Real, View
+from fedcomp.gossip.errors import AnswerError, MessageError
 
 Action = Literal["step", "finish", "leave", "observe"]
 Start = Literal["", "common", "empty", "reset"]
@@ -40,14 +40,14 @@ class Instruction:
     epoch : int
         How often the set of nodes of a synchronous run has changed; always 0 in asynchronous runs.
     action : {"step", "finish", "leave", "observe"}
-        ``step``: apply the mail, then begin iteration ``view.iteration``. ``finish``: apply the mail only. ``leave``:
-        apply the mail, then send away all there is. ``observe``: tell the model as it would be after the mail.
+        ``step``: apply the inbox, then begin iteration ``view.iteration``. ``finish``: apply the inbox only. ``leave``:
+        apply the inbox, then send away all there is. ``observe``: tell the model as it would be after the inbox.
     view : View
         The iteration; of ``finish`` and ``observe`` only node, iteration and seed count.
-    mail : tuple of Letter
+    inbox : tuple of GossipMessage
         In order of source, of one source in the order they were sent; all to this node.
-    returned : tuple of Letter
-        Own letters that will never be delivered, in the order they were sent.
+    returned : tuple of GossipMessage
+        Own messages that will never be delivered, in the order they were sent.
     start : {"", "common", "empty", "reset"}
         How the state is made: go on with the old one, begin the run, join a run under way, or go on from the own model
         after the set of nodes has changed.
@@ -58,8 +58,8 @@ class Instruction:
     epoch: int
     action: Action
     view: View
-    mail: tuple[Letter, ...] = ()
-    returned: tuple[Letter, ...] = ()
+    inbox: tuple[GossipMessage, ...] = ()
+    returned: tuple[GossipMessage, ...] = ()
     start: Start = ""
 
     @property
@@ -73,7 +73,7 @@ class Instruction:
         return self.view.iteration
 
     def to_parts(self) -> Parts:
-        """Return the instruction as scalars and lists; the letters as ``mail`` and ``returned``, lists of bytes."""
+        """Return the instruction as scalars and lists; the messages as ``mail`` and ``returned``, lists of bytes."""
         view = self.view
         return {
             "session": self.session,
@@ -90,10 +90,10 @@ class Instruction:
             "shares": [float(share) for share in view.column.values()],
             "in": list(view.row),
             "weights": [float(weight) for weight in view.row.values()],
-            "mail.from": [letter.source for letter in self.mail],
-            "mail": [letter.payload for letter in self.mail],
-            "returned.to": [letter.destination for letter in self.returned],
-            "returned": [letter.payload for letter in self.returned],
+            "mail.from": [message.source for message in self.inbox],
+            "mail": [message.payload for message in self.inbox],
+            "returned.to": [message.destination for message in self.returned],
+            "returned": [message.payload for message in self.returned],
         }
 
     @classmethod
@@ -102,7 +102,7 @@ class Instruction:
 
         Raises
         ------
-        LetterError
+        MessageError
             When the parts are not those of an instruction.
         """
         try:
@@ -123,14 +123,14 @@ class Instruction:
                     dense=bool(parts["dense"]),
                     resync=frozenset(parts["resync"]),
                 ),
-                mail=tuple(Letter(j, node, p) for j, p in zip(parts["mail.from"], parts["mail"], strict=True)),
+                inbox=tuple(GossipMessage(j, node, p) for j, p in zip(parts["mail.from"], parts["mail"], strict=True)),
                 returned=tuple(
-                    Letter(node, j, p) for j, p in zip(parts["returned.to"], parts["returned"], strict=True)
+                    GossipMessage(node, j, p) for j, p in zip(parts["returned.to"], parts["returned"], strict=True)
                 ),
                 start=parts["start"],
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise LetterError(f"this is no gossip instruction: {type(error).__name__}: {error}") from error
+            raise MessageError(f"this is no gossip instruction: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +141,15 @@ class Answer:
     ----------
     session, serial : str, int
         Of the instruction that is answered.
-    postings : tuple of Posting
-        Letters to active out-neighbours, at most one to each.
+    multicasts : tuple of Multicast
+        Messages to active out-neighbours, at most one to each.
     needs : tuple of int
-        Sources in the mail whose letters, all of them, were not applied: their estimate is not in step, or their bytes
-        are damaged. They go back to their senders, and whole estimates are wanted.
+        Sources in the inbox whose messages, all of them, were not applied: their estimate is not in step, or their
+        bytes are damaged. They go back to their senders, and whole estimates are wanted.
     reasons : tuple of str
         Why, one for each of ``needs``.
     failed : str
-        Why nothing was sent (what would have left is not finite); empty when all went well. The mail was applied.
+        Why nothing was sent (what would have left is not finite); empty when all went well. The inbox was applied.
     facts : mapping of str to float
         Small figures for reports and watchers: :meth:`fedcomp.gossip.Algorithm.facts`.
     fresh : bool
@@ -157,15 +157,15 @@ class Answer:
     model : ndarray, optional
         The answer to ``observe``.
     noticed : tuple of (int, str)
-        Sources in the mail, and what is odd about their letters, which were counted all the same.
+        Sources in the inbox, and what is odd about their messages, which were counted all the same.
     lost : tuple of str
-        Why own letters that came back could not be taken back, one for each: their bytes were damaged on the way, and
+        Why own messages that came back could not be taken back, one for each: their bytes were damaged on the way, and
         the mass they carried is gone.
     """
 
     session: str
     serial: int
-    postings: tuple[Posting, ...] = ()
+    multicasts: tuple[Multicast, ...] = ()
     needs: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
     failed: str = ""
@@ -176,13 +176,13 @@ class Answer:
     noticed: tuple[tuple[int, str], ...] = ()
 
     def to_parts(self) -> Parts:
-        """Return the answer as scalars and lists, without its ``model``; the letters as ``postings``, list of bytes."""
+        """Return the answer as scalars and lists, but for its ``model``, the messages as ``postings``, a list."""
         return {
             "session": self.session,
             "serial": self.serial,
-            "postings": [posting.payload for posting in self.postings],
-            "postings.to": [to for posting in self.postings for to in posting.destinations],
-            "postings.counts": [len(posting.destinations) for posting in self.postings],
+            "postings": [multicast.payload for multicast in self.multicasts],
+            "postings.to": [to for multicast in self.multicasts for to in multicast.destinations],
+            "postings.counts": [len(multicast.destinations) for multicast in self.multicasts],
             "needs": list(self.needs),
             "reasons": list(self.reasons),
             "lost": list(self.lost),
@@ -208,15 +208,15 @@ class Answer:
             counts = [int(c) for c in parts["postings.counts"]]
             payloads = parts["postings"]
             if len(counts) != len(payloads) or min(counts, default=1) < 0 or sum(counts) != len(to):
-                raise ValueError(f"{len(payloads)} letters for {counts} of {len(to)} destinations")
+                raise ValueError(f"{len(payloads)} messages for {counts} of {len(to)} destinations")
             if not all(isinstance(payload, bytes) for payload in payloads):
-                raise TypeError("a letter is not bytes")
+                raise TypeError("a message is not bytes")
             ends = list(itertools.accumulate(counts))
             return cls(
                 session=str(parts["session"]),
                 serial=int(parts["serial"]),
-                postings=tuple(
-                    Posting(tuple(to[end - count : end]), payload)
+                multicasts=tuple(
+                    Multicast(tuple(to[end - count : end]), payload)
                     for end, count, payload in zip(ends, counts, payloads, strict=True)
                 ),
                 needs=tuple(int(j) for j in parts["needs"]),
@@ -232,8 +232,8 @@ class Answer:
             raise AnswerError(f"this is no answer to a gossip instruction: {type(error).__name__}: {error}") from error
 
 
-def largest_letter(algorithm: Algorithm, size: int, itemsize: int) -> int:
-    """Return the bytes no letter of an honest node exceeds.
+def largest_message(algorithm: Algorithm, size: int, itemsize: int) -> int:
+    """Return the bytes no message of an honest node exceeds.
 
     Per vector a whole estimate, and a change of it with a float64 and an index for every element.
 
@@ -242,7 +242,7 @@ def largest_letter(algorithm: Algorithm, size: int, itemsize: int) -> int:
     size, itemsize : int
         Elements of the model, and bytes of one.
     """
-    return algorithm.letters_per_iteration * size * (itemsize + 12) + 1024
+    return algorithm.vectors_per_message * size * (itemsize + 12) + 1024
 
 
 def check(instruction: Instruction, answer: Answer, largest: int, *, synchronous: bool) -> None:
@@ -251,31 +251,31 @@ def check(instruction: Instruction, answer: Answer, largest: int, *, synchronous
     Raises
     ------
     AnswerError
-        For letters to others than the active out-neighbours, two to one of them or, in a synchronous run, none; too
-        large a letter; letters of a node that says it sent none; or needs, or losses, of what it was not sent.
+        For messages to others than the active out-neighbours, two to one of them or, in a synchronous run, none; too
+        large a message; messages of a node that says it sent none; or needs, or losses, of what it was not sent.
     """
     view = instruction.view
     expected = set(view.column) if instruction.action in ("step", "leave") else set()
-    to = [destination for posting in answer.postings for destination in posting.destinations]
-    if not set(to) <= expected or len(set(to)) != len(to) or not all(p.destinations for p in answer.postings):
-        raise AnswerError(f"letters to nodes {to[:20]}; expected at most one to each of {sorted(expected)}")
-    longest = max((len(posting.payload) for posting in answer.postings), default=0)
+    to = [destination for multicast in answer.multicasts for destination in multicast.destinations]
+    if not set(to) <= expected or len(set(to)) != len(to) or not all(p.destinations for p in answer.multicasts):
+        raise AnswerError(f"messages to nodes {to[:20]}; expected at most one to each of {sorted(expected)}")
+    longest = max((len(multicast.payload) for multicast in answer.multicasts), default=0)
     if longest > largest:
-        raise AnswerError(f"a letter of {longest} bytes; the largest this run has is {largest}")
+        raise AnswerError(f"a message of {longest} bytes; the largest this run has is {largest}")
     silent = answer.fresh or bool(answer.failed) or (synchronous and bool(answer.needs))
     if silent and to:
-        raise AnswerError(f"letters to nodes {to[:20]} by a node that says it sent none")
+        raise AnswerError(f"messages to nodes {to[:20]} by a node that says it sent none")
     if synchronous and not silent and instruction.action == "step" and len(to) < len(expected):
-        raise AnswerError(f"letters to nodes {to[:20]} only; expected one to each of {sorted(expected)}")
-    sources = {letter.source for letter in instruction.mail}
+        raise AnswerError(f"messages to nodes {to[:20]} only; expected one to each of {sorted(expected)}")
+    sources = {message.source for message in instruction.inbox}
     if not set(answer.needs) <= sources or len(answer.needs) != len(answer.reasons):
         raise AnswerError(
-            f"letters of nodes {answer.needs[:20]} refused for {len(answer.reasons)} reasons; had {sources}"
+            f"messages of nodes {answer.needs[:20]} refused for {len(answer.reasons)} reasons; had {sources}"
         )
     if not {source for source, _ in answer.noticed} <= sources or len(answer.noticed) > len(sources):
-        raise AnswerError(f"remarks on letters of nodes {[j for j, _ in answer.noticed][:20]}; had {sources}")
+        raise AnswerError(f"remarks on messages of nodes {[j for j, _ in answer.noticed][:20]}; had {sources}")
     if len(answer.lost) > len(instruction.returned):
-        raise AnswerError(f"{len(answer.lost)} letters lost that came back; {len(instruction.returned)} did")
+        raise AnswerError(f"{len(answer.lost)} messages lost that came back; {len(instruction.returned)} did")
     if answer.fresh and instruction.start in ("common", "empty"):
         raise AnswerError("no memory, and none was needed: this instruction begins with a new state")
     if len(answer.facts) > _FACTS:

@@ -21,8 +21,20 @@ import numpy as np
 
 from fedcomp.codecs import params
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.gossip.base import Algorithm, Gradient, Graph, Letter, Outbox, Posting, Real, State, View, parameters, real
-from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.base import (
+    Algorithm,
+    GossipMessage,
+    Gradient,
+    Graph,
+    Multicast,
+    Outbox,
+    Real,
+    State,
+    View,
+    parameters,
+    real,
+)
+from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import (
     Flag,
     Header,
@@ -70,10 +82,10 @@ class Local:
 
 
 class PushSum(Algorithm):
-    """What SGP and Sparse-Push have in common: the pair (x, w), the local step, whole letters, coming and going.
+    """What SGP and Sparse-Push have in common: the pair (x, w), the local step, whole messages, coming and going.
 
     State: ``"x"`` the numerator, float64 of shape (d,); ``"w"`` the weight, 0-d float64; ``"dtype"`` a 0-d zero of the
-    model's dtype; ``"v"`` the momentum buffer, when there is momentum; ``"heard/<j>"`` names the last whole letter of
+    model's dtype; ``"v"`` the momentum buffer, when there is momentum; ``"seen/<j>"`` names the last whole message of
     node j that was counted, which makes one that comes twice harmless. A node whose w is below ``w_min`` has ``"held"``
     too, the model it shows meanwhile, and one that joined and has not begun to learn ``"fresh"``.
     """
@@ -116,39 +128,39 @@ class PushSum(Algorithm):
 
         Raises
         ------
-        LetterError
+        MessageError
             When it takes this node's weight above the total of all weights: no such share exists.
         """
         weight = float(state["w"]) + share
         if self.nodes and weight > self.nodes * (1.0 + _ROUNDING):
-            raise LetterError(
+            raise MessageError(
                 f"node {source} sent a share of {share:g}, with which this node would have a weight of {weight:g}; all "
                 f"{self.nodes} nodes together have {self.nodes}. It is refused and goes back"
             )
         return credited(state, x, share)
 
-    def noticed(self, state: State, letters: Sequence[Letter]) -> dict[int, str]:
+    def noticed(self, state: State, messages: Sequence[GossipMessage]) -> dict[int, str]:
         """Return sources whose messages repeat one that was counted, or carry no share of w: what such a node takes in
         never comes back, and the weights of the others fall."""
         found: dict[int, str] = {}
         last: dict[tuple[int, bool], int] = {}
-        for letter in letters:
+        for message in messages:
             try:
-                header, body = unpack(letter.payload, most=len(letter.payload))
-                share = share_of(body, letter.source)
-            except LetterError:
+                header, body = unpack(message.payload, most=len(message.payload))
+                share = share_of(body, message.source)
+            except MessageError:
                 continue
-            kind = letter.source, Flag.DENSE in header.flags
+            kind = message.source, Flag.DENSE in header.flags
             if mark_of(header) <= last.get(kind, self._counted(state, *kind)):
-                found[letter.source] = f"its message of iteration {header.iteration} came again and is ignored"
+                found[message.source] = f"its message of iteration {header.iteration} came again and is ignored"
             elif share <= _NOTHING:
-                found[letter.source] = f"it sent a share of {share:g}: it takes mass in and passes none on"
+                found[message.source] = f"it sent a share of {share:g}: it takes mass in and passes none on"
             last[kind] = mark_of(header)
         return found
 
     def _counted(self, state: State, source: int, dense: bool) -> int:
         """Return the mark of the last message of ``source`` that was counted, whole or compressed; -1 without one."""
-        return int(state.get(f"heard/{source}", -1)) if dense else -1
+        return int(state.get(f"seen/{source}", -1)) if dense else -1
 
     def init(self, model: Real, layout: Layout, *, common: Real | None = None) -> State:
         """Return (x, w) = (model, 1); see :meth:`Algorithm.init`."""
@@ -184,7 +196,7 @@ class PushSum(Algorithm):
         """Return z = x / w in the model's dtype.
 
         Of a node with ``w < w_min`` it is the last model it had before its weight fell so low; of one that joined and
-        has heard nothing yet, the model it joined with. Such a node does not send and does not learn.
+        has received nothing yet, the model it joined with. Such a node does not send and does not learn.
         """
         held = state.get("held")
         return self._debiased(state) if held is None else held
@@ -197,7 +209,7 @@ class PushSum(Algorithm):
     def invariants(self, states: Iterable[State]) -> dict[str, float]:
         """Return the sum of the weights, and the Euclidean norm of the sum of the numerators.
 
-        Both are constant without gradients, once the letters under way have been received: mass travels in letters.
+        Both are constant without gradients, once the messages under way have been received: mass travels in messages.
         """
         held = list(states)
         total = sum((state["x"] for state in held), np.zeros(()))
@@ -241,7 +253,7 @@ class PushSum(Algorithm):
         return self.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / self.decay_over)))
 
     def _guarded(self, state: State, before: State) -> State:
-        """Return a state in which letters were counted, with the marks that follow from its weight."""
+        """Return a state in which messages were counted, with the marks that follow from its weight."""
         w = float(state["w"])
         state = {**state}
         if w < self.w_min:
@@ -253,19 +265,19 @@ class PushSum(Algorithm):
             state.pop("fresh", None)
         return state
 
-    def _credit_whole(self, state: State, letter: Letter) -> State:
-        """Credit a letter that carries a whole model or a whole numerator; one that has come before changes nothing.
+    def _credit_whole(self, state: State, message: GossipMessage) -> State:
+        """Credit a message that carries a whole model or a whole numerator; one that has come before changes nothing.
 
         Raises
         ------
-        LetterError
-            When it is not such a letter.
+        MessageError
+            When it is not such a message.
         """
-        header, share, x = read_whole(letter, letter.source, state)
-        if mark_of(header) <= self._counted(state, letter.source, dense=True):
+        header, share, x = read_whole(message, message.source, state)
+        if mark_of(header) <= self._counted(state, message.source, dense=True):
             return state
-        heard = {f"heard/{letter.source}": np.array(mark_of(header), np.int64)}
-        return {**self._received(state, x, share, letter.source), **heard}
+        seen = {f"seen/{message.source}": np.array(mark_of(header), np.int64)}
+        return {**self._received(state, x, share, message.source), **seen}
 
     def _push_whole(self, local: Local, view: View) -> tuple[State, Outbox]:
         """Push P[j, i] of everything to every active out-neighbour j: plain push-sum, models whole."""
@@ -276,13 +288,13 @@ class PushSum(Algorithm):
             x, left = x - share * z, left - share
         body = put_real(local.z)
         outbox = tuple(
-            Posting(to, pack(view.iteration, 0, Flag.DENSE, local.z.dtype, put_scalars(share) + body))
+            Multicast(to, pack(view.iteration, 0, Flag.DENSE, local.z.dtype, put_scalars(share) + body))
             for share, to in grouped(shares).items()
         )
         return {**local.state, "x": x, "w": np.array(left)}, outbox
 
     def leave(self, state: State, view: View) -> tuple[State, Outbox]:
-        """Return (0, 0), and letters with all of (x, w) to the active out-neighbours, in proportion to their shares.
+        """Return (0, 0), and messages with all of (x, w) to the active out-neighbours, in proportion to their shares.
 
         The numerator travels as float64, whatever the model is: what rounding left over would have nobody to keep it.
 
@@ -301,7 +313,7 @@ class PushSum(Algorithm):
             share, moved = (left, rest) if j == max(parts) else (w * part, x * part)
             left, rest = left - share, rest - moved
             body = put_scalars(share) + put_real(moved)
-            outbox.append(Posting((j,), pack(view.iteration, 0, Flag.DENSE | Flag.LEAVING, moved.dtype, body)))
+            outbox.append(Multicast((j,), pack(view.iteration, 0, Flag.DENSE | Flag.LEAVING, moved.dtype, body)))
         return self._guarded({**state, "x": np.zeros_like(x), "w": np.array(0.0)}, state), tuple(outbox)
 
 
@@ -321,13 +333,13 @@ def credited(state: State, x: Real, w: float) -> State:
 
     Raises
     ------
-    LetterError
+    MessageError
         When the sum is not finite: the share is none that any run could have, and the state would never recover.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         numerator, weight = state["x"] + x, float(state["w"]) + w
     if not (all_finite(numerator) and math.isfinite(weight)):
-        raise LetterError(f"a share of {w:g} takes the node's mass beyond the largest number")
+        raise MessageError(f"a share of {w:g} takes the node's mass beyond the largest number")
     return {**state, "x": numerator, "w": np.array(weight)}
 
 
@@ -350,7 +362,7 @@ def heirs(view: View) -> dict[int, float]:
 
 
 def grouped(shares: Mapping[int, float]) -> dict[float, tuple[int, ...]]:
-    """Return who gets the same share, and so the same letter; by first destination."""
+    """Return who gets the same share, and so the same message; by first destination."""
     groups: dict[float, tuple[int, ...]] = {}
     for to, share in shares.items():
         groups[share] = (*groups.get(share, ()), to)
@@ -362,35 +374,35 @@ def share_of(data: memoryview | bytes, source: int) -> float:
 
     Raises
     ------
-    LetterError
+    MessageError
         When it is cut short, negative or not finite.
     """
     (share,) = take_scalars(data[:SHARE_BYTES], 1)
     if share < 0.0:
-        raise LetterError(f"node {source} sent a share of {share}; a share is a number from 0 on")
+        raise MessageError(f"node {source} sent a share of {share}; a share is a number from 0 on")
     return share
 
 
-def is_whole(letter: Letter) -> bool:
-    """Whether a letter carries a whole model or numerator and concerns no estimate."""
-    return Flag.DENSE in peek(letter.payload).flags
+def is_whole(message: GossipMessage) -> bool:
+    """Whether a message carries a whole model or numerator and concerns no estimate."""
+    return Flag.DENSE in peek(message.payload).flags
 
 
-def read_whole(letter: Letter, who: int, state: State) -> tuple[Header, float, Real]:
-    """Return header, share of w, and what the letter adds to the numerator: float64 of shape (d,).
+def read_whole(message: GossipMessage, who: int, state: State) -> tuple[Header, float, Real]:
+    """Return header, share of w, and what the message adds to the numerator: float64 of shape (d,).
 
     Raises
     ------
-    LetterError
-        When it is not a whole letter of ``who`` for a model like this state's.
+    MessageError
+        When it is not a whole message of ``who`` for a model like this state's.
     """
     size = state["x"].size
-    header, body = unpack(letter.payload, most=SHARE_BYTES + 8 * size)
+    header, body = unpack(message.payload, most=SHARE_BYTES + 8 * size)
     leaving = Flag.LEAVING in header.flags
     dtype = np.dtype(np.float64) if leaving else state["dtype"].dtype
     if header.flags not in (Flag.DENSE, Flag.DENSE | Flag.LEAVING) or header.dtype != dtype:
-        raise LetterError(
-            f"node {who} sent a letter with flags {header.flags!r} and {header.dtype} vectors; expected a whole model "
+        raise MessageError(
+            f"node {who} sent a message with flags {header.flags!r} and {header.dtype} vectors; expected a whole model "
             f"in {dtype}; all nodes must run one algorithm with models of one dtype"
         )
     share = share_of(body, who)

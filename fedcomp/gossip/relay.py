@@ -1,17 +1,17 @@
-"""The relay's half of the protocol: who is told what, and a mailbox that never looks inside a letter.
+"""The relay's half of the protocol: who is told what, and a mailbox that never looks inside a message.
 
-Life of an instruction. It is *issued* with the mail that waits for its node. It is then *open*: asked again, verbatim,
-every round. It ends in one of two ways. *Answered*: the mail counts as delivered and what the node posted goes into the
-mailboxes. *Given up*, when its node did not answer ``patience`` times or has lost its memory: the node is **gone**. Its
-mail was not delivered, whatever the node may have done with it, since its state is never used again: it comes back only
-by **joining**, with a new state. Nothing else happens to an instruction; in particular none is ever withdrawn from a
-node that goes on. So no letter is delivered twice, and none is both delivered and returned.
+Life of an instruction. It is *issued* with the inbox that waits for its node. It is then *open*: asked again, verbatim,
+every round. It ends in one of two ways. *Answered*: the inbox counts as delivered and what the node sent goes into
+the mailboxes. *Given up*, when its node did not answer ``patience`` times or has lost its memory: the node is **gone**.
+Its inbox was not delivered, whatever the node may have done with it, since its state is never used again: it comes back
+only by **joining**, with a new state. Nothing else happens to an instruction; in particular none is ever withdrawn from
+a node that goes on. So no message is delivered twice, and none is both delivered and returned.
 
-Asynchronous algorithms (push-sum) go on without the nodes that have not answered: edges to them rest, their mail waits,
-and what they posted is delivered when it arrives. What cannot be delivered goes back to its sender, whose mass it is.
-Synchronous algorithms wait: only the nodes that are missing are asked again, so that a run with faults has the same
-trajectory, bit for bit, as one without. When a node goes, comes or leaves, all others begin a new **epoch**: models
-stay, everything that is shared between neighbours begins anew.
+Asynchronous algorithms (push-sum) go on without the nodes that have not answered: edges to them rest, their inbox
+waits, and what they posted is delivered when it arrives. What cannot be delivered goes back to its sender, whose mass
+it is. Synchronous algorithms wait: only the nodes that are missing are asked again, so that a run with faults has the
+same trajectory, bit for bit, as one without. When a node goes, comes or leaves, all others begin a new **epoch**:
+models stay, everything that is shared between neighbours begins anew.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol
 
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.gossip.base import Algorithm, Letter, Posting, View
-from fedcomp.gossip.errors import AnswerError, Diverged, LetterError
+from fedcomp.gossip.base import Algorithm, GossipMessage, Multicast, View
+from fedcomp.gossip.errors import AnswerError, Diverged, MessageError
 from fedcomp.gossip.events import Report
-from fedcomp.gossip.mailbox import Blobs, Mailbox, Parcel, lettered, numbered
+from fedcomp.gossip.mailbox import Blobs, Mailbox, Pending, numbered, unnumbered
 from fedcomp.gossip.protocol import Action, Answer, Instruction, Start, check
 from fedcomp.gossip.topology import Topology
 from fedcomp.gossip.traffic import Phase, Traffic
@@ -37,7 +37,7 @@ _REASON: Final = 300
 
 
 ENDLESS: Final = 2**32 - 1
-"""More iterations than a letter's header can number."""
+"""More iterations than a message's header can number."""
 
 
 class Observer(Protocol):
@@ -54,7 +54,7 @@ class Open:
     """An instruction that has not been answered."""
 
     instruction: Instruction
-    parcels: tuple[Parcel, ...]
+    pending: tuple[Pending, ...]
     attempts: int = 0
     error: str = ""
 
@@ -77,7 +77,7 @@ class Relay:
     seed : int
         The run's.
     largest : int
-        Bytes of the largest letter that is accepted: :func:`~fedcomp.gossip.protocol.largest_letter`.
+        Bytes of the largest message that is accepted: :func:`~fedcomp.gossip.protocol.largest_message`.
     patience : int
         A node that does not answer this many times in a row is gone, and so is one whose iterations fail this many
         times in a row (of a synchronous run: once, since nobody can finish the iteration without it). When more than
@@ -152,7 +152,7 @@ class Relay:
         self._finished: set[int] = set()
         self._excluded: dict[int, str] = {}
         self._figures: dict[int, dict[int, Mapping[str, float]]] = {}
-        # Of synchronous runs: an iteration that was begun cannot be finished; why, when it is because of letters that
+        # Of synchronous runs: an iteration that was begun cannot be finished; why, when it is because of messages that
         # cannot be read, how many epochs in a row that was so, and whether the last instructions began an epoch.
         self._torn = False
         self._unread = ""
@@ -194,8 +194,8 @@ class Relay:
 
         Raises
         ------
-        LetterError
-            When letters of a synchronous run cannot be read, again and again.
+        MessageError
+            When messages of a synchronous run cannot be read, again and again.
         """
         if self.done:
             return {}
@@ -209,8 +209,8 @@ class Relay:
             self._issue()
         for entry in self._open.values():
             entry.attempts += 1
-            for letter in (*entry.instruction.mail, *entry.instruction.returned):
-                self.traffic.down.add(len(letter.payload))
+            for message in (*entry.instruction.inbox, *entry.instruction.returned):
+                self.traffic.down.add(len(message.payload))
         return {node: self._open[node].instruction for node in sorted(self._open)}
 
     def _turn(self) -> None:
@@ -218,9 +218,9 @@ class Relay:
         if self._unread:
             self._in_vain += 1
         elif not self._begun_anew:
-            self._in_vain = 0  # letters were read
+            self._in_vain = 0  # messages were read
         if self._in_vain > self.patience:
-            raise LetterError(f"letters could not be read in {self._in_vain} epochs in a row; last: {self._unread}")
+            raise MessageError(f"messages could not be read in {self._in_vain} epochs in a row; last: {self._unread}")
         self._begun_anew = self._torn or bool(self._leaving) or (bool(self._joining) and not self.finishing)
         if not self._begun_anew:
             return
@@ -266,7 +266,7 @@ class Relay:
         for node in sorted(self._departing - self._open.keys()):
             if self._mailbox.comes_back(node):
                 self._see_off(node, living)
-        # The letters of a node that leaves twice are told apart by the iteration.
+        # The messages of a node that leaves twice are told apart by the iteration.
         self.iteration += begins or bool(self._departing)
 
     def _depart(self, node: int, living: set[int]) -> None:
@@ -308,18 +308,18 @@ class Relay:
 
     def _send(self, node: int, action: Action, view: View) -> None:
         self._serials[node] += 1
-        parcels = self._mailbox.take(node)
+        pending = self._mailbox.take(node)
         instruction = Instruction(
             self.session,
             self._serials[node],
             self.epoch,
             action,
             view,
-            mail=tuple(parcel.letter for parcel in parcels),
+            inbox=tuple(item.message for item in pending),
             returned=self._mailbox.take_returned(node),
             start=self._starts.pop(node, ""),
         )
-        self._open[node] = Open(instruction, parcels)
+        self._open[node] = Open(instruction, pending)
 
     def take(self, answers: Mapping[int, Answer], errors: Mapping[int, str] | None = None) -> None:
         """Settle a round.
@@ -385,13 +385,13 @@ class Relay:
             )
         for node in failing:
             self._note(self.report.gone, node, f"excluded: {self._excluded[node]}")
-            # Without its letters the others cannot finish an iteration of a synchronous run.
+            # Without its messages the others cannot finish an iteration of a synchronous run.
             self._torn = self._torn or not self.algorithm.asynchronous
             self._end(node, ())
 
     def _settle(self, node: int, answer: Answer) -> None:
-        for posting in answer.postings:
-            self.traffic.up.add(len(posting.payload))
+        for multicast in answer.multicasts:
+            self.traffic.up.add(len(multicast.payload))
         entry = self._open.get(node)
         if entry is None or (answer.session, answer.serial) != (self.session, entry.instruction.serial):
             self.report.ignored += 1
@@ -416,7 +416,7 @@ class Relay:
     def _accept(self, node: int, entry: Open, answer: Answer) -> None:
         instruction = entry.instruction
         for source, reason in zip(answer.needs, answer.reasons, strict=True):
-            self._note(self.report.needed, node, f"letters of node {source}: {reason}")
+            self._note(self.report.needed, node, f"messages of node {source}: {reason}")
         for reason in answer.lost:
             self._note(self.report.lost, node, reason)
         for source, remark in answer.noticed:
@@ -424,14 +424,14 @@ class Relay:
                 self._noticed.add((node, source))
                 self._note(self.report.noticed, source, f"node {node} says: {remark}")
         if answer.needs and self.algorithm.asynchronous:
-            self._undelivered(self._mailbox.refuse(entry.parcels, answer.needs, node))
+            self._undelivered(self._mailbox.refuse(entry.pending, answer.needs, node))
         elif answer.needs:
             self._torn, self._unread = True, f"node {node}: {answer.reasons[0]}"
             return
         if instruction.action == "finish":
             self._finished.add(node)
         elif instruction.action == "leave":
-            self._note(self.report.left, node, f"sent {len(answer.postings)} letters")
+            self._note(self.report.left, node, f"sent {len(answer.multicasts)} messages")
         elif answer.failed:
             self._failures[node] += 1
             self._note(self.report.failed, node, answer.failed)
@@ -440,19 +440,19 @@ class Relay:
         else:
             self._failures[node] = 0
             self._figures.setdefault(instruction.iteration, {})[node] = answer.facts
-        self._deliver(node, instruction.view, answer.postings)
+        self._deliver(node, instruction.view, answer.multicasts)
 
-    def _deliver(self, node: int, view: View, postings: Iterable[Posting]) -> None:
-        for posting in postings:
+    def _deliver(self, node: int, view: View, multicasts: Iterable[Multicast]) -> None:
+        for multicast in multicasts:
             phases: dict[Phase, int] = {}
-            for to in posting.destinations:
+            for to in multicast.destinations:
                 whole = to in view.resync
                 phase: Phase = "dense" if view.dense else "resync" if whole else "train"
                 phases[phase] = phases.get(phase, 0) + 1
-                letter = Letter(node, to, posting.payload)
-                if not self._mailbox.put(letter, receiving=to in self._members, whole=whole, dense=view.dense):
-                    self._undelivered([letter])
-            self.traffic.post(len(posting.payload), phases)
+                message = GossipMessage(node, to, multicast.payload)
+                if not self._mailbox.put(message, receiving=to in self._members, whole=whole, dense=view.dense):
+                    self._undelivered([message])
+            self.traffic.post(len(multicast.payload), phases)
 
     def _give_up(self, node: int, reason: str) -> None:
         """Declare a node gone. Whatever it did with its open instruction, its state is never used again."""
@@ -460,30 +460,30 @@ class Relay:
         # Of a node that leaves the others' iteration knows nothing any more.
         self._torn = self._torn or (not self.algorithm.asynchronous and entry.instruction.action != "leave")
         self._note(self.report.gone, node, reason)
-        self._end(node, entry.parcels)
+        self._end(node, entry.pending)
 
-    def _end(self, node: int, parcels: Iterable[Parcel]) -> None:
+    def _end(self, node: int, pending: Iterable[Pending]) -> None:
         for group in (self._members, self._departing, self._leaving, self._finished):
             group.discard(node)
         self._starts.pop(node, None)
-        self._undelivered(self._mailbox.end(node, parcels))
+        self._undelivered(self._mailbox.end(node, pending))
         groups = self.topology.components(self.iteration, frozenset(self._members))
         if len(groups) > 1:
             self.report.split.append((self.report.rounds, [sorted(group) for group in groups]))
 
     def _is_awaited(self, node: int) -> bool:
-        """Whether letters of a node that has left may still come back to it."""
+        """Whether messages of a node that has left may still come back to it."""
         if not self.algorithm.asynchronous:
             return False
         mailbox = self._mailbox
-        if mailbox.comes_back(node) or mailbox.letters_of(node):
+        if mailbox.comes_back(node) or mailbox.messages_of(node):
             return True
-        return any(parcel.letter.source == node for entry in self._open.values() for parcel in entry.parcels)
+        return any(item.message.source == node for entry in self._open.values() for item in entry.pending)
 
-    def _undelivered(self, letters: Iterable[Letter]) -> None:
-        for letter in letters:
+    def _undelivered(self, messages: Iterable[GossipMessage]) -> None:
+        for message in messages:
             self.report.undelivered += 1
-            self.traffic.undelivered.add(len(letter.payload))
+            self.traffic.undelivered.add(len(message.payload))
 
     def _note(self, events: list[tuple[int, int, str]], node: int, reason: str) -> None:
         events.append((self.report.rounds, node, reason[:_REASON]))
@@ -492,7 +492,7 @@ class Relay:
         log.log(level, "gossip round %d, node %d: %s", self.report.rounds, node, reason[:_REASON])
 
     def observe(self) -> dict[int, Instruction]:
-        """Return instructions that ask for models as they will be after the mail that waits; they change nothing.
+        """Return instructions that ask for models as they will be after the inbox that waits; they change nothing.
 
         Of nodes that have answered their last instruction; of a synchronous run only while it is :attr:`settled`.
 
@@ -510,7 +510,7 @@ class Relay:
                 self.epoch,
                 "observe",
                 View(node, self.iteration, seed=self.seed),
-                mail=() if self._torn else tuple(parcel.letter for parcel in self._mailbox.look(node)),
+                inbox=() if self._torn else tuple(item.message for item in self._mailbox.look(node)),
                 returned=self._mailbox.look_returned(node),
                 start="reset" if self._torn else "",
             )
@@ -562,7 +562,7 @@ class Relay:
         self._failures[node] = 0
 
     def get_state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Return all there is between :meth:`take` and :meth:`ask`: JSON-able, and the letters it refers to by number.
+        """Return all there is between :meth:`take` and :meth:`ask`: JSON-able, and the messages it refers to by number.
 
         What the watcher has seen is not in it. It must be stored after every round: a node that has carried out an
         instruction this state knows nothing of, beyond the next one, has gone on without it.
@@ -586,7 +586,7 @@ class Relay:
                 for node, facts in sorted(nodes.items())
             ],
             "open": [
-                [numbered(entry.instruction, blobs), [p.life for p in entry.parcels], entry.attempts, entry.error]
+                [numbered(entry.instruction, blobs), [p.life for p in entry.pending], entry.attempts, entry.error]
                 for _, entry in sorted(self._open.items())
             ],
             "mailbox": self._mailbox.get_state(blobs),
@@ -599,7 +599,7 @@ class Relay:
     def _groups(self) -> tuple[set[int], ...]:
         return self._members, self._joining, self._leaving, self._departing, self._finished
 
-    def set_state(self, state: Mapping[str, Any], letters: Sequence[bytes]) -> None:
+    def set_state(self, state: Mapping[str, Any], messages: Sequence[bytes]) -> None:
         """Go on from what :meth:`get_state` returned, in a relay made with the same arguments.
 
         Raises
@@ -624,10 +624,10 @@ class Relay:
                 self._figures.setdefault(iteration, {})[node] = dict(zip(names, values, strict=True))
             self._open = {}
             for parts, lives, attempts, error in state["open"]:
-                instruction = lettered(parts, letters)
-                parcels = tuple(Parcel(letter, life) for letter, life in zip(instruction.mail, lives, strict=True))
-                self._open[instruction.node] = Open(instruction, parcels, attempts, error)
-            self._mailbox.set_state(state["mailbox"], letters)
+                instruction = unnumbered(parts, messages)
+                pending = tuple(Pending(message, life) for message, life in zip(instruction.inbox, lives, strict=True))
+                self._open[instruction.node] = Open(instruction, pending, attempts, error)
+            self._mailbox.set_state(state["mailbox"], messages)
             self.traffic = Traffic.from_dict(state["traffic"])
             self.report = Report.from_dict(state["report"])
         except (KeyError, TypeError, ValueError, IndexError) as error:

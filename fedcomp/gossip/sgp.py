@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedcomp.gossip.base import Gradient, Letter, Outbox, State, View
+from fedcomp.gossip.base import GossipMessage, Gradient, Outbox, State, View
 from fedcomp.gossip.pushsum import PushSum, credited, read_whole
 
 
@@ -30,7 +30,7 @@ class SGP(PushSum):
         Of the local step, heavy ball.
     decay_over : int
         Iterations in which the step size falls to zero, along half a cosine; 0 keeps it. With unlike data and
-        compressed letters a constant one leaves the nodes at a distance from each other.
+        compressed messages a constant one leaves the nodes at a distance from each other.
     w_min : float
         A node with a smaller weight only receives: its quotient x / w is not to be trusted.
     w_start : float
@@ -41,8 +41,8 @@ class SGP(PushSum):
 
     Notes
     -----
-    A letter is the share of w (8 bytes) and the model in its own dtype; all out-neighbours with the same share get the
-    same bytes. The closing phase sends the same letters: ``view.dense`` only leaves the gradient out.
+    A message is the share of w (8 bytes) and the model in its own dtype; all out-neighbours with the same share get the
+    same bytes. The closing phase sends the same messages: ``view.dense`` only leaves the gradient out.
     """
 
     name: ClassVar[str] = "sgp"
@@ -62,17 +62,17 @@ class SGP(PushSum):
         local = self._local(state, gradient, view)
         return (state, ()) if local is None else self._push_whole(local, view)
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: add the shares that came, of whatever iteration they are."""
         now = state
-        for letter in letters:
-            now = self._credit_whole(now, letter)
+        for message in messages:
+            now = self._credit_whole(now, message)
         return self._guarded(now, state)
 
-    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
-        """Return the state after undelivered letters came back: their shares are the sender's again."""
+    def take_back(self, state: State, messages: Sequence[GossipMessage]) -> State:
+        """Return the state after undelivered messages came back: their shares are the sender's again."""
         now = state
-        for letter in letters:
-            _, share, x = read_whole(letter, letter.source, state)
+        for message in messages:
+            _, share, x = read_whole(message, message.source, state)
             now = credited(now, x, share)
         return self._guarded(now, state)

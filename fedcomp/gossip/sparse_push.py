@@ -1,4 +1,4 @@
-"""Sparse-Push: push-sum with compressed letters, over directed and changing graphs.
+"""Sparse-Push: push-sum with compressed messages, over directed and changing graphs.
 
 Implements the idea published by Aketi, Singh and Rabaey, "Sparse-Push: Communication- & Energy-Efficient Decentralized
 Distributed Learning over Directed & Time-Varying Graphs with non-IID Datasets", 2021, arXiv:2102.05715, of which the
@@ -33,7 +33,7 @@ import numpy as np
 
 from fedcomp.codecs import TopK, params
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Gradient, Letter, Outbox, Posting, Real, State, View, parameters, real
+from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, parameters, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import OutOfStep
 from fedcomp.gossip.estimates import absorb, along_edge, broadcast, open_estimates, own_key, retract
@@ -96,7 +96,7 @@ class SparsePush(PushSum):
         Of the local step, heavy ball.
     decay_over : int
         Iterations in which the step size falls to zero, along half a cosine; 0 keeps it. With unlike data and
-        compressed letters a constant one leaves the nodes at a distance from each other.
+        compressed messages a constant one leaves the nodes at a distance from each other.
     adapt : bool
         A node halves its own gamma when the running mean of its innovations has grown for 20 iterations in a row (the
         first 40 of a node do not count: there they grow in every run). Nodes may have different ones: f travels.
@@ -105,7 +105,7 @@ class SparsePush(PushSum):
     w_start : float
         A node that joined makes no gradient step before its weight is larger.
     digest_every : int
-        Letters of a stream between two with a digest of the estimate; 0 for never.
+        Messages of a stream between two with a digest of the estimate; 0 for never.
     nodes : int
         Vertices of the graph, and so the total of all weights: a share that would take a node's weight above it is
         refused. 0: filled in from the graph when a run begins.
@@ -114,10 +114,10 @@ class SparsePush(PushSum):
     -----
     State: that of :class:`~fedcomp.gossip.pushsum.PushSum`; ``"h>j"`` or ``"h"`` own estimates and ``"h/j"`` copies of
     neighbours', in the model's dtype; ``"gamma"`` this node's; ``"innovation"``, ``"trend"``, ``"grown"`` 0-d. In
-    broadcast mode ``"past/<s>"`` is the own estimate after letter s of the stream, as long as that letter might come
-    back, and ``"last/<j>"`` the numbers of the last two letters to j.
+    broadcast mode ``"past/<s>"`` is the own estimate after message s of the stream, as long as that message might come
+    back, and ``"last/<j>"`` the numbers of the last two messages to j.
 
-    The share f travels in the first eight bytes of a letter's body, also when nothing else does (all is zero).
+    The share f travels in the first eight bytes of a message's body, also when nothing else does (all is zero).
 
     In the closing phase (``view.dense``) models travel whole and are averaged by plain push-sum; estimates rest.
     """
@@ -200,14 +200,14 @@ class SparsePush(PushSum):
     def _push_along_edges(
         self, local: Local, shares: Mapping[int, float], view: View
     ) -> tuple[State, Outbox, dict[int, Real]]:
-        """Write the letter of every edge; return the estimates the shares refer to, by destination.
+        """Write the message of every edge; return the estimates the shares refer to, by destination.
 
-        Edges that have never rested have the same estimate and, with the same share, the same letter: one posting.
+        Edges that have never rested have the same estimate and, with the same share, the same message: one multicast.
         """
         state, known = local.state, {}
         written: dict[bytes, tuple[int, ...]] = {}
         for j, share in shares.items():
-            state, posting, _ = along_edge(
+            state, multicast, _ = along_edge(
                 state,
                 {_NAME: local.z},
                 self._compressor,
@@ -216,14 +216,14 @@ class SparsePush(PushSum):
                 extra=put_scalars(share),
                 digest_every=self.digest_every,
             )
-            written[posting.payload] = (*written.get(posting.payload, ()), j)
+            written[multicast.payload] = (*written.get(multicast.payload, ()), j)
             known[j] = state[own_key(_NAME, j)]
-        return state, tuple(Posting(to, payload) for payload, to in written.items()), known
+        return state, tuple(Multicast(to, payload) for payload, to in written.items()), known
 
     def _push_broadcast(
         self, local: Local, shares: Mapping[int, float], view: View
     ) -> tuple[State, Outbox, dict[int, Real]]:
-        """Write one letter for all; shares that differ make the first bytes differ."""
+        """Write one message for all; shares that differ make the first bytes differ."""
         sent = broadcast(
             local.state,
             {_NAME: local.z},
@@ -240,8 +240,8 @@ class SparsePush(PushSum):
     def _remembered(state: State, to: Mapping[int, float], known: Real) -> State:
         """Keep the estimates that shares under way refer to.
 
-        The relay lets an edge rest whose receiver does not answer: no more than two letters of an edge can come back,
-        while the one estimate goes on with the others' letters.
+        The relay lets an edge rest whose receiver does not answer: no more than two messages of an edge can come back,
+        while the one estimate goes on with the others' messages.
         """
         number = int(state[f"{_NAME}.seq"])
         last = {key: kept for key, kept in state.items() if key.startswith("last/")}
@@ -265,17 +265,17 @@ class SparsePush(PushSum):
             state["gamma"], grown = np.array(float(state["gamma"]) / 2.0), 0
         return {**state, "trend": np.array(trend), "grown": np.array(grown, np.int64)}
 
-    def receive(self, state: State, letters: Sequence[Letter]) -> State:
+    def receive(self, state: State, messages: Sequence[GossipMessage]) -> State:
         """Finish the iteration: advance the copies, and add the shares, of whatever iteration they are."""
-        small = [letter for letter in letters if not is_whole(letter)]
+        small = [message for message in messages if not is_whole(message)]
         absorbed = absorb(state, small, (_NAME,), self._compressor, extra=SHARE_BYTES, complete=False)
         now = absorbed.state
         for one in absorbed.received:
             share = share_of(one.extra, one.source)
             now = self._received(now, part_of(one.estimates[_NAME], share), share, one.source)
-        for letter in letters:
-            if is_whole(letter):
-                now = self._credit_whole(now, letter)
+        for message in messages:
+            if is_whole(message):
+                now = self._credit_whole(now, message)
         return self._guarded(now, state)
 
     def _counted(self, state: State, source: int, dense: bool) -> int:
@@ -284,21 +284,21 @@ class SparsePush(PushSum):
         known = state.get(f"{_NAME}.seq/{source}")
         return -1 if known is None else 2 * int(known[1])
 
-    def take_back(self, state: State, letters: Sequence[Letter]) -> State:
-        """Return the state after undelivered letters came back, the last ones of their edges.
+    def take_back(self, state: State, messages: Sequence[GossipMessage]) -> State:
+        """Return the state after undelivered messages came back, the last ones of their edges.
 
-        Their shares, of the estimates as they were then, are the sender's again, and the next letter along such an edge
-        carries the whole estimate. In edge mode, of several letters of one edge, the estimate before the last is found
-        by subtraction: with a float32 model up to the rounding of k coordinates.
+        Their shares, of the estimates as they were then, are the sender's again, and the next message along such an
+        edge carries the whole estimate. In edge mode, of several messages of one edge, the estimate before the last is
+        found by subtraction: with a float32 model up to the rounding of k coordinates.
 
         Raises
         ------
-        LetterError
-            When the bytes are not those of an own letter.
+        MessageError
+            When the bytes are not those of an own message.
         OutOfStep
-            When a later letter of the same edge is not among them.
+            When a later message of the same edge is not among them.
         """
-        small = [letter for letter in letters if not is_whole(letter)]
+        small = [message for message in messages if not is_whole(message)]
         if self.estimates == "edge":
             retracted = retract(state, small, (_NAME,), self._compressor, extra=SHARE_BYTES)
             now = retracted.state
@@ -307,31 +307,31 @@ class SparsePush(PushSum):
                 now = credited(now, part_of(one.estimates[_NAME], share), share)
         else:
             now = self._retracted(state, small)
-        for letter in letters:
-            if is_whole(letter):
-                _, share, x = read_whole(letter, letter.source, state)
+        for message in messages:
+            if is_whole(message):
+                _, share, x = read_whole(message, message.source, state)
                 now = credited(now, x, share)
         return self._guarded(now, state)
 
     @staticmethod
-    def _retracted(state: State, letters: Sequence[Letter]) -> State:
-        """Take back letters of the broadcast stream, newest first."""
-        for letter in sorted(letters, key=lambda one: -peek(one.payload).iteration):
-            to = letter.destination
+    def _retracted(state: State, messages: Sequence[GossipMessage]) -> State:
+        """Take back messages of the broadcast stream, newest first."""
+        for message in sorted(messages, key=lambda one: -peek(one.payload).iteration):
+            to = message.destination
             last = [int(s) for s in state.get(f"last/{to}", ())]
-            seq = peek(letter.payload).seq
-            # The stream counts from 1 after the first letter, whose number is 0.
+            seq = peek(message.payload).seq
+            # The stream counts from 1 after the first message, whose number is 0.
             if not last or (last[-1] - 1) & 0xFFFF != seq:
                 raise OutOfStep(
                     to,
-                    f"letter {seq} to node {to} came back, but the last that could are {[s - 1 for s in last]}; "
-                    "letters come back newest first and at most two of an edge",
+                    f"message {seq} to node {to} came back, but the last that could are {[s - 1 for s in last]}; "
+                    "messages come back newest first and at most two of an edge",
                 )
-            _, body = unpack(letter.payload, most=len(letter.payload))
-            share = share_of(body, letter.source)
+            _, body = unpack(message.payload, most=len(message.payload))
+            share = share_of(body, message.source)
             state = credited(state, part_of(state[f"past/{last[-1]}"], share), share)
             state[f"last/{to}"] = np.array(last[:-1], np.int64)
-            # Unknown how much of the stream it knows: the next letter to it is the whole estimate.
+            # Unknown how much of the stream it knows: the next message to it is the whole estimate.
             state[f"{_NAME}.sent/{to}"] = np.array(-1, np.int64)
         return state
 

@@ -1,4 +1,4 @@
-"""What several iterations share: the local step, who is heard with which weight, and models that travel whole.
+"""What several iterations share: the local step, what came in with which weight, and models that travel whole.
 
 What :meth:`~fedcomp.gossip.base.Algorithm.receive` must know of an iteration that was begun stands in the state under
 keys that begin with ``"begun."``; it is gone when the iteration is finished.
@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.gossip.base import Algorithm, Gradient, Letter, Outbox, Posting, Real, State, View, parameters
+from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View, parameters
 from fedcomp.gossip.compressor import Compressor, get_compressor
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import Flag, pack, put_real, require_finite, take_real, unpack
 
 BEGUN: Final = "begun."
@@ -82,7 +82,7 @@ def finite(vector: Real, what: str) -> Real:
 
 
 def begun(view: View, **more: Any) -> State:
-    """Return what must be known of the iteration ``view`` when its letters come, and whatever ``more`` there is."""
+    """Return what must be known of the iteration ``view`` when its messages come, and whatever ``more`` there is."""
     known = {
         "node": np.int64(view.node),
         "iteration": np.int64(view.iteration),
@@ -112,33 +112,33 @@ class Compressing(Algorithm):
         return {**parameters(self), "compressor": self._compressor.to_config()}
 
 
-class Heard(NamedTuple):
-    """One neighbour's letter and the weight ``W[node, source]`` of what it says."""
+class Incoming(NamedTuple):
+    """One neighbour's message and the weight ``W[node, source]`` of what it says."""
 
     source: int
     weight: float
     payload: bytes
 
 
-def heard(state: State, letters: Sequence[Letter]) -> list[Heard]:
-    """Return the letters of the iteration begun with ``state``, ascending by source, exactly one of each neighbour.
+def incoming(state: State, messages: Sequence[GossipMessage]) -> list[Incoming]:
+    """Return the messages of the iteration begun with ``state``, ascending by source, exactly one of each neighbour.
 
     Raises
     ------
-    LetterError
+    MessageError
         When one is missing, superfluous, or there twice.
     """
     expected = [int(j) for j in state[BEGUN + "ids"]] if BEGUN + "ids" in state else []
-    sources = sorted(letter.source for letter in letters)
+    sources = sorted(message.source for message in messages)
     if sources != sorted(expected):
-        raise LetterError(
-            f"letters of nodes {sources} came, expected exactly one of each of {sorted(expected)}; an iteration is "
+        raise MessageError(
+            f"messages of nodes {sources} came, expected exactly one of each of {sorted(expected)}; an iteration is "
             "finished when all of them are there"
         )
     if not expected:
         return []
     weight = dict(zip(expected, state[BEGUN + "weights"].tolist(), strict=True))
-    return [Heard(m.source, weight[m.source], m.payload) for m in sorted(letters, key=lambda m: m.source)]
+    return [Incoming(m.source, weight[m.source], m.payload) for m in sorted(messages, key=lambda m: m.source)]
 
 
 def whole(model: Real, view: View) -> Outbox:
@@ -151,22 +151,22 @@ def whole(model: Real, view: View) -> Outbox:
     """
     if not view.column:
         return ()
-    return (Posting(tuple(view.column), pack(view.iteration, 0, Flag.DENSE, model.dtype, put_real(model))),)
+    return (Multicast(tuple(view.column), pack(view.iteration, 0, Flag.DENSE, model.dtype, put_real(model))),)
 
 
-def pull(state: State, said: Real, letters: Sequence[Letter]) -> Real:
-    """Return ``sum_j W[i, j] (x_j - said)`` over whole models x_j, added up by ascending j.
+def pull(state: State, announced: Real, messages: Sequence[GossipMessage]) -> Real:
+    """Return ``sum_j W[i, j] (x_j - announced)`` over whole models x_j, added up by ascending j.
 
     Both ends of an edge compute the same difference with opposite sign, so that the mean of all models stays.
 
     Raises
     ------
-    LetterError
-        When a letter is missing, superfluous, or no whole model of the iteration that was begun.
+    MessageError
+        When a message is missing, superfluous, or no whole model of the iteration that was begun.
     """
-    moved = np.zeros_like(said)
-    for source, weight, payload in heard(state, letters):
-        moved += weight * (whole_of(payload, said, int(state[BEGUN + "iteration"]), source) - said)
+    moved = np.zeros_like(announced)
+    for source, weight, payload in incoming(state, messages):
+        moved += weight * (whole_of(payload, announced, int(state[BEGUN + "iteration"]), source) - announced)
     return moved
 
 
@@ -175,12 +175,12 @@ def whole_of(payload: bytes, like: Real, iteration: int, source: int) -> Real:
 
     Raises
     ------
-    LetterError
+    MessageError
         When it is not one of this iteration, of ``like``'s dtype and size, or not finite.
     """
     header, body = unpack(payload, most=like.nbytes, dtype=like.dtype)
     if header.flags != Flag.DENSE or header.iteration != iteration:
-        raise LetterError(f"node {source} sent {header}, expected a whole model of iteration {iteration}")
+        raise MessageError(f"node {source} sent {header}, expected a whole model of iteration {iteration}")
     return take_real(body, like.size, like.dtype)
 
 

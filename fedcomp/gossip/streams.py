@@ -1,4 +1,4 @@
-"""What the streams of estimates are made of: letters drafted and read, numbers compared, copies moved.
+"""What the streams of estimates are made of: messages drafted and read, numbers compared, copies moved.
 
 :mod:`fedcomp.gossip.estimates` says what all of it is for, and what the keys of the state mean.
 """
@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from fedcomp.errors import StateError
-from fedcomp.gossip.base import Letter, Real, State, View
+from fedcomp.gossip.base import GossipMessage, Real, State, View
 from fedcomp.gossip.compressor import Compressor, Delta
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.packet import Flag, Header, all_finite, pack, peek, put_real, require_finite, take_real, unpack
 from fedcomp.rng import Key
 from fedcomp.wire.bits import put_varint, take_varint
@@ -29,7 +29,7 @@ Compressors = Compressor | Callable[[int, Header], Compressor]
 
 
 class Draft:
-    """The letters of one stream in one iteration: what they have in common.
+    """The messages of one stream in one iteration: what they have in common.
 
     Making it moves the own estimates in ``new``.
     """
@@ -71,11 +71,11 @@ class Draft:
         self.sections = b"".join([put_varint(len(s)) + s for s in sections[:-1]] + sections[-1:])
 
     def sign(self) -> None:
-        """Put the digest into the letters."""
+        """Put the digest into the messages."""
         self.digest = digest_of(self.after.values())
 
     def write(self, number: int, extra: bytes, whole: bool) -> bytes:
-        """Return letter ``number`` of the stream."""
+        """Return message ``number`` of the stream."""
         iteration, flags = self.header
         flags |= (Flag.DIGEST if self.digest else NO_FLAGS) | (Flag.RESYNC if whole else NO_FLAGS)
         wholes = b"".join(map(put_real, self.before.values())) if whole else b""
@@ -84,7 +84,7 @@ class Draft:
 
 
 class Opened(NamedTuple):
-    """A letter's parts; ``wholes`` is empty without RESYNC, ``digest`` without DIGEST."""
+    """A message's parts; ``wholes`` is empty without RESYNC, ``digest`` without DIGEST."""
 
     extra: bytes
     digest: bytes
@@ -93,7 +93,7 @@ class Opened(NamedTuple):
 
 
 class Reader:
-    """Reads letters of the vectors of one state; changes nothing."""
+    """Reads messages of the vectors of one state; changes nothing."""
 
     def __init__(self, state: State, names: tuple[str, ...], compressor: Compressors, extra: int) -> None:
         self.names, self.extra = names, extra
@@ -109,19 +109,19 @@ class Reader:
         section = compressor.most(self.size, self.split, self.dtype)
         return self.extra + DIGEST_BYTES + len(self.names) * (self.size * self.dtype.itemsize + _PREFIX + section)
 
-    def open(self, letter: Letter) -> Opened:
-        """Return the parts of ``letter``, completely checked, its digest not compared."""
-        header = peek(letter.payload)
+    def open(self, message: GossipMessage) -> Opened:
+        """Return the parts of ``message``, completely checked, its digest not compared."""
+        header = peek(message.payload)
         compressor, most = self.compressor, self._longest
         if not isinstance(compressor, Compressor):
-            compressor = compressor(letter.source, header)
+            compressor = compressor(message.source, header)
             most = self._most(compressor)
-        _, body = unpack(letter.payload, most=most, dtype=self.dtype)
+        _, body = unpack(message.payload, most=most, dtype=self.dtype)
         if Flag.DENSE in header.flags or Flag.LEAVING in header.flags:
-            raise LetterError(f"a letter with flags {header.flags!r} came where a change of an estimate was expected")
+            raise MessageError(f"a message with flags {header.flags!r} came where a change of an estimate was expected")
         signed = Flag.DIGEST in header.flags
         if signed and not self.copies:
-            raise LetterError("a letter has a digest, which a sum of copies cannot be compared with")
+            raise MessageError("a message has a digest, which a sum of copies cannot be compared with")
         extra, body = _cut(body, self.extra)
         digest, body = _cut(body, DIGEST_BYTES if signed else 0)
         wholes = {}
@@ -131,15 +131,15 @@ class Reader:
         deltas = {}
         for name in self.names:
             data, body = (body, body[:0]) if name == self.names[-1] else _cut_prefixed(body)
-            to = letter.destination if self.edges else None
-            key = _key(0, name, header.iteration, letter.source, to)
+            to = message.destination if self.edges else None
+            key = _key(0, name, header.iteration, message.source, to)
             deltas[name] = compressor.decode(data, self.size, self.split, self.dtype, key)
         return Opened(bytes(extra), bytes(digest), wholes, deltas)
 
 
 def _cut(body: memoryview, size: int) -> tuple[memoryview, memoryview]:
     if len(body) < size:
-        raise LetterError(f"a letter ends {size - len(body)} bytes early")
+        raise MessageError(f"a message ends {size - len(body)} bytes early")
     return body[:size], body[size:]
 
 
@@ -147,19 +147,19 @@ def _cut_prefixed(body: memoryview) -> tuple[memoryview, memoryview]:
     try:
         size, start = take_varint(body, 0, len(body))
     except WireError as error:
-        raise LetterError(f"the length of a section cannot be read: {error}") from error
+        raise MessageError(f"the length of a section cannot be read: {error}") from error
     return _cut(body[start:], size)
 
 
-def follows(header: Header, heard: Any, source: int) -> bool:
-    """Return whether a letter is to be applied; False for one that was applied before.
+def follows(header: Header, seen: Any, source: int) -> bool:
+    """Return whether a message is to be applied; False for one that was applied before.
 
     Raises
     ------
     OutOfStep
         When it is neither the next one nor whole.
     """
-    expected, last, applied = (0, -1, 0) if heard is None else map(int, heard)
+    expected, last, applied = (0, -1, 0) if seen is None else map(int, seen)
     if header.iteration <= last:
         if (expected - 1 - header.seq) & 0xFFFF < min(applied, 1 << 15):
             return False
@@ -167,8 +167,8 @@ def follows(header: Header, heard: Any, source: int) -> bool:
         return True
     raise OutOfStep(
         source,
-        f"letter {header.seq} of node {source}, iteration {header.iteration}, does not follow its last one: expected "
-        f"letter {expected} of an iteration after {last}. Its whole estimate mends this",
+        f"message {header.seq} of node {source}, iteration {header.iteration}, does not follow its last one: expected "
+        f"message {expected} of an iteration after {last}. Its whole estimate mends this",
     )
 
 
@@ -181,16 +181,16 @@ def advance(new: State, names: tuple[str, ...], source: int, opened: Opened, alp
         with np.errstate(over="ignore"):
             opened.deltas[name].add_to(copy, alpha)
         if not all_finite(copy):
-            raise LetterError(f"a letter of node {source} takes the estimate {name!r} beyond the largest number")
+            raise MessageError(f"a message of node {source} takes the estimate {name!r} beyond the largest number")
         new[key] = after[name] = copy
     return after
 
 
 def accumulate(new: State, names: tuple[str, ...], source: int, opened: Opened, fresh: bool, alpha: float) -> None:
-    """Move the sums of weighted copies in ``new`` by one letter of ``source``."""
+    """Move the sums of weighted copies in ``new`` by one message of ``source``."""
     row = row_of(new, names[0])
     if source not in row:
-        raise LetterError(f"a letter of node {source}, which has no weight; expected one of {sorted(row)}")
+        raise MessageError(f"a message of node {source}, which has no weight; expected one of {sorted(row)}")
     if opened.wholes and not fresh:
         raise OutOfStep(
             source,
@@ -204,7 +204,7 @@ def accumulate(new: State, names: tuple[str, ...], source: int, opened: Opened, 
                 total += row[source] * (opened.wholes[name] if opened.wholes else start_of(new, name))
             opened.deltas[name].add_to(total, row[source] * alpha)
         if not all_finite(total):
-            raise LetterError(f"a letter of node {source} takes the sum of {name!r} beyond the largest number")
+            raise MessageError(f"a message of node {source} takes the sum of {name!r} beyond the largest number")
         new[f"{name}.sum"] = total
 
 
@@ -260,7 +260,7 @@ def copy_of(state: State, name: str, source: int) -> Real:
     """Return the copy of ``source``'s estimate; raise StateError when there is none."""
     key = copy_key(name, source)
     if key not in state:
-        raise StateError(f"nothing was heard of node {source} yet, so that {name!r} has no copy of its estimate")
+        raise StateError(f"nothing was received from node {source} yet, so that {name!r} has no copy of its estimate")
     return state[key]
 
 

@@ -1,13 +1,15 @@
-"""Bytes of a decentralised run, counted on real letters: four counters that are never mixed.
+"""Bytes of a decentralised run, counted on real messages: four counters that are never mixed.
 
-* **edge**: every letter on every active directed edge. What an algorithm costs when each link carries its own copy, and
-  the figure for claims and ratios. An undirected edge used both ways counts twice, a letter to three neighbours thrice.
-* **node**: every distinct letter once, however many neighbours it goes to: a radio that broadcasts.
-* **relay**: what the star really moves: up, each posting as often as it arrives; down, each letter as often as it is
+* **edge**: every message on every active directed edge. What an algorithm costs when each link carries its own copy,
+and
+  the figure for claims and ratios. An undirected edge used both ways counts twice, a message to three neighbours
+  thrice.
+* **node**: every distinct message once, however many neighbours it goes to: a radio that broadcasts.
+* **relay**: what the star really moves: up, each multicast as often as it arrives; down, each message as often as it is
   sent. Never an algorithm's cost.
-* **overhead**: what the framework's messages hold beside letters. Filled in by whoever measures serialised messages.
+* **overhead**: what the framework's messages hold beside messages. Filled in by whoever measures serialised messages.
 
-Edge and node bytes know the phase a letter belongs to: ``train``; ``dense``, the closing iterations in which models
+Edge and node bytes know the phase a message belongs to: ``train``; ``dense``, the closing iterations in which models
 travel whole; ``resync``, whole estimates for neighbours that had none. Headers are counted apart from bodies.
 """
 
@@ -26,9 +28,9 @@ PHASES: Final[tuple[Phase, ...]] = ("train", "dense", "resync")
 
 @dataclass(slots=True)
 class Count:
-    """Letters and their bytes."""
+    """Messages and their bytes."""
 
-    letters: int = 0
+    messages: int = 0
     headers: int = 0
     bodies: int = 0
 
@@ -38,9 +40,9 @@ class Count:
         return self.headers + self.bodies
 
     def add(self, size: int, times: int = 1) -> None:
-        """Count a letter of ``size`` bytes, header included, ``times`` times."""
+        """Count a message of ``size`` bytes, header included, ``times`` times."""
         header = min(size, HEADER_BYTES)
-        self.letters += times
+        self.messages += times
         self.headers += times * header
         self.bodies += times * (size - header)
 
@@ -58,7 +60,7 @@ class Traffic:
     edge, node : dict of phase to Count
         See the module.
     undelivered : Count
-        Letters counted under ``edge`` that no node took in: they went back to their senders, or were lost with them.
+        Messages counted under ``edge`` that no node took in: they went back to their senders, or were lost with them.
     up, down : Count
         The relay's.
     overhead : int
@@ -73,10 +75,10 @@ class Traffic:
     overhead: int = 0
 
     def post(self, size: int, phases: Mapping[Phase, int]) -> None:
-        """Count one letter of ``size`` bytes that goes to ``phases[phase]`` neighbours in each phase."""
+        """Count one message of ``size`` bytes that goes to ``phases[phase]`` neighbours in each phase."""
         for phase, times in phases.items():
             self.edge[phase].add(size, times)
-        # To whom it is a whole estimate and to whom not: it is the same letter, sent once.
+        # To whom it is a whole estimate and to whom not: it is the same message, sent once.
         self.node[min(phases, key=PHASES.index)].add(size)
 
     @property
@@ -95,9 +97,9 @@ class Traffic:
         return self.up.bytes + self.down.bytes
 
     @property
-    def letters(self) -> int:
-        """Letters on directed edges."""
-        return sum(count.letters for count in self.edge.values())
+    def messages(self) -> int:
+        """Messages on directed edges."""
+        return sum(count.messages for count in self.edge.values())
 
     def energy(self, sent: float, received: float, *, broadcast: bool = False) -> float:
         """Return joules: ``8 * (bytes sent * sent + bytes received * received)``.
@@ -107,7 +109,7 @@ class Traffic:
         sent, received : float
             Joules per bit, at least 0. There are no defaults: they belong to a radio.
         broadcast : bool
-            A letter to several neighbours is sent once; received it is by each of them either way.
+            A message to several neighbours is sent once; received it is by each of them either way.
 
         Raises
         ------

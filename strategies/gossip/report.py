@@ -34,9 +34,9 @@ class Iterations(EventSection, name="gossip"):
     members : list of int
         The vertices that take part, after the round.
     traffic : dict of str to int
-        Bytes of this round's letters: ``edge``, ``node``, ``up`` and ``down`` (the relay's) and ``undelivered``; of the
-        first two also by phase (``edge.train``, ``edge.dense``, ``edge.resync``), how many there were
-        (``edge.letters``), and what of the bytes are headers (``edge.headers``).
+        Bytes of this round's messages: ``edge``, ``node``, ``up`` and ``down`` (the relay's) and ``undelivered``; of
+        the first two also by phase (``edge.train``, ``edge.dense``, ``edge.resync``), how many there were
+        (``edge.messages``), and what of the bytes are headers (``edge.headers``).
     observed : dict of str to float
         Of the observation, if there was one.
     """
@@ -169,7 +169,7 @@ def answer_of(reply: Message) -> Answer:
 
 
 def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes of letters between two states of the counters, by name."""
+    """Return the bytes of messages between two states of the counters, by name."""
 
     def size(count: Mapping[str, int]) -> int:
         return count["headers"] + count["bodies"]
@@ -179,7 +179,7 @@ def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, i
         phases = now[side]
         out |= {f"{side}.{phase}": size(phases[phase]) - size(before[side][phase]) for phase in phases}
         out[side] = sum(out[f"{side}.{phase}"] for phase in phases)
-        for name in ("letters", "headers"):
+        for name in ("messages", "headers"):
             out[f"{side}.{name}"] = sum(phases[phase][name] - before[side][phase][name] for phase in phases)
     out |= {name: size(now[name]) - size(before[name]) for name in ("up", "down", "undelivered")}
     return out

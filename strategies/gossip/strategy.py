@@ -1,8 +1,8 @@
 """The server half of decentralised learning: a mailbox between nodes that cannot reach each other.
 
-Flower's nodes talk to the server only, so letters between them travel through it, unread. One round is one iteration:
-every node gets, in one message, the letters of the former iteration, finishes it, begins the next and answers with the
-letters of that. Who is told what, and what happens to the letters of a node that does not answer, is decided by
+Flower's nodes talk to the server only, so messages between them travel through it, unread. One round is one iteration:
+every node gets, in one message, the messages of the former iteration, finishes it, begins the next and answers with the
+messages of that. Who is told what, and what happens to the messages of a node that does not answer, is decided by
 :class:`fedcomp.gossip.relay.Relay`; here its instructions become messages and replies its answers.
 
 There is no global model. In rounds that are due, and in the last one, every node is asked for its model; their mean is
@@ -31,7 +31,7 @@ from fedcomp.flower.report import Reports
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.protocol import Answer, Instruction, largest_letter
+from fedcomp.gossip.protocol import Answer, Instruction, largest_message
 from fedcomp.gossip.relay import ENDLESS, Observer, Relay
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
@@ -226,7 +226,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
     def close_round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid, *, last: bool
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
-        """After the last round run the closing iterations and deliver all letters; in rounds that are due, observe."""
+        """After the last round run the closing iterations and deliver all messages; in rounds that are due, observe."""
         whole, relay = self.reports[server_round], self.relay
         report = whole.section(Iterations)
         before = relay.traffic.to_dict()
@@ -249,7 +249,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         count = self._announced(config) or len(list(grid.get_node_ids()))
         size = flatten(named, layout, self.setup.dtype).nbytes // max(1, layout.size)
         self._initial = arrays
-        largest = largest_letter(self.algorithm, layout.size, size)
+        largest = largest_message(self.algorithm, layout.size, size)
         self._relay = self._made(count, ENDLESS, secrets.token_hex(8), largest)
         for vertex in self._met.values():
             if vertex is not None and vertex >= count:
@@ -283,10 +283,10 @@ class GossipRelay(ExchangeStrategy, Stateful):
         deadline = time.monotonic() + self.wait
         while True:
             online = list(grid.get_node_ids())
-            strangers = [node for node in online if node not in self._met]
-            if strangers:
-                yield from self._greet(strangers, grid, config, report)
-            self._seat(online, strangers, report)
+            new_nodes = [node for node in online if node not in self._met]
+            if new_nodes:
+                yield from self._introduce(new_nodes, grid, config, report)
+            self._seat(online, new_nodes, report)
             missing = self._expected(config) - self._node_of.keys()
             if not missing or time.monotonic() >= deadline:
                 return
@@ -295,8 +295,10 @@ class GossipRelay(ExchangeStrategy, Stateful):
     def _expected(self, config: ConfigRecord) -> set[int]:
         return set(range(self._announced(config))) if self._relay is None else set(self._relay.members)
 
-    def _greet(self, strangers: Sequence[int], grid: Grid, config: ConfigRecord, report: Iterations) -> Exchanges[None]:
-        messages = [self._hello(node, config) for node in strangers]
+    def _introduce(
+        self, new_nodes: Sequence[int], grid: Grid, config: ConfigRecord, report: Iterations
+    ) -> Exchanges[None]:
+        messages = [self._hello(node, config) for node in new_nodes]
         replies = yield Push(messages, self.deadline)
         asked, known = dict(addressed(messages)), partition_lookup(grid)
         for reply in replies:
@@ -312,8 +314,8 @@ class GossipRelay(ExchangeStrategy, Stateful):
             elif self._relay is not None and vertex >= self._relay.topology.n:
                 report.note("unknown", _outside(vertex, self._relay.topology.n))
 
-    def _seat(self, online: Collection[int], strangers: Collection[int], report: Iterations) -> None:
-        """Settle which node is which vertex, and report the ``strangers`` that are refused.
+    def _seat(self, online: Collection[int], new_nodes: Collection[int], report: Iterations) -> None:
+        """Settle which node is which vertex, and report the ``new_nodes`` that are refused.
 
         A newcomer takes the place of one that is offline or has left its last message unanswered: a process that was
         killed is listed as online for a while. One that answers is not driven out by a claim, and of several newcomers
@@ -328,10 +330,10 @@ class GossipRelay(ExchangeStrategy, Stateful):
                 self._node_of[vertex] = node
                 if self._relay is not None and vertex in self._away():
                     self._relay.join(vertex)
-        for node in strangers:
+        for node in new_nodes:
             if node in refused:
                 report.note("unknown", refused[node])
-        for reason in sorted({refused[node] for node in strangers if node in refused}):
+        for reason in sorted({refused[node] for node in new_nodes if node in refused}):
             log.warning("round %d: %s", report.round, reason)
 
     def _away(self) -> list[int]:
@@ -456,7 +458,7 @@ def _outside(vertex: int, nodes: int) -> str:
 
 def _vertices(topology: Topology | Mapping[str, Any], nodes: int) -> int:
     """Return how many vertices a graph has that says so itself; otherwise ``nodes``."""
-    said = topology.n if isinstance(topology, Topology) else topology.get("n", nodes)
-    if nodes and said != nodes:
-        raise ConfigError(f"nodes={nodes!r}, but the graph has {said!r} vertices; leave nodes out")
-    return int(said)
+    given = topology.n if isinstance(topology, Topology) else topology.get("n", nodes)
+    if nodes and given != nodes:
+        raise ConfigError(f"nodes={nodes!r}, but the graph has {given!r} vertices; leave nodes out")
+    return int(given)

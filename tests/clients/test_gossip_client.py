@@ -18,8 +18,8 @@ from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.gossip import InstructionRecord
 from fedcomp.flower.payload import PayloadError, put_frame
 from fedcomp.flower.schema import Schema
-from fedcomp.gossip.base import Letter, Posting, View
-from fedcomp.gossip.errors import AnswerError, LetterError, StaleInstruction
+from fedcomp.gossip.base import GossipMessage, Multicast, View
+from fedcomp.gossip.errors import AnswerError, MessageError, StaleInstruction
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.protocol import Answer, Instruction
 from fedcomp.gossip.vector import GossipPolicy
@@ -171,7 +171,7 @@ def broken(change) -> Message:
 )
 def test_what_is_no_instruction_is_refused_with_a_reason(change, said: str) -> None:
     context = node()
-    with pytest.raises((PayloadError, LetterError, ConfigError), match=said):
+    with pytest.raises((PayloadError, MessageError, ConfigError), match=said):
         client()(broken(change), context)
     assert not context.state
 
@@ -205,7 +205,7 @@ def test_what_is_no_answer_is_refused_with_a_reason(change, said: str) -> None:
 
 
 numbers = st.integers(0, 2**31 - 1)
-letters = st.binary(min_size=1, max_size=40)
+messages = st.binary(min_size=1, max_size=40)
 unit = st.floats(0, 1, exclude_min=True)
 
 
@@ -213,12 +213,12 @@ unit = st.floats(0, 1, exclude_min=True)
 @given(
     st.dictionaries(numbers, unit, max_size=4),
     st.dictionaries(numbers, unit, max_size=4),
-    st.lists(st.tuples(numbers, letters), max_size=4),
-    st.lists(st.tuples(numbers, letters), max_size=3),
+    st.lists(st.tuples(numbers, messages), max_size=4),
+    st.lists(st.tuples(numbers, messages), max_size=3),
     st.sampled_from(["", "common", "empty", "reset"]),
     st.tuples(numbers, numbers, numbers, st.integers(0, 2**63 - 1), st.booleans()),
 )
-def test_instructions_survive_the_way_through_a_message(column, row, mail, returned, start, rest) -> None:
+def test_instructions_survive_the_way_through_a_message(column, row, inbox, returned, start, rest) -> None:
     serial, iteration, me, seed, dense = rest
     view = View(me, iteration, column, row, seed, dense, frozenset(column))
     sent = Instruction(
@@ -227,8 +227,8 @@ def test_instructions_survive_the_way_through_a_message(column, row, mail, retur
         0,
         "step",
         view,
-        tuple(Letter(j, me, data) for j, data in mail),
-        tuple(Letter(me, j, data) for j, data in returned),
+        tuple(GossipMessage(j, me, data) for j, data in inbox),
+        tuple(GossipMessage(me, j, data) for j, data in returned),
         start,
     )
     content = RecordDict()
@@ -239,16 +239,16 @@ def test_instructions_survive_the_way_through_a_message(column, row, mail, retur
 @pytest.mark.long
 @settings(max_examples=25)
 @given(
-    st.lists(st.tuples(st.lists(numbers, min_size=1, max_size=3), letters), max_size=4),
+    st.lists(st.tuples(st.lists(numbers, min_size=1, max_size=3), messages), max_size=4),
     st.lists(st.tuples(numbers, st.text(max_size=9)), max_size=3),
     st.dictionaries(st.text(min_size=1, max_size=8), st.floats(allow_nan=False), max_size=3),
     st.booleans(),
 )
-def test_answers_survive_the_way_through_a_message(postings, needs, facts, fresh) -> None:
+def test_answers_survive_the_way_through_a_message(multicasts, needs, facts, fresh) -> None:
     said = Answer(
         "session",
         3,
-        tuple(Posting(tuple(to), data) for to, data in postings),
+        tuple(Multicast(tuple(to), data) for to, data in multicasts),
         tuple(j for j, _ in needs),
         tuple(reason for _, reason in needs),
         "",
@@ -268,13 +268,13 @@ def test_a_memory_survives_the_context_to_the_bit() -> None:
         "seq": np.array(7, np.int64),
         "u": np.arange(6, dtype=np.float32).reshape(2, 3),
     }
-    said = Answer("s", 4, (Posting((2, 3), b"abc"), Posting((4,), b"d")), (1,), ("",), facts={"a": 0.5})
+    said = Answer("s", 4, (Multicast((2, 3), b"abc"), Multicast((4,), b"d")), (1,), ("",), facts={"a": 0.5})
     named = {name: array.numpy() for name, array in model().items()}
     layout = Layout.of(named, GossipPolicy(12))
     own = {COUNTER: np.array(9, np.int64)}
     context = node()
     gossip.Kept(Memory("s", 4, 1, arrays, said, np.ones(3)), layout, own).save(context)
-    shorter = Answer("s", 5, (Posting((2,), b"z"),))
+    shorter = Answer("s", 5, (Multicast((2,), b"z"),))
     for expected in (said, shorter):
         found = gossip.Kept.load(context)
         assert found is not None

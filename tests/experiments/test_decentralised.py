@@ -95,7 +95,7 @@ def test_an_error_curve_is_linear_for_nids_and_counts_the_bits_of_its_letters(pr
     # Float64 whole in every letter, and eight bytes of header.
     np.testing.assert_array_equal(curve.bits, 8 * (8 + 8 * d) * np.arange(61))
     np.testing.assert_array_equal(curve.payload_bits, 64 * d * np.arange(61))
-    assert curve.traffic.edge["train"].letters == 60 * 2 * NODES
+    assert curve.traffic.edge["train"].messages == 60 * 2 * NODES
     assert not curve.stopped
     assert curve.errors[-1] < curve.errors[20] < curve.errors[0]
 
@@ -176,7 +176,7 @@ def test_running_statistics_are_mixed_and_moved_by_the_forward_pass() -> None:
         train(dataclasses.replace(small, training={**small.training, "buffers": kind}).plan())
         for kind in ("dense", "local")
     )
-    sizes = [t.traffic.edge["train"].bodies / t.traffic.edge["train"].letters for t in (dense, local)]
+    sizes = [t.traffic.edge["train"].bodies / t.traffic.edge["train"].messages for t in (dense, local)]
     # Mean and variance of every channel, float32.
     model = get_task("digits", **options).model(0)
     assert sizes[0] - sizes[1] == 4 * 2 * (len(model.norm1.running_mean) + len(model.norm2.running_mean))

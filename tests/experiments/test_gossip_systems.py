@@ -82,7 +82,7 @@ def test_a_record_keeps_the_four_counters_apart() -> None:
 def test_broadcast_letters_are_counted_once_per_sender_and_once_per_edge() -> None:
     metrics = engines.run(spec("choco", rounds=1)).final.metrics
     assert metrics["gossip.edge"] == 2 * metrics["gossip.node"]
-    assert metrics["gossip.edge.letters"] == 8
+    assert metrics["gossip.edge.messages"] == 8
     assert metrics["gossip.edge.headers"] == 64
 
 

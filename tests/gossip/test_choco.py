@@ -11,13 +11,13 @@ from gossip_problems import Problem, problem, ring_weights, run, view_of
 from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, Letter, State, View, deliver
+from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, deliver
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.compressor import get_compressor
 from fedcomp.gossip.deepsqueeze import DeepSqueeze
 from fedcomp.gossip.dpsgd import DPSGD
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import DENSE, Layout
 from fedcomp.rng import Key
 
@@ -217,7 +217,7 @@ def test_a_step_is_pure() -> None:
         assert all(np.array_equal(once[0][key], again[0][key]) for key in once[0])
 
 
-def test_letters_that_cannot_be_are_refused() -> None:
+def test_messages_that_cannot_be_are_refused() -> None:
     weights = ring_weights(3)
     for algorithm in (CHOCO(compressor=TOP), DeepSqueeze(compressor=TOP)):
         starts = Key(0, "m").generator().standard_normal((3, 20))
@@ -227,13 +227,13 @@ def test_letters_that_cannot_be_are_refused() -> None:
         good = inbox[0].payload
         later = algorithm.send(begun[1][0], None, view_of(weights, 1, 1))[1][0].payload
         for wrong in (b"", good[:-1], good + b"\0", later, good[:6] + b"\x04" + good[7:]):
-            with pytest.raises((LetterError, StateError)):
-                algorithm.receive(state, [Letter(1, 0, wrong), inbox[1]])
-        for letters in ([], inbox[:1], [*inbox, Letter(2, 0, b"12345678")]):
-            with pytest.raises((LetterError, StateError)):
-                algorithm.receive(state, letters)
+            with pytest.raises((MessageError, StateError)):
+                algorithm.receive(state, [GossipMessage(1, 0, wrong), inbox[1]])
+        for messages in ([], inbox[:1], [*inbox, GossipMessage(2, 0, b"12345678")]):
+            with pytest.raises((MessageError, StateError)):
+                algorithm.receive(state, messages)
         assert algorithm.receive(states[0], []) is states[0]
-        with pytest.raises(LetterError):
+        with pytest.raises(MessageError):
             algorithm.receive(states[0], inbox)
 
 

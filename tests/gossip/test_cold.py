@@ -1,4 +1,4 @@
-"""COLD and NIDS: exact with a constant step, linear with compressed letters; and what a wrong term does."""
+"""COLD and NIDS: exact with a constant step, linear with compressed messages; and what a wrong term does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedcomp.codecs import ChunkTop1, Dithering
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.experiments.convex import Convex
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, Letter, State, View, deliver
+from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, deliver
 from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.compressor import get_compressor
 from fedcomp.gossip.dpsgd import DPSGD
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.estimates import digests, disagreement
 from fedcomp.gossip.exact import consensus_step
 from fedcomp.gossip.nids import NIDS
@@ -103,10 +103,10 @@ class CompressesZ(COLD):
     def send(self, state: State, gradient: Any, view: Any) -> tuple[State, Any]:
         return super().send({**state, "h": np.zeros_like(state["h"])}, gradient, view)
 
-    def receive(self, state: State, letters: Any) -> State:
+    def receive(self, state: State, messages: Any) -> State:
         blank = {key: np.zeros_like(value) for key, value in state.items() if key.startswith("h/")}
         blank = {key: value for key, value in blank.items() if value.dtype.kind == "f"}
-        return super().receive({**state, **blank}, letters)
+        return super().receive({**state, **blank}, messages)
 
 
 class MixesExactZ(COLD):
@@ -149,28 +149,28 @@ def test_a_first_dual_whose_sum_is_not_zero_moves_the_fixed_point(reference: Ran
 def test_silent_loss_is_found_and_diverges_where_it_is_not() -> None:
     compressor = get_compressor(TOP20)
 
-    def lost(k: int, letter: Letter) -> bool:
-        return bool(Key(11, "loss", k, letter.source, letter.destination).uniform(1)[0] < 0.01)
+    def lost(k: int, message: GossipMessage) -> bool:
+        return bool(Key(11, "loss", k, message.source, message.destination).uniform(1)[0] < 0.01)
 
-    def hushed(k: int, letter: Letter) -> Letter:
-        """Return a letter that says "no change", in place of a lost one: a receiver that does not count its letters."""
-        if not lost(k, letter):
-            return letter
-        header, _ = unpack(letter.payload, most=1000)
+    def hushed(k: int, message: GossipMessage) -> GossipMessage:
+        """Return "no change" in place of a lost message: a receiver that does not count its messages."""
+        if not lost(k, message):
+            return message
+        header, _ = unpack(message.payload, most=1000)
         nothing = compressor.encode(np.zeros(SMALL.d), SMALL.d, Key(0))
-        return replace(letter, payload=pack(header.iteration, header.seq, 0, header.dtype, nothing))
+        return replace(message, payload=pack(header.iteration, header.seq, 0, header.dtype, nothing))
 
     careless = COLD(lr=0.5 / M, gamma=0.5, compressor=TOP20, digest_every=0)
     ran = small(careless, 110, harm=hushed)
     assert ran.errors[-1] > 1e-2
     assert careless.invariants(ran.states)["sum_D"] > 1e-3
-    with pytest.raises(LetterError, match="no letter of iteration"):
-        small(careless, 150, harm=lambda k, letter: None if lost(k, letter) else letter)
+    with pytest.raises(MessageError, match="no message of iteration"):
+        small(careless, 150, harm=lambda k, message: None if lost(k, message) else message)
     with pytest.raises(OutOfStep, match="digests"):
         small(replace(careless, digest_every=1), 150, harm=hushed)
 
 
-def test_an_estimate_that_lost_a_letter_is_found_by_the_digest() -> None:
+def test_an_estimate_that_lost_a_message_is_found_by_the_digest() -> None:
     algorithm = COLD(lr=0.5 / L, gamma=0.5, compressor=TOP20, digest_every=5)
     ran = run(algorithm, TASK, 3)
     broken = [dict(state) for state in ran.states]
@@ -230,7 +230,7 @@ def test_a_step_is_pure(algorithm: Algorithm) -> None:
 def test_a_step_is_receive_and_send() -> None:
     algorithm = COLD(lr=0.5 / L, compressor=TOP20)
     states = {i: algorithm.init(np.zeros(TASK.d), TASK.layout) for i in range(TASK.n)}
-    inboxes: dict[int, list[Letter]] = {i: [] for i in states}
+    inboxes: dict[int, list[GossipMessage]] = {i: [] for i in states}
     for k in range(4):
         stepped = {
             i: algorithm.step(states[i], inboxes[i], lambda z, i=i: TASK.gradient(i, z), view_of(RING, i, k))
@@ -253,25 +253,25 @@ def test_what_is_not_finite_is_not_sent(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [NIDS(lr=0.1), COLD(lr=0.1)])
-def test_letters_of_another_iteration_missing_and_damaged_ones_are_refused(algorithm: Algorithm) -> None:
+def test_messages_of_another_iteration_missing_and_damaged_ones_are_refused(algorithm: Algorithm) -> None:
     states = run(algorithm, TASK, 2).states
     sent = [algorithm.send(s, lambda z: z, view_of(RING, i, 2)) for i, s in enumerate(states)]
     inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
     state = sent[0][0]
-    old = [Letter(m.source, 0, (1).to_bytes(4, "little") + m.payload[4:]) for m in inbox]
-    wrong: list[list[Letter]] = [
+    old = [GossipMessage(m.source, 0, (1).to_bytes(4, "little") + m.payload[4:]) for m in inbox]
+    wrong: list[list[GossipMessage]] = [
         inbox[:1],
-        [inbox[0], Letter(5, 0, inbox[1].payload)],
-        [inbox[0], Letter(inbox[1].source, 0, inbox[1].payload[:-1])],
-        [inbox[0], Letter(inbox[1].source, 0, inbox[1].payload[:5])],
-        [inbox[0], Letter(inbox[1].source, 0, inbox[1].payload + b"\0")],
+        [inbox[0], GossipMessage(5, 0, inbox[1].payload)],
+        [inbox[0], GossipMessage(inbox[1].source, 0, inbox[1].payload[:-1])],
+        [inbox[0], GossipMessage(inbox[1].source, 0, inbox[1].payload[:5])],
+        [inbox[0], GossipMessage(inbox[1].source, 0, inbox[1].payload + b"\0")],
         old,
     ]
-    for letters in wrong:
-        with pytest.raises((LetterError, OutOfStep)):
-            algorithm.receive(state, letters)
+    for messages in wrong:
+        with pytest.raises((MessageError, OutOfStep)):
+            algorithm.receive(state, messages)
     assert algorithm.receive(state, inbox)["x"].shape == (TASK.d,)
-    with pytest.raises(LetterError):
+    with pytest.raises(MessageError):
         algorithm.receive(states[0], inbox[:1])
 
 

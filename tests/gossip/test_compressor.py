@@ -27,7 +27,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.dyna_cold import Sign
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
@@ -160,7 +160,7 @@ def test_nan_and_infinity_are_refused_and_no_elements_have_no_bytes(codec: Codec
             c.encode(v, 20, KEY)
     assert c.encode(np.zeros(0, dtype), 0, KEY) == b""
     assert through(c, np.zeros(0, dtype)).size == 0
-    with pytest.raises(LetterError):
+    with pytest.raises(MessageError):
         c.decode(memoryview(b"x"), 0, 0, dtype, KEY)
 
 
@@ -247,7 +247,7 @@ def test_what_travels_whole_stands_behind_the_compressed_part(codec: Codec) -> N
     out.add_to(scaled, 0.5)
     assert np.array_equal(added, 1.0 + out.dense())
     assert np.array_equal(scaled, 1.0 + 0.5 * out.dense())
-    with pytest.raises(LetterError):
+    with pytest.raises(MessageError):
         c.decode(memoryview(data[:79]), 30, 20, v.dtype, KEY)
 
 
@@ -301,5 +301,5 @@ def test_messages_are_these_bytes_for_ever(codec: Codec, data: str, decoded: lis
     ],
 )
 def test_messages_nobody_writes_are_refused(codec: Codec, n: int, data: bytes, says: str) -> None:
-    with pytest.raises(LetterError, match=says):
+    with pytest.raises(MessageError, match=says):
         Compressor(codec).decode(memoryview(data), n, n, np.float64, KEY)

@@ -8,10 +8,10 @@ from push_sum_runs import UNBALANCED, by_matrices, opened, rounds, starts, views
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import AVERAGING, get_algorithm
-from fedcomp.gossip.base import Letter, View, letters_of
+from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.central import FaultPlan, simulate
 from fedcomp.gossip.coordinate_push import CoordinatePush
-from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.gossip.topology import Exponential, OnePeerExponential, RandomDigraph, topology_of
 from fedcomp.layout import Layout, TensorSpec
@@ -51,7 +51,7 @@ def test_consensus_is_exact_and_every_coordinate_keeps_its_mass(graph):
     assert max(np.abs(s["x"] - mean).max() for s in states.values()) > 1e-2
 
 
-def test_everything_in_every_letter_is_push_sum():
+def test_everything_in_every_message_is_push_sum():
     graph, models = topology_of(UNBALANCED, 8), starts(8, D)
     algorithm = CoordinatePush(density=1.0)
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(20))
@@ -65,12 +65,12 @@ def test_everything_in_every_letter_is_push_sum():
 
 
 @pytest.mark.long
-def test_lost_letters_are_the_senders():
+def test_lost_messages_are_the_senders():
     graph, models = RandomDigraph(8, 0.3, seed=1), starts(8, 5)
     algorithm = CoordinatePush(density=0.4)
 
-    def lose(letter: Letter, t: int) -> bool:
-        return t < 60 and Key(4, "loss", t, 8 * letter.source + letter.destination).uniform(1)[0] < 0.2
+    def lose(message: GossipMessage, t: int) -> bool:
+        return t < 60 and Key(4, "loss", t, 8 * message.source + message.destination).uniform(1)[0] < 0.2
 
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(130), lose=lose)
     x, w = sums(states)
@@ -96,12 +96,12 @@ def test_a_run_with_faults_ends_at_the_mean():
     )
     mean = np.mean(models, axis=0)
     assert max(np.abs(z - mean).max() for z in outcome.models.values()) < 1e-8
-    assert outcome.traffic.letters > 0
+    assert outcome.traffic.messages > 0
 
 
 @pytest.mark.parametrize("layout", [FLAT, SPLIT], ids=["flat", "split"])
 @pytest.mark.parametrize(("values", "size"), [("model", 8), ("float32", 4)])
-def test_letter_is_the_formula(layout, values, size):
+def test_message_is_the_formula(layout, values, size):
     algorithm = CoordinatePush(density=3 / D, values=values)
     state = algorithm.init(starts(1, D)[0], layout, common=np.zeros(D))
     _, outbox = algorithm.send(state, None, View(0, 0, {1: 0.25, 2: 0.25}))
@@ -111,7 +111,7 @@ def test_letter_is_the_formula(layout, values, size):
 
 
 @pytest.mark.long
-def test_float32_letters_conserve_mass_as_exactly():
+def test_float32_messages_conserve_mass_as_exactly():
     models = starts(5, D, "float32")
     algorithm, graph = CoordinatePush(density=0.3), RandomDigraph(5, 0.5, seed=2)
     states = opened(algorithm, models)
@@ -131,12 +131,12 @@ def test_send_is_pure_and_refuses_gradients_and_nan():
     first, again = algorithm.send(state, None, view), algorithm.send(state, None, view)
     assert first[1] == again[1]
     assert all(np.array_equal(state[name], before[name]) for name in before)
-    letters = [Letter(1, 0, first[1][0].payload)]
-    received = algorithm.receive(state, letters)
+    messages = [GossipMessage(1, 0, first[1][0].payload)]
+    received = algorithm.receive(state, messages)
     assert all(np.array_equal(state[name], before[name]) for name in before)
-    # The two largest moved; a letter that comes twice counts once.
+    # The two largest moved; a message that comes twice counts once.
     assert np.array_equal(np.flatnonzero(first[0]["weights"] == 0.5), [3, 4])
-    assert np.array_equal(algorithm.receive(received, letters)["weights"], received["weights"])
+    assert np.array_equal(algorithm.receive(received, messages)["weights"], received["weights"])
     with pytest.raises(ConfigError, match="only averages"):
         algorithm.send(state, lambda z: z, view)
     with pytest.raises(NonFiniteUpdate):
@@ -161,9 +161,9 @@ def test_leaving_and_joining_keep_the_mean():
     gone, outbox = algorithm.leave(states[3], graph.view(3, 5, seed=0, directed_algorithm=True))
     assert not gone["x"].any()
     assert not gone["weights"].any()
-    for letter in letters_of(3, outbox):
-        to = letter.destination
-        states[to] = algorithm.receive(states[to], [letter])
+    for message in messages_of(3, outbox):
+        to = message.destination
+        states[to] = algorithm.receive(states[to], [message])
     states[3] = algorithm.join(np.full(D, 9.0), FLAT)
     assert np.array_equal(algorithm.model(states[3]), np.full(D, 9.0))
     assert algorithm.send(states[3], None, View(3, 5, {4: 0.5}))[0]["weights"].max() == 0.0
@@ -178,35 +178,35 @@ def test_leaving_and_joining_keep_the_mean():
         algorithm.reset(states[0], FLAT)
 
 
-def test_damaged_letters_are_refused():
+def test_damaged_messages_are_refused():
     algorithm = CoordinatePush(density=3 / D)
     state = algorithm.init(starts(1, D)[0], SPLIT, common=np.zeros(D))
     _, outbox = algorithm.send(state, None, View(1, 0, {0: 0.5}))
     payload = outbox[0].payload
-    # A letter of fewer coordinates is a letter, too: the length tells how many.
+    # A message of fewer coordinates is a message, too: the length tells how many.
     shorter = {HEADER_BYTES + 48, *(HEADER_BYTES + 48 + 1 + -(-4 * k // 8) + 12 * k for k in (1, 2))}
     for cut in set(range(len(payload))) - shorter:
-        with pytest.raises(LetterError):
-            algorithm.receive(state, [Letter(1, 0, payload[:cut])])
+        with pytest.raises(MessageError):
+            algorithm.receive(state, [GossipMessage(1, 0, payload[:cut])])
     for bad in (
         payload + b"\0",
         payload[:-8] + np.array(np.nan).tobytes(),
         payload[:-12] + b"\0\0\x80\xbf" + payload[-8:],
     ):
-        with pytest.raises(LetterError):
-            algorithm.receive(state, [Letter(1, 0, bad)])
+        with pytest.raises(MessageError):
+            algorithm.receive(state, [GossipMessage(1, 0, bad)])
     other = algorithm.init(starts(1, D, "float32")[0], SPLIT)
-    with pytest.raises(LetterError, match="float32"):
-        algorithm.receive(other, [Letter(1, 0, payload)])
+    with pytest.raises(MessageError, match="float32"):
+        algorithm.receive(other, [GossipMessage(1, 0, payload)])
 
 
 def test_mass_that_would_not_be_finite_is_neither_taken_nor_sent():
     algorithm = CoordinatePush(density=3 / D)
     state = algorithm.init(np.ones(D), FLAT)
     heavy = {**state, "weights": np.full(D, 1e308), "x": np.full(D, 1e308)}
-    letters = [algorithm.leave(heavy, View(i, 0, {0: 0.5}))[1][0].payload for i in (1, 2)]
-    with pytest.raises(LetterError, match="largest number"):
-        algorithm.receive(state, [Letter(i, 0, payload) for i, payload in enumerate(letters, 1)])
+    messages = [algorithm.leave(heavy, View(i, 0, {0: 0.5}))[1][0].payload for i in (1, 2)]
+    with pytest.raises(MessageError, match="largest number"):
+        algorithm.receive(state, [GossipMessage(i, 0, payload) for i, payload in enumerate(messages, 1)])
     moved = {**heavy, "x": np.arange(D) * 1e305}
     with pytest.raises(NonFiniteUpdate, match="would be sent"):  # the shares, as float32
         algorithm.send(moved, None, View(0, 0, {1: 0.5}))

@@ -8,9 +8,9 @@ from gossip_problems import dense_gossip, problem, ring_weights, run, view_of
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Letter, View, deliver
+from fedcomp.gossip.base import GossipMessage, View, deliver
 from fedcomp.gossip.dpsgd import DPSGD
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -70,11 +70,11 @@ def test_the_graph_may_change() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
-def test_7_17_a_letter_is_the_model_and_a_header(dtype: str, itemsize: int) -> None:
+def test_7_17_a_message_is_the_model_and_a_header(dtype: str, itemsize: int) -> None:
     algorithm = DPSGD()
     state = algorithm.init(draws(1, 24)[0].astype(dtype), Layout.flat(24))
     begun, outbox = algorithm.send(state, None, view_of(ring_weights(4), 0, 0))
-    assert [posting.destinations for posting in outbox] == [(1, 3)]
+    assert [multicast.destinations for multicast in outbox] == [(1, 3)]
     assert len(outbox[0].payload) == HEADER_BYTES + 24 * itemsize
     assert begun["x"].dtype == dtype
 
@@ -89,7 +89,7 @@ def test_statistics_that_move_after_sending_are_kept_whole() -> None:
     assert np.allclose([s["x"][0] for s in ended], [10.5, 0.5])
 
 
-def test_letters_that_cannot_be_are_refused() -> None:
+def test_messages_that_cannot_be_are_refused() -> None:
     algorithm, weights = DPSGD(), ring_weights(3)
     states = [algorithm.init(start, Layout.flat(4)) for start in draws(3, 4)]
     begun = [algorithm.send(s, None, view_of(weights, i, 0)) for i, s in enumerate(states)]
@@ -104,12 +104,12 @@ def test_letters_that_cannot_be_are_refused() -> None:
         good[:6] + b"\0" + good[7:],
         good[:-8] + np.float64(np.nan).tobytes(),
     ):
-        with pytest.raises(LetterError):
-            algorithm.receive(state, [Letter(1, 0, wrong), inbox[1]])
-    for letters in ([], inbox[:1], [*inbox, Letter(2, 0, good)]):
-        with pytest.raises(LetterError, match="exactly one"):
-            algorithm.receive(state, letters)
-    with pytest.raises(LetterError, match="exactly one"):
+        with pytest.raises(MessageError):
+            algorithm.receive(state, [GossipMessage(1, 0, wrong), inbox[1]])
+    for messages in ([], inbox[:1], [*inbox, GossipMessage(2, 0, good)]):
+        with pytest.raises(MessageError, match="exactly one"):
+            algorithm.receive(state, messages)
+    with pytest.raises(MessageError, match="exactly one"):
         algorithm.receive(states[0], inbox)
     assert algorithm.receive(states[0], []) is states[0]
 

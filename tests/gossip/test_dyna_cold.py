@@ -16,7 +16,7 @@ from fedcomp.codecs import PositionalCodec, Stretch
 from fedcomp.codecs.positional import expected_dense
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import deliver, letters_of
+from fedcomp.gossip.base import deliver, messages_of
 from fedcomp.gossip.cold import COLD
 from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.dyna_cold import DynaCOLD
@@ -43,7 +43,7 @@ def first_below(errors: np.ndarray, level: float) -> int:
 
 
 @pytest.mark.long
-def test_7_10_the_error_falls_at_the_rate_of_the_scale_and_a_letter_has_one_bit_per_coordinate() -> None:
+def test_7_10_the_error_falls_at_the_rate_of_the_scale_and_a_message_has_one_bit_per_coordinate() -> None:
     ran = run(replace(GEOMETRIC, digest_every=0), TASK, 300)
     rate, straight = slope(ran.errors, low=1e-7)
     assert math.log(rate) == pytest.approx(math.log(0.95), rel=0.05)
@@ -59,9 +59,9 @@ def test_zoom_costs_no_byte_more(d: int) -> None:
     for algorithm in (replace(ZOOM, digest_every=0), replace(ZOOM, digest_every=0, s0=1e-3)):
         state = algorithm.init(np.zeros(d), Layout.flat(d))
         _, outbox = algorithm.send(state, lambda z: np.ones(d), view_of(RING, 0, 0))
-        (letter, _) = letters_of(0, outbox)
-        assert len(letter.payload) == HEADER_BYTES + math.ceil(d / 8)
-        assert bool(peek(letter.payload).flags & Flag.ZOOM) == (algorithm.s0 < 1.0)
+        (message, _) = messages_of(0, outbox)
+        assert len(message.payload) == HEADER_BYTES + math.ceil(d / 8)
+        assert bool(peek(message.payload).flags & Flag.ZOOM) == (algorithm.s0 < 1.0)
 
 
 @pytest.mark.long
@@ -175,7 +175,7 @@ def test_after_a_whole_estimate_all_neighbours_begin_at_the_first_scale() -> Non
             view = replace(view_of(RING, i, 30), resync=frozenset({(i + 1) % TASK.n}))
             sent.append(algorithm.send(state, lambda z, i=i: TASK.gradient(i, z), view))
         inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})
-        flags = {peek(letter.payload).flags & Flag.RESYNC for inbox in inboxes.values() for letter in inbox}
+        flags = {peek(message.payload).flags & Flag.RESYNC for inbox in inboxes.values() for message in inbox}
         assert flags == {Flag.RESYNC}
         after = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(sent)]
         for i, state in enumerate(after):
@@ -193,7 +193,7 @@ def test_signs_of_zero_are_positive_at_both_ends() -> None:
     sent, outbox = algorithm.send(state, lambda z: np.array([0.0, -0.0, 0.0]), view_of(pair, 0, 0))
     assert sent["h"].tolist() == [0.5, 0.5, 0.5]
     other, _ = algorithm.send(state, None, view_of(pair, 1, 0))
-    assert algorithm.receive(other, letters_of(0, outbox))["h/0"].tolist() == [0.5, 0.5, 0.5]
+    assert algorithm.receive(other, messages_of(0, outbox))["h/0"].tolist() == [0.5, 0.5, 0.5]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -291,7 +291,7 @@ def test_a_step_is_pure_and_refuses_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [ZOOM, GEOMETRIC], ids=["zoom", "geometric"])
-def test_who_missed_letters_gets_the_scale_with_the_whole_estimate(algorithm: DynaCOLD) -> None:
+def test_who_missed_messages_gets_the_scale_with_the_whole_estimate(algorithm: DynaCOLD) -> None:
     """An edge that rests while others do not: nobody says ``resync``, and both ends agree all the same."""
     algorithm = replace(algorithm, digest_every=1)
     cut = RING.copy()
@@ -308,7 +308,7 @@ def test_who_missed_letters_gets_the_scale_with_the_whole_estimate(algorithm: Dy
 def test_small_models_and_dense_stretches() -> None:
     empty = ZOOM.init(np.zeros(0), Layout.flat(0))
     _, outbox = ZOOM.send(empty, lambda z: z, view_of(RING, 0, 0))
-    assert {len(letter.payload) for letter in letters_of(0, outbox)} == {HEADER_BYTES + 8}
+    assert {len(message.payload) for message in messages_of(0, outbox)} == {HEADER_BYTES + 8}
     arrays = {"weight": np.zeros((4, 5)), "bias": np.zeros(3)}
     layout = Layout.of(arrays, lambda name, shape, dtype: 1.0 if len(shape) < 2 else None)
     state = ZOOM.init(np.zeros(23), layout)

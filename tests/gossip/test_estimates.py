@@ -1,4 +1,4 @@
-"""Estimates that both ends hold: bit for bit the same, every letter once and in order, or a typed error."""
+"""Estimates that both ends hold: bit for bit the same, every message once and in order, or a typed error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from estimate_streams import (
     draw,
     fresh,
     frozen,
-    letter,
+    message,
     pair_view,
     ring_view,
     stored,
@@ -24,9 +24,9 @@ from estimate_streams import (
 )
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.gossip.base import Letter, State, View, letters_of
+from fedcomp.gossip.base import GossipMessage, State, View, messages_of
 from fedcomp.gossip.compressor import Compressor
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.estimates import (
     Sent,
     absorb,
@@ -54,7 +54,7 @@ def test_7_15_digests_are_equal_at_both_ends_in_every_iteration(c: Compressor, d
         for i in range(N):
             sent = broadcast(states[i], {"z": draw("x", i, k, dtype)}, c, ring_view(i, k), digest_every=1)
             states[i] = sent.state
-            outboxes.append(letters_of(i, sent.outbox))
+            outboxes.append(messages_of(i, sent.outbox))
         for i in range(N):
             inbox = [one for box in outboxes for one in box if one.destination == i]
             done = absorb(states[i], inbox, ("z",), c)
@@ -76,18 +76,18 @@ def test_7_15_digests_are_equal_on_edges_that_rest_and_come_back(dtype: str) -> 
         active = [j for j in (1, 2) if (k // j) % 2 == 0]
         view = View(0, k, dict.fromkeys(active, 0.25), {}, seed=11)
         for j in active:
-            out, posting, _ = along_edge(out, {"z": draw("x", 0, k, dtype)}, RANDOM, view, j, digest_every=1)
-            inbox = letters_of(0, (posting,))
+            out, multicast, _ = along_edge(out, {"z": draw("x", 0, k, dtype)}, RANDOM, view, j, digest_every=1)
+            inbox = messages_of(0, (multicast,))
             back[j] = absorb(stored(back[j]), inbox, ("z",), RANDOM, complete=False).state
             assert digests(out, ("z",))[f"z>{j}"] == digests(back[j], ("z",))["z/0"]
-            assert not peek(posting.payload).flags & Flag.RESYNC
+            assert not peek(multicast.payload).flags & Flag.RESYNC
     assert digests(out, ("z",))["z>1"] != digests(out, ("z",))["z>2"]
     assert own_key("z", 1) in out
     assert "z" not in out
 
 
 @pytest.mark.long
-def test_a_silent_loss_of_one_percent_is_noticed_at_the_next_letter_and_mended() -> None:
+def test_a_silent_loss_of_one_percent_is_noticed_at_the_next_message_and_mended() -> None:
     lost = Key(8, "loss").uniform(4000)
     states = [fresh() for _ in range(N)]
     resync: list[set[int]] = [set() for _ in range(N)]
@@ -99,7 +99,7 @@ def test_a_silent_loss_of_one_percent_is_noticed_at_the_next_letter_and_mended()
         for i in range(N):
             sent = broadcast(states[i], {"z": draw("x", i, k)}, TOP, ring_view(i, k, resync=resync[i]))
             states[i], resync[i] = sent.state, set()
-            boxes += letters_of(i, sent.outbox)
+            boxes += messages_of(i, sent.outbox)
         for at, one in enumerate(boxes):
             edge = (one.source, one.destination)
             if k < 149 and lost[(k * len(boxes) + at) % 4000] < 0.01:
@@ -132,7 +132,7 @@ def test_duplicates_are_ignored_wherever_they_come() -> None:
     for k in range(4):
         sent = write(sender, k)
         sender = sent.state
-        seen.append(letter(sent))
+        seen.append(message(sent))
         done = absorb(receiver, [seen[-1], *seen], ("z",), TOP, complete=False)
         assert [r.header.iteration for r in done.received] == [k]
         receiver = done.state
@@ -147,49 +147,49 @@ def test_a_gap_is_refused_until_the_whole_estimate_comes() -> None:
     sent = [write(sender, 0)]
     for k in (1, 2):
         sent.append(write(sent[-1].state, k))
-    receiver = absorb(receiver, [letter(sent[0])], ("z",), TOP, complete=False).state
+    receiver = absorb(receiver, [message(sent[0])], ("z",), TOP, complete=False).state
     before = frozen(receiver)
     with pytest.raises(OutOfStep, match="does not follow") as caught:
-        absorb(receiver, [letter(sent[2])], ("z",), TOP, complete=False)
+        absorb(receiver, [message(sent[2])], ("z",), TOP, complete=False)
     assert caught.value.source == 0
     assert frozen(receiver) == before
     whole = write(sent[2].state, 3, resync=(1,))
-    assert peek(letter(whole).payload).flags & Flag.RESYNC
-    receiver = absorb(receiver, [letter(whole)], ("z",), TOP, complete=False).state
+    assert peek(message(whole).payload).flags & Flag.RESYNC
+    receiver = absorb(receiver, [message(whole)], ("z",), TOP, complete=False).state
     assert digests(receiver, ("z",))["z/0"] == digests(whole.state, ("z",))["z"]
-    # A letter from before the whole one was never applied: it is no duplicate, and what it carries must not vanish.
+    # A message from before the whole one was never applied: it is no duplicate, and what it carries must not vanish.
     with pytest.raises(OutOfStep):
-        absorb(receiver, [letter(sent[1])], ("z",), TOP, complete=False)
+        absorb(receiver, [message(sent[1])], ("z",), TOP, complete=False)
     following = write(whole.state, 4)
-    assert not peek(letter(following).payload).flags & Flag.RESYNC
-    receiver = absorb(receiver, [letter(whole), letter(following)], ("z",), TOP, complete=False).state
+    assert not peek(message(following).payload).flags & Flag.RESYNC
+    receiver = absorb(receiver, [message(whole), message(following)], ("z",), TOP, complete=False).state
     assert digests(receiver, ("z",))["z/0"] == digests(following.state, ("z",))["z"]
 
 
 def test_a_sender_that_begins_anew_is_not_taken_for_a_duplicate() -> None:
-    receiver = absorb(fresh(), [letter(write(fresh(), 0))], ("z",), TOP, complete=False).state
+    receiver = absorb(fresh(), [message(write(fresh(), 0))], ("z",), TOP, complete=False).state
     with pytest.raises(OutOfStep):
-        absorb(receiver, [letter(write(fresh(), 5))], ("z",), TOP, complete=False)
+        absorb(receiver, [message(write(fresh(), 5))], ("z",), TOP, complete=False)
     whole = write(fresh(), 5, resync=(1,))
-    receiver = absorb(receiver, [letter(whole)], ("z",), TOP, complete=False).state
+    receiver = absorb(receiver, [message(whole)], ("z",), TOP, complete=False).state
     assert digests(receiver, ("z",))["z/0"] == digests(whole.state, ("z",))["z"]
 
 
-def test_letters_are_counted_beyond_65536() -> None:
+def test_messages_are_counted_beyond_65536() -> None:
     first = write(fresh(), 7)
     sender = {**first.state, "z.seq": np.array(65533), "z.sent/1": np.array(65533)}
-    receiver = absorb(fresh(), [letter(first)], ("z",), TOP, complete=False).state
+    receiver = absorb(fresh(), [message(first)], ("z",), TOP, complete=False).state
     receiver["z.seq/0"] = np.array([65533, 7, 65533])
     sent = []
     for k in range(8, 14):
         sent.append(write(sender, k, digest_every=1))
         sender = sent[-1].state
-        done = absorb(receiver, [letter(one) for one in sent], ("z",), TOP, complete=False)
+        done = absorb(receiver, [message(one) for one in sent], ("z",), TOP, complete=False)
         assert [r.header.iteration for r in done.received] == [k]
         receiver = done.state
-    assert [peek(letter(one).payload).seq for one in sent] == [65533, 65534, 65535, 0, 1, 2]
+    assert [peek(message(one).payload).seq for one in sent] == [65533, 65534, 65535, 0, 1, 2]
     with pytest.raises(OutOfStep):
-        absorb(receiver, [letter(write(write(sender, 14).state, 15))], ("z",), TOP, complete=False)
+        absorb(receiver, [message(write(write(sender, 14).state, 15))], ("z",), TOP, complete=False)
 
 
 def test_the_digest_finds_an_estimate_that_is_off_by_one_bit() -> None:
@@ -201,25 +201,25 @@ def test_the_digest_finds_an_estimate_that_is_off_by_one_bit() -> None:
             word = receiver["z/0"].view(np.uint64).copy()
             word[3] ^= np.uint64(1)
             receiver = {**receiver, "z/0": word.view(np.float64)}
-        receiver = absorb(receiver, [letter(sent)], ("z",), TOP, complete=False).state
+        receiver = absorb(receiver, [message(sent)], ("z",), TOP, complete=False).state
     sent = write(write(sender, 9, digest_every=5).state, 10, digest_every=5)
     nine = write(sender, 9, digest_every=5)
-    receiver = absorb(receiver, [letter(nine)], ("z",), TOP, complete=False).state
-    with pytest.raises(OutOfStep, match="digests of letter 10") as caught:
-        absorb(receiver, [letter(sent)], ("z",), TOP, complete=False)
+    receiver = absorb(receiver, [message(nine)], ("z",), TOP, complete=False).state
+    with pytest.raises(OutOfStep, match="digests of message 10") as caught:
+        absorb(receiver, [message(sent)], ("z",), TOP, complete=False)
     assert caught.value.source == 0
 
 
-def test_different_beginnings_show_in_the_first_letter() -> None:
+def test_different_beginnings_show_in_the_first_message() -> None:
     other = open_estimates({}, {"z": np.ones(D)}, SPLIT)
     with pytest.raises(OutOfStep, match="digests"):
-        absorb(other, [letter(write(fresh(), 0))], ("z",), TOP, complete=False)
+        absorb(other, [message(write(fresh(), 0))], ("z",), TOP, complete=False)
     whole = write(fresh(), 0, resync=(1,))
-    done = absorb(other, [letter(whole)], ("z",), TOP, complete=False)
+    done = absorb(other, [message(whole)], ("z",), TOP, complete=False)
     assert digests(done.state, ("z",))["z/0"] == digests(whole.state, ("z",))["z"]
 
 
-def test_a_neighbour_that_missed_letters_of_a_broadcast_gets_the_whole_estimate() -> None:
+def test_a_neighbour_that_missed_messages_of_a_broadcast_gets_the_whole_estimate() -> None:
     sender = fresh()
     copies = {j: fresh() for j in (1, 2, 3)}
     kinds: dict[int, list[bool]] = {1: [], 2: [], 3: []}
@@ -227,7 +227,7 @@ def test_a_neighbour_that_missed_letters_of_a_broadcast_gets_the_whole_estimate(
         active = [1] + [2] * (k != 2) + [3] * (k >= 4)
         sent = write(sender, k, view=View(0, k, dict.fromkeys(active, 0.2), {}, seed=11), digest_every=1)
         sender = sent.state
-        for one in letters_of(0, sent.outbox):
+        for one in messages_of(0, sent.outbox):
             j = one.destination
             kinds[j].append(bool(peek(one.payload).flags & Flag.RESYNC))
             copies[j] = absorb(copies[j], [one], ("z",), TOP, complete=False).state
@@ -240,14 +240,14 @@ def test_alpha_scales_what_both_ends_add_and_not_what_they_see(dtype: str) -> No
     sender, receiver = fresh(dtype), fresh(dtype)
     before = sender["z"]
     sent = write(sender, 0, DITHER, alpha=0.3)
-    done = absorb(receiver, [letter(sent)], ("z",), DITHER, alpha=0.3, complete=False)
+    done = absorb(receiver, [message(sent)], ("z",), DITHER, alpha=0.3, complete=False)
     assert done.state["z/0"].tobytes() == sent.state["z"].tobytes()
     q = sent.deltas["z"].dense()
     assert np.array_equal(sent.state["z"], before + np.asarray(0.3, dtype) * q)
     assert np.array_equal(done.received[0].deltas["z"].dense(), q)
 
 
-def test_a_compressor_may_depend_on_sender_and_letter() -> None:
+def test_a_compressor_may_depend_on_sender_and_message() -> None:
     asked = []
 
     def scaled(source: int, header: Header) -> Compressor:
@@ -256,48 +256,50 @@ def test_a_compressor_may_depend_on_sender_and_letter() -> None:
 
     one = write(fresh(), 0, SIGN.scaled(1.0), flags=Flag.ZOOM)
     two = write(one.state, 1, SIGN.scaled(0.5))
-    done = absorb(fresh(), [letter(one), letter(one), letter(two)], ("z",), scaled, complete=False)
+    done = absorb(fresh(), [message(one), message(one), message(two)], ("z",), scaled, complete=False)
     assert done.state["z/0"].tobytes() == two.state["z"].tobytes()
     assert asked == [(0, 0, Flag.ZOOM | Flag.DIGEST), (0, 1, Flag(0))]
 
 
-def test_estimates_of_received_letters_are_those_right_after_each() -> None:
+def test_estimates_of_received_messages_are_those_right_after_each() -> None:
     one = write(fresh(), 0)
     two = write(one.state, 1)
-    done = absorb(fresh(), [letter(one), letter(two)], ("z",), TOP, complete=False)
+    done = absorb(fresh(), [message(one), message(two)], ("z",), TOP, complete=False)
     assert [r.estimates["z"].tobytes() for r in done.received] == [one.state["z"].tobytes(), two.state["z"].tobytes()]
 
 
-def test_a_synchronous_iteration_takes_exactly_the_letters_it_needs() -> None:
+def test_a_synchronous_iteration_takes_exactly_the_messages_it_needs() -> None:
     def node(i: int, k: int, state: State) -> Sent:
         return broadcast(state, {"z": draw("x", i, k)}, TOP, ring_view(i, k))
 
     first = [node(i, 0, fresh()) for i in range(N)]
     at = first[0].state
-    left, right = letter(first[4], 4, 0), letter(first[1], 1, 0)
-    with pytest.raises(LetterError, match=r"no letter of iteration 0 came from nodes \[4\]"):
+    left, right = message(first[4], 4, 0), message(first[1], 1, 0)
+    with pytest.raises(MessageError, match=r"no message of iteration 0 came from nodes \[4\]"):
         absorb(at, [right], ("z",), TOP)
-    with pytest.raises(LetterError, match="expected one of each"):
-        absorb(at, [right, Letter(2, 0, letter(first[2], 2, 1).payload), left], ("z",), TOP)
+    with pytest.raises(MessageError, match="expected one of each"):
+        absorb(at, [right, GossipMessage(2, 0, message(first[2], 2, 1).payload), left], ("z",), TOP)
     done = absorb(at, [right, left], ("z",), TOP)
     assert [r.source for r in done.received] == [1, 4]
     assert absorb(done.state, [], ("z",), TOP).state is done.state  # finished: nothing is due any more
-    with pytest.raises(LetterError, match="no iteration was begun"):
+    with pytest.raises(MessageError, match="no iteration was begun"):
         absorb(done.state, [right], ("z",), TOP)
-    second = node(1, 1, absorb(first[1].state, [letter(first[0]), letter(first[2], 2, 1)], ("z",), TOP).state)
+    second = node(1, 1, absorb(first[1].state, [message(first[0]), message(first[2], 2, 1)], ("z",), TOP).state)
     ahead = node(0, 1, done.state).state
     assert (
         len(
             absorb(
                 ahead,
                 [
-                    letter(second, 1, 0),
+                    message(second, 1, 0),
                     right,
-                    letter(
+                    message(
                         node(
                             4,
                             1,
-                            absorb(first[4].state, [letter(first[0], 0, 4), letter(first[3], 3, 4)], ("z",), TOP).state,
+                            absorb(
+                                first[4].state, [message(first[0], 0, 4), message(first[3], 3, 4)], ("z",), TOP
+                            ).state,
                         ),
                         4,
                         0,
@@ -309,8 +311,8 @@ def test_a_synchronous_iteration_takes_exactly_the_letters_it_needs() -> None:
         )
         == 2
     )
-    with pytest.raises(LetterError, match="iteration 1"):
-        absorb(node(0, 7, done.state).state, [letter(second, 1, 0)], ("z",), TOP)
+    with pytest.raises(MessageError, match="iteration 1"):
+        absorb(node(0, 7, done.state).state, [message(second, 1, 0)], ("z",), TOP)
 
 
 def test_disagreement_is_the_weighted_difference_of_estimates() -> None:
@@ -318,12 +320,12 @@ def test_disagreement_is_the_weighted_difference_of_estimates() -> None:
     state = fresh()
     assert not disagreement(state, "z").any()
     state = write(state, 0, view=View(0, 0, weights, weights, seed=1)).state
-    with pytest.raises(StateError, match="nothing was heard of node 1"):
+    with pytest.raises(StateError, match="nothing was received from node 1"):
         disagreement(state, "z")
     inbox = []
     for j in weights:
         view = View(j, 0, {0: 0.5}, {0: 0.5}, seed=1)
-        inbox += letters_of(j, broadcast(fresh(), {"z": draw("x", j)}, TOP, view).outbox)
+        inbox += messages_of(j, broadcast(fresh(), {"z": draw("x", j)}, TOP, view).outbox)
     state = absorb(state, inbox, ("z",), TOP).state
     own, a, b = state["z"], state["z/1"], state["z/4"]
     assert np.allclose(disagreement(state, "z"), 0.5 * (a - own) + 0.125 * (b - own), rtol=0.0, atol=1e-15)
@@ -337,14 +339,14 @@ def test_the_sum_alone_gives_the_same_and_refuses_a_changed_graph(start: float, 
     kept = [open_estimates({}, begin, SPLIT) for _ in range(N)]
     lean = [open_estimates({}, begin, SPLIT, copies=False) for _ in range(N)]
     for k in range(8):
-        boxes: list[list[Letter]] = []
+        boxes: list[list[GossipMessage]] = []
         for states in (kept, lean):
             box = []
             for i in range(N):
                 first = range(N) if k == 0 and whole else ()
                 sent = broadcast(states[i], {"z": draw("x", i, k)}, TOP, ring_view(i, k, resync=first), digest_every=0)
                 states[i] = sent.state
-                box += letters_of(i, sent.outbox)
+                box += messages_of(i, sent.outbox)
             boxes.append(box)
             for i in range(N):
                 states[i] = absorb(states[i], [one for one in box if one.destination == i], ("z",), TOP).state
@@ -357,11 +359,11 @@ def test_the_sum_alone_gives_the_same_and_refuses_a_changed_graph(start: float, 
             write(lean[0], 8, view=View(0, 8, row, row, seed=11))
     sent = write(lean[0], 8, view=ring_view(0, 8, resync=(1,)))
     with pytest.raises(OutOfStep, match="part of a sum"):
-        absorb(lean[1], [letter(sent)], ("z",), TOP, complete=False)
-    with pytest.raises(LetterError, match="has no weight"):
-        absorb(lean[3], [letter(write(fresh(), 8, digest_every=0))], ("z",), TOP, complete=False)
-    with pytest.raises(LetterError, match="digest"):
-        absorb(lean[1], [letter(write(kept[0], 8, view=ring_view(0, 8), digest_every=1))], ("z",), TOP, complete=False)
+        absorb(lean[1], [message(sent)], ("z",), TOP, complete=False)
+    with pytest.raises(MessageError, match="has no weight"):
+        absorb(lean[3], [message(write(fresh(), 8, digest_every=0))], ("z",), TOP, complete=False)
+    with pytest.raises(MessageError, match="digest"):
+        absorb(lean[1], [message(write(kept[0], 8, view=ring_view(0, 8), digest_every=1))], ("z",), TOP, complete=False)
     with pytest.raises(ConfigError, match="copies=False"):
         open_estimates({}, begin, SPLIT, copies=False, edges=True)
 
@@ -374,28 +376,28 @@ def test_no_state_is_ever_written_to() -> None:
                 array.flags.writeable = False
         sent = write(sender, k, resync=(1,) if k == 1 else ())
         assert frozen(write(sender, k, resync=(1,) if k == 1 else ()).state) == frozen(sent.state)
-        receiver = absorb(receiver, [letter(sent)], ("z",), TOP, complete=False).state
+        receiver = absorb(receiver, [message(sent)], ("z",), TOP, complete=False).state
         disagreement(sent.state, "z") if k else None
         sender = sent.state
         if k == 0:
             sender = absorb(
-                sender, letters_of(1, broadcast(fresh(), {"z": draw("y")}, TOP, pair_view(1, 0)).outbox), ("z",), TOP
+                sender, messages_of(1, broadcast(fresh(), {"z": draw("y")}, TOP, pair_view(1, 0)).outbox), ("z",), TOP
             ).state
     edges = fresh(edges=True)
     for array in edges.values():
         array.flags.writeable = False
-    after, posting, _ = along_edge(edges, {"z": draw("x")}, TOP, pair_view(0, 0), 1)
+    after, multicast, _ = along_edge(edges, {"z": draw("x")}, TOP, pair_view(0, 0), 1)
     for array in after.values():
         array.flags.writeable = False
-    retract(after, letters_of(0, (posting,)), ("z",), TOP)
+    retract(after, messages_of(0, (multicast,)), ("z",), TOP)
 
 
-def test_letters_of_an_edge_that_come_back_are_undone_newest_first() -> None:
+def test_messages_of_an_edge_that_come_back_are_undone_newest_first() -> None:
     state, receiver = fresh(edges=True), fresh(edges=True)
     sent, after = [], []
     for k in range(4):
-        state, posting, _ = along_edge(state, {"z": draw("x", 0, k)}, TOP, pair_view(0, k), 1, extra=bytes((k, 7)))
-        sent += letters_of(0, (posting,))
+        state, multicast, _ = along_edge(state, {"z": draw("x", 0, k)}, TOP, pair_view(0, k), 1, extra=bytes((k, 7)))
+        sent += messages_of(0, (multicast,))
         after.append(state["z>1"])
         state, _, _ = along_edge(state, {"z": draw("x", 0, k)}, TOP, View(0, k, {2: 0.5}, {}, seed=11), 2)
     receiver = absorb(receiver, sent[:1], ("z",), TOP, extra=2, complete=False).state
@@ -415,18 +417,18 @@ def test_letters_of_an_edge_that_come_back_are_undone_newest_first() -> None:
     # One after the other is the same.
     single = retract(retract(state, sent[3:], ("z",), TOP, extra=2).state, sent[1:3], ("z",), TOP, extra=2)
     assert frozen(single.state) == frozen(back.state)
-    state, posting, _ = along_edge(back.state, {"z": draw("x", 0, 9)}, TOP, pair_view(0, 9), 1, extra=b"ab")
-    assert peek(posting.payload).flags & Flag.RESYNC
-    receiver = absorb(receiver, letters_of(0, (posting,)), ("z",), TOP, extra=2, complete=False).state
+    state, multicast, _ = along_edge(back.state, {"z": draw("x", 0, 9)}, TOP, pair_view(0, 9), 1, extra=b"ab")
+    assert peek(multicast.payload).flags & Flag.RESYNC
+    receiver = absorb(receiver, messages_of(0, (multicast,)), ("z",), TOP, extra=2, complete=False).state
     assert digests(receiver, ("z",))["z/0"] == digests(state, ("z",))["z>1"]
-    state, posting, _ = along_edge(state, {"z": draw("x", 0, 10)}, TOP, pair_view(0, 10), 1, extra=b"ab")
-    assert not peek(posting.payload).flags & Flag.RESYNC
+    state, multicast, _ = along_edge(state, {"z": draw("x", 0, 10)}, TOP, pair_view(0, 10), 1, extra=b"ab")
+    assert not peek(multicast.payload).flags & Flag.RESYNC
 
 
-def test_a_whole_letter_that_comes_back_is_undone_exactly() -> None:
+def test_a_whole_message_that_comes_back_is_undone_exactly() -> None:
     state, _, _ = along_edge(fresh(edges=True), {"z": draw("x", 0, 0)}, TOP, pair_view(0, 0), 1)
-    after, posting, _ = along_edge(state, {"z": draw("x", 0, 1)}, TOP, pair_view(0, 1, (1,)), 1)
-    back = retract(after, letters_of(0, (posting,)), ("z",), TOP)
+    after, multicast, _ = along_edge(state, {"z": draw("x", 0, 1)}, TOP, pair_view(0, 1, (1,)), 1)
+    back = retract(after, messages_of(0, (multicast,)), ("z",), TOP)
     assert back.state["z>1"].tobytes() == state["z>1"].tobytes()
 
 

@@ -1,4 +1,4 @@
-"""What holds for every algorithm: any integer is a seed, steps are pure, and hostile letters end in typed errors."""
+"""What holds for every algorithm: any integer is a seed, steps are pure, and hostile messages end in typed errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.gossip import ALGORITHMS, AVERAGING, get_algorithm
-from fedcomp.gossip.base import Algorithm, Letter, State, View, letters_of
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.base import Algorithm, GossipMessage, State, View, messages_of
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
@@ -44,17 +44,19 @@ def view(node: int, t: int, seed: int = 3) -> View:
     return View(node, t, share, share, seed=seed)
 
 
-def begun(algorithm: Algorithm, iterations: int, dtype: str, seed: int = 3) -> tuple[list[State], list[list[Letter]]]:
+def begun(
+    algorithm: Algorithm, iterations: int, dtype: str, seed: int = 3
+) -> tuple[list[State], list[list[GossipMessage]]]:
     """Return the states and inboxes of two nodes in the middle of an iteration."""
     draw = Key(1, "start").generator()
     models = draw.standard_normal((2, D)).astype(dtype)
     states = [algorithm.init(model, LAYOUT, common=np.zeros(D, dtype)) for model in models]
-    inboxes: list[list[Letter]] = [[], []]
+    inboxes: list[list[GossipMessage]] = [[], []]
     for t in range(iterations):
         gradient = None if algorithm.name in AVERAGING else (lambda z: (0.1 * (z - 2.0)).astype(z.dtype))
         sent = [algorithm.step(states[i], inboxes[i], gradient, view(i, t, seed)) for i in (0, 1)]
         states = [state for state, _ in sent]
-        inboxes = [letters_of(1 - i, sent[1 - i][1]) for i in (0, 1)]
+        inboxes = [messages_of(1 - i, sent[1 - i][1]) for i in (0, 1)]
     return states, inboxes
 
 
@@ -132,17 +134,17 @@ def mutant(payload: bytes, draw: np.random.Generator) -> bytes:
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("config", CONFIGS, ids=named)
-def test_hostile_letters_are_refused_or_do_no_harm_that_travels(config: dict[str, Any], dtype: str) -> None:
+def test_hostile_messages_are_refused_or_do_no_harm_that_travels(config: dict[str, Any], dtype: str) -> None:
     algorithm = get_algorithm(config)
     draw = Key(5, named(config) + dtype).generator()
     (state, _), (inbox, theirs) = begun(algorithm, 3, dtype)
     before = frozen(state)
     refused = 0
     for _ in range(150):
-        bad = [Letter(letter.source, 0, mutant(letter.payload, draw)) for letter in inbox]
+        bad = [GossipMessage(message.source, 0, mutant(message.payload, draw)) for message in inbox]
         try:
             after = algorithm.receive(state, bad)
-        except (LetterError, OutOfStep):
+        except (MessageError, OutOfStep):
             refused += 1
             continue
         if algorithm.asynchronous:
@@ -154,10 +156,10 @@ def test_hostile_letters_are_refused_or_do_no_harm_that_travels(config: dict[str
         assert finite(after)
         assert finite({key: sent[key] for key in sent if key not in ("innovation", "trend")})
         if algorithm.asynchronous:
-            back = [Letter(0, 1, mutant(letter.payload, draw)) for letter in theirs]
+            back = [GossipMessage(0, 1, mutant(message.payload, draw)) for message in theirs]
             try:
                 assert finite(algorithm.take_back(state, back))
-            except (LetterError, OutOfStep):
+            except (MessageError, OutOfStep):
                 refused += 1
     assert refused > 40
     assert frozen(state) == before

@@ -40,7 +40,7 @@ def test_7_16_the_protocol_without_faults_is_a_plain_loop_over_the_nodes(config:
         states = {i: algorithm.receive(states[i], inboxes[i]) for i in range(N)}
     outcome = learn(config, "ring", 10)
     assert same_states(outcome.states, states)
-    assert outcome.traffic.letters == 10 * 2 * N
+    assert outcome.traffic.messages == 10 * 2 * N
     assert outcome.report.rounds == 11
 
 

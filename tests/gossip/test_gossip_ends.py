@@ -13,9 +13,9 @@ from fedcomp.errors import StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real, State
 from fedcomp.gossip.central import FaultPlan, Faults, Nodes
-from fedcomp.gossip.mailbox import Parcel
+from fedcomp.gossip.mailbox import Pending
 from fedcomp.gossip.node import Memory
-from fedcomp.gossip.protocol import Answer, Instruction, largest_letter
+from fedcomp.gossip.protocol import Answer, Instruction, largest_message
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
@@ -27,7 +27,7 @@ def start(config: dict[str, Any], iterations: int = 4, graph: str = "complete", 
     algorithm = get_algorithm(config)
     faults: Faults | None = options.pop("faults", None)
     locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
-    largest = largest_letter(algorithm, D, 8)
+    largest = largest_message(algorithm, D, 8)
     relay = Relay(
         algorithm, topology_of(graph, N, 0), iterations=iterations, session="s", seed=0, largest=largest, **options
     )
@@ -55,15 +55,15 @@ def test_a_run_that_lost_a_node_at_its_end_goes_on_with_whole_estimates(config: 
     relay.prolong(60)
     run(relay, nodes)
     assert not relay.report.needed
-    assert relay.traffic.edge["resync"].letters == 5 * 4
+    assert relay.traffic.edge["resync"].messages == 5 * 4
 
 
-def test_a_last_letter_that_cannot_be_read_leaves_everybody_with_a_model() -> None:
+def test_a_last_message_that_cannot_be_read_leaves_everybody_with_a_model() -> None:
     relay, nodes = start(COLD)
     while not relay.finishing:
         exchange(relay, nodes)
     box = relay._mailbox._boxes[0]
-    box[0] = Parcel(type(box[0].letter)(box[0].letter.source, 0, b"\xff" * 40), box[0].life)
+    box[0] = Pending(type(box[0].message)(box[0].message.source, 0, b"\xff" * 40), box[0].life)
     run(relay, nodes)
     assert [event[1] for event in relay.report.needed] == [0] * (N - 1)
     assert sorted(nodes.observe(relay)) == list(range(N))
@@ -81,12 +81,12 @@ def test_who_joins_in_the_closing_iterations_gets_estimates_when_the_run_goes_on
     relay, nodes = start(config, 4, skew_rounds=4, faults=lost)
     run(relay, nodes)
     assert [event[1] for event in relay.report.joined] == [2]
-    assert relay.traffic.edge["resync"].letters == 0
-    assert relay.traffic.edge["dense"].letters > 60
+    assert relay.traffic.edge["resync"].messages == 0
+    assert relay.traffic.edge["dense"].messages > 60
     relay.prolong(16)
     run(relay, nodes)
     assert not relay.report.needed
-    assert relay.traffic.edge["resync"].letters == 2 * (N - 1)
+    assert relay.traffic.edge["resync"].messages == 2 * (N - 1)
 
 
 def wiped_at(attempt: int, node: int, now: int) -> str:
@@ -141,21 +141,21 @@ def test_why_a_node_that_says_something_else_was_given_up_stands_in_the_report()
 
 @pytest.mark.long
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
-def test_a_letter_damaged_for_good_costs_what_it_carried_and_not_its_sender(config: dict[str, Any]) -> None:
+def test_a_message_damaged_for_good_costs_what_it_carried_and_not_its_sender(config: dict[str, Any]) -> None:
     """Its receiver cannot read it, and when it comes back its sender cannot either."""
     relay, nodes = start(config, 30, graph="exponential")
     nodes.locals = None
     while relay.report.rounds < 8:
         exchange(relay, nodes)
     box = relay._mailbox._boxes[3]
-    at = next(k for k, parcel in enumerate(box) if parcel.letter.source == 2)
-    whole, letter = sum_of(relay, nodes), box[at].letter
-    box[at] = Parcel(type(letter)(2, 3, b"\xff" * 40), box[at].life)
+    at = next(k for k, item in enumerate(box) if item.message.source == 2)
+    whole, message = sum_of(relay, nodes), box[at].message
+    box[at] = Pending(type(message)(2, 3, b"\xff" * 40), box[at].life)
     run(relay, nodes)
     assert [event[:2] for event in relay.report.lost] == [(10, 2)]
-    assert "letter to node 3" in relay.report.lost[0][2]
+    assert "message to node 3" in relay.report.lost[0][2]
     assert not relay.report.gone
-    (share,) = np.frombuffer(letter.payload[8:16], np.float64)
+    (share,) = np.frombuffer(message.payload[8:16], np.float64)
     assert share > 0.01
     assert whole - sum(float(nodes.memories[i].state["w"]) for i in range(N)) == pytest.approx(share, abs=1e-12)
 
@@ -165,11 +165,11 @@ def test_losses_of_what_did_not_come_back_are_refused() -> None:
         def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
             answer = super()._deliver(node, instruction, kind)
             assert isinstance(answer, Answer)
-            return Answer("s", answer.serial, answer.postings, lost=("x",)) if node == 3 else answer
+            return Answer("s", answer.serial, answer.multicasts, lost=("x",)) if node == 3 else answer
 
     relay, plain = start({"name": "sgp"}, patience=2)
     run(relay, Liar(plain.algorithm, plain.locals, ZERO, LAYOUT))
-    assert "1 letters lost that came back; 0 did" in relay.report.refused[0][2]
+    assert "1 messages lost that came back; 0 did" in relay.report.refused[0][2]
 
 
 class Chronicle(Nodes):
@@ -186,7 +186,7 @@ class Chronicle(Nodes):
             self.states[node, memory.serial] = memory.state
         return answer
 
-    def mass(self, relay: Relay, node: int, *, mail: bool) -> tuple[float, Real]:
+    def mass(self, relay: Relay, node: int, *, inbox: bool) -> tuple[float, Real]:
         """Return (w, x) of a node by its last answer: an instruction that is open has not happened. With what comes
         back to it, and with the ``mail`` that waits."""
         entry, algorithm = relay._open.get(node), self.algorithm
@@ -199,9 +199,9 @@ class Chronicle(Nodes):
             )
         else:
             state = self.states[node, relay._serials[node] - (entry is not None)]
-        parcels = [*(entry.parcels if entry else ()), *relay._mailbox.look(node)]
-        if mail:
-            state = algorithm.receive(state, sorted((p.letter for p in parcels), key=lambda one: one.source))
+        pending = [*(entry.pending if entry else ()), *relay._mailbox.look(node)]
+        if inbox:
+            state = algorithm.receive(state, sorted((p.message for p in pending), key=lambda one: one.source))
         back = [*(entry.instruction.returned if entry else ()), *relay._mailbox.look_returned(node)]
         state = algorithm.take_back(state, back) if back else state
         return float(state["w"]), state["x"]
@@ -210,7 +210,7 @@ class Chronicle(Nodes):
 def sum_of(relay: Relay, nodes: Nodes) -> float:
     weights = []
     for i, memory in nodes.memories.items():
-        weights.append(float(relay.algorithm.receive(memory.state, [p.letter for p in relay._mailbox.look(i)])["w"]))
+        weights.append(float(relay.algorithm.receive(memory.state, [p.message for p in relay._mailbox.look(i)])["w"]))
     return sum(weights)
 
 
@@ -229,7 +229,7 @@ def test_7_05_whatever_happens_in_whatever_order_only_a_lost_node_takes_mass_wit
         give_up = relay._give_up
 
         def account(node: int, reason: str, relay=relay, nodes=nodes, expected=expected, give_up=give_up) -> None:
-            w, x = nodes.mass(relay, node, mail=False)
+            w, x = nodes.mass(relay, node, inbox=False)
             expected[:] = [expected[0] - w, expected[1] - x]
             give_up(node, reason)
 
@@ -243,7 +243,7 @@ def test_7_05_whatever_happens_in_whatever_order_only_a_lost_node_takes_mass_wit
                     relay.join(node)
             exchange(relay, nodes)
             there = sorted(relay._members | relay._departing)
-            found = [nodes.mass(relay, node, mail=True) for node in there]
+            found = [nodes.mass(relay, node, inbox=True) for node in there]
             assert sum(w for w, _ in found) == pytest.approx(expected[0], abs=1e-11)
             np.testing.assert_allclose(sum(x for _, x in found), expected[1], atol=1e-10)
             assert sum(map(len, relay._mailbox._boxes)) <= N * N

@@ -27,7 +27,7 @@ from gossip_faults import (
 )
 
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Letter, Real
+from fedcomp.gossip.base import GossipMessage, Real
 from fedcomp.gossip.central import FaultPlan, Nodes, simulate
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.relay import Relay
@@ -113,7 +113,7 @@ def test_7_06_a_node_that_leaves_takes_nothing_with_it(config: dict[str, Any]) -
 @pytest.mark.long
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(config: dict[str, Any]) -> None:
-    """Its last letters, and what it had sent before: the vanished node takes no more with it than its own."""
+    """Its last messages, and what it had sent before: the vanished node takes no more with it than its own."""
     own: list[float] = []
 
     def act(relay: Relay, nodes: Nodes) -> None:
@@ -161,7 +161,7 @@ def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
         faults = FaultPlan(4, {**LOSS, "wiped": 0.02}, until=60)
         outcome, _ = average(config, graph, 90, faults=faults, patience=6, before=act)
         assert len(outcome.report.gone) > 2
-        assert outcome.traffic.edge["resync"].letters > 10
+        assert outcome.traffic.edge["resync"].messages > 10
         found = {i: digests(state, ("h",)) for i, state in outcome.states.items()}
         edges = topology_of(graph, N, 0).edges(0) if graph == "exponential" else [(i, j) for i in found for j in found]
         compared = [
@@ -174,8 +174,8 @@ def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
 
 
 @pytest.mark.long
-def test_no_letter_counts_twice_or_is_both_delivered_and_returned() -> None:
-    """And letters of an edge arrive in their order, whatever happens to the nodes."""
+def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
+    """And messages of an edge arrive in their order, whatever happens to the nodes."""
 
     def act(relay: Relay, nodes: Nodes) -> None:
         if relay.report.rounds % 17 == 5 and len(relay.members) > 3:
@@ -251,19 +251,19 @@ def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_mail_goe
 
 @pytest.mark.long
 @pytest.mark.parametrize("config", [EDGES, SPREAD, {"name": "sgp"}], ids=name_of)
-def test_a_damaged_letter_goes_back_and_the_next_one_carries_the_whole_estimate(config: dict[str, Any]) -> None:
+def test_a_damaged_message_goes_back_and_the_next_one_carries_the_whole_estimate(config: dict[str, Any]) -> None:
     def damage(relay: Relay, nodes: Nodes) -> None:
         if relay.report.rounds == 10:
             box = relay._mailbox._boxes[3]
-            # The sender gets the letter as it wrote it: it is the receiver that cannot read it.
-            at = next(k for k, p in enumerate(box) if p.letter.source == 2)
-            received.append(box[at].letter)
+            # The sender gets the message as it wrote it: it is the receiver that cannot read it.
+            at = next(k for k, p in enumerate(box) if p.message.source == 2)
+            received.append(box[at].message)
             nodes.memories[3] = replace(nodes.memories[3], state=spoilt(nodes.memories[3].state))
 
     def spoilt(state: dict[str, Any]) -> dict[str, Any]:
         return {k: v + 1.0 if k == "h/2" else v for k, v in state.items()}
 
-    received: list[Letter] = []
+    received: list[GossipMessage] = []
     outcome, mass = average(config, "exponential", 25, before=damage)
     assert len(received) == 1
     if config["name"] == "sgp":
@@ -271,7 +271,7 @@ def test_a_damaged_letter_goes_back_and_the_next_one_carries_the_whole_estimate(
         return
     assert [event[:2] for event in outcome.report.needed] == [(11, 3)]
     assert "node 2" in outcome.report.needed[0][2]
-    assert outcome.traffic.edge["resync"].letters == 1
+    assert outcome.traffic.edge["resync"].messages == 1
     assert outcome.report.undelivered == 2
     assert outcome.states[3]["h/2"].tobytes() == outcome.states[2]["h>3" if config is EDGES else "h"].tobytes()
     assert abs(mass.seen[-1][0] - N) < 1e-12

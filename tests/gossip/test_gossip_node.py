@@ -12,8 +12,8 @@ from gossip_faults import Courier, Quadratic, vectors
 
 from fedcomp.errors import StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Letter, Posting, Real, View
-from fedcomp.gossip.errors import AnswerError, LetterError, StaleInstruction
+from fedcomp.gossip.base import GossipMessage, Multicast, Real, View
+from fedcomp.gossip.errors import AnswerError, MessageError, StaleInstruction
 from fedcomp.gossip.node import Memory, handle
 from fedcomp.gossip.protocol import Action, Answer, Instruction, Start
 from fedcomp.layout import Layout
@@ -37,11 +37,11 @@ def begun(algorithm: Any = SGP, **options: Any) -> Memory:
     return memory
 
 
-def letter_to_0(value: float = 1.0, iteration: int = 1) -> Letter:
+def message_to_0(value: float = 1.0, iteration: int = 1) -> GossipMessage:
     """Return what node 1 would send: half of (value, 1)."""
     state = SGP.init(np.full(D, value), LAYOUT)
     _, outbox = SGP.send(state, None, View(1, iteration, {0: 0.5}))
-    return Letter(1, 0, outbox[0].payload)
+    return GossipMessage(1, 0, outbox[0].payload)
 
 
 def test_the_same_instruction_again_gives_the_stored_answer_and_does_nothing() -> None:
@@ -94,7 +94,8 @@ def test_beginning_and_joining_need_no_memory_and_replace_any() -> None:
 def test_nothing_is_modified_in_place_whatever_happens() -> None:
     memory = begun()
     before = {name: array.copy() for name, array in memory.state.items()}
-    instruction = asked(2, mail=(letter_to_0(),), returned=(Letter(0, 1, memory.answer.postings[0].payload),))
+    back = GossipMessage(0, 1, memory.answer.multicasts[0].payload)
+    instruction = asked(2, inbox=(message_to_0(),), returned=(back,))
     first, _ = handle(SGP, memory, instruction, Quadratic(START), START, LAYOUT)
     second, _ = handle(SGP, memory, instruction, Quadratic(START), START, LAYOUT)
     assert first is not None
@@ -113,38 +114,38 @@ def test_nothing_is_modified_in_place_whatever_happens() -> None:
 
 def test_what_came_back_and_what_arrived_is_counted_before_sending() -> None:
     memory = begun()
-    own = Letter(0, 1, memory.answer.postings[0].payload)
-    after, answer = handle(SGP, memory, asked(2, mail=(letter_to_0(3.0),), returned=(own,)), None, START, LAYOUT)
+    own = GossipMessage(0, 1, memory.answer.multicasts[0].payload)
+    after, answer = handle(SGP, memory, asked(2, inbox=(message_to_0(3.0),), returned=(own,)), None, START, LAYOUT)
     assert after is not None
     # 0.5 kept + 0.5 back + 0.5 of node 1, of which one half is pushed again.
     assert float(after.state["w"]) == 0.75
     np.testing.assert_allclose(after.state["x"], (START + 0.5 * 3.0) / 2.0, rtol=1e-14)
-    assert answer.postings[0].destinations == (1,)
+    assert answer.multicasts[0].destinations == (1,)
 
 
-def test_letters_that_cannot_be_read_are_named_and_the_others_count() -> None:
-    mail = (letter_to_0(), Letter(2, 0, b"nonsense"), Letter(3, 0, letter_to_0().payload))
-    memory, answer = handle(SGP, begun(), asked(2, action="finish", mail=mail), None, START, LAYOUT)
+def test_messages_that_cannot_be_read_are_named_and_the_others_count() -> None:
+    inbox = (message_to_0(), GossipMessage(2, 0, b"nonsense"), GossipMessage(3, 0, message_to_0().payload))
+    memory, answer = handle(SGP, begun(), asked(2, action="finish", inbox=inbox), None, START, LAYOUT)
     assert memory is not None
     assert float(memory.state["w"]) == 1.5
     assert answer.needs == (2,)
-    assert "letter" in answer.reasons[0]
+    assert "message" in answer.reasons[0]
 
 
-def test_of_a_synchronous_iteration_nothing_counts_when_one_letter_cannot_be_read() -> None:
+def test_of_a_synchronous_iteration_nothing_counts_when_one_message_cannot_be_read() -> None:
     algorithm = get_algorithm({"name": "dpsgd"})
     memory = begun(algorithm)
-    after, answer = handle(algorithm, memory, asked(2, mail=(Letter(1, 0, b"nonsense"),)), None, START, LAYOUT)
+    after, answer = handle(algorithm, memory, asked(2, inbox=(GossipMessage(1, 0, b"nonsense"),)), None, START, LAYOUT)
     assert after is not None
     assert after.state is memory.state
     assert after.serial == 2
     assert answer.needs == (1,)
-    assert not answer.postings
-    # A new epoch without mail: the iteration is dropped.
+    assert not answer.multicasts
+    # A new epoch without inbox: the iteration is dropped.
     after, answer = handle(algorithm, after, asked(3, "reset", epoch=1), None, START, LAYOUT)
     assert after is not None
     assert after.epoch == 1
-    assert answer.postings
+    assert answer.multicasts
     assert not answer.needs
 
 
@@ -155,13 +156,13 @@ def test_what_is_not_finite_stays_at_home(name: str) -> None:
             return np.full(D, np.nan)
 
     algorithm = get_algorithm({"name": name})
-    mail = (letter_to_0(),) if name == "sgp" else ()
-    memory, answer = handle(algorithm, begun(algorithm), asked(2, mail=mail), Poison(START), START, LAYOUT)
+    inbox = (message_to_0(),) if name == "sgp" else ()
+    memory, answer = handle(algorithm, begun(algorithm), asked(2, inbox=inbox), Poison(START), START, LAYOUT)
     if name == "dpsgd":
         memory, answer = handle(algorithm, None, asked(1, "common"), Poison(START), START, LAYOUT)
     assert memory is not None
     assert answer.failed
-    assert not answer.postings
+    assert not answer.multicasts
     assert np.isfinite(memory.state["x"]).all()
     if name == "sgp":
         assert float(memory.state["w"]) == 1.0  # half kept, half of node 1 taken in, nothing sent
@@ -204,41 +205,48 @@ def test_running_statistics_move_the_model_once_when_the_iteration_is_finished(n
 
 def test_observing_applies_the_mail_and_keeps_nothing() -> None:
     memory = begun()
-    instruction = asked(1, action="observe", mail=(letter_to_0(3.0),))
+    instruction = asked(1, action="observe", inbox=(message_to_0(3.0),))
     after, answer = handle(SGP, memory, instruction, None, START, LAYOUT)
     assert after is memory
     assert answer.model is not None
     np.testing.assert_allclose(answer.model, (START + 3.0) / 2.0, rtol=1e-14)
-    finished, _ = handle(SGP, memory, replace(asked(2, action="finish"), mail=instruction.mail), None, START, LAYOUT)
+    finished, _ = handle(SGP, memory, replace(asked(2, action="finish"), inbox=instruction.inbox), None, START, LAYOUT)
     assert finished is not None
     assert SGP.model(finished.state).tobytes() == answer.model.tobytes()
 
 
 def test_leaving_sends_everything_and_leaves_nothing() -> None:
-    memory, answer = handle(SGP, begun(), asked(2, action="leave", mail=(letter_to_0(),)), None, START, LAYOUT)
+    memory, answer = handle(SGP, begun(), asked(2, action="leave", inbox=(message_to_0(),)), None, START, LAYOUT)
     assert memory is not None
     assert float(memory.state["w"]) == 0.0
     assert not memory.state["x"].any()
-    receiver = SGP.receive(SGP.join(START, LAYOUT), [Letter(0, 1, answer.postings[0].payload)])
+    receiver = SGP.receive(SGP.join(START, LAYOUT), [GossipMessage(0, 1, answer.multicasts[0].payload)])
     assert float(receiver["w"]) == 1.0
     # What could not be delivered comes back, and leaves again.
-    back = (Letter(0, 1, answer.postings[0].payload),)
+    back = (GossipMessage(0, 1, answer.multicasts[0].payload),)
     view = View(0, 3, {2: 0.5}, {}, seed=3)
     memory, answer = handle(SGP, memory, asked(3, action="leave", returned=back, view=view), None, START, LAYOUT)
-    receiver = SGP.receive(SGP.join(START, LAYOUT), [Letter(0, 2, answer.postings[0].payload)])
+    receiver = SGP.receive(SGP.join(START, LAYOUT), [GossipMessage(0, 2, answer.multicasts[0].payload)])
     assert float(receiver["w"]) == 1.0
-    assert answer.postings[0].destinations == (2,)
+    assert answer.multicasts[0].destinations == (2,)
 
 
 def test_instructions_answers_and_memories_survive_a_journey_as_plain_values() -> None:
     view = View(0, 7, {1: 0.25, 3: 0.5}, {2: 0.125}, seed=2**40, dense=True, resync=frozenset({3}))
     instruction = Instruction(
-        "run", 9, 2, "leave", view, (Letter(2, 0, b"\x00\xff"), Letter(4, 0, b"")), (Letter(0, 3, b"back"),), "reset"
+        "run",
+        9,
+        2,
+        "leave",
+        view,
+        (GossipMessage(2, 0, b"\x00\xff"), GossipMessage(4, 0, b"")),
+        (GossipMessage(0, 3, b"back"),),
+        "reset",
     )
     assert Instruction.from_parts(instruction.to_parts()) == instruction
     assert list(Instruction.from_parts(instruction.to_parts()).view.column) == [1, 3]
     answer = Answer(
-        "run", 9, (Posting((1, 3), b"abc"), Posting((2,), b"")), (4,), ("because",), "no", {"w": 0.5, "nan": np.inf}
+        "run", 9, (Multicast((1, 3), b"abc"), Multicast((2,), b"")), (4,), ("because",), "no", {"w": 0.5, "nan": np.inf}
     )
     assert Answer.from_parts(answer.to_parts()) == answer
     assert Answer.from_parts(Answer("run", 1, fresh=True).to_parts()).fresh
@@ -265,18 +273,18 @@ def broken(parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_parts_that_are_none_are_refused() -> None:
     view = View(0, 7, {1: 0.25}, {2: 0.125}, resync=frozenset({1}))
-    instruction = Instruction("run", 9, 2, "step", view, (Letter(2, 0, b"m"),), (Letter(0, 3, b"back"),))
-    answer = Answer("run", 9, (Posting((1,), b"abc"),), (4,), ("because",), "no", {"w": 0.5})
+    instruction = Instruction("run", 9, 2, "step", view, (GossipMessage(2, 0, b"m"),), (GossipMessage(0, 3, b"back"),))
+    answer = Answer("run", 9, (Multicast((1,), b"abc"),), (4,), ("because",), "no", {"w": 0.5})
     refused = 0
     for parts in broken(instruction.to_parts()):
         try:
             again = Instruction.from_parts(parts)
-        except LetterError:
+        except MessageError:
             refused += 1
         else:  # only a repeated entry of a set or a truth value can pass
             assert replace(again, view=replace(again.view, dense=False)) == instruction
     assert refused >= 28
-    with pytest.raises(LetterError, match="action 'jump'"):
+    with pytest.raises(MessageError, match="action 'jump'"):
         Instruction.from_parts({**instruction.to_parts(), "action": "jump"})
     for wrong in ({"postings.counts": [2]}, {"postings.counts": [-1]}, {"postings": ["text"]}, {"facts.values": ["x"]}):
         with pytest.raises(AnswerError):
@@ -292,11 +300,11 @@ def test_parts_that_are_none_are_refused() -> None:
 
 
 def test_a_courier_keeps_count() -> None:
-    """The algorithm by which the mailbox is judged: it would show a letter that comes twice."""
+    """The algorithm by which the mailbox is judged: it would show a message that comes twice."""
     memory, _ = handle(Courier(), None, asked(1, "common"), None, START, LAYOUT)
     assert memory is not None
     assert memory.state["sent"].tolist() == [[0, 1, 1]]
-    twice = (Letter(1, 0, b"\x05"),) * 2
-    memory, _ = handle(Courier(), memory, asked(2, mail=twice), None, START, LAYOUT)
+    twice = (GossipMessage(1, 0, b"\x05"),) * 2
+    memory, _ = handle(Courier(), memory, asked(2, inbox=twice), None, START, LAYOUT)
     assert memory is not None
     assert memory.state["got"].tolist() == [[1, 0, 5], [1, 0, 5]]

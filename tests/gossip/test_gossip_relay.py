@@ -1,4 +1,4 @@
-"""The mailbox: whatever is lost, repeated or broken on the way, letters count once, and mass stays."""
+"""The mailbox: whatever is lost, repeated or broken on the way, messages count once, and mass stays."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from gossip_faults import (
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, Letter, Posting, Real, View
+from fedcomp.gossip.base import Algorithm, GossipMessage, Multicast, Real, View
 from fedcomp.gossip.central import FaultPlan, Faults, Nodes
-from fedcomp.gossip.errors import Diverged, LetterError, TopologyError
+from fedcomp.gossip.errors import Diverged, MessageError, TopologyError
 from fedcomp.gossip.estimates import digests
-from fedcomp.gossip.mailbox import Mailbox, Parcel
+from fedcomp.gossip.mailbox import Mailbox, Pending
 from fedcomp.gossip.node import Memory
-from fedcomp.gossip.protocol import Answer, Instruction, largest_letter
+from fedcomp.gossip.protocol import Answer, Instruction, largest_message
 from fedcomp.gossip.relay import ENDLESS, Relay
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
@@ -78,9 +78,10 @@ def test_7_15_digests_agree_after_every_fault_and_after_save_and_restore(config:
         for node, memory in nodes.memories.items():
             nodes.memories[node] = restored(memory)
         if relay.settled and nodes.memories:
-            mail = {i: asked.mail for i, asked in relay.observe().items()}
+            inbox = {i: asked.inbox for i, asked in relay.observe().items()}
             seen.update(
-                both_ends_agree(nodes, mail, lambda i: (i - 1) % N), both_ends_agree(nodes, mail, lambda i: (i + 1) % N)
+                both_ends_agree(nodes, inbox, lambda i: (i - 1) % N),
+                both_ends_agree(nodes, inbox, lambda i: (i + 1) % N),
             )
 
     faulty = learn(config, "ring", 12, dtype, faults=FaultPlan(5, FAULTS), patience=40, before=compare)
@@ -88,9 +89,11 @@ def test_7_15_digests_agree_after_every_fault_and_after_save_and_restore(config:
     assert same_states(faulty.states, learn(config, "ring", 12, dtype).states)
 
 
-def both_ends_agree(nodes: Nodes, mail: dict[int, tuple[Letter, ...]], neighbour: Callable[[int], int]) -> set[bytes]:
-    """Check what every node's neighbour holds of it once the letters under way have arrived; return the digests."""
-    now = {i: nodes.algorithm.receive(nodes.memories[i].state, mail[i]) for i in mail}
+def both_ends_agree(
+    nodes: Nodes, inbox: dict[int, tuple[GossipMessage, ...]], neighbour: Callable[[int], int]
+) -> set[bytes]:
+    """Check what every node's neighbour holds of it once the messages under way have arrived; return the digests."""
+    now = {i: nodes.algorithm.receive(nodes.memories[i].state, inbox[i]) for i in inbox}
     found = {i: digests(now[i], ("h",)) for i in now}
     for i in found:
         j = neighbour(i)
@@ -104,18 +107,18 @@ def restored(memory: Memory) -> Memory:
     """Return the memory after a journey through bytes."""
     arrays, parts = memory.to_parts()
     loaded = {name: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for name, a in arrays.items()}
-    letters = parts.pop("answer.postings")
-    return Memory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.postings": letters})
+    messages = parts.pop("answer.multicasts")
+    return Memory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.multicasts": messages})
 
 
 @pytest.mark.long
 def test_the_relay_goes_on_from_its_stored_state_as_if_nothing_had_been() -> None:
-    """Stored and restored after every round, in the middle of faults, instructions and letters; and when it was lost
+    """Stored and restored after every round, in the middle of faults, instructions and messages; and when it was lost
     after it had asked, so that nodes have carried out what it does not know it has issued."""
     for config, graph in ((SYNCHRONOUS[0], "ring"), (EDGES, "digraph:0.5")):
 
         def replace_relay(relay: Relay, nodes: Nodes) -> None:
-            state, letters = relay.get_state()
+            state, messages = relay.get_state()
             state = json.loads(json.dumps(state))
             if relay.report.rounds % 3 == 1:
                 faults, nodes.faults = nodes.faults, None
@@ -124,7 +127,7 @@ def test_the_relay_goes_on_from_its_stored_state_as_if_nothing_had_been() -> Non
             for name in ("_open", "_mailbox", "_members", "_starts", "traffic", "report", "_serials"):
                 setattr(relay, name, None)  # nothing of the old one is left
             relay._mailbox = Mailbox(relay.topology.n, returns=relay.algorithm.asynchronous)
-            relay.set_state(state, letters)
+            relay.set_state(state, messages)
 
         plan = FaultPlan(7, FAULTS)
         plain = learn(config, graph, 15, faults=plan, patience=3)
@@ -138,14 +141,14 @@ def test_a_state_of_another_run_is_refused() -> None:
     relay, other = relay_of("sgp"), relay_of("sgp", session="other")
     with pytest.raises(StateError, match="other"):
         relay.set_state(*other.get_state())
-    state, letters = relay.get_state()
+    state, messages = relay.get_state()
     with pytest.raises(StateError, match="no relay's state"):
-        relay.set_state({**state, "open": [[{}, [], 0, ""]]}, letters)
+        relay.set_state({**state, "open": [[{}, [], 0, ""]]}, messages)
 
 
 def relay_of(name: str, graph: str = "complete", **options: Any) -> Relay:
     algorithm: Algorithm = Courier() if name == "courier" else get_algorithm({"name": name})
-    options = {"iterations": 5, "session": "s", "seed": 0, "largest": largest_letter(algorithm, D, 8), **options}
+    options = {"iterations": 5, "session": "s", "seed": 0, "largest": largest_message(algorithm, D, 8), **options}
     return Relay(algorithm, topology_of(graph, N, 0), **options)
 
 
@@ -167,7 +170,7 @@ def test_the_others_begin_anew_when_a_node_of_a_synchronous_run_is_gone() -> Non
         assert outcome.report.gone == [(13, 2, "no answer to 3 requests: no connection")]
         assert sorted(outcome.models) == [0, 1, 3, 4, 5]
         assert error(outcome, rest) < 1e-6
-        assert outcome.traffic.edge["resync"].letters == 20
+        assert outcome.traffic.edge["resync"].messages == 20
 
 
 @pytest.mark.long
@@ -188,7 +191,7 @@ def test_a_node_that_lost_its_memory_comes_back_into_a_synchronous_run() -> None
 
 @pytest.mark.long
 def test_leaving_a_synchronous_run_finishes_the_iteration_for_all() -> None:
-    """No letter is thrown away: the one that leaves and those that stay have what the iteration gave them."""
+    """No message is thrown away: the one that leaves and those that stay have what the iteration gave them."""
     rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 1], axis=0)
     locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
 
@@ -199,7 +202,7 @@ def test_leaving_a_synchronous_run_finishes_the_iteration_for_all() -> None:
     outcome = learn(
         config, "complete", 80, "float64", locals=locals, before=leave, faults=FaultPlan(1, FAULTS), patience=30
     )
-    assert outcome.traffic.undelivered.letters == 0
+    assert outcome.traffic.undelivered.messages == 0
     assert outcome.report.left[0][1] == 1
     assert error(outcome, rest) < 1e-6
     alone = learn(config, "complete", 7, "float64", locals=locals)
@@ -252,11 +255,11 @@ def test_c1_a_node_whose_figures_cannot_be_is_named_in_report_and_log(caplog: py
 
 
 @pytest.mark.long
-def test_letters_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_does_not_help() -> None:
+def test_messages_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_does_not_help() -> None:
     def damage(relay: Relay, nodes: Nodes) -> None:
         if relay.iteration == 5 or (always and relay.iteration > 5):
             box = relay._mailbox._boxes[0]
-            box[0] = Parcel(replace(box[0].letter, payload=b"\xff" * 40), box[0].life)
+            box[0] = Pending(replace(box[0].message, payload=b"\xff" * 40), box[0].life)
 
     always = False
     mean = np.mean(vectors(N, D), axis=0)
@@ -268,22 +271,22 @@ def test_letters_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_d
     assert error(outcome, mean) < 1e-6
 
     always = True
-    with pytest.raises(LetterError, match="4 epochs in a row; last: node 0: "):
+    with pytest.raises(MessageError, match="4 epochs in a row; last: node 0: "):
         learn(config, "complete", 80, "float64", locals=locals, before=damage, patience=3)
 
 
 def forge(answer: Answer, how: str) -> Answer:
-    first, *rest = answer.postings
+    first, *rest = answer.multicasts
     if how == "stranger":
-        return replace(answer, postings=(Posting((17,), first.payload), *rest))
+        return replace(answer, multicasts=(Multicast((17,), first.payload), *rest))
     if how == "itself":
-        return replace(answer, postings=(Posting((3,), first.payload), *rest))
+        return replace(answer, multicasts=(Multicast((3,), first.payload), *rest))
     if how == "twice":
-        return replace(answer, postings=(*answer.postings, first))
+        return replace(answer, multicasts=(*answer.multicasts, first))
     if how == "nobody":
-        return replace(answer, postings=(*answer.postings, Posting((), b"")))
+        return replace(answer, multicasts=(*answer.multicasts, Multicast((), b"")))
     if how == "too large":
-        return replace(answer, postings=(replace(first, payload=first.payload + bytes(10**6)), *rest))
+        return replace(answer, multicasts=(replace(first, payload=first.payload + bytes(10**6)), *rest))
     if how == "failed, but speaks":
         return replace(answer, failed="no")
     if how == "needs a stranger":
@@ -337,23 +340,23 @@ class Forger(Nodes):
 
     def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
         answer = super()._deliver(node, instruction, kind)
-        if node != 3 or instruction.action != "step" or not isinstance(answer, Answer) or not answer.postings:
+        if node != 3 or instruction.action != "step" or not isinstance(answer, Answer) or not answer.multicasts:
             return answer
         if self.share is not None:
-            bodies = [p.payload[:8] + np.float64(self.share).tobytes() + p.payload[16:] for p in answer.postings]
-            return replace(answer, postings=tuple(map(forged, answer.postings, bodies)))
-        self.kept = getattr(self, "kept", None) or [p.payload for p in answer.postings]
-        return replace(answer, postings=tuple(map(forged, answer.postings, self.kept)))
+            bodies = [p.payload[:8] + np.float64(self.share).tobytes() + p.payload[16:] for p in answer.multicasts]
+            return replace(answer, multicasts=tuple(map(forged, answer.multicasts, bodies)))
+        self.kept = getattr(self, "kept", None) or [p.payload for p in answer.multicasts]
+        return replace(answer, multicasts=tuple(map(forged, answer.multicasts, self.kept)))
 
 
-def forged(posting: Posting, payload: bytes) -> Posting:
-    return Posting(posting.destinations, payload)
+def forged(multicast: Multicast, payload: bytes) -> Multicast:
+    return Multicast(multicast.destinations, payload)
 
 
 def pushed(config: dict[str, Any], share: float | None, caplog: pytest.LogCaptureFixture) -> tuple[Relay, Nodes]:
     graph = topology_of("exponential", N, 0)
     algorithm = get_algorithm(config).fitted(graph)
-    largest = largest_letter(algorithm, D, 8)
+    largest = largest_message(algorithm, D, 8)
     relay = Relay(algorithm, graph, iterations=12, session="s", seed=0, largest=largest)
     nodes = Forger(algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
     nodes.share = share
@@ -375,7 +378,7 @@ def test_c4_a_share_above_all_mass_is_refused_and_captures_no_model(
     relay, nodes = pushed(config, share, caplog)
     refused = [event for event in relay.report.needed if event[1] != 3]  # what it takes back counts at itself
     assert {event[1] for event in refused} == {1, 4, 5}
-    assert all("letters of node 3: node 3 sent a share of" in event[2] for event in refused)
+    assert all("messages of node 3: node 3 sent a share of" in event[2] for event in refused)
     assert "all 6 nodes together have 6. It is refused" in caplog.text
     starts = vectors(N, D)
     honest = np.delete(np.asarray(starts), 3, axis=0)
@@ -391,8 +394,8 @@ def test_c4_coordinate_push_refuses_shares_above_all_mass() -> None:
     rich = {**algorithm.init(np.ones(D), LAYOUT), "weights": np.full(D, 1e10)}
     state = algorithm.init(np.zeros(D), LAYOUT)
     _, outbox = algorithm.send(rich, None, View(3, 1, column={0: 0.5}))
-    with pytest.raises(LetterError, match=r"node 3 sent shares .* all 6 nodes together have 6"):
-        algorithm.receive(state, [Letter(3, 0, outbox[0].payload)])
+    with pytest.raises(MessageError, match=r"node 3 sent shares .* all 6 nodes together have 6"):
+        algorithm.receive(state, [GossipMessage(3, 0, outbox[0].payload)])
 
 
 @pytest.mark.long
@@ -441,7 +444,7 @@ def test_an_instruction_is_repeated_verbatim_until_it_is_answered_or_its_node_gi
             relay.take(answers)
         assert all(one is seen[0] for one in seen)
         assert seen[0].serial == 2
-        assert len(seen[0].mail) == N - 1
+        assert len(seen[0].inbox) == N - 1
         assert 3 not in relay.members
         assert 3 not in relay.ask()
 
@@ -476,8 +479,8 @@ def test_observing_changes_nothing_and_sees_what_the_end_would_be(config: dict[s
 def test_the_closing_phase_averages_without_gradients_and_is_counted_apart() -> None:
     outcome, mass = average(EDGES, "one-peer", 20, n=8, starts=vectors(8, D), skew_rounds="auto", faults=None)
     assert error(outcome, np.mean(vectors(8, D), axis=0)) < 1e-14  # log2(8) = 3 rounds, exact
-    assert outcome.traffic.edge["dense"].letters == 3 * 8
-    assert outcome.traffic.edge["train"].letters == 20 * 8
+    assert outcome.traffic.edge["dense"].messages == 3 * 8
+    assert outcome.traffic.edge["train"].messages == 20 * 8
     assert max(mass.drift()) < 1e-12
     locals = [Quadratic(centre) for centre in vectors(N, D)]
     learn(EDGES, "exponential", 4, "float64", locals=locals, skew_rounds=5)
@@ -553,36 +556,36 @@ def test_what_cannot_be_run_is_refused_before_the_first_round() -> None:
 def test_mail_is_in_order_of_source_and_of_one_source_in_the_order_sent() -> None:
     box = Mailbox(4)
     for source, text in ((2, b"first"), (3, b"x"), (1, b"y"), (2, b"second")):
-        assert box.put(Letter(source, 0, text), receiving=True, whole=False)
+        assert box.put(GossipMessage(source, 0, text), receiving=True, whole=False)
     expected = [b"y", b"first", b"second", b"x"]
-    assert [parcel.letter.payload for parcel in box.look(0)] == expected
-    assert [parcel.letter.payload for parcel in box.take(0)] == expected
+    assert [item.message.payload for item in box.look(0)] == expected
+    assert [item.message.payload for item in box.take(0)] == expected
     assert not box.waits(0)
 
 
-def test_what_follows_a_refused_letter_goes_back_behind_it() -> None:
+def test_what_follows_a_refused_message_goes_back_behind_it() -> None:
     box = Mailbox(4)
-    box.put(Letter(2, 0, b"first"), receiving=True, whole=False)
+    box.put(GossipMessage(2, 0, b"first"), receiving=True, whole=False)
     taken = box.take(0)
-    box.put(Letter(2, 0, b"second"), receiving=True, whole=False)
-    box.put(Letter(1, 0, b"other"), receiving=True, whole=False)
+    box.put(GossipMessage(2, 0, b"second"), receiving=True, whole=False)
+    box.put(GossipMessage(1, 0, b"other"), receiving=True, whole=False)
     box.refuse(taken, [2], 0)
-    assert not box.put(Letter(2, 0, b"third"), receiving=True, whole=False), "the edge is broken"
-    assert [letter.payload for letter in box.look_returned(2)] == [b"first", b"second", b"third"]
-    assert [parcel.letter.payload for parcel in box.look(0)] == [b"other"]
-    assert box.put(Letter(2, 0, b"whole"), receiving=True, whole=True)
-    assert box.put(Letter(2, 0, b"next"), receiving=True, whole=False)
+    assert not box.put(GossipMessage(2, 0, b"third"), receiving=True, whole=False), "the edge is broken"
+    assert [message.payload for message in box.look_returned(2)] == [b"first", b"second", b"third"]
+    assert [item.message.payload for item in box.look(0)] == [b"other"]
+    assert box.put(GossipMessage(2, 0, b"whole"), receiving=True, whole=True)
+    assert box.put(GossipMessage(2, 0, b"next"), receiving=True, whole=False)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("config", [SYNCHRONOUS[0], EDGES], ids=name_of)
 def test_a_finished_run_goes_on_as_if_it_had_never_stopped(config: dict[str, Any]) -> None:
-    """Delivering all letters in between changes nothing: neither a bit nor the number of an iteration."""
+    """Delivering all messages in between changes nothing: neither a bit nor the number of an iteration."""
     algorithm, graph = get_algorithm(config), topology_of("ring", N, 0)
     locals = [Quadratic(centre) for centre in vectors(N, D)]
     states = []
     for stops in ((4, 7, 9), (9,)):
-        largest = largest_letter(algorithm, D, 8)
+        largest = largest_message(algorithm, D, 8)
         relay = Relay(algorithm, graph, iterations=ENDLESS, session="s", seed=0, largest=largest)
         nodes = Nodes(algorithm, locals, ZERO, LAYOUT)
         for stop in stops:

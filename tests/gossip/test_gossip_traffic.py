@@ -1,4 +1,4 @@
-"""Four counters of bytes, each of them ``len(letter)`` of real letters, and none mixed with another."""
+"""Four counters of bytes, each of them ``len(message)`` of real messages, and none mixed with another."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ K = 10
 """Iterations of every run."""
 
 
-def test_7_17_edge_bytes_are_the_formula_of_the_letters_and_independent_of_the_relay() -> None:
-    """Whole float32 models on an undirected ring: both directions of n edges, one letter of each sender to both."""
-    letter = 8 + 4 * D
+def test_7_17_edge_bytes_are_the_formula_of_the_messages_and_independent_of_the_relay() -> None:
+    """Whole float32 models on an undirected ring: both directions of n edges, one message of each sender to both."""
+    message = 8 + 4 * D
     clean = learn({"name": "dpsgd"}, "ring", K).traffic
-    assert clean.edge["train"].letters == clean.letters == K * 2 * N
-    assert clean.edge_bytes == K * 2 * N * letter
-    assert clean.node_bytes == K * N * letter
-    assert (clean.up.bytes, clean.down.bytes) == (K * N * letter, K * 2 * N * letter)
+    assert clean.edge["train"].messages == clean.messages == K * 2 * N
+    assert clean.edge_bytes == K * 2 * N * message
+    assert clean.node_bytes == K * N * message
+    assert (clean.up.bytes, clean.down.bytes) == (K * N * message, K * 2 * N * message)
     assert clean.relay_bytes == clean.up.bytes + clean.down.bytes
     faulty = learn({"name": "dpsgd"}, "ring", K, faults=FaultPlan(1, FAULTS), patience=40).traffic
     assert (faulty.edge, faulty.node) == (clean.edge, clean.node)
@@ -44,13 +44,13 @@ def test_7_17_edge_bytes_are_the_formula_of_the_letters_and_independent_of_the_r
 )
 def test_7_17_bodies_are_what_the_formats_say(config: dict[str, Any], body: int) -> None:
     count = learn(config, "ring", K).traffic.edge["train"]
-    assert count.headers == 8 * count.letters == 8 * K * 2 * N
-    assert count.bodies == body * count.letters
+    assert count.headers == 8 * count.messages == 8 * K * 2 * N
+    assert count.bodies == body * count.messages
 
 
-def test_one_letter_to_one_neighbour_costs_the_same_by_every_count() -> None:
+def test_one_message_to_one_neighbour_costs_the_same_by_every_count() -> None:
     traffic = learn({"name": "sparse-push", "density": 0.25, "gamma": 0.2}, "one-peer", K).traffic
-    assert traffic.letters == K * N
+    assert traffic.messages == K * N
     assert traffic.node_bytes == traffic.edge_bytes == traffic.up.bytes == traffic.down.bytes
 
 
@@ -61,21 +61,21 @@ def test_phases_are_counted_apart() -> None:
         {"name": "sparse-push", "density": 0.25, "gamma": 0.2}, "exponential", 30, skew_rounds=4, faults=faults
     )
     edge = outcome.traffic.edge
-    assert edge["dense"].bytes == (8 + 8 + 4 * D) * edge["dense"].letters > 0
+    assert edge["dense"].bytes == (8 + 8 + 4 * D) * edge["dense"].messages > 0
     # A whole estimate travels beside the change of it.
-    mean = {phase: count.bodies / count.letters for phase, count in edge.items()}
+    mean = {phase: count.bodies / count.messages for phase, count in edge.items()}
     assert 4 * D < mean["resync"] - mean["train"] + 8 < 4 * D + 16
-    assert outcome.traffic.undelivered.letters == outcome.report.undelivered > 0
+    assert outcome.traffic.undelivered.messages == outcome.report.undelivered > 0
 
 
 def test_energy_is_bits_times_what_a_bit_costs() -> None:
     traffic = learn({"name": "dpsgd"}, "ring", K).traffic
-    letter = 8 + 4 * D
-    sent, received = K * 2 * N * letter, K * 2 * N * letter
+    message = 8 + 4 * D
+    sent, received = K * 2 * N * message, K * 2 * N * message
     assert traffic.energy(2.0, 0.5) == 8 * (2.0 * sent + 0.5 * received)
     assert traffic.energy(2.0, 0.5, broadcast=True) == 8 * (2.0 * sent / 2 + 0.5 * received)
-    traffic.undelivered.add(letter, 3)
-    assert traffic.energy(0.0, 1.0) == 8 * (received - 3 * letter)
+    traffic.undelivered.add(message, 3)
+    assert traffic.energy(0.0, 1.0) == 8 * (received - 3 * message)
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="joules per bit"):
             traffic.energy(wrong, 0.0)

@@ -10,8 +10,8 @@ from gossip_problems import ring_weights, view_of
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Letter, State, View, deliver
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.base import GossipMessage, State, View, deliver
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
 from fedcomp.gossip.power_gossip import PowerGossip, auto_rate, normals, orthonormal
 from fedcomp.gossip.topology import Complete, DirectedRing, RandomDigraph, Ring
@@ -199,7 +199,7 @@ def test_7_15_both_ends_hold_the_same_factor_and_basis_in_every_iteration() -> N
 @pytest.mark.parametrize(
     ("dtype", "values", "itemsize"), [("float32", "model", 4), ("float64", "float32", 4), ("float64", "model", 8)]
 )
-def test_7_17_the_bytes_of_a_letter(dtype: str, values: str, itemsize: int) -> None:
+def test_7_17_the_bytes_of_a_message(dtype: str, values: str, itemsize: int) -> None:
     layout = layout_of((32, 64), (10, 3), (2, 9), (32,))
     rank = 3
     algorithm = PowerGossip(rank=rank, values=values, digest_every=4)
@@ -423,7 +423,7 @@ def test_a_step_is_pure() -> None:
     assert all(np.array_equal(once[0][key], again[0][key]) for key in once[0])
 
 
-def test_letters_that_cannot_be_are_refused() -> None:
+def test_messages_that_cannot_be_are_refused() -> None:
     layout, algorithm = layout_of((5, 4), (3,)), PowerGossip()
     states = opened(algorithm, draws(3, 23), layout)
     begun = [algorithm.send(state, None, ring_views(3)(i, 0)) for i, state in enumerate(states)]
@@ -431,13 +431,13 @@ def test_letters_that_cannot_be_are_refused() -> None:
     good = inbox[0].payload
     later = algorithm.send(states[1], None, ring_views(3)(1, 4))[1][0].payload
     for wrong in (b"", good[:-1], good + b"\0", good[:6] + b"\x04" + good[7:], good[:7] + b"\x01" + good[8:], later):
-        with pytest.raises(LetterError):
-            algorithm.receive(state, [Letter(1, 0, wrong), inbox[1]])
-    with pytest.raises(LetterError):
-        algorithm.receive(state, [Letter(1, 0, good[: len(good) - 8] + np.float64(np.nan).tobytes()), inbox[1]])
-    for letters in ([], inbox[:1], [*inbox, inbox[0]], [Letter(5, 0, good), *inbox]):
-        with pytest.raises(LetterError, match="exactly one"):
-            algorithm.receive(state, letters)
+        with pytest.raises(MessageError):
+            algorithm.receive(state, [GossipMessage(1, 0, wrong), inbox[1]])
+    with pytest.raises(MessageError):
+        algorithm.receive(state, [GossipMessage(1, 0, good[: len(good) - 8] + np.float64(np.nan).tobytes()), inbox[1]])
+    for messages in ([], inbox[:1], [*inbox, inbox[0]], [GossipMessage(5, 0, good), *inbox]):
+        with pytest.raises(MessageError, match="exactly one"):
+            algorithm.receive(state, messages)
     assert algorithm.receive(states[0], []) is states[0]
 
 

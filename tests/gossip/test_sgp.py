@@ -10,8 +10,8 @@ from push_sum_runs import UNBALANCED, disagreement, opened, rounds, starts, view
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Letter, View, letters_of
-from fedcomp.gossip.errors import LetterError, TopologyError
+from fedcomp.gossip.base import GossipMessage, View, messages_of
+from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES
 from fedcomp.gossip.sgp import SGP
 from fedcomp.gossip.sparse_push import SparsePush
@@ -26,8 +26,8 @@ def total(states):
     return np.sum([s["x"] for s in states.values()], axis=0), sum(float(s["w"]) for s in states.values())
 
 
-def fifth(letter: Letter, t: int) -> bool:
-    return Key(4, "loss", t, letter.source, letter.destination).uniform(1)[0] < 0.2
+def fifth(message: GossipMessage, t: int) -> bool:
+    return Key(4, "loss", t, message.source, message.destination).uniform(1)[0] < 0.2
 
 
 def test_the_iteration_is_that_of_the_matrices():
@@ -86,14 +86,14 @@ def test_7_05_mass_that_is_lost_shows_in_the_weights_while_the_models_agree():
     class Both(SGP):
         name = "both"
 
-        def take_back(self, state, letters):
+        def take_back(self, state, messages):
             return state
 
     class Numerator(SGP):
         name = "numerator"
 
-        def take_back(self, state, letters):
-            back = super().take_back(state, letters)
+        def take_back(self, state, messages):
+            back = super().take_back(state, messages)
             return {**state, "w": back["w"]}
 
     models = starts(6, 12)
@@ -121,8 +121,8 @@ def test_7_06_leaving_crashing_and_sending_to_the_dead():
     alive = set(range(8)) - {3}
 
     left = {i: s for i, s in states.items() if i != 3}
-    for letter in letters_of(3, algorithm.leave(states[3], views_of(graph)(3, 3))[1]):
-        left[letter.destination] = algorithm.receive(left[letter.destination], [letter])
+    for message in messages_of(3, algorithm.leave(states[3], views_of(graph)(3, 3))[1]):
+        left[message.destination] = algorithm.receive(left[message.destination], [message])
     left = rounds(algorithm, left, views_of(graph, alive=alive), range(4, 80))
     assert disagreement(algorithm, left, np.mean(models, axis=0)) < 8e-15
     assert total(left)[1] == pytest.approx(8.0, abs=1e-14)
@@ -143,13 +143,13 @@ def test_7_06_leaving_loses_nothing_to_rounding_of_a_float32_model():
     state, _ = algorithm.send(state, lambda z: z / np.float32(3), View(0, 0, {1: 0.3, 2: 0.2}, {}))
     others = {i: algorithm.init(np.zeros(12, np.float32), FLAT) for i in (1, 2)}
     _, outbox = algorithm.leave(state, View(0, 1, {1: 0.3, 2: 0.2}, {}))
-    for letter in letters_of(0, outbox):
-        others[letter.destination] = algorithm.receive(others[letter.destination], [letter])
+    for message in messages_of(0, outbox):
+        others[message.destination] = algorithm.receive(others[message.destination], [message])
     assert total(others)[1] - 2 == pytest.approx(float(state["w"]), abs=1e-15)
     np.testing.assert_allclose(total(others)[0], state["x"], rtol=0, atol=1e-15)
     share = [float(s["w"]) - 1.0 for s in others.values()]
     assert share[0] / share[1] == pytest.approx(1.5)
-    returned = algorithm.take_back(algorithm.join(np.zeros(12, np.float32), FLAT), letters_of(0, outbox))
+    returned = algorithm.take_back(algorithm.join(np.zeros(12, np.float32), FLAT), messages_of(0, outbox))
     np.testing.assert_allclose(returned["x"], state["x"], rtol=0, atol=1e-15)
     with pytest.raises(TopologyError, match="no living out-neighbour"):
         algorithm.leave(state, View(0, 1, {}, {}))
@@ -182,13 +182,13 @@ def test_7_06_a_node_joins_without_mass():
     assert min(weights) > 0.5
 
 
-def test_a_letter_is_a_share_and_the_model_in_its_own_dtype():
+def test_a_message_is_a_share_and_the_model_in_its_own_dtype():
     algorithm = SGP(lr=1.0)
     for dtype, size in (("float32", 4), ("float64", 8)):
         state = algorithm.init(np.zeros(12, dtype), FLAT)
         state, outbox = algorithm.send(state, lambda z: np.arange(12.0), View(0, 0, {1: 0.25, 2: 0.25, 3: 0.1}, {}))
-        assert [posting.destinations for posting in outbox] == [(1, 2), (3,)]
-        assert {len(posting.payload) for posting in outbox} == {HEADER_BYTES + 8 + 12 * size}
+        assert [multicast.destinations for multicast in outbox] == [(1, 2), (3,)]
+        assert {len(multicast.payload) for multicast in outbox} == {HEADER_BYTES + 8 + 12 * size}
         assert algorithm.model(state).dtype == dtype
         assert float(state["w"]) == pytest.approx(0.4)
 
@@ -210,18 +210,18 @@ def test_the_closing_phase_asks_for_no_gradient():
     assert len(outbox) == 1
 
 
-def test_late_letters_count_once_whenever_they_come():
+def test_late_messages_count_once_whenever_they_come():
     graph = Exponential(4)
     algorithm = SGP()
     states = opened(algorithm, starts(4, 12))
     x, w = total(states)
-    waiting: list[Letter] = []
+    waiting: list[GossipMessage] = []
     for t in range(120):
         states, outboxes = (
             dict(zip(states, step, strict=True))
             for step in zip(*(algorithm.send(s, None, views_of(graph)(i, t)) for i, s in states.items()), strict=True)
         )
-        waiting += [letter for i, box in outboxes.items() for letter in letters_of(i, box)]
+        waiting += [message for i, box in outboxes.items() for message in messages_of(i, box)]
         if t % 3 == 2 or t == 119:
             for i in states:
                 inbox = sorted((m for m in waiting if m.destination == i), key=lambda m: m.source)
@@ -238,7 +238,7 @@ def test_a_step_is_pure_and_a_model_that_is_not_finite_changes_nothing():
     _, outbox = algorithm.send(algorithm.init(np.ones(12), FLAT), None, View(1, 0, {0: 0.5}, {}))
     kept = {key: value.copy() for key, value in state.items()}
     view = replace(view, iteration=1)
-    one, two = (algorithm.step(state, letters_of(1, outbox), lambda z: 2 * z, view) for _ in range(2))
+    one, two = (algorithm.step(state, messages_of(1, outbox), lambda z: 2 * z, view) for _ in range(2))
     assert one[1] == two[1]
     assert all(np.array_equal(one[0][key], two[0][key]) for key in one[0])
     for bad in (np.nan, np.inf):
@@ -261,12 +261,12 @@ def test_a_step_is_pure_and_a_model_that_is_not_finite_changes_nothing():
         lambda p: p[:6] + b"\0" + p[7:],
     ],
 )
-def test_letters_that_cannot_be_are_refused(change):
+def test_messages_that_cannot_be_are_refused(change):
     algorithm = SGP()
     state = algorithm.init(np.ones(12), FLAT)
     _, outbox = algorithm.send(state, None, View(1, 0, {0: 0.5}, {}))
-    with pytest.raises(LetterError):
-        algorithm.receive(state, [Letter(1, 0, change(outbox[0].payload))])
+    with pytest.raises(MessageError):
+        algorithm.receive(state, [GossipMessage(1, 0, change(outbox[0].payload))])
 
 
 @pytest.mark.parametrize("algorithm", [SGP(), SparsePush(), SparsePush(estimates="broadcast")], ids=repr)
@@ -276,11 +276,11 @@ def test_a_share_no_run_could_have_is_refused_before_it_makes_mass_infinite(algo
     leaving = algorithm.leave(sender, View(1, 0, {0: 0.5}, {}))[1][0].payload
     huge, half = (np.array(share).tobytes() for share in (1e300, 1.7e308))
     for forged in ([payload[:8] + huge + payload[16:]], [leaving[:8] + half + leaving[16:], half]):
-        letters = [Letter(1, 0, forged[0])]
+        messages = [GossipMessage(1, 0, forged[0])]
         if len(forged) > 1:  # the weights alone
-            letters.append(Letter(2, 0, forged[0]))
-        with pytest.raises(LetterError, match="largest number"):
-            algorithm.receive(state, letters)
+            messages.append(GossipMessage(2, 0, forged[0]))
+        with pytest.raises(MessageError, match="largest number"):
+            algorithm.receive(state, messages)
     assert float(state["w"]) == 1.0
 
 

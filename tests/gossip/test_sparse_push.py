@@ -10,9 +10,9 @@ from push_sum_runs import UNBALANCED, audible, by_matrices, disagreement, opened
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Letter, View, letters_of
+from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.compressor import Compressor, get_compressor
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
 from fedcomp.gossip.sgp import SGP
@@ -138,8 +138,8 @@ def test_7_04_only_the_debiased_models_agree():
     assert 1.2 < max(weights) < 1.5
 
 
-def fifth(letter: Letter, t: int) -> bool:
-    return Key(9, "loss", t, letter.source, letter.destination).uniform(1)[0] < 0.2
+def fifth(message: GossipMessage, t: int) -> bool:
+    return Key(9, "loss", t, message.source, message.destination).uniform(1)[0] < 0.2
 
 
 @pytest.mark.long
@@ -162,12 +162,12 @@ def test_7_05_shares_that_are_not_delivered_stay_with_their_senders(estimates, d
 @pytest.mark.long
 def test_7_05_a_debit_that_nobody_gets_shows_in_the_sum_of_weights_only():
     class Careless(SparsePush):
-        """Forgets what came back; the next letter tells the whole estimate all the same."""
+        """Forgets what came back; the next message tells the whole estimate all the same."""
 
         name = "careless"
 
-        def take_back(self, state, letters):
-            back = super().take_back(state, letters)
+        def take_back(self, state, messages):
+            back = super().take_back(state, messages)
             return {**back, "x": state["x"], "w": state["w"]}
 
     algorithm = Careless(density=0.1, gamma=0.15)
@@ -189,29 +189,29 @@ def resting(graph: Topology, away: int, first: int, last: int):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("estimates", "dtype"), [("edge", "float64"), ("broadcast", "float32")])
-def test_letters_that_come_back_late_bring_back_what_they_took(estimates, dtype):
-    """Two letters to a silent node come back when the others have gone on without it."""
+def test_messages_that_come_back_late_bring_back_what_they_took(estimates, dtype):
+    """Two messages to a silent node come back when the others have gone on without it."""
     graph = Exponential(8)
     algorithm = SparsePush(density=0.1, gamma=0.15, estimates=estimates)
     states = rounds(algorithm, opened(algorithm, starts(8, 20, dtype)), views_of(graph), range(20))
     x, w = total(states)
-    kept: list[Letter] = []
+    kept: list[GossipMessage] = []
 
-    def hold(letter, t):
-        if letter.destination == 3 and t < 22:
-            kept.append(letter)
+    def hold(message, t):
+        if message.destination == 3 and t < 22:
+            kept.append(message)
             return True
         return False
 
     class Late(SparsePush):
-        def take_back(self, state, letters):
+        def take_back(self, state, messages):
             return state
 
     late = Late(**algorithm.get_config())
     states = rounds(late, states, resting(graph, 3, 22, 99), range(20, 30), lose=hold)
     assert abs(total(states)[1] - w) > 0.01
     for i in states:
-        back = [letter for letter in kept if letter.source == i]
+        back = [message for message in kept if message.source == i]
         if back:
             assert len(back) == 2
             with pytest.raises(OutOfStep, match="come back"):
@@ -224,7 +224,7 @@ def test_letters_that_come_back_late_bring_back_what_they_took(estimates, dtype)
     np.testing.assert_allclose(after, x, rtol=0, atol=1e-12)
     sender = 2
     _, outbox = algorithm.send(states[sender], None, views_of(graph)(sender, 30))
-    flags = {letter.destination: peek(letter.payload).flags & Flag.RESYNC for letter in letters_of(sender, outbox)}
+    flags = {message.destination: peek(message.payload).flags & Flag.RESYNC for message in messages_of(sender, outbox)}
     assert {to for to, whole in flags.items() if whole} == {3}
     states = rounds(algorithm, states, views_of(graph), range(30, 32))  # and node 3 can read it
     assert total(states)[1] == pytest.approx(w, abs=1e-13)
@@ -239,10 +239,10 @@ def test_7_06_a_node_that_leaves_in_good_order_leaves_the_mean_as_it_is():
     states = rounds(algorithm, opened(algorithm, models), views_of(graph), range(5))
     alive = set(range(4)) - {3}
     views = views_of(graph, alive=alive)
-    last = letters_of(3, algorithm.leave(states.pop(3), views_of(graph)(3, 5))[1])
-    assert [letter.destination for letter in last] == [0, 1]
-    for letter in last:
-        states[letter.destination] = algorithm.receive(states[letter.destination], [letter])
+    last = messages_of(3, algorithm.leave(states.pop(3), views_of(graph)(3, 5))[1])
+    assert [message.destination for message in last] == [0, 1]
+    for message in last:
+        states[message.destination] = algorithm.receive(states[message.destination], [message])
     states = rounds(algorithm, states, views, range(6, 320))
     assert disagreement(algorithm, states, mean) < 8e-15
     assert total(states)[1] == pytest.approx(4.0, abs=1e-13)
@@ -282,7 +282,7 @@ def test_7_06_a_node_joins_without_mass_and_learns_when_it_has_some():
     plain = views_of(graph)
 
     def views(i, t):
-        # Nobody knows the new one, and it knows nobody: the first letters along its edges carry whole estimates.
+        # Nobody knows the new one, and it knows nobody: the first messages along its edges carry whole estimates.
         view = plain(i, t)
         return replace(view, resync=frozenset({3} & set(view.column) if i != 3 else view.column)) if t < 7 else view
 
@@ -315,34 +315,34 @@ def test_a_node_of_hardly_any_weight_only_receives():
     assert resting_state is state
     np.testing.assert_allclose(algorithm.model(state), np.ones(20))
     assert algorithm.facts(state)["weight"] < 1e-3
-    _other, letters = algorithm.send(algorithm.init(np.ones(20), FLAT), None, View(1, 0, {0: 0.5}, {}))
-    woken = algorithm.receive(state, letters_of(1, letters))
+    _other, messages = algorithm.send(algorithm.init(np.ones(20), FLAT), None, View(1, 0, {0: 0.5}, {}))
+    woken = algorithm.receive(state, messages_of(1, messages))
     assert float(woken["w"]) > 0.5
     _, outbox = algorithm.send(woken, None, replace(view, iteration=3))
     assert outbox
 
 
-def test_letters_without_values_still_move_mass():
+def test_messages_without_values_still_move_mass():
     algorithm = SparsePush(compressor={"id": "threshold", "level": 1e9}, gamma=0.5)
     models = starts(4, 20)
     states = opened(algorithm, models)
     x, _ = total(states)
     _, outbox = algorithm.send(states[0], None, views_of(Complete(4))(0, 1))
-    assert {len(posting.payload) for posting in outbox} <= {HEADER_BYTES + 8 + n for n in range(10)}
+    assert {len(multicast.payload) for multicast in outbox} <= {HEADER_BYTES + 8 + n for n in range(10)}
     states = rounds(algorithm, states, views_of(topology_of("edges:0>1,1>2,2>3,3>0,0>2", 4)), range(30))
     np.testing.assert_allclose(total(states)[0], x, rtol=0, atol=1e-13)
     assert total(states)[1] == pytest.approx(4.0, abs=1e-14)
     assert abs(float(states[2]["w"]) - 1.0) > 0.1
 
 
-def test_bytes_of_a_letter_are_header_share_indices_and_values():
+def test_bytes_of_a_message_are_header_share_indices_and_values():
     algorithm = SparsePush(compressor={"id": "topk", "density": 0.01, "index": "fixed"}, gamma=0.05, digest_every=0)
     layout = Layout.flat(2410)
     state = algorithm.init(np.zeros(2410, np.float32), layout)
     gradient = lambda z: Key(0, "g").generator().standard_normal(2410).astype(np.float32)  # noqa: E731
     _, outbox = algorithm.send(state, gradient, View(0, 0, {1: 0.25, 2: 0.25}, {}))
-    # 25 indices of 12 bits. Both edges have told the same so far: one posting, two letters.
-    assert [(posting.destinations, len(posting.payload)) for posting in outbox] == [((1, 2), 8 + 8 + 38 + 100)]
+    # 25 indices of 12 bits. Both edges have told the same so far: one multicast, two messages.
+    assert [(multicast.destinations, len(multicast.payload)) for multicast in outbox] == [((1, 2), 8 + 8 + 38 + 100)]
 
 
 def test_broadcast_sends_the_same_change_with_different_shares():
@@ -350,8 +350,8 @@ def test_broadcast_sends_the_same_change_with_different_shares():
     state = algorithm.init(np.zeros(20), FLAT)
     gradient = lambda z: np.arange(20.0)  # noqa: E731
     _, outbox = algorithm.send(state, gradient, View(0, 0, {1: 0.25, 2: 0.5, 3: 0.25}, {}))
-    assert [posting.destinations for posting in outbox] == [(1, 3), (2,)]
-    one, two = (posting.payload for posting in outbox)
+    assert [multicast.destinations for multicast in outbox] == [(1, 3), (2,)]
+    one, two = (multicast.payload for multicast in outbox)
     assert one != two
     assert len(one) == len(two)
     assert (one[:8], one[16:]) == (two[:8], two[16:])
@@ -375,7 +375,7 @@ def test_the_closing_phase_leaves_estimates_alone_and_asks_for_no_gradient():
     closed = rounds(algorithm, states, views_of(graph, dense=True), range(5, 60), never)
     assert {i: digests(s, ("h",)) for i, s in closed.items()} == before
     assert disagreement(algorithm, closed, x / w) < 1e-14
-    again = rounds(algorithm, closed, views_of(graph), range(60, 65))  # compressed letters go on where they were
+    again = rounds(algorithm, closed, views_of(graph), range(60, 65))  # compressed messages go on where they were
     np.testing.assert_allclose(total(again)[0], x, rtol=0, atol=1e-12)
 
 
@@ -399,13 +399,13 @@ def test_a_step_is_pure_and_the_same_every_time(estimates):
     gradients = quadratic(starts(4, 20, seed=8))
     states = rounds(algorithm, opened(algorithm, starts(4, 20)), views_of(graph), range(3), gradients)
     sent = {i: algorithm.send(s, gradients(i, 3), views_of(graph)(i, 3)) for i, s in states.items()}
-    inbox = [letter for i in (1, 2, 3) for letter in letters_of(i, sent[i][1]) if letter.destination == 0]
+    inbox = [message for i in (1, 2, 3) for message in messages_of(i, sent[i][1]) if message.destination == 0]
     before = {key: value.copy() for key, value in sent[0][0].items()}
     outcomes = [algorithm.step(sent[0][0], inbox, gradients(0, 4), views_of(graph)(0, 4)) for _ in range(2)]
     assert outcomes[0][1] == outcomes[1][1]
     assert all(np.array_equal(outcomes[0][0][key], outcomes[1][0][key]) for key in outcomes[0][0])
     assert all(np.array_equal(sent[0][0][key], before[key]) for key in before)
-    twice = algorithm.receive(algorithm.receive(sent[0][0], inbox), inbox)  # a letter counts once
+    twice = algorithm.receive(algorithm.receive(sent[0][0], inbox), inbox)  # a message counts once
     once = algorithm.receive(sent[0][0], inbox)
     assert float(twice["w"]) == float(once["w"])
     np.testing.assert_array_equal(twice["x"], once["x"])
@@ -457,20 +457,20 @@ def test_small_tensors_travel_whole():
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda p: p[:10], LetterError),
-        (lambda p: p[:8] + np.array(-0.5).tobytes() + p[16:], LetterError),
-        (lambda p: p[:8] + np.array(np.nan).tobytes() + p[16:], LetterError),
-        (lambda p: p + b"\0", LetterError),
+        (lambda p: p[:10], MessageError),
+        (lambda p: p[:8] + np.array(-0.5).tobytes() + p[16:], MessageError),
+        (lambda p: p[:8] + np.array(np.nan).tobytes() + p[16:], MessageError),
+        (lambda p: p + b"\0", MessageError),
         (lambda p: p[:4] + b"\7\0" + p[6:], OutOfStep),
     ],
 )
-def test_letters_that_cannot_be_are_refused_and_change_nothing(change, error):
+def test_messages_that_cannot_be_are_refused_and_change_nothing(change, error):
     algorithm = SparsePush(density=0.1, gamma=0.1, lr=1.0)
     state = algorithm.init(np.ones(20), FLAT)
     _, outbox = algorithm.send(state, lambda z: np.arange(20.0), View(1, 0, {0: 0.5}, {}))
     kept = {key: value.copy() for key, value in state.items()}
     with pytest.raises(error):
-        algorithm.receive(state, [Letter(1, 0, change(outbox[0].payload))])
+        algorithm.receive(state, [GossipMessage(1, 0, change(outbox[0].payload))])
     assert state.keys() == kept.keys()
     assert all(np.array_equal(state[key], kept[key]) for key in kept)
 

@@ -12,10 +12,10 @@ from gossip_problems import Problem, problem, ring_weights, run, slope, view_of
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import get_algorithm
-from fedcomp.gossip.base import Algorithm, Letter, deliver
+from fedcomp.gossip.base import Algorithm, GossipMessage, deliver
 from fedcomp.gossip.beer import BEER
 from fedcomp.gossip.cold import COLD
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.gradient_tracking import GradientTracking
 from fedcomp.gossip.lead import LEAD
 from fedcomp.gossip.nids import NIDS
@@ -179,9 +179,9 @@ def test_gradient_tracking_is_exact_on_graphs_that_change() -> None:
     assert not BEER.time_varying
 
 
-def test_two_vectors_travel_in_one_letter() -> None:
+def test_two_vectors_travel_in_one_message() -> None:
     assert set(run(GradientTracking(), TASK, 2).payloads[0, 1]) == {HEADER_BYTES + 2 * 8 * TASK.d}
-    assert GradientTracking.letters_per_iteration == BEER.letters_per_iteration == 2
+    assert GradientTracking.vectors_per_message == BEER.vectors_per_message == 2
     identity = run(BEER(compressor={"id": "identity"}, digest_every=0), TASK, 2).payloads[0, 1]
     assert set(identity) == {HEADER_BYTES + 2 + 2 * 8 * TASK.d}
     digested = run(BEER(compressor={"id": "identity"}, digest_every=2), TASK, 4).payloads[0, 1]
@@ -220,24 +220,24 @@ def test_a_step_is_pure(algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALL)
-def test_wrong_letters_are_refused_and_an_iteration_needs_all(algorithm: Algorithm) -> None:
+def test_wrong_messages_are_refused_and_an_iteration_needs_all(algorithm: Algorithm) -> None:
     states = run(algorithm, TASK, 2).states
     sent = [algorithm.send(s, lambda z: z, view_of(RING, i, 2)) for i, s in enumerate(states)]
     inbox = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})[0]
     state = sent[0][0]
     last = inbox[1]
-    for letters in (
+    for messages in (
         inbox[:1],
-        [inbox[0], Letter(3, 0, last.payload)],
+        [inbox[0], GossipMessage(3, 0, last.payload)],
         [inbox[0], replace(last, payload=last.payload[:-1])],
         [inbox[0], replace(last, payload=last.payload + b"\1")],
         [inbox[0], replace(last, payload=b"\7" + last.payload[1:])],
     ):
-        with pytest.raises((LetterError, OutOfStep)):
-            algorithm.receive(state, letters)
+        with pytest.raises((MessageError, OutOfStep)):
+            algorithm.receive(state, messages)
     finished = algorithm.receive(state, inbox)
     assert algorithm.receive(finished, ()) is finished
-    with pytest.raises(LetterError):
+    with pytest.raises(MessageError):
         algorithm.receive(finished, inbox)
 
 

@@ -133,9 +133,9 @@ def entry(**values: Any) -> Change:
     return change
 
 
-def letters(make: Callable[[RecordDict, str], None]) -> Change:
+def messages(make: Callable[[RecordDict, str], None]) -> Change:
     def change(content: RecordDict) -> None:
-        for name in [name for name in content if "/postings/" in name]:
+        for name in [name for name in content if "/multicasts/" in name]:
             make(content, name)
 
     return change
@@ -143,7 +143,7 @@ def letters(make: Callable[[RecordDict, str], None]) -> Change:
 
 def more(content: RecordDict) -> None:
     for place in range(3000):
-        put_frame(content, f"{gossip.HEADER}/postings/{place}", b"1")
+        put_frame(content, f"{gossip.HEADER}/multicasts/{place}", b"1")
 
 
 ANSWERS: dict[str, tuple[Change, str]] = {
@@ -154,8 +154,8 @@ ANSWERS: dict[str, tuple[Change, str]] = {
     "figures without values": (entry(facts=["a", "b", "c"]), "no answer to a gossip instruction"),
     "needs without reasons": (entry(needs=[1]), "for 0 reasons"),
     "losses of nothing": (entry(lost=["x"]), "0 did"),
-    "3000 letters": (more, "3000 letters"),
-    "letters of a megabyte": (letters(lambda content, name: put_frame(content, name, bytes(10**6))), "1000000 bytes"),
+    "3000 messages": (more, "3000 messages"),
+    "messages of a megabyte": (messages(lambda content, name: put_frame(content, name, bytes(10**6))), "1000000 bytes"),
     "nothing": (lambda content: [content.__delitem__(name) for name in list(content)], "nothing under"),
 }
 
@@ -173,7 +173,7 @@ def test_an_answer_that_cannot_be_one_counts_as_none_and_is_asked_for_again(how:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sgp", "sparse-push"])
-def test_letters_damaged_on_their_way_up_cost_what_they_carried_and_not_their_sender(name: str) -> None:
+def test_messages_damaged_on_their_way_up_cost_what_they_carried_and_not_their_sender(name: str) -> None:
     """Nobody can read them any more: neither their receivers, nor, when they come back, the node that wrote them."""
     carried: list[float] = []
 
@@ -181,12 +181,12 @@ def test_letters_damaged_on_their_way_up_cost_what_they_carried_and_not_their_se
         carried.append(float(np.frombuffer(content[key][STYPE], np.float64, 1, 8)[0]))
         put_frame(content, key, b"\xff" * 40)
 
-    relay, _ = lied_to(letters(noise), gossip.EXCHANGE_TYPE, 1, name)
+    relay, _ = lied_to(messages(noise), gossip.EXCHANGE_TYPE, 1, name)
     lost = relay.reports[LAST].gossip.events["lost"]
     assert len(lost) == 2  # out-neighbours on the exponential graph of four
-    assert all(one.startswith("vertex 1: letter to node ") for one in lost)
+    assert all(one.startswith("vertex 1: message to node ") for one in lost)
     assert not relay.relay.report.gone
-    gone = sum(carried) * len(lost) / len(carried)  # the same letter for both, or one each
+    gone = sum(carried) * len(lost) / len(carried)  # the same message for both, or one each
     assert relay.reports[LAST].gossip.observed["sum_w"] == pytest.approx(NODES - gone, abs=1e-12)
     assert gone > 0.03
 

@@ -30,7 +30,7 @@ def run(relay: GossipRelay, over: MeteredGrid, rounds: int = ROUNDS):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sgp", "gradient-tracking", "dyna-cold", "power-gossip"])
 def test_7_16_and_7_17_relay_and_central_mode_agree_to_the_bit(name: str) -> None:
-    """The states of all nodes, and the letters' bytes whatever way they take; every row: test_gossip_systems.py."""
+    """The states of all nodes, and the messages' bytes whatever way they take; every row: test_gossip_systems.py."""
     algorithm, relay, over = made(name), strategy(name), grid()
     result, alone = run(relay, over), central(made(name))
     assert states(over) == states_of(alone)
@@ -105,7 +105,7 @@ def test_7_16_faults_leave_no_trace_in_a_synchronous_run(name: str, error_state:
     assert relay.relay.traffic.down.bytes > alone.traffic.down.bytes
 
 
-def test_7_17_letters_in_messages_are_what_the_ledger_counts() -> None:
+def test_7_17_messages_in_messages_are_what_the_ledger_counts() -> None:
     relay, over = strategy("choco"), grid()
     run(relay, over)
     count = {d: over.ledger.total("payload", direction=d, message_type=gossip.EXCHANGE_TYPE) for d in ("up", "down")}
@@ -121,7 +121,7 @@ def test_7_17_letters_in_messages_are_what_the_ledger_counts() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sparse-push", "beer"])
-def test_7_17_edge_bytes_by_phase_are_the_letters_the_nodes_wrote_each_counted_once(name: str) -> None:
+def test_7_17_edge_bytes_by_phase_are_the_messages_the_nodes_wrote_each_counted_once(name: str) -> None:
     """Whatever is sent again on the way. Written down at the nodes, which know nothing of the counters."""
     wrote: dict[tuple[int, int, int], tuple[str, int]] = {}
     honest = client()
@@ -130,10 +130,10 @@ def test_7_17_edge_bytes_by_phase_are_the_letters_the_nodes_wrote_each_counted_o
         reply = honest(message, context)
         if message.metadata.message_type in gossip.TRAINING:
             asked = gossip.take_instruction(message)
-            for posting in gossip.take_answer(reply).postings:
-                for to in posting.destinations:
+            for multicast in gossip.take_answer(reply).multicasts:
+                for to in multicast.destinations:
                     phase = "resync" if to in asked.view.resync else "dense" if asked.view.dense else "train"
-                    wrote[asked.node, asked.serial, to] = (phase, len(posting.payload))
+                    wrote[asked.node, asked.serial, to] = (phase, len(multicast.payload))
         return reply
 
     rates = {"silent": 0.06, "lost_reply": 0.08, "raise": 0.06, "duplicate": 0.05}
@@ -172,7 +172,8 @@ def test_observing_changes_nothing_and_is_counted_apart() -> None:
 
 
 class Tampering:
-    """Noise in place of one letter, on its way to the server or on its way from there; what arrives is written down."""
+    """Noise in place of one message, on its way to the server or on its way from there; what arrives is written
+    down."""
 
     def __init__(self, server_round: int, way: str) -> None:
         self.honest = client()
@@ -187,8 +188,8 @@ class Tampering:
         partition, now = context.node_config["partition-id"], message.content.config_records["config"]["server-round"]
         if now == self.server_round and self.way == "down" and partition == 2:
             self.replace(message, "mail")
-        mail = gossip.take_instruction(message).mail
-        self.arrived += [letter.payload for letter in mail if letter.payload in self.noise]
+        inbox = gossip.take_instruction(message).inbox
+        self.arrived += [message.payload for message in inbox if message.payload in self.noise]
         reply = self.honest(message, context)
         if now == self.server_round and self.way == "up" and partition == 1:
             self.replace(reply, "postings")
@@ -213,12 +214,12 @@ def test_the_server_forwards_what_it_cannot_read_and_the_receiver_complains(name
     assert set(app.arrived) == set(app.noise) != set()
     needed = relay.reports[3].gossip.events["needed"]
     assert len(needed) >= len(app.noise)
-    assert any("letters of node 1" in reason for reason in needed)
+    assert any("messages of node 1" in reason for reason in needed)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sparse-push", "sgp"])
-def test_a_letter_damaged_on_its_way_goes_back_to_its_sender(name: str) -> None:
+def test_a_message_damaged_on_its_way_goes_back_to_its_sender(name: str) -> None:
     app = Tampering(server_round=3, way="down")
     relay = strategy(name, observe_every=1)
     run(relay, grid(app), rounds=8)
@@ -421,7 +422,7 @@ def test_a_finished_run_may_be_extended(name: str) -> None:
         fit(relay, over, model(), 6, start_round=4)
     longer, other = strategy(name), grid()
     run(longer, other, rounds=6)
-    # Only that the letters of round 3 were delivered early tells the two apart.
+    # Only that the messages of round 3 were delivered early tells the two apart.
     assert [relay.reports[r].gossip.iteration for r in (3, 4, 6)] == [3, 4, 6]
     assert relay.relay.done
     assert states(over) == states(other)

@@ -21,6 +21,6 @@ def main(grid: Grid, context: Context) -> None:
     figures, traffic = strategy.reports[rounds].gossip.observed, strategy.relay.traffic
     print(
         f"accuracy of the nodes {figures['accuracy_min']:.3f} to {figures['accuracy_max']:.3f}; "
-        f"{traffic.edge['train'].bytes:,} bytes in {traffic.edge['train'].letters:,} letters, "
+        f"{traffic.edge['train'].bytes:,} bytes in {traffic.edge['train'].messages:,} messages, "
         f"and {traffic.edge['dense'].bytes:,} in the {strategy.relay.skew_rounds} closing iterations"
     )

@@ -1,4 +1,4 @@
-"""The bytes of a letter: eight of header, the rest is the algorithm's; nothing else than LetterError comes out."""
+"""The bytes of a message: eight of header, the rest is the algorithm's; nothing else than MessageError comes out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.gossip.errors import LetterError
+from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import (
     HEADER_BYTES,
     Flag,
@@ -23,15 +23,15 @@ from fedcomp.rng import Key
 GOLDEN = "785634120200030161"
 
 
-def test_a_letter_is_these_bytes_for_ever() -> None:
-    letter = pack(0x12345678, 65538, Flag.RESYNC | Flag.DIGEST, np.float32, b"a")
-    assert letter.hex() == GOLDEN
-    header, body = unpack(letter, most=1)
+def test_a_message_is_these_bytes_for_ever() -> None:
+    message = pack(0x12345678, 65538, Flag.RESYNC | Flag.DIGEST, np.float32, b"a")
+    assert message.hex() == GOLDEN
+    header, body = unpack(message, most=1)
     assert header == (0x12345678, 2, Flag.RESYNC | Flag.DIGEST, np.dtype("float32"))
     assert bytes(body) == b"a"
 
 
-def test_the_header_has_eight_bytes_and_counts_letters_modulo_65536() -> None:
+def test_the_header_has_eight_bytes_and_counts_messages_modulo_65536() -> None:
     assert len(pack(0, 0, 0, "float64", b"")) == HEADER_BYTES == 8
     assert [peek(pack(0, seq, 0, "float64", b"")).seq for seq in (65535, 65536, 65537)] == [65535, 0, 1]
 
@@ -58,13 +58,13 @@ def test_what_no_header_can_hold_is_refused_at_the_sender(wrong: dict[str, objec
         (bytes.fromhex("0000000000000002"), "float64"),
     ],
 )
-def test_bytes_that_are_no_letter_are_refused_with_the_reason(payload: bytes, says: str) -> None:
-    with pytest.raises(LetterError, match=says):
+def test_bytes_that_are_no_message_are_refused_with_the_reason(payload: bytes, says: str) -> None:
+    with pytest.raises(MessageError, match=says):
         unpack(payload, most=4, dtype=np.float32)
 
 
-def test_random_bytes_are_a_letter_or_a_letter_error() -> None:
-    draw = Key(1, "letters").generator()
+def test_random_bytes_are_a_message_or_a_message_error() -> None:
+    draw = Key(1, "messages").generator()
     read = 0
     for _ in range(2000):
         payload = bytearray(draw.bytes(int(draw.integers(0, 14))))
@@ -72,11 +72,11 @@ def test_random_bytes_are_a_letter_or_a_letter_error() -> None:
         payload = bytes(payload)
         try:
             header, body = unpack(payload, most=4)
-        except LetterError:
+        except MessageError:
             continue
         read += 1
         assert pack(*header, bytes(body)) == payload
-    assert read  # some of them are letters
+    assert read  # some of them are messages
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -85,21 +85,21 @@ def test_vectors_travel_bit_for_bit_or_not_at_all(dtype: str) -> None:
     taken = take_real(put_real(vector), 5, dtype)
     assert taken.tobytes() == vector.tobytes()
     assert taken.flags.writeable
-    with pytest.raises(LetterError, match="bytes"):
+    with pytest.raises(MessageError, match="bytes"):
         take_real(put_real(vector), 4, dtype)
     for bad in (np.nan, np.inf, -np.inf):
         with pytest.raises(NonFiniteUpdate, match="1 non-finite"):
             put_real(np.array([1.0, bad], dtype))
-        with pytest.raises(LetterError, match="1 of 2"):
+        with pytest.raises(MessageError, match="1 of 2"):
             take_real(np.array([1.0, bad], dtype).tobytes(), 2, dtype)
 
 
 def test_scalars_travel_as_float64_or_not_at_all() -> None:
     assert put_scalars(0.1, -2.0).hex() == "9a9999999999b93f00000000000000c0"
     assert take_scalars(put_scalars(0.1, -2.0), 2) == (0.1, -2.0)
-    with pytest.raises(LetterError):
+    with pytest.raises(MessageError):
         take_scalars(bytes(15), 2)
-    with pytest.raises(LetterError):
+    with pytest.raises(MessageError):
         take_scalars(np.array([np.nan]).tobytes(), 1)
     with pytest.raises(NonFiniteUpdate):
         put_scalars(float("inf"))

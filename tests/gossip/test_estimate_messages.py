@@ -1,4 +1,4 @@
-"""The bytes in which estimates travel: their size, golden letters, and what is not a letter."""
+"""The bytes in which estimates travel: their size, golden messages, and what is not a message."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from estimate_streams import (
     draw,
     fresh,
     frozen,
-    letter,
+    message,
     pair_view,
     write,
 )
 
-from fedcomp.gossip.base import Letter, State, View, letters_of
+from fedcomp.gossip.base import GossipMessage, State, View, messages_of
 from fedcomp.gossip.compressor import Compressor
-from fedcomp.gossip.errors import LetterError, OutOfStep
+from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.estimates import (
     absorb,
     along_edge,
@@ -40,7 +40,7 @@ from fedcomp.rng import Key
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_7_17_a_letter_has_header_extra_and_sections_and_nothing_else(dtype: str) -> None:
+def test_7_17_a_message_has_header_extra_and_sections_and_nothing_else(dtype: str) -> None:
     wide = 8 if dtype == "float64" else 4
     tail = wide * (D - SPLIT)
     bits = (SPLIT - 1).bit_length()
@@ -59,30 +59,30 @@ def test_7_17_a_letter_has_header_extra_and_sections_and_nothing_else(dtype: str
         for k, resync in enumerate(((), (), (1,))):
             sent = write(state, k, c, resync=resync, extra=bytes(8), digest_every=2)
             state = sent.state
-            sizes.append(len(letter(sent).payload))
+            sizes.append(len(message(sent).payload))
         plain = 8 + 8 + section + tail
         assert sizes == [plain + 8, plain, plain + 8 + wide * D]
 
 
-def test_equal_letters_share_a_posting_and_others_do_not() -> None:
+def test_equal_messages_share_a_multicast_and_others_do_not() -> None:
     view = View(0, 0, {4: 0.2, 2: 0.2, 7: 0.2}, {}, seed=1, resync=frozenset({7}))
     sent = write(fresh(), 0, view=view)
-    assert [posting.destinations for posting in sent.outbox] == [(2, 4), (7,)]
+    assert [multicast.destinations for multicast in sent.outbox] == [(2, 4), (7,)]
     sent = write(fresh(), 0, view=view, extra={2: b"ab", 4: b"cd", 7: b"ab"})
-    assert [posting.destinations for posting in sent.outbox] == [(2,), (4,), (7,)]
-    done = absorb(fresh(), [letter(sent, to=4)], ("z",), TOP, extra=2, complete=False)
+    assert [multicast.destinations for multicast in sent.outbox] == [(2,), (4,), (7,)]
+    done = absorb(fresh(), [message(sent, to=4)], ("z",), TOP, extra=2, complete=False)
     assert done.received[0].extra == b"cd"
     assert write(fresh(), 0, view=view, to=()).outbox == ()
 
 
-def test_two_names_ride_in_one_letter_and_follow_one_stream() -> None:
+def test_two_names_ride_in_one_message_and_follow_one_stream() -> None:
     names = ("h", "g")
     sender, receiver = fresh(names=names), fresh(names=names)
     for k in range(4):
         targets = {"h": draw("h", 0, k), "g": draw("g", 0, k)}
         sent = broadcast(sender, targets, RANDOM, pair_view(0, k, (1,) if k == 2 else ()), digest_every=1)
         sender = sent.state
-        done = absorb(receiver, [letter(sent)], names, RANDOM, complete=False)
+        done = absorb(receiver, [message(sent)], names, RANDOM, complete=False)
         receiver = done.state
         for name in names:
             assert receiver[f"{name}/0"].tobytes() == sender[name].tobytes()
@@ -100,11 +100,11 @@ def test_random_supports_are_redrawn_without_the_seed_of_the_run() -> None:
         for seed, k, config in ((1, 0, c), (10**30, 0, c), (1, 1, c)):
             sender, view = fresh(edges=edges), pair_view(0, k, seed=seed)
             if edges:
-                sender, posting, deltas = along_edge(sender, {"z": draw("x")}, config, view, 1)
-                inbox = letters_of(0, (posting,))
+                sender, multicast, deltas = along_edge(sender, {"z": draw("x")}, config, view, 1)
+                inbox = messages_of(0, (multicast,))
             else:
                 sender, outbox, deltas = broadcast(sender, {"z": draw("x")}, config, view)
-                inbox = letters_of(0, outbox)
+                inbox = messages_of(0, outbox)
             done = absorb(fresh(edges=edges), inbox, ("z",), config, complete=False)
             assert done.state["z/0"].tobytes() == sender[own_key("z", 1 if edges else None)].tobytes()
             assert deltas["z"].indices is not None
@@ -116,7 +116,7 @@ def test_random_supports_are_redrawn_without_the_seed_of_the_run() -> None:
     assert along[0].tolist() != along[1].tolist()  # type: ignore[union-attr]
 
 
-def test_letters_of_estimates_are_these_bytes_for_ever() -> None:
+def test_messages_of_estimates_are_these_bytes_for_ever() -> None:
     v = np.array([0.25, -3.0, 0.0, 1.0, -0.5, 0.125, 2.0, -0.0, 0.75, -1.5], np.float32)
     c = comp("topk", 2 / 8, index="fixed")
 
@@ -125,11 +125,11 @@ def test_letters_of_estimates_are_these_bytes_for_ever() -> None:
 
     first = broadcast(opened("z"), {"z": v}, c, pair_view(0, 258), digest_every=0)
     written = {
-        "plain": letter(first),
-        "digest": letter(broadcast(opened("z"), {"z": v}, c, pair_view(0, 258))),
-        "whole": letter(broadcast(first.state, {"z": v}, c, pair_view(0, 259, (1,)), extra=b"ab")),
-        "two": letter(broadcast(opened("h", "g"), {"h": v, "g": -v}, c, pair_view(0, 258), digest_every=0)),
-        "edge": letters_of(
+        "plain": message(first),
+        "digest": message(broadcast(opened("z"), {"z": v}, c, pair_view(0, 258))),
+        "whole": message(broadcast(first.state, {"z": v}, c, pair_view(0, 259, (1,)), extra=b"ab")),
+        "two": message(broadcast(opened("h", "g"), {"h": v, "g": -v}, c, pair_view(0, 258), digest_every=0)),
+        "edge": messages_of(
             0,
             (
                 along_edge(
@@ -155,28 +155,28 @@ def test_letters_of_estimates_are_these_bytes_for_ever() -> None:
     }
 
 
-def test_letters_with_another_model_or_of_the_closing_phase_are_refused() -> None:
-    one = letter(write(fresh(), 0, IDENTITY))
-    with pytest.raises(LetterError, match="at most"):
-        absorb(fresh(), [Letter(0, 1, one.payload + bytes(2000))], ("z",), IDENTITY, complete=False)
-    with pytest.raises(LetterError, match="float64"):
+def test_messages_with_another_model_or_of_the_closing_phase_are_refused() -> None:
+    one = message(write(fresh(), 0, IDENTITY))
+    with pytest.raises(MessageError, match="at most"):
+        absorb(fresh(), [GossipMessage(0, 1, one.payload + bytes(2000))], ("z",), IDENTITY, complete=False)
+    with pytest.raises(MessageError, match="float64"):
         absorb(fresh("float32"), [one], ("z",), IDENTITY, complete=False)
     for flag in (Flag.DENSE, Flag.LEAVING):
-        other = letter(write(fresh(), 0, IDENTITY, flags=flag))
-        with pytest.raises(LetterError, match="a change of an estimate was expected"):
+        other = message(write(fresh(), 0, IDENTITY, flags=flag))
+        with pytest.raises(MessageError, match="a change of an estimate was expected"):
             absorb(fresh(), [other], ("z",), IDENTITY, complete=False)
     largest = np.zeros(D)
     largest[0] = np.finfo(np.float64).max
     state = open_estimates({}, {"z": largest}, SPLIT)
     push = broadcast(fresh(), {"z": largest}, IDENTITY, pair_view(0, 0), digest_every=0)
-    with pytest.raises(LetterError, match="largest number"):
-        absorb(state, [letter(push)], ("z",), IDENTITY, complete=False)
+    with pytest.raises(MessageError, match="largest number"):
+        absorb(state, [message(push)], ("z",), IDENTITY, complete=False)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("c", EVERY, ids=repr)
-def test_mutated_letters_are_refused_or_letters(c: Compressor, dtype: str) -> None:
+def test_mutated_messages_are_refused_or_messages(c: Compressor, dtype: str) -> None:
     """A thousand mutants of each of twenty kinds: nothing but the two typed errors comes out, or finite copies."""
     names = ("h", "g")
     rng = Key(4, repr(c) + dtype).generator()
@@ -186,7 +186,7 @@ def test_mutated_letters_are_refused_or_letters(c: Compressor, dtype: str) -> No
     kinds, sender = [], fresh(dtype, names)
     for resync in ((), (1,)):
         sent = broadcast(sender, targets, c, pair_view(0, 0, resync), extra=b"extra bytes")
-        kinds.append(letter(sent).payload)
+        kinds.append(message(sent).payload)
     before = frozen(receiver)
     read = 0
     for at in range(1000):
@@ -201,8 +201,8 @@ def test_mutated_letters_are_refused_or_letters(c: Compressor, dtype: str) -> No
         elif at % 5 == 4:
             payload += rng.bytes(int(rng.integers(1, 12)))
         try:
-            done = absorb(receiver, [Letter(0, 1, bytes(payload))], names, c, extra=11, complete=False)
-        except (LetterError, OutOfStep):
+            done = absorb(receiver, [GossipMessage(0, 1, bytes(payload))], names, c, extra=11, complete=False)
+        except (MessageError, OutOfStep):
             continue
         read += 1
         for r in done.received:
