@@ -1,9 +1,9 @@
 """The client half of a graph run: an owner that says which rows its next steps use, hands out its own, and trains.
 
-Features are where their owner is. What a step reads of other owners it reads from the message it came in, as bytes, or
-from what earlier messages left in ``context.state``: there is no array of all features anywhere on a client. A training
-message is planned anew from its seed; rows that the plan does not use are refused as well as rows that are missing, and
-nothing is ever filled in with zeros. State is written once, as the last act of a handler.
+Features stay with their owner. A step reads rows of other owners from the message it came in, as bytes, or from what
+earlier messages left in ``context.state``: no client has an array of all features. A training message is planned again
+from its seed; rows that the plan does not use are refused, and so are missing ones: nothing is filled in with zeros.
+State is written once, as the last act of a handler.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _set_up(msg: Message, part: Part) -> Message:
     if setup.action == "norms":
         norms = feature_norms(part)
         lists = _asked_of(part, asked[gcn.IDS], content)
-        told = {place: encode_norms(ids, norms[part.positions(ids)]) for place, ids in lists.items()}
-        put_frames(content, gcn.NORMS, told)
+        frames = {place: encode_norms(ids, norms[part.positions(ids)]) for place, ids in lists.items()}
+        put_frames(content, gcn.NORMS, frames)
         return Message(content, reply_to=msg)
     structure = part.structure
     Hello(
@@ -153,7 +153,7 @@ def _plan(msg: Message, context: Context, part: Part) -> Message:
             raise GraphError(f"norms come from part {owner} for nodes of other owners")
         norms = norms.updated(Table(ids, values.astype(np.float64)))
     changed = bool(sent[gcn.NORMS] or sent[gcn.STRUCTURE]) or not kept.stored
-    kept = kept.told(ask, norms, structure)
+    kept = kept.received(ask, norms, structure)
     content = RecordDict()
     put_node(content, part.index)
     if kept.lacks_norms(ask):
@@ -238,7 +238,7 @@ class _Turn:
 
     @classmethod
     def begin(cls, msg: Message, context: Context, part_of: PartOf, purpose: str) -> _Turn:
-        """Plan the message's steps anew and take the rows they use.
+        """Plan the message's steps again and take the rows they use.
 
         Raises
         ------

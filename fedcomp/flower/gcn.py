@@ -95,7 +95,7 @@ class Setup(Schema, key=HEADER):
 
 @dataclass(frozen=True)
 class Hello(Schema, key=HEADER):
-    """What an owner says of itself.
+    """What an owner announces of itself.
 
     Attributes
     ----------
@@ -159,7 +159,7 @@ class Ask(Schema, key=HEADER):
     scale : float
         s where the server decides it; 0: the sampler does.
     norms : int
-        How many feature norms of other owners' nodes the client was told in this run, for a sampler that uses them.
+        How many feature norms of other owners' nodes the client was sent in this run, for a sampler that uses them.
         Who has fewer has lost its state, and says so.
     hop : int
         How many exchanges of adjacency rows have gone before, in this turn.
@@ -197,8 +197,8 @@ class Needs(Schema, key=HEADER):
     Attributes
     ----------
     needs : {"rows", "structure", "norms"}
-        Feature rows, and the plan is complete; or rows of the adjacency, or the feature norms it was told before and no
-        longer has, and it has to be asked for again. Norms it does not name: who told it knows which.
+        Feature rows, and the plan is complete; or rows of the adjacency, or the feature norms it was sent before and no
+        longer has, and it has to be asked for again. It does not name norms: the server knows which it sent.
     hop : int
         That of the question.
     """
@@ -256,7 +256,7 @@ def put_frames(content: RecordDict, kind: str, frames: Mapping[int, bytes]) -> N
     Raises
     ------
     PayloadError
-        For a kind or a place that is none.
+        For an unknown kind or a place out of range.
     """
     if kind not in KINDS:
         raise PayloadError(f"kind {kind!r} of frames is none of {', '.join(KINDS)}")

@@ -166,7 +166,7 @@ class Kept:
             hidden = tuple(_at(hidden, layer).updated(_at(last.seen, layer)) for layer in range(longest))
         return replace(self, cache=cache, hidden=hidden, last=None, stored=False)
 
-    def told(self, ask: Ask, norms: Table, structure: Sequence[tuple[int, bytes]]) -> Kept:
+    def received(self, ask: Ask, norms: Table, structure: Sequence[tuple[int, bytes]]) -> Kept:
         """Return this with feature norms and adjacency rows that a plan's message brought."""
         place = (ask.session, ask.turn)
         before = self.structure_at(ask)
@@ -174,7 +174,7 @@ class Kept:
         return replace(self, norms=self.norms.updated(norms), structure=before + more, structure_of=place)
 
     def lacks_norms(self, ask: Ask) -> bool:
-        """Whether this node was told more feature norms than it has: then it has lost them."""
+        """Whether this node was sent more feature norms than it has: then it has lost them."""
         return len(self.norms.ids) < ask.norms
 
     def structure_at(self, ask: Ask) -> tuple[tuple[int, bytes], ...]:
@@ -283,7 +283,7 @@ def own_secret(context: Context) -> tuple[bytes, bool]:
     Raises
     ------
     StateError
-        When what is kept is none.
+        When what is kept is not a secret.
     """
     held = context.state.config_records.get(_SECRET)
     if held is None:
@@ -295,5 +295,5 @@ def own_secret(context: Context) -> tuple[bytes, bool]:
 
 
 def keep_secret(context: Context, secret: bytes) -> None:
-    """Keep it: noise drawn anew at every fetch would average out."""
+    """Keep it: noise that is redrawn at every fetch would average out."""
     context.state[_SECRET] = ConfigRecord({"secret": secret})

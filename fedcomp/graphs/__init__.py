@@ -52,14 +52,14 @@ __all__ = [
     "wanted",
 ]
 
-_ROOMS: Final = {
+_MODULES: Final = {
     "adjacency": ("Adjacency", "FullStructure", "HaloStructure", "normalised"),
     "layers": ("GraphConvolutions",),
     "plan": ("draw_batch", "plan_round", "plan_step", "wanted"),
     "scale": ("AdaptiveScale",),
     "settings": ("SAMPLERS", "SamplerSettings"),
 }
-_WHERE: Final = {name: room for room, names in _ROOMS.items() for name in names}
+_WHERE: Final = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -290,9 +290,9 @@ def _favoured(
 def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:
     """Return the nodes that are within so many hops of an owned node along rows of P, ascending.
 
-    Made once for a structure and kept in the part's memo, as long as nothing of it had to be left out. What rows that
-    were sent told is not kept for another structure, which may not have them: a plan that is made again where they are
-    not remembered has to be the same plan.
+    Computed once for a structure and kept in the part's memo, as long as nothing of it had to be left out. What follows
+    from rows that were sent is not kept for another structure, which may not have them: a plan that is made again
+    without them has to be the same plan.
 
     Raises
     ------

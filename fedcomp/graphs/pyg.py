@@ -53,7 +53,7 @@ class SkewedSampler(BaseSampler):
         ``sampler="node"`` with the Poisson estimator; one draw per layer of the network (``layers``), of ``fanout``
         expected neighbours each.
     normalisation : str
-        "sym" or "mean" make P from the edges (:func:`~fedcomp.graphs.adjacency.normalised`), and so make edges anew.
+        "sym" or "mean" make P from the edges (:func:`~fedcomp.graphs.adjacency.normalised`), and replace the edges.
         "given": P is ``data.edge_weight``, or 1 for every edge, and edges keep all their attributes.
     self_loops : bool
         Of "sym" and "mean".
@@ -95,8 +95,8 @@ class SkewedSampler(BaseSampler):
         if normalisation in KINDS:
             if kept or data.edge_weight is not None:
                 raise ConfigError(
-                    f"normalisation {normalisation!r} makes edges anew, and these have attributes {data.edge_attrs()}; "
-                    "remove them, or normalise the graph yourself and say 'given'"
+                    f"normalisation {normalisation!r} replaces the edges, and these have attributes "
+                    f"{data.edge_attrs()}; remove them, or normalise the graph yourself and say 'given'"
                 )
             adjacency, order = normalised(dst, src, nodes, normalisation, self_loops), None
         elif normalisation == "given":
@@ -182,7 +182,7 @@ class SkewedSampler(BaseSampler):
 
     def _sample(self, seeds: NDArray[np.int64]) -> SamplerOutput:
         worker = get_worker_info()
-        # A worker has a copy of this sampler, made anew every epoch: its count of calls alone would repeat itself.
+        # A worker has a copy of this sampler, made again in every epoch: its count of calls alone would repeat.
         purpose = "pyg" if worker is None else f"pyg/{worker.seed}"
         plan = plan_step(self._part, seeds, self._settings, Key(self._seed, purpose, self._calls, self._part.index))
         self._calls += 1

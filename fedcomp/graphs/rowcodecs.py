@@ -573,7 +573,7 @@ def _implied(mode: int, counts: Ids) -> NDArray[np.float64]:
 class Auto(RowCodec):
     """The shortest of the others that is exact for the rows at hand; the frame says which.
 
-    ``select`` chooses anew: the shortest for all rows need not be it for some.
+    ``select`` chooses again: the shortest for all rows need not be the shortest for some.
     """
 
     name = "auto"

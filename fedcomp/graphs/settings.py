@@ -1,4 +1,4 @@
-"""What a sampler is told: which one, how much of a layer it may draw, and by what rule it favours owned nodes."""
+"""Settings of a sampler: which one, how much of a layer it may draw, and by what rule it favours owned nodes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SamplerSettings:
         exact once ``n`` reaches the number of candidates; "multinomial" draws with replacement, and never is.
     weight : str
         skewed: base weight of a column, "l1", "count" or "l2sq" (:func:`~fedcomp.graphs.inclusion.base_weight`).
-        Lost mass is told in it for every sampler.
+        Lost mass is reported in it for every sampler.
     mode : str
         skewed, node: rule of the scale (:func:`~fedcomp.graphs.scale.scale`).
     budget : float

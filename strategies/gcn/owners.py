@@ -99,7 +99,7 @@ class Talk:
         return Message(content, node, kind, group_id=str(self.report.round))
 
     def ask(self, messages: Mapping[int, Message]) -> Exchanges[Answers]:
-        """Send messages, one exchange; without any there is none.
+        """Send messages in one exchange; nothing is sent where there are none.
 
         An error of the SuperLink, and no reply at all, count as silence.
         """
@@ -219,7 +219,7 @@ class Owners(Stateful):
         "silent": set[int],
         "_wanted": dict[int, dict[int, bytes]],
         "_norms": dict[int, dict[int, bytes]],
-        "_told": dict[int, dict[int, bytes]],
+        "_delivered": dict[int, dict[int, bytes]],
         "_counts": dict[int, dict[int, int]],
     }
 
@@ -233,7 +233,7 @@ class Owners(Stateful):
     dropped: set[int] = field(default_factory=set)
     _wanted: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _norms: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    _told: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    _delivered: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _counts: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def hello(self, part: int) -> Hello:
@@ -318,7 +318,7 @@ class Owners(Stateful):
             self.met[node] = hello
             if self.norms:
                 self._wanted[hello.index] = {owner: ids for owner, ids in wants.items() if owner != hello.index}
-                for book in (self._norms, self._told, self._counts):
+                for book in (self._norms, self._delivered, self._counts):
                     book.pop(hello.index, None)
         self.seats = {part: node for part, node in self.seats.items() if self.met.get(node) is not None}
 
@@ -362,21 +362,21 @@ class Owners(Stateful):
     # Norms of features, for the sampler's mode "measured".
 
     def norms_for(self, part: int) -> Mapping[int, bytes]:
-        """Return the norms a client has not been told yet, frames by owner."""
+        """Return the norms a client has not been sent yet, frames by owner."""
         return self._norms.get(part, {})
 
     def norms_of(self, part: int) -> int:
         """Return how many norms a client has when it has read :meth:`norms_for`."""
         return sum(self._counts.get(part, {}).values())
 
-    def told(self, part: int) -> None:
+    def delivered(self, part: int) -> None:
         """Take note that a client has them."""
         if part in self._norms:
-            self._told.setdefault(part, {}).update(self._norms.pop(part))
+            self._delivered.setdefault(part, {}).update(self._norms.pop(part))
 
     def forgotten(self, part: int) -> None:
-        """Take note that a client has lost all it was told."""
-        self._norms[part] = {**self._told.pop(part, {}), **self._norms.get(part, {})}
+        """Take note that a client has lost all that it was sent."""
+        self._norms[part] = {**self._delivered.pop(part, {}), **self._norms.get(part, {})}
 
     def _fetch_norms(self, talk: Talk) -> Exchanges[None]:
         """Ask owners for the norms that somebody still lacks."""

@@ -5,9 +5,9 @@
     rows       feature rows, from their owners; none where nobody needs any
 
 An owner may be absent: not online, silent, or with an answer that cannot be used. Those that wanted its rows, and no
-others, plan again without it; whoever asks next is told at once. An owner that refuses one client's list of nodes is
-absent for that client alone: one of the two is wrong, and neither is believed against the rest. Every part can fall
-away once, so that a turn has an end, and nobody that was silent in it is waited for again.
+others, plan again without it; later plans leave it out from the start. An owner that refuses one client's list of nodes
+is absent for that client alone: one of the two is wrong, and neither is believed against the rest. Every part can fall
+away once, so that a turn ends, and a node that was silent in it is not waited for again.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Requester:
         Ids by owner.
     refused : set of int
         Owners that refuse this client.
-    retold : bool
-        Whether it had lost the norms it was told, and is told them again.
+    resent : bool
+        Whether it had lost the norms that it was sent, and is sent them again.
     figures : Figures or None
     rows : dict of int to bytes
         Frames of feature rows by owner, ready for the training message.
@@ -83,7 +83,7 @@ class Requester:
     needs: str = ""
     wants: dict[int, Ids] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
-    retold: bool = False
+    resent: bool = False
     figures: Figures | None = None
     rows: dict[int, bytes] = field(default_factory=dict)
     structure: dict[int, bytes] = field(default_factory=dict)
@@ -224,9 +224,9 @@ class Turn:
         common = self.owners.common
         assert common is not None
         if needs == NORMS:
-            if requester.retold or not requester.ask.norms:
-                raise GraphError("it needs norms that nobody told it, or that it was sent just now")
-            requester.retold = True
+            if requester.resent or not requester.ask.norms:
+                raise GraphError("it needs norms that nobody sent it, or that it was sent just now")
+            requester.resent = True
             self.owners.forgotten(requester.part)
             return
         if needs == FEATURES:
@@ -243,7 +243,7 @@ class Turn:
             raise GraphError("it needs structure and does not say which")
         requester.wants, requester.needs, requester.planned = wants, needs, True
         requester.structure = {}
-        self.owners.told(requester.part)
+        self.owners.delivered(requester.part)
 
     def _replan(self) -> bool:
         """Take back plans that wait for owners who turned out to be absent; return whether any is to be made."""
@@ -256,7 +256,7 @@ class Turn:
             if not requester.planned:
                 requester.ask = replace(requester.ask, absent=tuple(sorted(without)))
                 # A hop less than layers, for each set of owners that it had to do without.
-                if requester.plans >= self.layers * (2 + len(without)) + requester.retold:
+                if requester.plans >= self.layers * (2 + len(without)) + requester.resent:
                     self._lose(part, f"it was asked for a plan {requester.plans} times and has none")
         return any(not r.planned for r in self.requesters.values())
 
@@ -274,7 +274,7 @@ class Turn:
             if part not in self.requesters:
                 continue
             requester.structure = {owner: frames[part] for owner, frames in found.items() if part in frames}
-            # Owners that fell away meanwhile are told with the same question.
+            # The same question names the owners that fell away meanwhile.
             self.talk.traffic.replans += bool((self.away.keys() | requester.refused) & requester.wants.keys())
             requester.wants, requester.needs, requester.planned = {}, "", False
             if requester.structure:

@@ -13,8 +13,8 @@ and the inner strategy aggregates what comes back: FedAvg, a server optimiser, o
 one step per round and updates weighed by the sizes of the batches that is synchronous data-parallel SGD on the union of
 the batches; with more steps it is local SGD, and is called that.
 
-What a client needs of an absent owner it does without, which is told: as the share of the base weight that was lost.
-Rows it has in its cache are used all the same. No exchange lasts longer than the timeout.
+A client does without the rows of an absent owner, save those in its cache; the report says which share of the base
+weight was lost. No exchange lasts longer than the timeout.
 """
 
 from __future__ import annotations

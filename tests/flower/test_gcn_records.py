@@ -185,7 +185,7 @@ def test_rows_of_a_turn_join_the_cache_when_another_one_begins() -> None:
 
 def test_norms_of_hidden_layers_are_of_one_session_and_cached_rows_of_the_graph() -> None:
     context, first = Context(1, 1, {}, RecordDict(), {}), replace(ASK, cache="all", absent=())
-    kept = holding(context, first).told(first, Table(ids_of(35), np.array([2.0])), [(0, b"frame")])
+    kept = holding(context, first).received(first, Table(ids_of(35), np.array([2.0])), [(0, b"frame")])
     seen = (Table(ids_of(1), np.array([0.5])),)
     replace(kept, last=turn(first, kept, rows(20), seen=seen)).save(context)
     other = holding(context, replace(first, session="t"))
@@ -220,9 +220,9 @@ def test_rows_of_the_adjacency_that_come_twice_are_kept_once() -> None:
     ask = replace(ASK, absent=())
     kept = holding(Context(1, 1, {}, RecordDict(), {}), ask)
     for _ in range(2):
-        kept = kept.told(ask, Table(), [(0, b"a"), (2, b"b")])
+        kept = kept.received(ask, Table(), [(0, b"a"), (2, b"b")])
     assert kept.structure_at(ask) == ((0, b"a"), (2, b"b"))
-    assert kept.told(replace(ask, round=2), Table(), [(0, b"c")]).structure == ((0, b"c"),)
+    assert kept.received(replace(ask, round=2), Table(), [(0, b"c")]).structure == ((0, b"c"),)
 
 
 def test_of_two_numbers_for_a_node_the_later_one_counts() -> None:

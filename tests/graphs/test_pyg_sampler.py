@@ -340,7 +340,7 @@ def test_data_that_cannot_be_sampled_is_refused() -> None:
         SkewedSampler(GRAPH, OWNER[1:], 0, NODE)
     attributed = GRAPH.clone()
     attributed.edge_attr = torch.ones(GRAPH.num_edges)
-    with pytest.raises(ConfigError, match="makes edges anew"):
+    with pytest.raises(ConfigError, match="replaces the edges"):
         SkewedSampler(attributed, OWNER, 0, NODE)
     double = GRAPH.clone()
     double.edge_index = torch.cat([GRAPH.edge_index, GRAPH.edge_index[:, :1]], 1)
