@@ -23,12 +23,12 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.errors import FedcompError
 from fedcomp.flower import gcn
 from fedcomp.flower.gcn import Ask, Fetch, Figures, Hello, Needs, Refused, Setup, put_frames, take_frames
-from fedcomp.flower.gcn_state import Kept, Table, Turn, keep_secret, own_secret
+from fedcomp.flower.gcn_state import NodeValues, OwnerState, PastTurn, keep_secret, own_secret
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, put_node
 from fedcomp.flower.records import to_record
 from fedcomp.graphs.adjacency import HaloStructure
-from fedcomp.graphs.base import GraphError, Ids, MissingRows, Norms, Part, StepPlan, Unavailable, UnknownStructure
+from fedcomp.graphs.base import Conditions, GraphError, Ids, MissingRows, Norms, Part, StepPlan, UnknownStructure
 from fedcomp.graphs.cache import noisy_rows
 from fedcomp.graphs.ids import decode_ids, decode_norms, encode_ids, encode_norms
 from fedcomp.graphs.plan import feature_norms, plan_round, reach, wanted
@@ -145,13 +145,13 @@ def _plan(msg: Message, context: Context, part: Part) -> Message:
     without."""
     ask = Ask.take(msg)
     sent = take_frames(msg, part.parts, gcn.NORMS, gcn.STRUCTURE)
-    kept = Kept.load(context, ask, part, _reader(part, ask))
-    norms, structure = Table(), tuple(sent[gcn.STRUCTURE].items())
+    kept = OwnerState.load(context, ask, part, _reader(part, ask))
+    norms, structure = NodeValues(), tuple(sent[gcn.STRUCTURE].items())
     for owner, frame in sent[gcn.NORMS].items():
         ids, values = decode_norms(frame, nodes=part.structure.nodes)
         if (part.structure.owner_of(ids) != owner).any():
             raise GraphError(f"norms come from part {owner} for nodes of other owners")
-        norms = norms.updated(Table(ids, values.astype(np.float64)))
+        norms = norms.updated(NodeValues(ids, values.astype(np.float64)))
     changed = bool(sent[gcn.NORMS] or sent[gcn.STRUCTURE]) or not kept.stored
     kept = kept.received(ask, norms, structure)
     content = RecordDict()
@@ -216,7 +216,7 @@ class _Turn:
     Attributes
     ----------
     msg, context, part, ask
-    kept : Kept
+    kept : OwnerState
         As it was when the turn began.
     plans : list of StepPlan
     rows : tuple of (ids, rows)
@@ -230,7 +230,7 @@ class _Turn:
     context: Context
     part: Part
     ask: Ask
-    kept: Kept
+    kept: OwnerState
     plans: Sequence[StepPlan]
     rows: tuple[tuple[Ids, Floats], ...]
     fetched: Mapping[int, bytes]
@@ -252,7 +252,7 @@ class _Turn:
             raise PayloadError(f"the plan of a message to {purpose} is one to {ask.purpose}")
         part = part_of(msg, context)
         read = _reader(part, ask)
-        kept = Kept.load(context, ask, part, read)
+        kept = OwnerState.load(context, ask, part, read)
         if kept.lacks_norms(ask) and _measures(_settings(ask)):
             raise MissingRows(
                 "this node no longer has the feature norms it planned with; let it plan again", np.zeros(0, np.int64)
@@ -287,13 +287,13 @@ class _Turn:
         labels = self.part.labels[self.part.positions(plan.batch)]
         return x, operators_of(plan, x.dtype), torch.from_numpy(labels)
 
-    def end(self, seen: Sequence[Table] = ()) -> None:
+    def end(self, seen: Sequence[NodeValues] = ()) -> None:
         """Keep what was fetched and seen; the last act of a handler."""
         kept, ask = self.kept, self.ask
         rows = {} if ask.cache == "none" else self.fetched
         if kept.stored and not rows and not len(self.used) and not seen and kept.last is None:
             return
-        turn = Turn(ask.session, ask.turn, kept.rows_of, rows, self.used, tuple(seen))
+        turn = PastTurn(ask.session, ask.turn, kept.rows_of, rows, self.used, tuple(seen))
         replace(kept, last=turn).save(self.context)
 
 
@@ -384,22 +384,22 @@ class _Watch:
     """Norms of what nodes contribute to hidden layers, as the last step saw them."""
 
     def __init__(self) -> None:
-        self.seen: list[Table] = []
+        self.seen: list[NodeValues] = []
 
     def visit(self, plan: StepPlan, level: int, inputs: Tensor) -> None:
         if level == 0:
             return
         while len(self.seen) < level:
-            self.seen.append(Table())
+            self.seen.append(NodeValues())
         norms = inputs.detach().double().norm(dim=1).numpy()
-        self.seen[level - 1] = self.seen[level - 1].updated(Table(plan.layers[level].columns, norms))
+        self.seen[level - 1] = self.seen[level - 1].updated(NodeValues(plan.layers[level].columns, norms))
 
 
-def _plans(part: Part, ask: Ask, kept: Kept) -> list[StepPlan]:
+def _plans(part: Part, ask: Ask, kept: OwnerState) -> list[StepPlan]:
     settings = _settings(ask)
     norms: Norms | None = None
     if _measures(settings):
-        tables = (kept.norms, *kept.hidden, *[Table()] * settings.layers)[: settings.layers]
+        tables = (kept.norms, *kept.hidden, *[NodeValues()] * settings.layers)[: settings.layers]
         norms = [dict(zip(table.ids.tolist(), table.values.tolist(), strict=True)) for table in tables]
     return plan_round(
         part,
@@ -409,9 +409,7 @@ def _plans(part: Part, ask: Ask, kept: Kept) -> list[StepPlan]:
         steps=ask.steps,
         batch_size=ask.batch_size,
         purpose=ask.purpose,
-        unavailable=Unavailable(frozenset(ask.absent), kept.cache.ids),
-        norms=norms,
-        scale=ask.scale or None,
+        conditions=Conditions(frozenset(ask.absent), kept.cache.ids, norms, ask.scale or None),
     )
 
 
@@ -430,7 +428,7 @@ def _measures(settings: SamplerSettings) -> bool:
     return settings.skews and settings.mode == "measured"
 
 
-def _taught(part: Part, sent: Sequence[tuple[int, bytes]]) -> tuple[Part, Table]:
+def _taught(part: Part, sent: Sequence[tuple[int, bytes]]) -> tuple[Part, NodeValues]:
     """Return the part with what its owner was sent of the adjacency, and the feature norms that came with it.
 
     Raises
@@ -438,7 +436,7 @@ def _taught(part: Part, sent: Sequence[tuple[int, bytes]]) -> tuple[Part, Table]
     GraphError, WireError
         When rows are not of the owner they came from, or are nothing this owner can learn.
     """
-    norms = Table()
+    norms = NodeValues()
     structure = part.structure
     for owner, frame in sent:
         if not isinstance(structure, HaloStructure):
@@ -448,7 +446,7 @@ def _taught(part: Part, sent: Sequence[tuple[int, bytes]]) -> tuple[Part, Table]
             raise GraphError(f"rows of the adjacency come from part {owner} for nodes of other owners")
         structure = structure.learn(rows, owners)
         if values is not None:
-            norms = norms.updated(Table(rows.ids, values.astype(np.float64)))
+            norms = norms.updated(NodeValues(rows.ids, values.astype(np.float64)))
     return (replace(part, structure=structure) if sent else part), norms
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import mean
 from fedcomp.graphs.adjacency import columns_of
-from fedcomp.graphs.base import Norms, Operator, Part, Rows
+from fedcomp.graphs.base import Conditions, Norms, Operator, Part, Rows
 from fedcomp.graphs.inclusion import base_weight, column_energy, local_mass, waterfill
 from fedcomp.graphs.plan import draw_batch, plan_round, plan_step
 from fedcomp.graphs.scale import moment_ratio
@@ -57,12 +57,16 @@ class Batches:
     rounds: int
     size: int
 
-    def layers(self, settings: SamplerSettings, norms: Norms | None = None) -> Iterator[tuple[Part, Operator]]:
+    def layers(
+        self,
+        settings: SamplerSettings,
+        conditions: Conditions = Conditions(),  # noqa: B008 - immutable
+    ) -> Iterator[tuple[Part, Operator]]:
         """Yield owner and input layer of every batch of the run's first rounds."""
         for number in range(1, self.rounds + 1):
             for part in owners(self.task, self.parts):
                 (plan,) = plan_round(
-                    part, settings, seed=self.seed, round=number, steps=1, batch_size=self.size, norms=norms
+                    part, settings, seed=self.seed, round=number, steps=1, batch_size=self.size, conditions=conditions
                 )
                 yield part, plan.layers[0]
 
@@ -105,7 +109,7 @@ def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
         known = [dict(enumerate(norms.tolist())), *({} for _ in range(settings.layers - 1))]
     total: dict[str, float] = dict.fromkeys(("m1", "ms", "v1", "vs"), 0.0)
     means: dict[str, list[float]] = {name: [] for name in _MEANS}
-    for part, layer in batches.layers(settings, known):
+    for part, layer in batches.layers(settings, Conditions(norms=known)):
         rows = task.adjacency.rows(layer.rows)
         candidates, positions = columns_of(rows)
         w = base_weight(rows, positions, len(candidates), settings.weight)

@@ -38,7 +38,7 @@ _SECRET_BYTES: Final = 32
 
 
 @dataclass(frozen=True)
-class Table:
+class NodeValues:
     """A number for each of some nodes.
 
     Attributes
@@ -51,16 +51,16 @@ class Table:
     ids: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
     values: Reals = field(default_factory=lambda: np.zeros(0))
 
-    def updated(self, other: Table) -> Table:
+    def updated(self, other: NodeValues) -> NodeValues:
         """Return both together; where both know a node, ``other``'s number."""
         if not len(other.ids):
             return self
         ids, first = np.unique(np.concatenate([other.ids, self.ids]), return_index=True)
-        return Table(ids, np.concatenate([other.values, self.values])[first])
+        return NodeValues(ids, np.concatenate([other.values, self.values])[first])
 
 
 @dataclass(frozen=True)
-class Turn:
+class PastTurn:
     """What the last turn left behind; see :attr:`fedcomp.flower.gcn.Ask.turn`.
 
     Attributes
@@ -68,12 +68,12 @@ class Turn:
     session : str
     number : int
     rows_of : str
-        Names what the rows are; see :class:`Kept`.
+        Names what the rows are; see :class:`OwnerState`.
     rows : mapping of int to bytes
         Frames of the feature rows that were fetched, by owner.
     used : ndarray of int64
         Cached rows it used.
-    seen : tuple of Table
+    seen : tuple of NodeValues
         Norms of what nodes contributed to each hidden layer, first hidden layer first.
     """
 
@@ -82,11 +82,11 @@ class Turn:
     rows_of: str
     rows: Mapping[int, bytes] = field(default_factory=dict)
     used: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
-    seen: tuple[Table, ...] = ()
+    seen: tuple[NodeValues, ...] = ()
 
 
 @dataclass(frozen=True)
-class Kept:
+class OwnerState:
     """All of it, as it is at the beginning of a turn.
 
     Attributes
@@ -97,35 +97,35 @@ class Kept:
         Names what is cached: digest, row codec and noise.
     cache : FeatureCache
         Its limit is kept to; the rows of the last turn are beside it, as they came.
-    norms : Table
+    norms : NodeValues
         Feature norms of other owners' nodes.
     session : str
         Whose model ``hidden`` is of.
-    hidden : tuple of Table
+    hidden : tuple of NodeValues
         Norms of hidden layers, as they were last seen.
     structure : tuple of (int, bytes)
         Rows of the adjacency that were sent for the turn ``structure_of``: owner and frame, in the order they came.
     structure_of : tuple of (str, int)
         Session and turn.
-    last : Turn or None
+    last : PastTurn or None
         What is not part of the rest yet.
     """
 
     digest: str
     rows_of: str
     cache: FeatureCache
-    norms: Table = field(default_factory=Table)
+    norms: NodeValues = field(default_factory=NodeValues)
     session: str = ""
-    hidden: tuple[Table, ...] = ()
+    hidden: tuple[NodeValues, ...] = ()
     structure: tuple[tuple[int, bytes], ...] = ()
     structure_of: tuple[str, int] = ("", 0)
-    last: Turn | None = None
+    last: PastTurn | None = None
 
     stored: bool = False
     """Whether the cache is in the state as it is here."""
 
     @classmethod
-    def load(cls, context: Context, ask: Ask, part: Part, reader: Reader) -> Kept:
+    def load(cls, context: Context, ask: Ask, part: Part, reader: Reader) -> OwnerState:
         """Return what this node has at the beginning of the turn that ``ask`` is about. Modifies nothing.
 
         Parameters
@@ -149,7 +149,7 @@ class Kept:
         except (FedcompError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise StateError(f"what this node keeps of the graph cannot be read: {error}; restart the node") from error
 
-    def _at(self, ask: Ask, reader: Reader) -> Kept:
+    def _at(self, ask: Ask, reader: Reader) -> OwnerState:
         """Return this at the beginning of a turn: what any other one left behind is part of it."""
         last = self.last
         if last is None or (last.session, last.number) == (ask.session, ask.turn):
@@ -166,7 +166,7 @@ class Kept:
             hidden = tuple(_at(hidden, layer).updated(_at(last.seen, layer)) for layer in range(longest))
         return replace(self, cache=cache, hidden=hidden, last=None, stored=False)
 
-    def received(self, ask: Ask, norms: Table, structure: Sequence[tuple[int, bytes]]) -> Kept:
+    def received(self, ask: Ask, norms: NodeValues, structure: Sequence[tuple[int, bytes]]) -> OwnerState:
         """Return this with feature norms and adjacency rows that a plan's message brought."""
         place = (ask.session, ask.turn)
         before = self.structure_at(ask)
@@ -222,24 +222,24 @@ Reader = Callable[[bytes], tuple[Ids, NDArray[Any]]]
 """``ids, rows = reader(frame)``."""
 
 
-def _read(context: Context, meta: ConfigRecord, ask: Ask, fresh: Kept) -> Kept:
+def _read(context: Context, meta: ConfigRecord, ask: Ask, fresh: OwnerState) -> OwnerState:
     said: dict[str, Any] = dict(meta)
     arrays = to_arrays(context.state.array_records[_ARRAYS])
     last = None
     if "last.session" in said:
         rows = dict(zip(said.get("last.owners", []), _frames(context, "rows"), strict=True))
         seen = _take_tables(arrays, "seen", said["last.seen"])
-        last = Turn(said["last.session"], said["last.turn"], said["last.rows-of"], rows, arrays["used"], seen)
+        last = PastTurn(said["last.session"], said["last.turn"], said["last.rows-of"], rows, arrays["used"], seen)
     same_rows, same_run = said["rows-of"] == fresh.rows_of, said["session"] == ask.session
     cache = fresh.cache
     if same_rows:
         held = to_arrays(context.state.array_records[_CACHE])
         cache = FeatureCache.from_arrays(held, cache.policy, cache.limit_bytes, key=cache.key)
-    return Kept(
+    return OwnerState(
         fresh.digest,
         fresh.rows_of,
         cache,
-        Table(arrays["norms.ids"], arrays["norms"]),
+        NodeValues(arrays["norms.ids"], arrays["norms"]),
         ask.session,
         _take_tables(arrays, "hidden", said["hidden"]) if same_run else (),
         tuple(zip(said.get("structure.owners", []), _frames(context, "structure"), strict=True)),
@@ -263,18 +263,18 @@ def _frames(context: Context, kind: str) -> list[bytes]:
     return whole
 
 
-def _put_tables(arrays: dict[str, NDArray[Any]], name: str, tables: Sequence[Table]) -> int:
+def _put_tables(arrays: dict[str, NDArray[Any]], name: str, tables: Sequence[NodeValues]) -> int:
     for place, table in enumerate(tables):
         arrays[f"{name}.{place}.ids"], arrays[f"{name}.{place}"] = table.ids, table.values
     return len(tables)
 
 
-def _take_tables(arrays: Mapping[str, NDArray[Any]], name: str, count: int) -> tuple[Table, ...]:
-    return tuple(Table(arrays[f"{name}.{place}.ids"], arrays[f"{name}.{place}"]) for place in range(count))
+def _take_tables(arrays: Mapping[str, NDArray[Any]], name: str, count: int) -> tuple[NodeValues, ...]:
+    return tuple(NodeValues(arrays[f"{name}.{place}.ids"], arrays[f"{name}.{place}"]) for place in range(count))
 
 
-def _at(tables: Sequence[Table], layer: int) -> Table:
-    return tables[layer] if layer < len(tables) else Table()
+def _at(tables: Sequence[NodeValues], layer: int) -> NodeValues:
+    return tables[layer] if layer < len(tables) else NodeValues()
 
 
 def own_secret(context: Context) -> tuple[bytes, bool]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from fedcomp.graphs.adjacency import Adjacency, FullStructure, HaloStructure, normalised
     from fedcomp.graphs.base import (
+        Conditions,
         GraphError,
         MissingRows,
         Operator,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
         Rows,
         StepPlan,
         Structure,
-        Unavailable,
         UnknownStructure,
     )
     from fedcomp.graphs.layers import GraphConvolutions
@@ -32,6 +32,7 @@ __all__ = [
     "SAMPLERS",
     "AdaptiveScale",
     "Adjacency",
+    "Conditions",
     "FullStructure",
     "GraphConvolutions",
     "GraphError",
@@ -43,7 +44,6 @@ __all__ = [
     "SamplerSettings",
     "StepPlan",
     "Structure",
-    "Unavailable",
     "UnknownStructure",
     "draw_batch",
     "normalised",

@@ -233,22 +233,32 @@ class StepPlan:
         return self.layers[0].columns
 
 
+Norms = Sequence[Mapping[int, float]]
+"""Per layer, input layer first: the L2 norm of the vector that a node contributes there, where it is known."""
+
+
 @dataclass(frozen=True)
-class Unavailable:
-    """What a plan must do without.
+class Conditions:
+    """What a plan is made under, beside its settings and its key.
 
     Attributes
     ----------
-    owners : frozenset of int
-        Owners that are absent: their columns of the input layer get weight 0, unless their rows are in ``held``.
+    absent : frozenset of int
+        Owners whose columns have weight 0 at the input layer, unless their rows are in ``held``. At hidden layers they
+        can be used as long as their adjacency rows are known, for no features of them are needed. A part is never
+        absent from itself.
     held : ndarray of int64
         Remote nodes whose feature rows are here already (the cache), ascending. Matters for absent owners only, so that
         a plan without absent owners does not depend on the cache.
+    norms : Norms, optional
+        Of mode "measured": what is known of the norms of every layer's inputs. The norms of owned nodes at the input
+        layer are taken from the features. A node that is not known counts with the root mean square of those candidates
+        of the layer that are; when none is, all count alike.
+    scale : float, optional
+        Of mode "adaptive": s; 1 unless given.
     """
 
-    owners: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
     held: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
-Norms = Sequence[Mapping[int, float]]
-"""Per layer, input layer first: the L2 norm of the vector that a node contributes there, where it is known."""
+    norms: Norms | None = None
+    scale: float | None = None

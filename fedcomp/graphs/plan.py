@@ -17,13 +17,13 @@ import numpy as np
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import as_ids, columns_of
 from fedcomp.graphs.base import (
+    Conditions,
     GraphError,
     Ids,
     Norms,
     Operator,
     Part,
     StepPlan,
-    Unavailable,
     UnknownStructure,
     find,
 )
@@ -36,7 +36,7 @@ MOST_ENTRIES = 1 << 26
 """Non-zeros of all operators of several steps together: 1.5 GiB. Whoever sets the number of steps does not own the
 memory they take."""
 
-_NOBODY = Unavailable()
+_USUAL = Conditions()
 
 
 def draw_batch(ids: Ids, size: int, key: Key) -> Ids:
@@ -72,10 +72,7 @@ def plan_step(
     batch: Ids,
     settings: SamplerSettings,
     key: Key,
-    *,
-    unavailable: Unavailable = _NOBODY,
-    norms: Norms | None = None,
-    scale: float | None = None,
+    conditions: Conditions = _USUAL,
 ) -> StepPlan:
     """Return the plan of one step.
 
@@ -87,16 +84,8 @@ def plan_step(
     settings : SamplerSettings
     key : Key
         Layer l draws from ``key.at(layer=l)``, the input layer is 0.
-    unavailable : Unavailable
-        Absent owners. Columns of theirs have weight 0 at the input layer, unless their rows are held; at hidden layers
-        they can be used as long as their adjacency rows are known, for no features of them are needed. A part is never
-        absent from itself.
-    norms : Norms, optional
-        Of mode "measured": what is known of the norms of every layer's inputs, one mapping per layer. The norms of
-        owned nodes at the input layer are taken from the features. A node that is not known counts with the root mean
-        square of those candidates of the layer that are; when none is, all count alike.
-    scale : float, optional
-        Of mode "adaptive": s; 1 unless given.
+    conditions : Conditions
+        Absent owners, and what is known of norms and scale.
 
     Raises
     ------
@@ -105,8 +94,8 @@ def plan_step(
     GraphError
         For a batch with repeats, ids out of range, or nodes of another owner.
     ConfigError
-        When ``scale`` is given for another mode or is below 1, ``norms`` do not fit the layers, or the sampler does not
-        fit the structure.
+        When a scale is given for another mode or is below 1, norms do not fit the layers, or the sampler does not fit
+        the structure.
     """
     batch = as_ids(batch, part.structure.nodes)
     if len(np.unique(batch)) != len(batch):
@@ -114,11 +103,11 @@ def plan_step(
     part.positions(batch)
     if settings.skews and settings.favour == "halo":
         # Before the walk: the rows this takes are then asked for while the walk has not passed them, in the same trips.
-        reach(part, (settings.layers - 1) // 2, unavailable)
+        reach(part, (settings.layers - 1) // 2, conditions.absent)
     ids, operators = batch, []
     for level in reversed(range(settings.layers)):
         uniforms = key.at(layer=level).uniform
-        one = plan_layer(part, ids, settings, level, uniforms, unavailable=unavailable, norms=norms, scale=scale)
+        one = plan_layer(part, ids, settings, level, uniforms, conditions)
         operators.append(one)
         ids = one.columns
     remote = ids[~part.owned(ids)]
@@ -131,10 +120,7 @@ def plan_layer(
     settings: SamplerSettings,
     level: int,
     uniforms: Uniforms,
-    *,
-    unavailable: Unavailable = _NOBODY,
-    norms: Norms | None = None,
-    scale: float | None = None,
+    conditions: Conditions = _USUAL,
 ) -> Operator:
     """Return the operator of one layer, whose outputs are ``ids``.
 
@@ -148,7 +134,7 @@ def plan_layer(
 
     Other parameters and errors are those of :func:`plan_step`.
     """
-    given = _given_scale(settings, scale)
+    given, norms = _given_scale(settings, conditions.scale), conditions.norms
     if norms is not None and len(norms) != settings.layers:
         raise ConfigError(
             f"norms of {len(norms)} layers for a sampler of {settings.layers}; give one mapping per layer"
@@ -156,8 +142,8 @@ def plan_layer(
     rows = part.structure.rows(ids)
     candidates, positions = columns_of(rows)
     owned = part.owned(candidates)
-    usable = _usable(part, candidates, owned, level, unavailable)
-    favoured = _favoured(part, candidates, owned, settings, level, unavailable)
+    usable = _usable(part, candidates, owned, level, conditions)
+    favoured = _favoured(part, candidates, owned, settings, level, conditions.absent)
     certain = np.zeros(len(positions), bool)
     if settings.keep_self:
         certain = (rows.columns == np.repeat(rows.ids, np.diff(rows.indptr))) & owned[positions]
@@ -178,9 +164,7 @@ def plan_round(
     steps: int,
     batch_size: int,
     purpose: str = "train",
-    unavailable: Unavailable = _NOBODY,
-    norms: Norms | None = None,
-    scale: float | None = None,
+    conditions: Conditions = _USUAL,
 ) -> list[StepPlan]:
     """Return the plans of a round's steps.
 
@@ -216,7 +200,7 @@ def plan_round(
         else:
             batch = part.test
         try:
-            plan = plan_step(part, batch, settings, key, unavailable=unavailable, norms=norms, scale=scale)
+            plan = plan_step(part, batch, settings, key, conditions)
             held += sum(len(layer.values) for layer in plan.layers)
             if plans and held > MOST_ENTRIES:
                 raise ConfigError(
@@ -262,32 +246,32 @@ def _given_scale(settings: SamplerSettings, scale: float | None) -> float:
     return float(scale)
 
 
-def _usable(part: Part, candidates: Ids, owned: Bools, level: int, unavailable: Unavailable) -> Bools:
+def _usable(part: Part, candidates: Ids, owned: Bools, level: int, conditions: Conditions) -> Bools:
     usable = np.ones(len(candidates), bool)
-    if not unavailable.owners:
+    if not conditions.absent:
         return usable
     remote = np.flatnonzero(~owned)
-    gone = np.isin(part.structure.owner_of(candidates[remote]), list(unavailable.owners))
+    gone = np.isin(part.structure.owner_of(candidates[remote]), list(conditions.absent))
     theirs = remote[gone]
     if level > 0:
         usable[theirs] = part.structure.known(candidates[theirs])
     else:
-        usable[theirs] = find(unavailable.held, candidates[theirs])[0]
+        usable[theirs] = find(conditions.held, candidates[theirs])[0]
     return usable
 
 
 def _favoured(
-    part: Part, candidates: Ids, owned: Bools, settings: SamplerSettings, level: int, unavailable: Unavailable
+    part: Part, candidates: Ids, owned: Bools, settings: SamplerSettings, level: int, absent: frozenset[int]
 ) -> Bools:
     if settings.favour == "owned" or not settings.skews or level == 0:
         return owned
     if level >= settings.layers - level:
         # The batch is owned, and what a layer chooses from is as many hops from it as there are layers from here up.
         return np.ones(len(candidates), bool)
-    return owned | find(reach(part, level, unavailable), candidates)[0]
+    return owned | find(reach(part, level, absent), candidates)[0]
 
 
-def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:
+def reach(part: Part, hops: int, absent: frozenset[int] = frozenset()) -> Ids:
     """Return the nodes that are within so many hops of an owned node along rows of P, ascending.
 
     Computed once for a structure and kept in the part's memo, as long as nothing of it had to be left out. What follows
@@ -305,10 +289,10 @@ def reach(part: Part, hops: int, unavailable: Unavailable = _NOBODY) -> Ids:
     made = part.memo.get(name)
     # One hop is what the owner's own rows say, which every structure of the part has.
     if made is None or (hops > 1 and made[0] is not part.structure):
-        inner = reach(part, hops - 1, unavailable)
+        inner = reach(part, hops - 1, absent)
         known = part.structure.known(inner)
         if not known.all():
-            gone = np.isin(part.structure.owner_of(inner[~known]), list(unavailable.owners))
+            gone = np.isin(part.structure.owner_of(inner[~known]), list(absent))
             known[np.flatnonzero(~known)[~gone]] = True  # asked for below, and missed there by name
         whole = bool(known.all())
         found = np.union1d(inner, part.structure.rows(inner[known]).columns)

@@ -570,7 +570,7 @@ def _implied(mode: int, counts: Ids) -> NDArray[np.float64]:
     return (1 / parts.astype(np.float32)).astype(np.float64) if mode == 1 else 1 / parts.astype(np.float64)
 
 
-class Auto(RowCodec):
+class ShortestExact(RowCodec):
     """The shortest of the others that is exact for the rows at hand; the frame says which.
 
     ``select`` chooses again: the shortest for all rows need not be the shortest for some.
@@ -616,7 +616,7 @@ _CSR: Final[Mapping[np.dtype[Any], RowCodec]] = {form.dtype: form for form in (C
 _ALL: Final = (DenseF32(), DenseF16(), DenseF64(), Int8(), Csr(), CsrF16(), CsrF64(), Binary())
 _FORMS: Final[Mapping[int, RowCodec]] = {form.codec_id: form for form in _ALL}
 
-ROW_CODECS: Final[Mapping[str, RowCodec]] = MappingProxyType({form.name: form for form in (*_ALL, Auto())})
+ROW_CODECS: Final[Mapping[str, RowCodec]] = MappingProxyType({form.name: form for form in (*_ALL, ShortestExact())})
 """By name."""
 
 

@@ -319,7 +319,7 @@ def test_measured_norms_travel_as_bytes_and_are_those_of_the_rows() -> None:
     ask = asking(settings, batch_size=4)
     with_norms = Figures.take(nodes.plan(1, ask, norms)[2])
     assert with_norms != Figures.take(Nodes(nodes.parts).plan(1, ask)[2])
-    # Kept, so that the training message need not bring them.
+    # OwnerState, so that the training message need not bring them.
     assert Figures.take(nodes.plan(1, ask)[2]) == with_norms
     with pytest.raises(GraphError, match="norms come from part 3"):
         nodes.plan(1, ask, {3: norms[2]})
@@ -330,7 +330,7 @@ def test_norms_of_hidden_layers_are_those_that_training_saw() -> None:
     settings = SamplerSettings(n=40, mode="measured", scale=1.0)
     ask, wants, _ = nodes.plan(0, asking(settings))
     nodes.carry_out(0, ask, nodes.rows(0, ask, wants))
-    kept = gcn_state.Kept.load(
+    kept = gcn_state.OwnerState.load(
         nodes.contexts[0], replace(ask, round=2), nodes.parts[0], fedcomp.clients.gcn._reader(nodes.parts[0], ask)
     )
     (table,) = kept.hidden

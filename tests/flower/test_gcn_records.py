@@ -15,7 +15,7 @@ from fedcomp.errors import StateError
 from fedcomp.flower import gcn, gcn_state
 from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.gcn import Ask, Figures, expect, put_frames, take_frames
-from fedcomp.flower.gcn_state import Kept, Table, Turn, keep_secret, own_secret
+from fedcomp.flower.gcn_state import NodeValues, OwnerState, PastTurn, keep_secret, own_secret
 from fedcomp.flower.payload import INLINE_LIMIT, STYPE, PayloadError, is_frame, models, put_frame
 from fedcomp.flower.protocol import OWN_FRAMES, is_own
 from fedcomp.graphs.base import Operator, StepPlan
@@ -146,17 +146,17 @@ def rows(*ids: int) -> bytes:
     return CODEC.encode(np.array(ids), values)
 
 
-def holding(context: Context, ask: Ask) -> Kept:
-    return Kept.load(context, ask, PART, read)
+def holding(context: Context, ask: Ask) -> OwnerState:
+    return OwnerState.load(context, ask, PART, read)
 
 
 def ids_of(*ids: int) -> Any:
     return np.array(ids, np.int64)
 
 
-def turn(ask: Ask, kept: Kept, *frames: bytes, used: Any = (), seen: tuple[Table, ...] = ()) -> Turn:
+def turn(ask: Ask, kept: OwnerState, *frames: bytes, used: Any = (), seen: tuple[NodeValues, ...] = ()) -> PastTurn:
     by_owner = dict(enumerate(frames))
-    return Turn(ask.session, ask.turn, kept.rows_of, by_owner, ids_of(*used), seen)
+    return PastTurn(ask.session, ask.turn, kept.rows_of, by_owner, ids_of(*used), seen)
 
 
 def test_rows_of_a_turn_join_the_cache_when_another_one_begins() -> None:
@@ -164,7 +164,7 @@ def test_rows_of_a_turn_join_the_cache_when_another_one_begins() -> None:
     kept = holding(context, first)
     assert not len(kept.cache)
     assert not kept.stored
-    seen = (Table(ids_of(1, 2), np.array([0.5, 0.25])),)
+    seen = (NodeValues(ids_of(1, 2), np.array([0.5, 0.25])),)
     replace(kept, last=turn(first, kept, rows(20, 22), rows(30), seen=seen)).save(context)
     again = holding(context, first)
     assert not len(again.cache)
@@ -185,8 +185,8 @@ def test_rows_of_a_turn_join_the_cache_when_another_one_begins() -> None:
 
 def test_norms_of_hidden_layers_are_of_one_session_and_cached_rows_of_the_graph() -> None:
     context, first = Context(1, 1, {}, RecordDict(), {}), replace(ASK, cache="all", absent=())
-    kept = holding(context, first).received(first, Table(ids_of(35), np.array([2.0])), [(0, b"frame")])
-    seen = (Table(ids_of(1), np.array([0.5])),)
+    kept = holding(context, first).received(first, NodeValues(ids_of(35), np.array([2.0])), [(0, b"frame")])
+    seen = (NodeValues(ids_of(1), np.array([0.5])),)
     replace(kept, last=turn(first, kept, rows(20), seen=seen)).save(context)
     other = holding(context, replace(first, session="t"))
     assert other.cache.ids.tolist() == [20]
@@ -196,7 +196,7 @@ def test_norms_of_hidden_layers_are_of_one_session_and_cached_rows_of_the_graph(
     assert other.structure_at(replace(first, session="t")) == ()
     assert not len(holding(context, replace(first, round=2, noise=0.0)).cache)
     assert not len(holding(context, replace(first, round=2, row_codec="csr")).cache)
-    moved = Kept.load(context, replace(first, round=2), replace(PART, digest="other"), read)
+    moved = OwnerState.load(context, replace(first, round=2), replace(PART, digest="other"), read)
     assert not len(moved.cache)
     assert not len(moved.norms.ids)
 
@@ -220,17 +220,17 @@ def test_rows_of_the_adjacency_that_come_twice_are_kept_once() -> None:
     ask = replace(ASK, absent=())
     kept = holding(Context(1, 1, {}, RecordDict(), {}), ask)
     for _ in range(2):
-        kept = kept.received(ask, Table(), [(0, b"a"), (2, b"b")])
+        kept = kept.received(ask, NodeValues(), [(0, b"a"), (2, b"b")])
     assert kept.structure_at(ask) == ((0, b"a"), (2, b"b"))
-    assert kept.received(replace(ask, round=2), Table(), [(0, b"c")]).structure == ((0, b"c"),)
+    assert kept.received(replace(ask, round=2), NodeValues(), [(0, b"c")]).structure == ((0, b"c"),)
 
 
 def test_of_two_numbers_for_a_node_the_later_one_counts() -> None:
-    old, new = Table(ids_of(1, 3), np.array([1.0, 3.0])), Table(ids_of(2, 3), np.array([20.0, 30.0]))
+    old, new = NodeValues(ids_of(1, 3), np.array([1.0, 3.0])), NodeValues(ids_of(2, 3), np.array([20.0, 30.0]))
     both = old.updated(new)
     assert both.ids.tolist() == [1, 2, 3]
     assert both.values.tolist() == [1.0, 20.0, 30.0]
-    assert old.updated(Table()) is old
+    assert old.updated(NodeValues()) is old
 
 
 @pytest.mark.parametrize("lost", [gcn_state._ARRAYS, gcn_state._CACHE, f"{gcn_state._FRAMES}rows/0"])

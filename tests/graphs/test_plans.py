@@ -14,7 +14,7 @@ from graph_toys import cut, taught, toy_adjacency, toy_features, toy_owner, toy_
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import normalised
-from fedcomp.graphs.base import GraphError, Ids, Part, StepPlan, Unavailable, UnknownStructure
+from fedcomp.graphs.base import Conditions, GraphError, Ids, Part, StepPlan, UnknownStructure
 from fedcomp.graphs.inclusion import waterfill
 from fedcomp.graphs.plan import draw_batch, plan_layer, plan_round, plan_step, wanted
 from fedcomp.graphs.settings import SAMPLERS, SamplerSettings
@@ -119,15 +119,15 @@ def test_an_adaptive_scale_is_the_one_that_is_passed_in(options: dict[str, Any])
     part = toy_parts(80, 4, 6.0)[1]
     adaptive = SamplerSettings(n=12, mode="adaptive", **options)
     for given in (None, 1.0, 3.0):
-        plan = plan_step(part, part.train[:4], adaptive, Key(0), scale=given)
+        plan = plan_step(part, part.train[:4], adaptive, Key(0), conditions=Conditions(scale=given))
         fixed = SamplerSettings(n=12, mode="fixed", scale=given or 1.0, **options)
         assert same(plan, plan_step(part, part.train[:4], fixed, Key(0)))
     with pytest.raises(ConfigError, match="only 'adaptive'"):
-        plan_step(part, part.train[:4], SamplerSettings(), Key(0), scale=2.0)
+        plan_step(part, part.train[:4], SamplerSettings(), Key(0), Conditions(scale=2.0))
     with pytest.raises(ConfigError, match="at least 1"):
-        plan_step(part, part.train[:4], adaptive, Key(0), scale=0.5)
+        plan_step(part, part.train[:4], adaptive, Key(0), Conditions(scale=0.5))
     with pytest.raises(ConfigError, match="one mapping per layer"):
-        plan_step(part, part.train[:4], SamplerSettings(mode="measured"), Key(0), norms=[{}])
+        plan_step(part, part.train[:4], SamplerSettings(mode="measured"), Key(0), Conditions(norms=[{}]))
 
 
 @pytest.mark.parametrize("sampler", ["skewed", "node", "ladies", "fastgcn", "boundary", "full"])
@@ -137,7 +137,7 @@ def test_7_14_rows_of_an_absent_owner_are_not_asked_for_unless_they_are_held(sam
     whole = plan_step(part, part.train, settings, Key(0))
     theirs = whole.remote[whole.owners == 2]
     assert len(theirs) > 1
-    lost = plan_step(part, part.train, settings, Key(0), unavailable=Unavailable(frozenset({2})))
+    lost = plan_step(part, part.train, settings, Key(0), conditions=Conditions(frozenset({2})))
     assert 2 not in lost.owners
     assert 0.0 < lost.layers[0].lost_mass < 1.0
     # Their rows of P are known, and no features of hidden layers travel: the top layer is as it was.
@@ -146,12 +146,12 @@ def test_7_14_rows_of_an_absent_owner_are_not_asked_for_unless_they_are_held(sam
     assert np.array_equal(top.values, before.values)
     assert top.lost_mass == 0.0
     assert any(toy_owner(80, 4)[one] == 2 for one in top.columns)
-    held = Unavailable(frozenset({2}), np.sort(theirs[:1]))
-    some = plan_layer(part, top.columns, settings, 0, lambda count: np.zeros(count), unavailable=held)
+    held = Conditions(frozenset({2}), np.sort(theirs[:1]))
+    some = plan_layer(part, top.columns, settings, 0, lambda count: np.zeros(count), conditions=held)
     assert set(some.columns[toy_owner(80, 4)[some.columns] == 2]) <= set(theirs[:1])
     assert some.lost_mass < lost.layers[0].lost_mass
-    every = Unavailable(frozenset({2}), np.flatnonzero(toy_owner(80, 4) == 2))
-    assert same(plan_step(part, part.train, settings, Key(0), unavailable=every), whole)
+    every = Conditions(frozenset({2}), np.flatnonzero(toy_owner(80, 4) == 2))
+    assert same(plan_step(part, part.train, settings, Key(0), conditions=every), whole)
 
 
 @pytest.mark.long
@@ -165,7 +165,7 @@ def test_7_14_lost_mass_is_the_share_of_the_base_weight_of_what_cannot_be_had(sa
     held = np.flatnonzero((owner == 2) & (weights > 0.0))[:2]
     gone = (owner == 2) & ~np.isin(np.arange(80), held)
     settings = SamplerSettings(sampler=sampler, weight=weight, n=20, layers=1)
-    [found] = plan_step(part, part.train, settings, Key(0), unavailable=Unavailable(frozenset({2}), held)).layers
+    [found] = plan_step(part, part.train, settings, Key(0), conditions=Conditions(frozenset({2}), held)).layers
     assert found.lost_mass == pytest.approx(weights[gone].sum() / weights.sum(), rel=1e-12)
     assert found.lost_mass > 0.0
 
@@ -178,19 +178,19 @@ def test_7_14_other_candidates_keep_their_uniform_numbers_when_an_owner_vanishes
     weights = np.bincount(positions, rows.values) * np.where(part.owned(candidates), 2.0, 1.0)
     gone = np.isin(toy_owner(80, 4)[candidates], [0, 3])
     for seed in range(5):
-        lost = plan_step(part, part.train, settings, Key(seed), unavailable=Unavailable(frozenset({0, 3})))
+        lost = plan_step(part, part.train, settings, Key(seed), conditions=Conditions(frozenset({0, 3})))
         kept = Key(seed).uniform(len(candidates)) < waterfill(np.where(gone, 0.0, weights), 20)
         assert lost.inputs.tolist() == candidates[kept].tolist()
 
 
 def test_7_14_an_absent_owner_changes_nothing_for_local_only_and_a_part_is_never_absent_from_itself() -> None:
     part = toy_parts(80, 4, 8.0)[1]
-    absent = Unavailable(frozenset({0, 1, 2, 3}))
+    absent = Conditions(frozenset({0, 1, 2, 3}))
     local = SamplerSettings(sampler="local")
-    found = plan_step(part, part.train, local, Key(0), unavailable=absent)
+    found = plan_step(part, part.train, local, Key(0), conditions=absent)
     assert same(found, plan_step(part, part.train, local, Key(0)))
     assert [one.lost_mass for one in found.layers] == [0.0, 0.0]
-    alone = plan_step(part, part.train, SamplerSettings(), Key(0), unavailable=absent)
+    alone = plan_step(part, part.train, SamplerSettings(), Key(0), conditions=absent)
     assert len(alone.remote) == 0
     assert len(alone.inputs) > 0
 
@@ -216,23 +216,23 @@ def test_7_14_unknown_rows_of_an_absent_owner_are_done_without_in_a_halo_structu
     part = toy_parts(80, 4, 6.0, structure="halo")[1]
     adjacency, owner = toy_adjacency(80, 4, 6.0), toy_owner(80, 4)
     settings = SamplerSettings(sampler="full")
-    absent = Unavailable(frozenset({2}))
+    absent = Conditions(frozenset({2}))
     with pytest.raises(UnknownStructure) as caught:
-        plan_step(part, part.train, settings, Key(0), unavailable=absent)
+        plan_step(part, part.train, settings, Key(0), conditions=absent)
     assert 2 not in owner[caught.value.ids]
-    plan = plan_step(taught(part, adjacency, owner, caught.value.ids), part.train, settings, Key(0), unavailable=absent)
+    plan = plan_step(taught(part, adjacency, owner, caught.value.ids), part.train, settings, Key(0), conditions=absent)
     assert 2 not in owner[plan.layers[1].columns]
     assert plan.layers[1].lost_mass > 0.0
     known = np.flatnonzero(owner == 2)
     again = taught(taught(part, adjacency, owner, caught.value.ids), adjacency, owner, known)
-    assert 2 in owner[plan_step(again, part.train, settings, Key(0), unavailable=absent).layers[1].columns]
+    assert 2 in owner[plan_step(again, part.train, settings, Key(0), conditions=absent).layers[1].columns]
 
 
 def test_favouring_a_halo_asks_a_halo_structure_for_its_ring_and_does_without_absent_owners() -> None:
     settings = SamplerSettings(n=30, favour="halo", layers=5)
     adjacency, owner = toy_adjacency(90, 6, 3.0, 2), toy_owner(90, 6)
     part = toy_parts(90, 6, 3.0, seed=2, structure="halo")[1]
-    absent = Unavailable(frozenset({4}))
+    absent = Conditions(frozenset({4}))
     asked = []
     while (ids := lacking(part, settings, absent)) is not None:
         asked.append(set(ids.tolist()))
@@ -242,7 +242,7 @@ def test_favouring_a_halo_asks_a_halo_structure_for_its_ring_and_does_without_ab
     assert asked[0] == set(ring[owner[ring] != 4].tolist())
     assert 1 < len(asked) <= 4
     assert all(4 not in owner[sorted(ids)] for ids in asked)
-    plan = plan_step(part, part.train, settings, Key(0), unavailable=absent)
+    plan = plan_step(part, part.train, settings, Key(0), conditions=absent)
     assert 4 not in plan.owners
     assert "reach/2" not in part.memo
     with pytest.raises(UnknownStructure):
@@ -253,27 +253,27 @@ def test_a_plan_does_not_depend_on_what_the_process_remembers_of_rows_it_was_sen
     """A node that plans in one process and trains in another has to come to the same rows in both."""
     settings = SamplerSettings(n=30, favour="halo", layers=5, mode="fixed", scale=4.0)
     adjacency, owner = toy_adjacency(90, 6, 2.0, 4), toy_owner(90, 6)
-    bare, absent = toy_parts(90, 6, 2.0, seed=4, structure="halo")[1], Unavailable(frozenset({0}))
+    bare, absent = toy_parts(90, 6, 2.0, seed=4, structure="halo")[1], Conditions(frozenset({0}))
     wise = taught(bare, adjacency, owner, np.flatnonzero(owner != 1))
     plan_step(wise, wise.train, settings, Key(0))
     older, fresh = replace(wise, structure=bare.structure), replace(bare, memo={})
-    asked = [lacking(part, settings, Unavailable()) for part in (older, fresh)]
+    asked = [lacking(part, settings, Conditions()) for part in (older, fresh)]
     assert asked[0] is not None
     assert np.array_equal(asked[0], asked[1])
     # Now without an owner whose rows were once here.
     theirs = np.flatnonzero(owner > 1)
     plans = [
-        plan_step(taught(part, adjacency, owner, theirs), part.train, settings, Key(3), unavailable=absent)
+        plan_step(taught(part, adjacency, owner, theirs), part.train, settings, Key(3), conditions=absent)
         for part in (older, fresh)
     ]
     assert same(*plans)
     assert [one.local_mass for one in plans[0].layers] == [one.local_mass for one in plans[1].layers]
 
 
-def lacking(part: Part, settings: SamplerSettings, unavailable: Unavailable) -> Ids | None:
+def lacking(part: Part, settings: SamplerSettings, conditions: Conditions) -> Ids | None:
     """Return the nodes whose rows a plan asks for, None when it has all."""
     try:
-        plan_step(part, part.train, settings, Key(0), unavailable=unavailable)
+        plan_step(part, part.train, settings, Key(0), conditions=conditions)
     except UnknownStructure as error:
         return error.ids
     return None

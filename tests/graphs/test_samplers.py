@@ -10,7 +10,7 @@ import pytest
 from graph_toys import toy_parts
 
 from fedcomp.errors import ConfigError
-from fedcomp.graphs.base import Operator, Part
+from fedcomp.graphs.base import Conditions, Operator, Part
 from fedcomp.graphs.inclusion import local_mass, waterfill
 from fedcomp.graphs.plan import plan_layer, plan_step, reach
 from fedcomp.graphs.samplers import _filled, column_ends
@@ -79,7 +79,7 @@ def test_measured_takes_norms_from_features_and_from_what_was_seen_and_the_mean_
     norms[owned] = np.linalg.norm(part.features[np.searchsorted(part.ids, candidates[owned])], axis=1)
     norms[~owned] = [told.get(int(one), np.nan) for one in remote]
     norms[np.isnan(norms)] = np.sqrt(np.nanmean(np.square(norms)))
-    found = plan_step(part, batch, settings, Key(0), norms=[told]).layers[0].scale
+    found = plan_step(part, batch, settings, Key(0), Conditions(norms=[told])).layers[0].scale
     assert found == pytest.approx(expected(norms), rel=1e-9)
     # No features are of a hidden layer: there, without any norm, all count alike.
     hidden = plan_step(part, batch, SamplerSettings(n=5, mode="measured", budget=1.4), Key(0)).layers[1].scale
@@ -92,7 +92,7 @@ def test_measured_in_rows_is_the_rule_of_every_row() -> None:
     batch = part.train[:4]
     norms = {one: 1.0 + one % 5 for one in range(60)}
     settings = SamplerSettings(sampler="node", fanout=3, mode="measured", budget=1.2)
-    found = plan_step(part, batch, settings, Key(0), norms=[{}, norms]).layers[1]
+    found = plan_step(part, batch, settings, Key(0), Conditions(norms=[{}, norms])).layers[1]
     expected = []
     for row in batch:
         u, candidates, owned = columns(part, [row])
