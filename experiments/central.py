@@ -501,6 +501,7 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     if codec.remembers:
         raise ConfigError(f"{codec!r} keeps a memory on its client, which is not simulated here; run it on an engine")
     strategy.declare(spec.clients)
+    strategy.within(lambda arrays, number: layout)
     task = get_task(spec.task, **below(settings, TASK_PREFIX))
     clients = Clients(task, spec.clients, spec.seed, _training(settings), lossless=codec.lossless)
     layout, vector = clients.layout, clients.vector
@@ -514,8 +515,8 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
             if strategy.over(number):
                 break
             record = to_record(layout.unflatten(vector))
-            strategy.adopt(record, layout)
-            drawn = [m.metadata.dst_node_id for m in strategy.ask(number, record, ConfigRecord({}), grid)]
+            asked = strategy.configure_train(number, record, ConfigRecord({}), grid)
+            drawn = [message.metadata.dst_node_id for message in asked]
             if not drawn:
                 break
             trained = ((node, clients.update(partition[node], number, vector)) for node in drawn)

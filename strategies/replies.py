@@ -7,31 +7,24 @@ the round's report; only then does an aggregation begin.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Codec
-from fedcomp.codecs.base import norm
-from fedcomp.errors import FedcompError, LayoutError
-from fedcomp.exact import check_exact, decode_exact
-from fedcomp.flower.payload import NODE_RECORD, models, take_frame, take_node
-from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
-from fedcomp.flower.records import read_array
+from fedcomp.errors import FedcompError
+from fedcomp.flower.payload import models, take_node
+from fedcomp.flower.protocol import PREFIX
 from fedcomp.flower.report import Report, shorten
-from fedcomp.layout import Layout, TensorSpec, Vector
-from fedcomp.rng import Key
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.partitions import Holders
 from fedcomp.wire import Frame
 
 T = TypeVar("T")
+M = TypeVar("M", bound="Weighed")
 Arrays = Mapping[str, NDArray[Any]]
 
 MAX_WEIGHT: Final = 2**63
@@ -93,6 +86,15 @@ class Sent:
     sequence: int
     base: Arrays | None = None
     record: str = ""
+
+
+class Weighed(Protocol):
+    """What a guard looks at of what came from one client."""
+
+    sent: Sent
+    weight: float
+    norm: float | None
+    outlier: bool
 
 
 @dataclass
@@ -194,103 +196,15 @@ def _excess(content: RecordDict) -> str:
     return f"the reply's lists hold {numbers} numbers; at most {MAX_NUMBERS} are read" if numbers > MAX_NUMBERS else ""
 
 
-def admit(
-    sent: Sent,
-    reply: Message,
-    codec: Codec,
-    layout: Layout,
-    model: Arrays,
-    weight_key: str | None,
-    key: Key,
-    *,
-    bare: bool = False,
-    start: Vector | None = None,
-) -> Arrival:
-    """Check ``reply`` completely and return it.
+def note_arrivals(arrivals: Iterable[Arrival], report: Report, *, models_asked: bool = False) -> None:
+    """Note in ``report`` what arrived, and how.
 
     Parameters
     ----------
-    model : mapping of name to ndarray
-        The server's model, against which buffers and plain arrays are checked.
-    weight_key : str or None
-        The metric that weighs the update; None when the inner strategy has no such notion.
-    key : Key
-        The round's random stream without the partition: a sender does not choose its own random coordinates.
-    bare : bool
-        Read the update alone, as a private round does: buffers keep the values of ``model``, whatever the reply holds.
-    start : float32 array, shape (layout size,), optional
-        What clients trained from, unless the message held a model of its own. With it the update's norm is measured.
-
-    Raises
-    ------
-    Rejected
-        When anything about it is wrong.
+    models_asked : bool
+        Whether whole models are what clients were asked for: then nobody lacks a mod.
     """
-    content = reply.content
-    try:
-        header = content.config_records.get(NODE_RECORD, ConfigRecord())
-        metrics_name, weight = weight_of(content, weight_key)
-        frame = take_frame(content, UPDATE)
-        rest = strip(content)
-        if not bare:
-            rest.update(beside(content, "" if frame is not None else _model_in(sent, reply)))
-        if frame is None:
-            plain = read_plain(reply, layout, model) if bare else None
-            arrival = _admit_plain(sent, reply, rest, layout, model) if plain is None else _plain(sent, reply, plain)
-        else:
-            sequence = integer(header, "sequence")
-            if sequence != sent.sequence:
-                raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
-            bundle = codec.verify(frame, layout, key.at(partition=take_node(reply) or 0))
-            received = model if bare else decode_exact(take_frame(content, EXACT), layout)
-            exact = {t.name: check_exact(received[t.name], t, model[t.name]) for t in layout.exact}
-            arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
-            arrival.sequence = sequence
-            arrival.generation = integer(header, "generation") if "generation" in header else 0
-            if start is not None and not codec.lossless:
-                arrival.norm = codec.norm(bundle, layout)
-        if start is not None and arrival.norm is None:
-            # Whole models arrived: the update is what they changed.
-            whole = layout.flatten(arrival.plain) if arrival.plain is not None else codec.decode(bundle, layout)
-            arrival.norm = norm(whole, start if sent.base is None else layout.flatten(sent.base))
-        if arrival.record in rest or arrival.record.startswith(PREFIX):
-            raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")
-    except Rejected:
-        raise
-    except FedcompError as error:
-        raise Rejected(f"{type(error).__name__}: {error}") from error
-    arrival.metrics_name, arrival.weight = metrics_name, weight
-    arrival.rolled_back = header.get("rolled-back") is True
-    unsupported = header.get("unsupported")
-    arrival.unsupported = unsupported if isinstance(unsupported, str) else ""
-    memory = header.get("memory")
-    if isinstance(memory, float) and 0.0 <= memory < math.inf:
-        arrival.memory = memory
-    elif memory is not None:
-        # What is only reported costs nobody an update.
-        arrival.remark = shorten(f"a client's memory ratio is {memory!r}, expected a finite number >= 0; left out")
-    return arrival
-
-
-def consistent(
-    arrivals: list[Arrival],
-    report: Report,
-    usual: Usual | None = None,
-    guard: Norms | None = None,
-    past: Sequence[Report] = (),
-) -> list[Arrival]:
-    """Return the arrivals that name records and metrics as most do, and note in ``report`` what arrived.
-
-    Flower ends the whole run when replies disagree; here an odd client costs its own update only. See :func:`agreeing`.
-
-    Parameters
-    ----------
-    guard, past
-        As of :func:`ordinary`.
-    """
-    kept = agreeing([(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node, usual)
-    kept = ordinary(kept, report, guard, past)
-    for arrival in kept:
+    for arrival in arrivals:
         node = arrival.sent.node
         report.plain += arrival.plain is not None
         report.compressed += arrival.plain is None
@@ -300,18 +214,15 @@ def consistent(
             report.fresh.append(node)
         if arrival.unsupported:
             report.unsupported[node] = shorten(arrival.unsupported)
-        elif arrival.plain is not None:
+        elif arrival.plain is not None and not models_asked:
             report.without_mod.append(node)
         if arrival.memory is not None:
             report.memory[node] = arrival.memory
         if arrival.remark:
             report.notes.append(arrival.remark)
-    return kept
 
 
-def ordinary(
-    arrivals: list[Arrival], report: Report, guard: Norms | None = None, past: Sequence[Report] = ()
-) -> list[Arrival]:
+def ordinary(arrivals: list[M], report: Report, guard: Norms | None = None, past: Sequence[Report] = ()) -> list[M]:
     """Note norm and weight of each arrival in ``report``; return those that ``guard`` lets pass, and reject the others.
 
     Parameters
@@ -384,76 +295,9 @@ def _form(name: str, content: RecordDict) -> str:
     return json.dumps([name, kinds, *sorted(models(content))], sort_keys=True)
 
 
-def _admit_plain(sent: Sent, reply: Message, rest: RecordDict, layout: Layout, model: Arrays) -> Arrival:
-    name = _model_in(sent, reply)
-    record = reply.content.array_records[name]
-    if set(record) != set(layout.order):
-        raise Rejected(f"reply holds the tensors {sorted(record)[:5]}..., expected {sorted(layout.order)[:5]}...")
-    plain = {t.name: _read_array(record[t.name], t) for t in (*layout.tensors, *layout.exact)}
-    exact = {t.name: check_exact(plain[t.name], t, model[t.name]) for t in layout.exact}
-    require_finite(plain, layout)
-    return Arrival(sent, reply, rest, name, exact, plain=plain)
-
-
-def _model_in(sent: Sent, reply: Message) -> str:
-    """Return the name of the model in a dense reply: the message's own, or the only one."""
-    found = models(reply.content)
-    if sent.record in found:
-        return sent.record
-    if len(found) != 1:
-        raise Rejected(
-            f"reply holds {len(found)} ArrayRecords {sorted(found)[:5]}, expected exactly one, the model, or the "
-            f"message's own name for it, {sent.record!r}, among them"
-        )
-    return next(iter(found))
-
-
 def beside(content: RecordDict, model: str) -> dict[str, ArrayRecord]:
     """Return the ArrayRecords that an app put beside the one called ``model``, which is empty when that is a frame."""
     return {k: v for k, v in models(content).items() if k != model and not k.startswith(PREFIX)}
-
-
-def read_plain(reply: Message, layout: Layout, model: Arrays) -> Arrays:
-    """Return a dense reply's tensors of the vector, with the buffers of ``model``; what else it holds is not read.
-
-    Raises
-    ------
-    Rejected
-        When a tensor is missing, or has another shape or kind of elements.
-    """
-    records = reply.content.array_records
-    if len(records) != 1:
-        raise Rejected(f"reply holds {len(records)} ArrayRecords, expected exactly one")
-    record = next(iter(records.values()))
-    missing = [t.name for t in layout.tensors if t.name not in record]
-    if missing:
-        raise Rejected(f"reply lacks the tensors {missing[:5]}")
-    found = {t.name: _read_array(record[t.name], t) for t in layout.tensors}
-    return found | {t.name: model[t.name] for t in layout.exact}
-
-
-def require_finite(arrays: Arrays, layout: Layout) -> None:
-    """Check the tensors of the vector.
-
-    Raises
-    ------
-    Rejected
-        When one of them holds NaN or infinity.
-    """
-    for t in layout.tensors:
-        if not np.isfinite(arrays[t.name]).all():
-            raise Rejected(f"tensor {t.name!r} holds non-finite values")
-
-
-def _plain(sent: Sent, reply: Message, plain: Arrays) -> Arrival:
-    return Arrival(sent, reply, RecordDict(), next(iter(reply.content.array_records)), {}, plain=plain)
-
-
-def _read_array(array: Array, spec: TensorSpec) -> NDArray[Any]:
-    try:
-        return read_array(array, spec.name, spec.shape, spec.dtype)
-    except LayoutError as error:
-        raise Rejected(str(error)) from error
 
 
 def strip(content: RecordDict) -> RecordDict:
@@ -481,17 +325,6 @@ def weight_of(content: RecordDict, key: str | None) -> tuple[str, float]:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < MAX_WEIGHT:
         raise Rejected(f"metric {key!r} is {weight!r}, expected a number >= 0 and < 2**63: it is the update's weight")
     return name, weight
-
-
-def admit_metrics(reply: Message, weight_key: str | None) -> None:
-    """Check the metrics of an evaluation reply; they are all that is used of it.
-
-    Raises
-    ------
-    Rejected
-        When they cannot be averaged.
-    """
-    weight_of(reply.content, weight_key)
 
 
 def integer(header: ConfigRecord, name: str) -> int:

@@ -203,7 +203,7 @@ class NoiseCastToIntegers(_FromReplies):
         for name, array in found.items():
             if array.dtype.kind == "i":
                 seen = [to_arrays(r.content.array_records["arrays"])[name] for r in self._read]
-                noise = gaussian(sigma, array.size, self._entropy("buffers", server_round)) if sigma else np.zeros(1)
+                noise = gaussian(sigma, array.size, self.entropy("buffers", server_round)) if sigma else np.zeros(1)
                 found[name] = np.mean(seen, axis=0).astype(array.dtype) + noise.astype(array.dtype)
         return to_record(found), metrics
 
@@ -326,5 +326,6 @@ class PrivateSupportStrategy(_With):
 class SameSeed(DpFedAvg):
     """Draws the same noise in every round."""
 
-    def _entropy(self, purpose: str, server_round: int) -> Entropy:
+    def entropy(self, purpose: str, server_round: int) -> Entropy:
+        """Forget the round."""
         return make_entropy(Key(self.seed, f"privacy/{purpose}"), insecure_deterministic=True)

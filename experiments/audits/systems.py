@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -35,8 +35,9 @@ from fedcomp.privacy.optimizers import MaskedOptimizer, PrivateOptimizer, TopAgg
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
-from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.lsg import KeptIntake, Lsg
 from fedcomp.strategies.private.strategy import PrivateStrategy
+from fedcomp.strategies.replies import Arrival
 from fedcomp.tasks.teachers import by_hash, wrapping_deal
 
 RANK: Final = 2
@@ -51,13 +52,29 @@ class Steady(Lsg):
     trial: int = 0
     seen: Floats
 
-    def _entropy(self, purpose: str, server_round: int) -> Entropy:
+    def entropy(self, purpose: str, server_round: int) -> Entropy:
+        """Return noise that repeats by trial."""
         return make_entropy(Key(self.trial, f"privacy/{purpose}", server_round), insecure_deterministic=True)
 
     def released(self, noisy: Floats, layout: Layout, server_round: int) -> Any:
         """Keep what the update is made from."""
         self.seen = noisy.copy()
         return super().released(noisy, layout, server_round)
+
+
+class TwoClips(KeptIntake):
+    """Shortens replies as ever and clips the left products and all the rest each by itself."""
+
+    def update(self, arrival: Arrival) -> Any:
+        """Return the kept coordinates, in two parts of norm C at most."""
+        loose = {entry.name: getattr(self, entry.name) for entry in fields(self)} | {"clip": 1e6 * self.clip}
+        out = np.array(KeptIntake(**loose).update(arrival))
+        left = np.zeros(self.plan.short, np.bool_)
+        for piece in self.plan.factored:
+            left[piece.at : piece.at + piece.matrix[0] * piece.rank] = True
+        for part in (left[self.kept], ~left[self.kept]):
+            out[part] = clip_arrays([out[part]], self.clip)[0][0]
+        return out
 
 
 class SeparateClips(Steady):
@@ -68,21 +85,8 @@ class SeparateClips(Steady):
         right = super().mechanism(layout, server_round)
         return NoClip(**{name: getattr(right, name) for name in right.__dataclass_fields__})
 
-    def _short(self, replies: Any, layout: Layout, report: Any) -> Any:
-        tight, plan = self.clip, self._plan
-        assert plan is not None
-        # What comes is shortened as ever, and clipped far beyond C; then the left products, and all the rest.
-        self.clip = 1e6 * tight
-        updates = list(super()._short(replies, layout, report))
-        self.clip = tight
-        left = np.zeros(plan.short, np.bool_)
-        for piece in plan.factored:
-            left[piece.at : piece.at + piece.matrix[0] * piece.rank] = True
-        for node, update in updates:
-            out = np.array(update)
-            for part in (left[self._kept], ~left[self._kept]):
-                out[part] = clip_arrays([out[part]], tight)[0][0]
-            yield node, out
+    def _intake(self, server_round: int, layout: Layout) -> TwoClips:
+        return TwoClips(**vars(super()._intake(server_round, layout)))
 
     def contribution(self, update: Any, layout: Layout, server_round: int) -> Any:
         """Trust it."""

@@ -44,9 +44,10 @@ class Private(Protocol):
 
     Notes
     -----
-    Two more methods are called where a strategy has them: ``adopt(arrays)`` shows it the model before the first round,
-    on whose size a round's cost may depend, and ``declare_records(count)`` tells it the public number of records of all
-    clients, where records are its units.
+    Three more methods are called where a strategy has them: ``adopt(arrays)`` shows it the model before the first
+    round, on whose size a round's cost may depend; ``declare_records(count)`` tells it the public number of records of
+    all clients, where records are its units; and ``may_be_coded(construction)`` says whether other clients may hold
+    what a client sends, as those of a coded round do.
     """
 
     privacy: Ledger

@@ -30,7 +30,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.coded.sharing import Sharing
 from fedcomp.strategies.coded.strategy import Member, Outcome
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.replies import GONE, Rejected, agreeing
 
 if TYPE_CHECKING:
@@ -53,12 +53,7 @@ def require_summable(inner: Strategy) -> tuple[Compressed, FixedPoint]:
             f"groups add integers, {type(inner).__name__} sends floating-point models; wrap it: "
             f"Compressed({type(inner).__name__}(...), FixedPoint(RandomK(1.0), clip=...))"
         )
-    if not is_mean(inner.inner):
-        raise ConfigError(
-            f"{type(inner.inner).__name__} looks at single updates, of which a group's sum shows none; use one of "
-            f"{', '.join(MEANS)}"
-        )
-    inner.check_summed()
+    assert inner.summing is not None
     return inner, fixed_point_of(inner.codec)
 
 

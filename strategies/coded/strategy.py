@@ -58,7 +58,6 @@ from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.coded.report import Coding
 from fedcomp.strategies.partitions import Holders
-from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.replies import Rejected
 from fedcomp.strategies.wrapping import require_inner
 
@@ -375,7 +374,8 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
                 "that work through configure_train and aggregate_train"
             )
         promise = find_private(inner)
-        if isinstance(promise, PrivateStrategy) and not promise.peers_may_see and construction != "noisysum":
+        may_be_coded = getattr(promise, "may_be_coded", lambda construction: True)
+        if not may_be_coded(construction):
             raise ConfigError(
                 f"{type(promise).__name__} trusts the server with updates, not other clients, which relays of the "
                 f"construction {construction!r} are; use distributed_dp() or local_dp()"

@@ -55,7 +55,7 @@ from fedcomp.stateful import Stateful
 from fedcomp.strategies.coded.sharing import GONE
 from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.replies import Rejected, agreeing, strip
 
 if TYPE_CHECKING:
@@ -108,12 +108,7 @@ class SumCode(Stateful):
                 f"a coded sum adds integers, {type(inner).__name__} sends floating-point models; wrap it: "
                 f"Compressed({type(inner).__name__}(...), FixedPoint(RandomK(1.0), clip=...))"
             )
-        if not is_mean(mean := self.mean_of(inner)):
-            raise ConfigError(
-                f"{type(mean).__name__} looks at single updates, of which a coded sum shows none; use one of "
-                f"{', '.join(MEANS)}"
-            )
-        inner.check_summed()
+        mean = inner.summing
         self.settings = settings
         self.inner = inner
         self.codec = fixed_point_of(inner.codec)
@@ -143,10 +138,6 @@ class SumCode(Stateful):
             raise ConfigError("mode='mask' hides updates behind masks that T relays must not know: set private >= 1")
         self.weight_key = weight_key_of(mean) if self.weighted else None
         self.seal = settings.seal is not False
-
-    def mean_of(self, inner: Compressed) -> Strategy:
-        """Return the weighted mean that takes the sum."""
-        return inner.inner
 
     def frozen(self, number: int, nodes: list[int]) -> None:
         """Take note of whose sum is about to be asked for."""
@@ -192,7 +183,7 @@ class SumCode(Stateful):
             now.report.included = []
             for member in now.members:
                 now.report.excluded.setdefault(member.node, f"round skipped: {reason}"[:300])
-            return self.inner.skip_round(now.number)
+            return self.inner.aggregate_sum(now.number, None, 0.0, ())
 
     def plan(self, clients: int, number: int) -> SumPlan:
         """Return the plan of a round with so many clients.

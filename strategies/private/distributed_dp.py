@@ -18,22 +18,19 @@ Error feedback may stand around the codec: memories hold what was clipped and ro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
-import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec, params
 from fedcomp.coding.sumcode import Summed, SumPlan
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import Layout
 from fedcomp.plain import Count
@@ -44,7 +41,8 @@ from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg, Settings
 from fedcomp.strategies.coded.sums import SumCode
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateStrategy
+from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateRule, PrivateStrategy
+from fedcomp.strategies.private.sums import Nothing
 
 _UNKNOWN: Final = 1 << 20
 """Coordinates that stand in for those of a model that was not seen yet."""
@@ -55,6 +53,18 @@ _TRUST: Final = (
     "clients; clients add the noise they are told to add. The noise of {telling} of {asked} clients is taken to be "
     "known; who knows one more, as a client that takes part knows its own, faces {left:.3g} times the noise multiplier"
 )
+
+
+class NoisyRule(PrivateRule):
+    """A sum with the noise in it: post-processing, once it is paid for."""
+
+    def __init__(self, strategy: NoisyMean) -> None:
+        super().__init__(strategy, Nothing)
+
+    @property
+    def mean(self) -> Strategy:
+        """The weighted mean that takes the sum."""
+        return self.strategy.inner
 
 
 class NoisyMean(PrivateStrategy):
@@ -126,7 +136,7 @@ class NoisyMean(PrivateStrategy):
     @property
     def contributors(self) -> int:
         """Clients asked in a round, n: public, and what sums are divided by."""
-        self._require_population()
+        self.require_population()
         return int(self.expected)
 
     def mechanism(self, layout: Layout, server_round: int) -> DistributedSum:
@@ -139,18 +149,16 @@ class NoisyMean(PrivateStrategy):
         if not isinstance(fixed_point_of(codec), BoundedFixedPoint):
             raise ConfigError(f"{codec!r} shows the server single updates; make the strategy with DistributedDp(...)")
 
-    def aggregate_updates(
-        self,
-        server_round: int,
-        updates: Iterable[tuple[int, NDArray[Any]]],
-        layout: Layout,
-        *,
-        report: Report | None = None,
-        support: NDArray[np.int64] | None = None,
-        summed: Layout | None = None,
-    ) -> Outcome:
-        """Release nothing: updates of single clients never get here, and a round without a sum is void."""
-        return None, None
+    def update_rule(self) -> PrivateRule:
+        """Return what this strategy needs: a sum that was made elsewhere.
+
+        Updates of single clients never get here, and a round without a sum is void.
+        """
+        return NoisyRule(self)
+
+    def may_be_coded(self, construction: str) -> bool:
+        """Whether other clients may hold what a client sends: shards of noised integers, of which they learn sums."""
+        return construction == "noisysum"
 
     def pay(self, number: int) -> None:
         """Record the event of a sum, and all who were asked; called before any relay is asked for it.
@@ -163,7 +171,7 @@ class NoisyMean(PrivateStrategy):
         assert self._layout is not None
         size = self._layout.size
         cost = self.event(self.mechanism(self._layout, number), size)
-        self.privacy.record(cost, round=number, participants=self._chosen)
+        self.privacy.record(cost, round=number, participants=self.chosen)
 
     def describe(self) -> str:
         """Return what a client does with its update."""
@@ -197,7 +205,7 @@ class NoisyMean(PrivateStrategy):
                 f"the noise of {mechanism.counted} of {mechanism.contributors} clients makes up the promised one; with "
                 f"fewer than {mechanism.least} contributors a round is void and nothing is decoded"
             ),
-            entropy=self._entropy("statement", 0),
+            entropy=self.entropy("statement", 0),
         )
 
 
@@ -206,12 +214,6 @@ class NoisySum(SumCode):
 
     inner: Compressed
 
-    def mean_of(self, inner: Compressed) -> Strategy:
-        """Return the weighted mean inside of :class:`NoisyMean`."""
-        if not isinstance(inner.inner, NoisyMean):
-            raise ConfigError(f"construction='noisysum' is part of DistributedDp, not of {type(inner.inner).__name__}")
-        return inner.inner.inner
-
     @property
     def noisy(self) -> NoisyMean:
         """The strategy that owns the promise."""
@@ -219,6 +221,9 @@ class NoisySum(SumCode):
         return self.inner.inner
 
     def __init__(self, settings: Settings, inner: Strategy) -> None:
+        held = getattr(inner, "inner", inner)
+        if not isinstance(held, NoisyMean):
+            raise ConfigError(f"construction='noisysum' is part of DistributedDp, not of {type(held).__name__}")
         super().__init__(settings, inner)
         if self.weighted or self.metrics or self.mode != "share" or not self.seal:
             raise ConfigError("a noisy sum has no weights and no metrics, is not masked, and its shards are sealed")

@@ -14,25 +14,23 @@ written down before anybody is asked. Who took part is known to the server, so n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-import numpy as np
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
-from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, chain, get_codec
 from fedcomp.errors import ConfigError
 from fedcomp.feedback import ErrorFeedback
-from fedcomp.flower.report import Report
 from fedcomp.layout import DensityPolicy, Layout
 from fedcomp.privacy.local import Privatise, privatised
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.private.strategy import Outcome, PrivateStrategy
+from fedcomp.strategies.private.strategy import PrivateRule, PrivateStrategy
+from fedcomp.strategies.private.sums import LocalSink
 
 _NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -63,7 +61,6 @@ class LocalMean(PrivateStrategy):
 
     takes_plain: ClassVar[bool] = False
     bounds_updates: ClassVar[bool] = False
-    peers_may_see: ClassVar[bool] = True
 
     def __init__(self, inner: Strategy, privatise: Privatise, **promise: Any) -> None:
         self.privatise = privatise
@@ -90,6 +87,14 @@ class LocalMean(PrivateStrategy):
         if privatised(codec) != self.privatise:
             raise ConfigError(f"{codec!r} does not begin with {self.privatise!r}, which the ledger accounts for")
 
+    def update_rule(self) -> PrivateRule:
+        """Return what this strategy needs: every message alone, and their mean."""
+        return PrivateRule(self, LocalSink)
+
+    def may_be_coded(self, construction: str) -> bool:
+        """Whether other clients may hold what a client sends: it is privatised."""
+        return True
+
     def adopt(self, arrays: ArrayRecord, layout: Layout | None = None) -> None:
         """Take the model: a client noises all coordinates, also where its codec sends some of them only."""
         super().adopt(arrays)
@@ -103,39 +108,6 @@ class LocalMean(PrivateStrategy):
         if chosen and self._layout is not None:
             cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
             self.privacy.record(cost, round=server_round, participants=chosen)
-
-    def aggregate_updates(
-        self,
-        server_round: int,
-        updates: Iterable[tuple[int, NDArray[Any]]],
-        layout: Layout,
-        *,
-        report: Report | None = None,
-        support: NDArray[np.int64] | None = None,
-        summed: Layout | None = None,
-    ) -> Outcome:
-        """Average the messages that came: post-processing, which costs nothing.
-
-        Returns None and None when none came. The mean is over those that came; they hide nothing by their number.
-        """
-        if self._open != server_round:
-            return None, None
-        self._open = None
-        report = self.reports[server_round] = Report(server_round) if report is None else report
-        total = np.zeros(layout.size, np.float64)
-        came = 0
-        for node, update in updates:
-            if not np.isfinite(update).all():
-                report.refuse(node, "the message holds values that are not finite")
-                continue
-            total += update
-            came += 1
-        if not came:
-            return None, None
-        moved = layout.flatten(self._model)
-        with np.errstate(over="ignore", invalid="ignore"):
-            moved += (total / came).astype(np.float32)
-        return self._hand_over(server_round, moved, layout, report)
 
     def said(self, mechanism: Mechanism) -> dict[str, Any]:
         """Return what the statement says otherwise: the server is not trusted, and every message is protected."""

@@ -12,32 +12,72 @@ finite; the mechanism clips once more in any case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp.codecs import params
+from fedcomp.codecs import Codec, params
 from fedcomp.codecs.base import norm
-from fedcomp.errors import ConfigError, FedcompError
+from fedcomp.errors import ConfigError
 from fedcomp.flower.lsg import SLACK, UPDATE, Ask, drawn, put_carriers, put_kept, unpack
 from fedcomp.flower.payload import take_frame
-from fedcomp.flower.report import Report
+from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.bounds import clip_arrays
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.lsg import Carriers, Plan, check_fraction, check_mask, count_kept, fraction, kept
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
-from fedcomp.strategies.private.strategy import Contribution, Outcome, PrivateStrategy
-from fedcomp.strategies.replies import Rejected, match_replies, read_plain
+from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.private.strategy import Contribution, PrivateStrategy
+from fedcomp.strategies.replies import Arrival, Sent
 
 DECAY = 0.9
 """Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
+
+
+@dataclass
+class KeptIntake(Intake):
+    """Replies that hold kept coordinates; of a client without the mod a dense model, shortened and clipped here.
+
+    Attributes
+    ----------
+    plan, pairs, kept, clip
+        The round's: how tensors are factored, the carriers, which coordinates are kept, and the clip norm.
+    """
+
+    plan: Plan = field(kw_only=True)
+    pairs: Carriers = field(kw_only=True)
+    kept: NDArray[np.int64] = field(kw_only=True)
+    clip: float = field(kw_only=True)
+
+    @property
+    def summed(self) -> Layout:
+        """Layout of the kept coordinates."""
+        return Layout.flat(int(self.kept.size))
+
+    def read(self, sent: Sent, reply: Message, *, measured: bool = True, takes_plain: bool = True) -> Arrival:
+        """Check ``reply`` and return it; see :meth:`Intake.read`."""
+        frame = take_frame(reply.content, UPDATE)
+        if frame is None:
+            return super().read(sent, reply, measured=measured, takes_plain=takes_plain)
+        unpack(frame, self.kept.size)
+        return Arrival(sent, reply, RecordDict(), self.record, {}, frame)
+
+    def update(self, arrival: Arrival) -> Vector:
+        """Return the kept coordinates."""
+        if arrival.frame is not None:
+            return unpack(arrival.frame, self.kept.size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            short = np.concatenate(self.plan.project(super().update(arrival), self.pairs))
+        (update,), _ = clip_arrays([short[self.kept].astype(np.float32)], self.clip)
+        return update
 
 
 class Lsg(PrivateStrategy):
@@ -114,27 +154,19 @@ class Lsg(PrivateStrategy):
         self._pairs: Carriers = ()
         self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
         super().__init__(inner, noise_multiplier=noise_multiplier, **promise)
+        self._ask: Ask | None = None
+        self._released = self._shorten
 
-    def adopt(self, arrays: ArrayRecord, layout: Layout | None = None) -> None:
-        """Take the model of the round to come.
+    def check_codec(self, codec: Codec) -> None:
+        """Refuse any codec: what is sent is decided here."""
+        raise ConfigError("Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec")
 
-        Raises
-        ------
-        ConfigError
-            When a wrapper says what is released: that is decided here.
-        """
-        if layout is not None:
-            raise ConfigError("Lsg sends bytes of its own; use it without Compressed, or DpFedAvg with a codec")
-        super().adopt(arrays)
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Make the round's carriers and mask from public matter, and ask the clients that were drawn."""
-        self.adopt(arrays)
-        layout = Layout.of(self._model)
+    def _shorten(self, arrays: ArrayRecord, server_round: int) -> Layout:
+        """Make the round's carriers and mask from public matter; return the layout of the coordinates that are kept."""
+        arrays_now = to_arrays(arrays)
+        layout = Layout.of(arrays_now)
         # Factors and shares are of the round; only the model is the run's.
-        ask = Ask(
+        ask = self._ask = Ask(
             rank=self.rank,
             whole=self.whole,
             share=fraction(self.schedule, server_round - 1, self.schedule_rounds, self.keep),
@@ -143,7 +175,7 @@ class Lsg(PrivateStrategy):
             chosen=self.mask == "noisy_magnitude" and self._former is not None,
         )
         plan = self._plan = ask.plan(layout)
-        model = layout.flatten(self._model).astype(np.float64)
+        model = layout.flatten(arrays_now).astype(np.float64)
         if self.history and self._first is None:
             self._first = model
         before = self._first if self.history and server_round > self.history else None
@@ -153,13 +185,20 @@ class Lsg(PrivateStrategy):
             assert self._former is not None
             magnitude = np.concatenate(plan.project(self._former, self._pairs))
             self._kept = kept(plan.short, ask.share, Key(ask.draw, "lsg/kept"), magnitude)
-        self._layout = Layout.flat(count_kept(plan.short, ask.share))
-        messages = self.ask(server_round, arrays, config, grid)
+        return Layout.flat(count_kept(plan.short, ask.share))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients that were drawn, and tell them what to keep."""
+        messages = list(super().configure_train(server_round, arrays, config, grid))
         for content in {id(message.content): message.content for message in messages}.values():
-            ask.put(content)
+            assert self._ask is not None
+            assert self._plan is not None
+            self._ask.put(content)
             put_carriers(content, self._pairs)
-            if ask.chosen:
-                put_kept(content, plan.short, self._kept)
+            if self._ask.chosen:
+                put_kept(content, self._plan.short, self._kept)
         return messages
 
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
@@ -172,41 +211,10 @@ class Lsg(PrivateStrategy):
             noise=self.noise,
         )
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
-        """Release the noisy sum of the kept coordinates, and make the update it stands for."""
-        if self._open != server_round:
-            return None, None
-        report = Report(server_round, asked=len(self._sent))
-        layout = Layout.of(self._model)
-        outcome = self.aggregate_updates(
-            server_round, self._short(replies, layout, report), layout, report=report, summed=self._layout
-        )
-        self._conclude(report, outcome)
-        return outcome
-
-    def _short(
-        self, replies: Iterable[Message], layout: Layout, report: Report
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def _intake(self, server_round: int, layout: Layout) -> Intake:
         assert self._plan is not None
-        model = layout.flatten(self._model)
-        for sent, reply in match_replies(self._sent, replies, report, self._holders):
-            try:
-                if reply.has_error():
-                    raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-                frame = take_frame(reply.content, UPDATE)
-                if frame is not None:
-                    update = unpack(frame, self._kept.size)
-                    report.compressed += 1
-                else:
-                    plain = read_plain(reply, layout, self._model)
-                    with np.errstate(over="ignore", invalid="ignore"):
-                        short = np.concatenate(self._plan.project(layout.flatten(plain) - model, self._pairs))
-                    (update,), _ = clip_arrays([short[self._kept].astype(np.float32)], self.clip)
-                    report.plain += 1
-            except FedcompError as reason:
-                report.refuse(sent.node, str(reason))
-                continue
-            yield sent.node, update
+        plain = super()._intake(server_round, layout)
+        return KeptIntake(**vars(plain), plan=self._plan, pairs=self._pairs, kept=self._kept, clip=self.clip)
 
     def contribution(self, update: Vector, layout: Layout, server_round: int) -> Contribution:
         """Return a client's kept coordinates.

@@ -16,40 +16,32 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp.codecs.base import norm
+from fedcomp.codecs import Identity
 from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
 from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
-from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
-from fedcomp.flower.report import Report, Reports, reports_of
+from fedcomp.flower.records import to_arrays
+from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.schema import SchemaError
 from fedcomp.layout import Layout
 from fedcomp.privacy.parallel import ParallelLedger
 from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
-from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.nodes import Shown, online
-from fedcomp.strategies.replies import (
-    NOT_FINITE,
-    Arrival,
-    Rejected,
-    Sent,
-    match_replies,
-    ordinary,
-    read_plain,
-    require_finite,
-)
-from fedcomp.strategies.round_log import RoundLog, require_usable
+from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.replies import Sent
+from fedcomp.strategies.sinks import rule_of
 
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -94,12 +86,11 @@ class RecordDp(Strategy, Stateful):
 
     STATE: ClassVar[Mapping[str, Any]] = {
         "privacy": nested("privacy"),
-        "_holders": nested("_holders"),
+        "_reception": nested("_reception"),
         "inner": INNER,
         "_claimed": dict[int, dict[str, int]],
         "_parties": dict[int, int],
         "_asked": list[int],
-        "_reports": Reports,
     }
 
     def __init__(self, inner: Strategy, plan: Plan, *, records: int = 0, guard: Norms | None = None) -> None:
@@ -119,15 +110,13 @@ class RecordDp(Strategy, Stateful):
             raise ConfigError("adjacency='replace' has no amplification by sampling here; say add_remove or zero_out")
         if isinstance(plan.steps, bool) or not isinstance(plan.steps, int) or plan.steps < 1:
             raise ConfigError(f"steps={plan.steps!r} is not valid: a whole number of steps per training, at least 1")
-        if guard is not None and not isinstance(guard, Norms):
-            raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
+        self._reception = Reception(f"RecordDp({type(inner).__name__})", guard=guard)
         if guard is not None and not is_mean(inner):
             raise ConfigError(
                 f"{type(inner).__name__} checks the updates: write Compressed(..., guard=...) around the mean"
             )
         self.inner = inner
         self.plan = plan
-        self.guard = guard
         self.clients = 0
         self.privacy = self._books(records)
         self._weight = str(weight_key_of(mean) or "num-examples")
@@ -135,12 +124,9 @@ class RecordDp(Strategy, Stateful):
         self._parties: dict[int, int] = {}
         self._asked: list[int] = []
         self._sent: list[Sent] = []
-        self._holders = Holders()
-        self._log = RoundLog(f"RecordDp({type(inner).__name__})")
         self._size = 0
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
-        self._reports = Reports()
         # Refuses wrong figures now, not at the first round.
         plan.event(max(1, int(plan.options.get("k", 1))))
 
@@ -158,7 +144,7 @@ class RecordDp(Strategy, Stateful):
     @property
     def reports(self) -> Reports:
         """The inner strategy's reports where it makes any, else this one's."""
-        return reports_of(self.inner, self._reports)
+        return reports_of(self.inner, self._reception.reports)
 
     # What the outside asks.
 
@@ -268,7 +254,7 @@ class RecordDp(Strategy, Stateful):
         able = [node for node in nodes if self._affords(node)]
         self._asked = nodes
         self._sent = []
-        self._holders.meet(grid)
+        self._reception.meet(grid)
         if not able:
             log.warning("RecordDp: no client is asked in round %d: %s", server_round, self.over(server_round))
             return []
@@ -285,6 +271,10 @@ class RecordDp(Strategy, Stateful):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Write down what the replies cost, and let the inner strategy average those that say it.
 
+        Flower's own means end the run when one reply is unlike the others, take NaN for a number, and add whoever
+        declares whichever partition: they get replies that were matched and checked as the pair's are, and of each the
+        model alone, with the server's buffers.
+
         Raises
         ------
         NoUsableReply
@@ -294,13 +284,20 @@ class RecordDp(Strategy, Stateful):
         if not is_mean(self.inner):
             # The drop-in pair matches and checks replies itself.
             return self.inner.aggregate_train(server_round, paid)[0], MetricRecord()
-        report = self._reports.begin(server_round)
+        report = self._reception.reports.begin(server_round)
         report.asked = len(self._sent)
-        arrays = self._averaged(server_round, paid, report)
-        if arrays is None and not any(earlier.used for earlier in self._reports.values()):
-            require_usable(report)
-        self._log.conclude(report)
-        return arrays, MetricRecord()
+        intake = Intake(
+            report,
+            self._sent,
+            Layout.of(self._model),
+            self._model,
+            Identity(),
+            Key(0, "uplink", server_round),
+            record=self._record_name,
+            updates_only=True,
+            models_asked=True,
+        )
+        return self._reception.aggregate(intake, paid, rule_of(self.inner))[0], MetricRecord()
 
     def _paid(self, replies: Iterable[Message]) -> list[Message]:
         """Return the replies without what they cost, which is booked, and without metrics.
@@ -334,47 +331,6 @@ class RecordDp(Strategy, Stateful):
             passed.append(reply)
         return passed
 
-    def _averaged(self, server_round: int, replies: list[Message], report: Report) -> ArrayRecord | None:
-        """Return the inner mean's model of the dense replies that can be used; None keeps the former one.
-
-        Flower's own means end the run when one reply is unlike the others, take NaN for a number, and add whoever
-        declares whichever partition: they get replies that were matched and checked as the pair's are, and of each the
-        model alone, with the server's buffers.
-        """
-        layout = Layout.of(self._model)
-        start = layout.flatten(self._model)
-        arrivals: list[Arrival] = []
-        errors: list[Message] = []
-        for sent, reply in match_replies(self._sent, replies, report, self._holders):
-            try:
-                if reply.has_error():
-                    raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-                found = read_plain(reply, layout, self._model)
-                require_finite(found, layout)
-            except Rejected as reason:
-                report.refuse(sent.node, str(reason))
-                errors.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
-                continue
-            with np.errstate(over="ignore"):
-                length = norm(layout.flatten(found), start)
-            arrivals.append(Arrival(sent, reply, RecordDict(), self._record_name, {}, plain=found, norm=length))
-        arrivals = ordinary(arrivals, report, self.guard, self._reports.before(server_round))
-        report.plain = len(arrivals)
-        for arrival in arrivals:
-            assert arrival.plain is not None
-            model = to_record({name: arrival.plain[name] for name in layout.order})
-            weight = MetricRecord({self._weight: arrival.weight})
-            arrival.message.content = RecordDict({arrival.record: model, "metrics": weight})
-        with np.errstate(over="ignore", invalid="ignore"):
-            arrays, _ = self.inner.aggregate_train(server_round, [*(a.message for a in arrivals), *errors])
-        if arrays is None:
-            return None
-        if not finite_where(arrays, self._model):
-            report.notes.append(NOT_FINITE)
-            return None
-        report.used = len(arrivals)
-        return restore_dtypes(arrays, self._model, [self._model])
-
     def _book(self, node: int, declared: int | None, account: Account) -> None:
         """Write down what a client spent since it was last heard of.
 
@@ -388,7 +344,7 @@ class RecordDp(Strategy, Stateful):
         if declared is None:
             raise WrongAccount("the reply does not say whose records it is of")
         # Where the engine knows whose they are, nobody can spend what is another's.
-        party = self._holders.known.get(node, declared)
+        party = self._reception.holders.known.get(node, declared)
         if self._parties.setdefault(node, party) != party:
             raise WrongAccount(f"the node answered for partition {self._parties[node]} before, now for {party}")
         # By ledger: what one of two says was not spent before is not what the other one spent.

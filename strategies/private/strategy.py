@@ -16,101 +16,54 @@ clips vectors, :class:`fedcomp.strategies.private.topagg.TopAgg` verifies votes.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Codec, params
-from fedcomp.errors import ConfigError
+from fedcomp.codecs import Codec, Identity
+from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
-from fedcomp.flower.payload import take_node
-from fedcomp.flower.privacy import LENGTHS, PRIVATE, SECRET, UNPADDED
-from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
+from fedcomp.flower.privacy import PRIVATE, SECRET, UNPADDED
+from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Report, Reports
-from fedcomp.layout import Layout, Vector
-from fedcomp.privacy.entropy import Entropy, make_entropy
-from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.events import Adjacency, Event
-from fedcomp.privacy.ledger import Ledger
-from fedcomp.privacy.mechanism import Mechanism, PrivateSum
-from fedcomp.privacy.sampling import Sampling
-from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
-from fedcomp.strategies.means import MEANS, aggregate_once, is_mean
-from fedcomp.strategies.partitions import Holders
-from fedcomp.strategies.private.nodes import Shown, online, unheard
-from fedcomp.strategies.replies import Rejected, Sent, match_replies, read_plain
-from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.adaptive import Outcome
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.private.nodes import Shown, draw, unheard
+from fedcomp.strategies.private.promise import NOT_COVERED, Promise
+from fedcomp.strategies.private.release import Contribution
+from fedcomp.strategies.private.sums import Nothing, PrivateSink
+from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.replies import Arrival, Sent
+from fedcomp.strategies.sinks import Released, Rule
+from fedcomp.wire import FILLED
 
-Contribution = NDArray[Any]
-Outcome = tuple[ArrayRecord | None, MetricRecord | None]
-
-NOT_COVERED: Final = (
-    "the choice of hyper-parameters and of the model, and preprocessing of the data",
-    "who takes part, and when",
-    "a client that connects anew under another node id, which is counted as another client",
-    "the server's own reports and logs (who was refused, and why)",
-    "the server's evaluation of released models on data of its own",
-)
-"""What no statement of these strategies extends to."""
+__all__ = ["NOT_COVERED", "Contribution", "Outcome", "PrivateStrategy"]
 
 
-_NOT_FINITE: Final = (
-    "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider dtype, "
-    "a smaller clip norm or less noise"
-)
-
-
-class PrivateStrategy(Strategy, Stateful):
+class PrivateStrategy(Promise, Stateful):
     """A weighted mean whose every model is released under client-level differential privacy.
 
     Parameters
     ----------
     inner : Strategy
-        One of Flower's weighted means, made with ``fraction_evaluate=0.0``. Its ``fraction_train`` stays at 1: who
-        takes part is decided by ``sampling``.
-    noise_multiplier : float
-        Standard deviation of the noise on the sum over the sensitivity of the sum; 0 promises nothing.
-    adjacency : {"zero_out", "add_remove", "replace"}
-        What one client may change. Under "zero_out" its contribution is left out of every sum and count, as one that
-        was refused is; "replace" doubles the sensitivity.
-    delta : float
-        Must be below 1 / ``population``.
-    population : int
-        Public number N of clients that may ever take part. 0: learnt by :meth:`declare`, which whoever runs the rounds
-        calls.
-    sampling : Sampling, optional
-        Who takes part in a round; default everyone, without amplification.
-    count : int
-        At most so many clients in a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
-        "add_remove", where another client would take the place of a removed one.
-    budget : float, optional
-        An epsilon at ``delta``; a round that would cross it is not begun.
-    noise : {"discrete_gaussian", "skellam", "gaussian"}
-    pad : bool
-        Let clients fill their frames up to the longest that any update could have (:meth:`Codec.longest`). False saves
-        these bytes; whoever sees message lengths then learns about updates what no noise covers: how clustered their
-        largest coordinates are, how many are zero, and whether there was anything to send at all.
-    insecure_deterministic : bool
-        Take noise and samples from ``seed``: for tests and experiments that must repeat. The statement says so.
-    seed : int
-        Only used with ``insecure_deterministic``.
+        One of Flower's weighted means, made with ``fraction_evaluate=0.0``.
+    **promise
+        As :class:`fedcomp.strategies.private.promise.Promise`.
 
     Attributes
     ----------
-    privacy : Ledger
-        What was released, and what it cost.
-    reports : Reports
-        Per round: who was asked, what arrived, what was refused and why. For the server, not for release.
+    chosen : list of int
+        The nodes that were asked in the current round.
 
     Raises
     ------
@@ -121,8 +74,8 @@ class PrivateStrategy(Strategy, Stateful):
     STATE: ClassVar[Mapping[str, Any]] = {
         "privacy": nested("privacy"),
         "inner": INNER,
-        "reports": Reports,
-        "_exhausted": str,
+        "_reception": nested("_reception"),
+        "exhausted": str,
     }
 
     votes: ClassVar[bool] = False
@@ -136,146 +89,35 @@ class PrivateStrategy(Strategy, Stateful):
     taken: who is refused for what others sent would break the bound on its influence. False where clients bound and
     noise their updates themselves: the promise is kept by then, but nothing here stops one that does not."""
 
-    peers_may_see: ClassVar[bool] = False
-    """Whether other clients may hold what a client sends, as the relays of coded rounds do."""
+    encoding: Codec = Identity()
+    """What stands for a codec where clients answer with whole models."""
 
-    def __init__(
-        self,
-        inner: Strategy,
-        *,
-        noise_multiplier: float,
-        adjacency: Adjacency = "zero_out",
-        delta: float = 1e-5,
-        population: int = 0,
-        sampling: Sampling | None = None,
-        count: int = 0,
-        budget: float | None = None,
-        noise: str = "discrete_gaussian",
-        pad: bool = True,
-        insecure_deterministic: bool = False,
-        seed: int = 0,
-    ) -> None:
-        if not isinstance(inner, Strategy) or not is_mean(inner):
-            raise ConfigError(
-                f"{type(inner).__name__} looks at single updates, which a private sum does not show; use one of "
-                f"{', '.join(MEANS)}. A codec goes outside: Compressed({type(self).__name__}(...), codec)"
-            )
-        if getattr(inner, "fraction_evaluate", 0.0) != 0.0:
-            raise ConfigError(
-                "evaluation on clients would release their metrics without noise; make the inner strategy with "
-                "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
-            )
-        if getattr(inner, "fraction_train", 1.0) != 1.0:
-            raise ConfigError(
-                f"fraction_train={inner.fraction_train!r} of the inner strategy is a sample nobody accounts for; leave "  # type: ignore[attr-defined]
-                "it at 1.0 and give sampling=Sampling(...)"
-            )
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise ConfigError(f"sampling={sampling!r} is not valid: an object, such as Sampling('capped', cap=20)")
-        if budget is not None:
-            params.positive("budget", budget)
-        params.boolean("insecure_deterministic", insecure_deterministic)
-        self.pad = params.boolean("pad", pad)
-        params.integer("population", population, low=0)
-        self.inner = inner
-        self.noise_multiplier = noise_multiplier
-        self.adjacency: Adjacency = adjacency
-        self.noise = noise
-        self.delta = delta
-        self.sampling = Sampling() if sampling is None else sampling
-        params.integer("count", count, low=0)
-        self.sampling.check(adjacency, count=count)
-        self.count = count
-        self.budget = budget
-        self.insecure_deterministic = insecure_deterministic
-        self.seed = seed
-        self.reports = Reports()
-        self._log = RoundLog(type(self).__name__)
-        self.privacy = Ledger(
-            delta=delta, population=population, adjacency=adjacency, sampling=self.sampling, budget=budget
-        )
+    def __init__(self, inner: Strategy, **promise: Any) -> None:
+        super().__init__(inner, **promise)
+        self.chosen: list[int] = []
+        self._reception = Reception(type(self).__name__)
+        self._released: Released | None = None
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
-        self._layout: Layout | None = None
         self._open: int | None = None
-        self._chosen: list[int] = []
-        self._again = 0
-        self._exhausted = ""
-        self._said: set[str] = set()
         self._sent: list[Sent] = []
-        self._holders = Holders()
 
-    # What a subclass says of its mechanism.
+    @property
+    def reports(self) -> Reports:
+        """Per round: who was asked, what arrived, what was refused and why. For the server, not for release."""
+        return self._reception.reports
 
-    @abstractmethod
-    def mechanism(self, layout: Layout, server_round: int) -> Mechanism:
-        """Return the mechanism of a round.
+    def update_rule(self) -> PrivateRule:
+        """Return what this strategy needs of a round's updates: each alone, bounded."""
+        return PrivateRule(self)
 
-        Parameters
-        ----------
-        layout : Layout
-            Of what is released: the model's, or a flat one of the coordinates that a support shared by all keeps.
-        """
+    def within(self, released: Released) -> None:
+        """Learn what surrounding compression sends of an update."""
+        self._released = released
 
-    def contribution(self, update: Vector, layout: Layout, server_round: int) -> Contribution:
-        """Return what the mechanism is given for one client's ``update``; default the update.
-
-        Parameters
-        ----------
-        update : ndarray, (layout.size,)
-            What was decoded from the client's reply; nothing about it is known.
-
-        Raises
-        ------
-        Unbounded
-            When the client is to be left out.
-        """
-        return update
-
-    def cast(self, update: Vector, layout: Layout, key: Key) -> Vector:
-        """Return what a client that sent a dense ``update`` outside of the pair contributes; default the update.
-
-        Parameters
-        ----------
-        key : Key
-            The stream that client would have encoded with.
-
-        Raises
-        ------
-        Unbounded
-            When it contributes nothing.
-        """
-        return update
-
-    def opened(self, server_round: int, chosen: Sequence[int]) -> None:
-        """Prepare for a round in which the nodes ``chosen`` will be asked; called before they are."""
-
-    def begun(self, server_round: int) -> None:
-        """Prepare for the contributions of a round; called once, before the first of them."""
-
-    def added(self, contribution: Contribution) -> None:
-        """Note one contribution that is in the sum; called once for each."""
-
-    def event(self, mechanism: Mechanism, size: int) -> Event:
-        """Return what a round costs; default the mechanism's own event at the sampling's rate."""
-        return mechanism.event(rate=self.sampling.event_rate, size=size)
-
-    def concluded(self, server_round: int, entropy: Entropy) -> None:
-        """Release what the round's event pays for beside the sum; called after the sum was released."""
-
-    def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:
-        """Return the update that the noisy sum stands for, float32 ``(layout.size,)``; default its mean.
-
-        The divisor is a public constant: the number of replies is the adversary's to know or to choose.
-        """
-        with np.errstate(over="ignore"):
-            return (noisy / self.expected).astype(np.float32)
-
-    def describe(self) -> str:
-        """Return the subclass's own parameters in a few words, for the log and the statement."""
-        return ""
-
-    # What the outside asks.
+    def may_be_coded(self, construction: str) -> bool:
+        """Whether other clients may hold what a client sends, as those of a coded round's construction do."""
+        return False
 
     def check_codec(self, codec: Codec) -> None:
         """Refuse a codec that does not fit; called by the pair around this strategy.
@@ -293,71 +135,6 @@ class PrivateStrategy(Strategy, Stateful):
                 "about updates; use another codec, or accept that with pad=False"
             )
 
-    @property
-    def population(self) -> int:
-        """Public number of clients; 0 until it is declared."""
-        return self.privacy.population
-
-    @property
-    def withholds(self) -> bool:
-        """Whether what a round costs rests on nobody knowing who took part: then neither log nor reports say."""
-        return self.sampling.event_rate < 1.0
-
-    @property
-    def expected(self) -> float:
-        """Public number of contributions that sums are divided by."""
-        return float(self.sampling.expected(self.population, count=self.count))
-
-    def declare(self, population: int) -> None:
-        """Learn the public number of clients, unless the constructor was told."""
-        if not self.population:
-            self.privacy.declare(population)
-
-    def open_ledger(self, path: Path) -> None:
-        """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
-        self.privacy.open(Path(path))
-
-    def over(self, server_round: int) -> str:
-        """Return why round ``server_round`` may not be made, empty when it may.
-
-        Before the first model is known the budget cannot be asked; the round is then refused when it is configured,
-        which is before any client hears of it.
-        """
-        return self._exhausted or self._unaffordable(server_round)
-
-    def _unaffordable(self, server_round: int) -> str:
-        if self._layout is None or self.budget is None:
-            return ""
-        cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
-        if self.privacy.affords(cost, round=server_round):
-            return ""
-        return (
-            f"the budget of epsilon {self.budget:g} at delta {self.delta:g} allows no further round: "
-            f"{self.privacy.epsilon():.4g} is spent"
-        )
-
-    def statement(self) -> Statement:
-        """Return what may be said about the run so far."""
-        self._require_population()
-        layout = Layout.flat(1) if self._layout is None else self._layout
-        mechanism = self.mechanism(layout, max(self.reports, default=1))
-        return make_statement(
-            self.privacy,
-            mechanism=mechanism,
-            **{
-                "trust": "the server sees single updates and is trusted; clients and users of the models are not",
-                "protects": "every released model, so the final one and all before it",
-                "not_covered": NOT_COVERED if self.pad else (*NOT_COVERED, LENGTHS),
-                "clip": self.describe(),
-                "entropy": self._entropy("statement", 0),
-                **self.said(mechanism),
-            },
-        )
-
-    def said(self, mechanism: Mechanism) -> dict[str, Any]:
-        """Return what a subclass says otherwise in the statement, by its fields."""
-        return {}
-
     def summary(self) -> None:
         """Log what is promised, then the inner strategy's own summary."""
         log.info(
@@ -369,8 +146,6 @@ class PrivateStrategy(Strategy, Stateful):
             self.describe(),
         )
         self.inner.summary()
-
-    # Flower's hooks.
 
     def adopt(self, arrays: ArrayRecord, layout: Layout | None = None) -> None:
         """Take the model of the round to come, and the layout of what is released; default the model's own.
@@ -393,39 +168,23 @@ class PrivateStrategy(Strategy, Stateful):
         Raises
         ------
         ConfigError
-            When dense replies, which this would be answered with, are not what this strategy takes.
+            When dense replies, which this would be answered with, are not what this strategy takes, and when messages
+            hold more than the model.
         """
-        if not self.takes_plain:
+        if not self.takes_plain and self._released is None:
             raise ConfigError(
                 f"{type(self).__name__} takes what its clients' codec privatised, and nothing plain: it stands inside "
                 "of Compressed, as local_dp(...) and DistributedDp(...) put it"
             )
-        self.adopt(arrays)
-        return self.ask(server_round, arrays, config, grid)
-
-    def ask(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> list[Message]:
-        """Do :meth:`configure_train`'s work for the model and layout that were adopted."""
-        self._require_population()
-        self._open, self._chosen, self._sent, self._exhausted = None, [], [], ""
+        self.adopt(arrays, None if self._released is None else self._released(arrays, server_round))
+        self.require_population()
+        self._open, self.chosen, self._sent, self.exhausted = None, [], [], ""
         # A round that was paid for and is made again has other contributions: the noise it had would give them away.
         self._again = sum(entry.round == server_round for entry in self.privacy.entries)
-        reason = self._unaffordable(server_round)
-        if not reason:
-            nodes = online(grid, self.inner)
-            # Anew: whom earlier rounds prefer would make one client's part in the sum depend on another's.
-            self._holders = Holders()
-            self._holders.meet(grid)
-            reason = self._crowded(len(nodes))
-        if not reason:
-            entropy = self._entropy("sampling", server_round)
-            self._warn_of(self.privacy.surplus(nodes))
-            chosen = self.sampling.draw(nodes, self.privacy, server_round, entropy, count=self.count)
-            if self.sampling.kind == "capped" and nodes and not chosen:
-                self._exhausted = reason = "every client that is online has taken part as often as it may"
+        self._reception.meet(grid, afresh=True)
+        chosen, reason = draw(self, grid, server_round)
         if reason:
-            if reason not in self._said:
-                log.warning("%s: nobody is asked in round %d: %s", type(self).__name__, server_round, reason)
-                self._said.add(reason)
+            self.warn_once(reason, f"nobody is asked in round {server_round}: {reason}")
             return []
         config[PRIVATE] = True
         if not self.pad:
@@ -435,44 +194,38 @@ class PrivateStrategy(Strategy, Stateful):
         with Shown(grid, chosen).minima(self.inner) as shown, unheard(self.withholds):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         self.opened(server_round, chosen)
-        self._open, self._chosen = server_round, chosen
-        self._sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
+        self._open, self.chosen = server_round, chosen
         for record in {id(m.content): m.content for m in messages}.values():
+            if len(record.array_records) > 1:
+                raise ConfigError(
+                    f"messages of {type(self).__name__} hold {len(record.array_records)} ArrayRecords "
+                    f"{sorted(record.array_records)}; a private round exchanges the model and nothing else"
+                )
             self._record_name = next(iter(record.array_records), self._record_name)
+        self._sent = [Sent(message, message.metadata.dst_node_id, 0, record=self._record_name) for message in messages]
         return messages
+
+    def closing(self, report: Report) -> bool:
+        """Whether a round was opened and not closed yet; it is now, and ``report`` is the round's."""
+        opened = self._open == report.round
+        if opened:
+            self._open = None
+            self.reports[report.round] = report
+        return opened
+
+    def _intake(self, server_round: int, layout: Layout) -> Intake:
+        report, key = self.reports.join(server_round), Key(self.seed, "uplink", server_round)
+        report.asked = len(self._sent)
+        intake = Intake(report, self._sent, layout, self._model, self.encoding, key, record=self._record_name)
+        intake.updates_only = intake.models_asked = True
+        return intake
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Outcome:
         """Release the noisy mean of ordinary dense replies."""
         if self._open != server_round:
             return None, None
-        report = Report(server_round, asked=len(self._sent))
-        layout = Layout.of(self._model)
-        outcome = self.aggregate_updates(server_round, self._plain(replies, layout, report), layout, report=report)
-        self._conclude(report, outcome)
-        return outcome
-
-    def _conclude(self, report: Report, outcome: Outcome) -> None:
-        """Log a round whose replies this strategy has read itself; whoever was asked is lost, refused or used."""
-        report.used = 0 if outcome[0] is None else report.asked - report.lost - len(report.refused)
-        self._log.conclude(report, withheld=self.withholds)
-
-    def _plain(self, replies: Iterable[Message], layout: Layout, report: Report) -> Iterator[tuple[int, NDArray[Any]]]:
-        before = layout.flatten(self._model)
-        for sent, reply in match_replies(self._sent, replies, report, self._holders):
-            try:
-                if reply.has_error():
-                    raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-                plain = read_plain(reply, layout, self._model)
-                with np.errstate(over="ignore", invalid="ignore"):
-                    vector = layout.flatten(plain)
-                    vector -= before
-                key = Key(self.seed, "uplink", report.round, take_node(reply) or 0)
-                vector = self.cast(vector, layout, key)
-            except (Rejected, Unbounded) as reason:
-                report.refuse(sent.node, str(reason))
-                continue
-            report.plain += 1
-            yield sent.node, vector
+        intake = self._intake(server_round, Layout.of(self._model))
+        return self._reception.aggregate(intake, replies, self.update_rule())
 
     def aggregate_updates(
         self,
@@ -480,11 +233,9 @@ class PrivateStrategy(Strategy, Stateful):
         updates: Iterable[tuple[int, NDArray[Any]]],
         layout: Layout,
         *,
-        report: Report | None = None,
         support: NDArray[np.int64] | None = None,
-        summed: Layout | None = None,
     ) -> Outcome:
-        """Release the noisy sum of ``updates``: the one path by which anything of them becomes public.
+        """Release the noisy sum of updates that came as vectors, as audits give them.
 
         Parameters
         ----------
@@ -492,12 +243,8 @@ class PrivateStrategy(Strategy, Stateful):
             Differences to the model, each read and forgotten before the next.
         layout : Layout
             The model's.
-        report : Report, optional
-            Where refusals are noted; default a new one.
         support : int64 array, optional
             Public coordinates outside of which nothing is summed, released or changed, ascending.
-        summed : Layout, optional
-            Of the updates, where they are not differences of the model but what :meth:`released` makes one from.
 
         Returns
         -------
@@ -509,66 +256,21 @@ class PrivateStrategy(Strategy, Stateful):
         BudgetExceeded, LedgerError
             Nothing was released.
         """
-        if self._open != server_round:
-            return None, None
-        self._open = None
-        report = self.reports[server_round] = Report(server_round) if report is None else report
-        given_as = layout if summed is None else summed
-        kept = given_as if support is None else Layout.flat(int(support.size))
-        mechanism = self.mechanism(kept, server_round)
-        total = PrivateSum(mechanism, (kept.size,))
-        self.begun(server_round)
-        asked = frozenset(self._chosen)
-        for node, update in updates:
-            try:
-                if node not in asked:
-                    raise Unbounded(f"node {node} was not asked in this round")
-                if update.shape != (given_as.size,):
-                    raise Unbounded(f"an update has shape {update.shape}, expected ({given_as.size},)")
-                given = self.contribution(update if support is None else update[support], kept, server_round)
-                total.add(node, given)
-            except Unbounded as reason:
-                report.refuse(node, str(reason))
-                continue
-            self.added(given)
-        entropy = self._entropy("noise", server_round)
-        # A turn is taken by being asked: whoever answers with nothing of use would otherwise be asked again and again,
-        # in the place of others.
-        noisy = total.release(
-            self.privacy,
-            round=server_round,
-            entropy=entropy,
-            event=self.event(mechanism, kept.size),
-            participants=self._chosen,
-        )
-        self.concluded(server_round, entropy)
-        step = self.released(noisy, kept, server_round)
-        moved = layout.flatten(self._model)
+        intake = self._intake(server_round, layout)
+        intake.support = support
+        rule = self.update_rule()
         with np.errstate(over="ignore", invalid="ignore"):
-            if support is None:
-                moved += step
-            else:
-                moved[support] += step
-        return self._hand_over(server_round, moved, layout, report, sparse=support is not None)
-
-    def _hand_over(
-        self, server_round: int, moved: Vector, layout: Layout, report: Report, *, sparse: bool = False
-    ) -> Outcome:
-        """Let the inner strategy make its step from the noisy mean; buffers keep the server's values."""
-        exact = {t.name: self._model[t.name] for t in layout.exact}
-        # A round that nobody was drawn for has no message to answer.
-        asked = Message(RecordDict(), 1, "train") if not self._sent else self._sent[0].message
-        mean = (self._record_name, to_record(layout.unflatten(moved, exact)))
-        with np.errstate(over="ignore", invalid="ignore"):
-            arrays, _ = aggregate_once(self.inner, server_round, mean, asked, (), sparse=sparse)
-        if arrays is None:
-            return None, None
-        found = to_arrays(restore_dtypes(arrays, self._model, []))
-        if not all(np.isfinite(found[t.name]).all() for t in layout.tensors):
-            report.notes.append(_NOT_FINITE)
-            log.warning("%s, round %d: %s", type(self).__name__, server_round, _NOT_FINITE)
-            return None, None
-        return to_record(found | exact), MetricRecord()
+            sink = rule.begin(intake, ())
+            for node, update in updates:
+                try:
+                    sink.contribute(node, update)
+                except FedcompError as reason:
+                    intake.report.refuse(node, str(reason))
+            arrays, metrics = sink.finish()
+        model = None if arrays is None else self._reception.accept(intake, rule, arrays, [], [])
+        for note in intake.report.notes:
+            log.warning("%s, round %d: %s", type(self).__name__, server_round, note)
+        return model, None if model is None else metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -579,8 +281,6 @@ class PrivateStrategy(Strategy, Stateful):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return nothing."""
         return None
-
-    # What survives.
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change within a run; the ledger adds what it was begun with."""
@@ -593,40 +293,54 @@ class PrivateStrategy(Strategy, Stateful):
             "parameters": self.describe_settings(),
         }
 
-    def describe_settings(self) -> str:
-        """Return the subclass's parameters that must not change within a run; default :meth:`describe`."""
-        return self.describe()
 
-    def _entropy(self, purpose: str, server_round: int) -> Entropy:
-        key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)
-        return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
+class PrivateRule(Rule):
+    """What every private strategy needs: the update alone, bounded.
 
-    def _crowded(self, online: int) -> str:
-        """Return why a round with so many clients online is not made, empty when it may be.
+    Parameters
+    ----------
+    strategy : PrivateStrategy
+    sink : type of PrivateSink
+        Made for each round.
+    """
 
-        Not an error that ends the run: a client that came back may for a while be there under its former id as well.
-        """
-        if online <= self.population:
-            return ""
-        return (
-            f"{online} clients are online, and the population was given as {self.population}. Delta and the mean's "
-            "denominator rest on the number of all that may ever take part: end this run, and begin one that says it"
-        )
+    updates_only: bool = True
+    not_finite: ClassVar[str] = (
+        "the noisy mean is not finite in the model's precision; it is paid for, and the model is kept. Use a wider "
+        "dtype, a smaller clip norm or less noise"
+    )
+    strategy: PrivateStrategy
 
-    def _warn_of(self, surplus: Sequence[int]) -> None:
-        """Log once of each node that cannot be another client, since all of them are known."""
-        for node in surplus:
-            text = (
-                f"node {node} is not asked: the {self.population} clients of the population have all taken part, and "
-                "under another id one of them would have its turns again"
-            )
-            if text not in self._said:
-                log.warning("%s: %s", type(self).__name__, text)
-                self._said.add(text)
+    def __init__(self, strategy: PrivateStrategy, sink: type[PrivateSink] = PrivateSink) -> None:
+        super().__init__(strategy)
+        self._sink = sink
+        self.takes_plain = strategy.takes_plain
+        self.measured = not strategy.bounds_updates
 
-    def _require_population(self) -> None:
-        if not self.population:
-            raise ConfigError(
-                "the public number of clients is not known: give population=N, on which delta and the noise's share of "
-                "the mean depend; how many are online now is not it"
-            )
+    @property
+    def bounded(self) -> bool:
+        """Whether the sum bounds what a client adds to it, whatever that sends."""
+        return self.strategy.bounds_updates
+
+    @property
+    def withholds(self) -> bool:
+        """Whether what a round costs rests on nobody knowing who took part."""
+        return self.strategy.withholds
+
+    def check(self, codec: Codec, guard: Norms | None) -> None:
+        """Refuse what the strategy cannot keep its promise with."""
+        super().check(codec, guard)
+        self.strategy.check_codec(codec)
+
+    def within(self, released: Released) -> None:
+        """Tell the strategy of what noise is needed: of what is sent alone."""
+        self.strategy.within(released)
+
+    def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> PrivateSink:
+        """Return the sink of a round that was opened, once."""
+        if not self.strategy.closing(intake.report):
+            return Nothing(self.strategy, intake)
+        frames = not intake.models_asked
+        if self.strategy.pad and frames and (longest := intake.codec.longest(intake.layout)) is not None:
+            intake.report.padded_bytes = longest + FILLED
+        return self._sink(self.strategy, intake)

@@ -38,8 +38,8 @@ from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.promise import Promise
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.private.topagg import TopAgg, topagg
 from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
 
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 PRIVATE: Final[Settings] = MappingProxyType(
     {
         "noise_multiplier": 1.0,
-        **settings_of(PrivateStrategy, "delta", "adjacency"),
+        **settings_of(Promise, "delta", "adjacency"),
         "sampling": settings_of(Sampling, "kind")["kind"],
         **settings_of(Sampling, "rate", "cap", "reveal_participation"),
-        **settings_of(PrivateStrategy, "pad", "budget", "insecure_deterministic"),
+        **settings_of(Promise, "pad", "budget", "insecure_deterministic"),
     }
 )
 """Settings of every private system.
@@ -207,7 +207,7 @@ _REFUSED: Final = (
     ("fraction", 1.0, "cohorts of a seed are no secret sample; use sampling, rate and cap"),
     ("fraction_evaluate", 0.0, "metrics of clients would be released beside the noise; the server evaluates"),
 )
-_COUNT: Final = settings_of(PrivateStrategy, "count")
+_COUNT: Final = settings_of(Promise, "count")
 _LSG: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
     "rank": 8,
@@ -218,7 +218,7 @@ _LSG: Final[Mapping[str, Scalar]] = {
 _DISTRIBUTED: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
     **settings_of(DistributedDp, "tolerated", "honest", "private", "feedback", "scale", "rotate", "transport"),
-    **settings_of(PrivateStrategy, "noise", "count"),
+    **settings_of(Promise, "noise", "count"),
 }
 _BALLOT: Final = settings_of(TopkSign, "k", "scope", "saturation", "stochastic")
 _TOPAGG: Final = settings_of(TopAgg, "mode", "beta")

@@ -19,12 +19,11 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fedcomp.codecs import Codec, params
-from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.layout import DensityPolicy, Layout, Update, Vector
+from fedcomp.errors import ConfigError
+from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.mechanism import Votes
 from fedcomp.privacy.votes import TopkSign, threshold
-from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.strategy import PrivateStrategy
 
@@ -77,7 +76,7 @@ class TopAgg(PrivateStrategy):
     ) -> None:
         if not isinstance(ballot, TopkSign):
             raise ConfigError(f"the ballot must be a TopkSign, got {ballot!r}")
-        self.ballot = ballot
+        self.ballot = self.encoding = ballot
         self.server_lr = params.positive("server_lr", server_lr)
         self.mode = params.choice("mode", mode, MODES)
         self.beta = params.unit("beta", beta)
@@ -111,20 +110,6 @@ class TopAgg(PrivateStrategy):
         if not np.array_equal(votes, update) or not np.array_equal(votes, np.sign(votes)):
             raise Unbounded("a vote is none of -1, 0 and 1")
         return votes
-
-    def cast(self, update: Vector, layout: Layout, key: Key) -> Vector:
-        """Return the votes of a client that sent a dense ``update``, as that client would have cast them with ``key``.
-
-        Raises
-        ------
-        Unbounded
-            When the update is not finite.
-        """
-        try:
-            frame, _ = self.ballot.encode(Update(update, layout), {}, key)
-        except FedcompError as error:
-            raise Unbounded(str(error)) from error
-        return self.ballot.decode(frame, layout)
 
     def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:
         """Return the step that the noisy sum of votes stands for, float32 ``(layout.size,)``."""

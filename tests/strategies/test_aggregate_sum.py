@@ -63,7 +63,7 @@ def test_it_is_the_step_of_aggregate_train(inner, downlink) -> None:
                 assert strategy.reports[number].compressed == 4
                 assert strategy.reports[number].rolled_back == []
             # Everybody was acknowledged: nobody puts its last frame back.
-            assert {p.acknowledged for p in strategy._peers.values()} == {s for _, s, _ in members}
+            assert {p.acknowledged for p in strategy.reception.peers.values()} == {s for _, s, _ in members}
             assert strategy.sequences == {node: sequence for node, sequence, _ in members}
     np.testing.assert_array_equal(stack(arrays["frames"]), stack(arrays["sum"]))
     assert metrics["frames"] == metrics["sum"]
@@ -93,7 +93,7 @@ def test_what_is_no_mean_changes_nothing() -> None:
         infinite[0] = np.inf
         assert strategy.aggregate_sum(1, infinite, weight, members) == (None, None)
         assert "not finite" in strategy.reports[1].notes[0]
-        assert all(p.acknowledged == 0 for p in strategy._peers.values())
+        assert all(p.acknowledged == 0 for p in strategy.reception.peers.values())
         new, metrics = strategy.aggregate_sum(1, mean, weight, members)
         assert new is not None
         assert metrics == MetricRecord()

@@ -199,7 +199,7 @@ def test_a_lost_reply_costs_the_update_only_where_the_shards_rode_in_it(transpor
     node = grid.inner.node_id_of(2)
     # Acknowledged through its shards: the client did not take the update back.
     meta = grid.inner.context(2).state.config_records["fedcomp.uplink"]
-    assert strategy.inner._peers[node].acknowledged == meta["pending"]
+    assert strategy.inner.reception.peers[node].acknowledged == meta["pending"]
     if not shared:
         assert "no reply in time" in strategy.reports[1].coded.excluded[node]
 
@@ -281,7 +281,7 @@ def owed(context: Context, strategy: CodedFedAvg, node: int) -> np.ndarray:
     if meta is None:
         return np.zeros(SIZE)
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy.inner._peers[node]
+    peer = strategy.inner.reception.peers[node]
     if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
         stored = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
         frame = take_frame(RecordDict({UPDATE: stored[UPDATE]}), UPDATE)

@@ -73,7 +73,7 @@ def residual(context: Context, strategy: Compressed, node: int) -> np.ndarray:
     layout = Layout.of({k: v.numpy() for k, v in model().items()})
     codec = strategy.codec
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy._peers[node]
+    peer = strategy.reception.peers[node]
     consumed = (peer.acknowledged, peer.generation) == (meta["pending"], meta["generation"])
     if not consumed:
         reply = context.state["fedcomp.uplink.reply/" + UPDATE]
@@ -183,7 +183,7 @@ def test_replicas_never_diverge_silently() -> None:
         reference = ArrayRecord(
             {
                 k: Array(v)
-                for k, v in strategy._layout.unflatten(strategy._broadcast.reference, {}).items()  # type: ignore[union-attr]
+                for k, v in strategy.layout.unflatten(strategy.announcer.broadcast.reference, {}).items()  # type: ignore[union-attr]
             }
         )
         replies = metered.send_and_receive(messages, timeout=9)

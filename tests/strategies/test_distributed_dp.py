@@ -32,7 +32,7 @@ from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
-from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisySum
+from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisyMean, NoisySum
 
 NODES = 6
 CLIP = 500.0
@@ -364,7 +364,8 @@ def poison(msg, context, call_next):
 
 
 def test_the_private_half_alone_asks_nobody_for_an_update_the_server_could_read() -> None:
-    noisy = distributed().inner.inner
+    sum_of = {"clip": CLIP, "noise_multiplier": 1.0, "tolerated": 2, "honest": 1.0, "scale": 0, "rotation": 0}
+    noisy = NoisyMean(fedavg(fraction_evaluate=0.0), **sum_of, private=1, population=NODES, delta=1e-3)
     with pytest.raises(ConfigError, match="DistributedDp"):
         noisy.configure_train(1, model(), ConfigRecord(), grid_of())
     with pytest.raises(ConfigError, match="single updates"):

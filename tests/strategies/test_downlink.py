@@ -15,6 +15,7 @@ from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
+from fedcomp.flower.report import Report
 from fedcomp.strategies.compressed import Compressed
 
 DENSE = 4 * 1212
@@ -48,10 +49,10 @@ def test_error_feedback_of_the_downlink_catches_up() -> None:
     """When the model stops moving, the replicas converge to it exactly: nothing that was dropped is forgotten."""
     strategy = Compressed(Still(), TopK(density=1.0), downlink=TopK(density=0.1))
     _, _, _ = start(strategy, rounds=40)
-    assert strategy._broadcast is not None
-    target = strategy._layout.flatten(strategy._model)
+    assert strategy.announcer.broadcast is not None
+    target = strategy.announcer.intake(Report(40), strategy.codec, None, updates_only=False).vector
     assert np.abs(target).max() > 100
-    np.testing.assert_array_equal(strategy._broadcast.reference, target)
+    np.testing.assert_array_equal(strategy.announcer.broadcast.reference, target)
 
 
 class Still(FedAvg):

@@ -166,7 +166,7 @@ def test_a_budget_too_small_for_one_round_contacts_nobody() -> None:
 
 def test_a_release_that_the_ledger_refuses_draws_nothing(monkeypatch) -> None:
     strategy = DpFedAvg(inner(), **{**SEEDED, "budget": 3.5})
-    monkeypatch.setattr(strategy, "_unaffordable", lambda server_round: "")
+    monkeypatch.setattr(strategy, "over", lambda server_round: "")
     play(strategy, vectors(2))
     monkeypatch.setattr("fedcomp.privacy.mechanism.draw", lambda *a: pytest.fail("noise was drawn"))
     with pytest.raises(BudgetExceeded):

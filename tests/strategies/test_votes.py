@@ -175,7 +175,7 @@ class Personal(FedAvg):
 def test_models_of_their_own_cannot_be_voted_about() -> None:
     grid = InProcessGrid(client_app([compression()]), 4)
     strategy = Compressed(Personal(**ONE), SignSGD(0.1))
-    with pytest.raises(ConfigError, match=r"Personal sends 1 model.*put to the vote"):
+    with pytest.raises(ConfigError, match=r"sends 1 model.*put to the vote"):
         strategy.configure_train(1, model(), ConfigRecord(), grid)
     # The same strategy with estimates instead of votes goes the dense way.
     assert len(list(Compressed(Personal(**ONE), TopK(0.1)).configure_train(1, model(), ConfigRecord(), grid))) == 4

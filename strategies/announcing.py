@@ -1,0 +1,226 @@
+"""What the server of the drop-in pair says with every message: the codec, and the model in the form a node can use."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flwr.app import ArrayRecord, Message, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec
+from fedcomp.errors import ConfigError
+from fedcomp.flower.payload import put_frame
+from fedcomp.flower.protocol import STEP, Announcement, announce
+from fedcomp.flower.records import same_model, to_arrays, to_record
+from fedcomp.flower.report import Report
+from fedcomp.layout import DensityPolicy, Layout, Vector, policy_config
+from fedcomp.plain import Count
+from fedcomp.rng import Key
+from fedcomp.stateful import Stateful, nested
+from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.replies import Peer, Sent
+from fedcomp.strategies.statistics import warn_of_missing_names
+from fedcomp.versions import Broadcast
+
+
+class Announcer(Stateful):
+    """Keeps the session, the versions of the model, and the messages of the current exchange.
+
+    Parameters
+    ----------
+    downlink : Codec or None
+        What the server sends; None sends models as they are.
+    policy : DensityPolicy or None
+    record : str or None
+        Name of the ArrayRecord that is the model; None: the only one.
+    seed : int
+
+    Attributes
+    ----------
+    layout : Layout
+        That of the model the last messages were made from.
+    sent : list of Sent
+        The messages of the current exchange.
+    broadcast : Broadcast or None
+        The versions of the model that were sent; None without a downlink.
+    sequence : int
+        Number of the last training exchange.
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"broadcast": nested("broadcast"), "_session": bytes, "sequence": Count}
+
+    def __init__(self, downlink: Codec | None, policy: DensityPolicy | None, record: str | None, seed: int) -> None:
+        self.layout = Layout(())
+        self.sent: list[Sent] = []
+        self._downlink = downlink
+        self._policy = policy
+        self._record = record
+        self._seed = seed
+        self._session = secrets.token_bytes(8)
+        self.sequence = 0
+        self.broadcast = None if downlink is None else Broadcast(downlink)
+        self._record_name = "arrays"
+        self._model: dict[str, NDArray[Any]] = {}
+
+    @property
+    def version(self) -> int:
+        """Version of the model that was published last; 0 where models have none."""
+        return 0 if self.broadcast is None else self.broadcast.version
+
+    def layout_of(self, arrays: ArrayRecord, codec: Codec, *, updates_only: bool) -> Layout:
+        """Return the layout of updates of a model.
+
+        What is not in the vector is never released in a private round: floats are cast there, not sent beside it.
+        """
+        return Layout.of(to_arrays(arrays), self._policy, cast_floats=updates_only or not codec.lossless)
+
+    def adopt(self, arrays: ArrayRecord, codec: Codec, *, updates_only: bool) -> None:
+        """Take the model of the messages to come."""
+        self._model = to_arrays(arrays)
+        layout = Layout.of(self._model, self._policy, cast_floats=updates_only or not codec.lossless)
+        if layout.order != self.layout.order:
+            warn_of_missing_names(layout)
+        self.layout = layout
+
+    def pass_through(self, messages: list[Message]) -> list[Message]:
+        """Note messages that go out as they are."""
+        self.sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
+        return messages
+
+    def address(
+        self,
+        messages: list[Message],
+        arrays: ArrayRecord,
+        server_round: int,
+        peers: dict[int, Peer],
+        codec: Codec | None,
+    ) -> list[Message]:
+        """Return the messages with an announcement each, and the model in the form each node can use.
+
+        Parameters
+        ----------
+        arrays : ArrayRecord
+            The model that was adopted.
+        codec : Codec or None
+            What clients are to encode with; None where they do not train.
+
+        Raises
+        ------
+        ConfigError
+            When a message does not hold one model that can be told.
+        """
+        # A strategy may put copies into its messages; one comparison per distinct record.
+        distinct = {id(record): record for _, record in map(self._model_in, messages)}
+        own = {key for key, record in distinct.items() if not same_model(record, arrays)}
+        if own and codec is not None and codec.votes:
+            raise ConfigError(
+                f"the inner strategy sends {len(own)} model(s) beside the global one; their updates cannot be put to "
+                f"the vote of {codec!r} with the others. Use a codec without votes"
+            )
+        downlink = self._publish() if messages and not own else None
+        # One full model for all nodes that need it: copies would cost the server a model for each.
+        whole = (
+            None
+            if downlink is None or self.broadcast is None
+            else to_record(downlink.unflatten(self.broadcast.reference, self.broadcast.exact))
+        )
+        if codec is not None and messages:
+            # One number for all: what counted messages would tell every client how many others were asked.
+            self.sequence += 1
+        self.sent = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            peer = peers.setdefault(node, Peer())
+            name, record = self._model_in(message)
+            self._record_name = name
+            content = RecordDict(dict(message.content.items()))
+            fields: dict[str, Any] = {}
+            if codec is not None:
+                fields |= {
+                    "codec": codec.to_config(),
+                    "session": self._session,
+                    "sequence": self.sequence,
+                    "acknowledged": peer.acknowledged,
+                    "generation": peer.generation,
+                }
+            if whole is not None:
+                fields |= self._fill_model(content, name, peer, whole)
+            if codec is not None or downlink is not None:
+                fields["policy"] = policy_config(self._policy, self.layout)
+            announce(content, replace(Announcement(record=name, round=server_round, seed=self._seed), **fields))
+            metadata = message.metadata
+            addressed = Message(
+                content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
+            )
+            base = to_arrays(record) if id(record) in own else None
+            self.sent.append(Sent(addressed, node, fields.get("sequence", 0), base, name))
+        return [sent.message for sent in self.sent]
+
+    def intake(self, report: Report, codec: Codec, weight_key: str | None, *, updates_only: bool) -> Intake:
+        """Return the current training exchange as it is to be received, with the report of its round."""
+        report.asked = len(self.sent)
+        return Intake(
+            report,
+            self.sent,
+            self.layout,
+            self._model,
+            codec,
+            Key(self._seed, "uplink", report.round),
+            weight_key=weight_key,
+            record=self._record_name,
+            trained_from=self._reference(),
+            version=self.version,
+            updates_only=updates_only,
+        )
+
+    def _model_in(self, message: Message) -> tuple[str, ArrayRecord]:
+        """Return name and arrays of the model in a message of the inner strategy."""
+        found = {k: v for k, v in message.content.items() if isinstance(v, ArrayRecord)}
+        name = next(iter(found), "") if self._record is None else self._record
+        if name not in found or (self._record is None and len(found) > 1):
+            wanted = "the only one" if self._record is None else f"one called {self._record!r}"
+            raise ConfigError(
+                f"the inner strategy put {len(found)} ArrayRecords {sorted(found)} into a message; Compressed takes "
+                f"{wanted} as the model. Name it with record=...; the others pass through untouched"
+            )
+        return name, found[name]
+
+    def _publish(self) -> Layout | None:
+        """Publish the current model on the downlink; return the downlink's layout, None when it is not compressed."""
+        if self.broadcast is None or self._downlink is None:
+            return None
+        layout = Layout.of(self._model, self._policy, cast_floats=not self._downlink.lossless)
+        exact = {t.name: self._model[t.name] for t in layout.exact}
+        key = Key(self._seed, "downlink", self.broadcast.version + 1)
+        self.broadcast.publish(layout.flatten(self._model), exact, layout, key)
+        return layout
+
+    def _fill_model(self, content: RecordDict, name: str, peer: Peer, whole: ArrayRecord) -> dict[str, Any]:
+        """Put the model into ``content`` as steps or whole; return the announcement's fields for it."""
+        broadcast = self.broadcast
+        assert broadcast is not None
+        steps = broadcast.steps_from(peer.version)
+        if steps is None:
+            content[name] = whole
+        else:
+            del content[name]
+            for step in steps:
+                put_frame(content, f"{STEP}.{step.version}", step.frame)
+                if step.exact is not None:
+                    put_frame(content, f"{STEP}.{step.version}.exact", step.exact)
+        return {
+            "downlink": broadcast.codec.to_config(),
+            "version": broadcast.version,
+            "base": 0 if steps is None else peer.version,
+            "digest": broadcast.digest,
+        }
+
+    def _reference(self) -> Vector | None:
+        """Return the vector clients trained from, in the uplink's layout; None where it is the model itself."""
+        if self.broadcast is None or self.broadcast.version == 0 or self.broadcast.codec.lossless:
+            return None
+        layout = Layout.of(self._model, self._policy, cast_floats=True)
+        return self.layout.flatten(layout.unflatten(self.broadcast.reference, self.broadcast.exact))

@@ -1,0 +1,284 @@
+"""One training exchange as it is received: what was sent, and how what comes back becomes an update.
+
+Nothing here adds anything to anything. A reply either becomes an :class:`~fedcomp.strategies.replies.Arrival`, whole
+and checked, or a reason in the round's report; only then does an aggregation begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ConfigRecord, Message, RecordDict
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec
+from fedcomp.codecs.base import norm
+from fedcomp.errors import FedcompError, LayoutError
+from fedcomp.exact import check_exact, decode_exact
+from fedcomp.flower.payload import NODE_RECORD, models, payload_bytes, take_frame, take_node
+from fedcomp.flower.protocol import EXACT, PREFIX, UPDATE
+from fedcomp.flower.records import read_array
+from fedcomp.flower.report import Report, shorten
+from fedcomp.layout import Layout, TensorSpec, Update, Vector
+from fedcomp.rng import Key
+from fedcomp.strategies.replies import (
+    Arrays,
+    Arrival,
+    Rejected,
+    Sent,
+    beside,
+    integer,
+    strip,
+    text,
+    weight_of,
+)
+
+
+@dataclass
+class Intake:
+    """One training exchange as it is received.
+
+    Attributes
+    ----------
+    report : Report
+    sent : sequence of Sent
+    layout : Layout
+    model : mapping of name to ndarray
+        The server's model, against which buffers and plain arrays are checked.
+    codec : Codec
+        What clients encode with.
+    key : Key
+        The round's random stream without the partition: a sender does not choose its own random coordinates.
+    weight_key : str or None
+        The metric that weighs an update; None when the inner strategy has no such notion.
+    record : str
+        Name of the model in the messages.
+    trained_from : float32 array, shape (layout size,), optional
+        What clients trained from, where it is not ``model`` itself.
+    version : int
+        That of the model in the messages; 0 where models have none.
+    updates_only : bool
+        Read the update alone, as a private round does: neither weights nor metrics, and buffers keep the values of
+        ``model``, whatever a reply holds.
+    models_asked : bool
+        Whether clients were asked for whole models, so that frames are not missed.
+    errors : list of Message
+        What stands for the replies that could not be used, for the inner strategy.
+    """
+
+    report: Report
+    sent: Sequence[Sent]
+    layout: Layout
+    model: Arrays
+    codec: Codec
+    key: Key
+    weight_key: str | None = None
+    record: str = "arrays"
+    trained_from: Vector | None = None
+    version: int = 0
+    updates_only: bool = False
+    models_asked: bool = False
+    errors: list[Message] = field(default_factory=list)
+
+    @cached_property
+    def vector(self) -> Vector:
+        """The server's model as one vector."""
+        return self.layout.flatten(self.model)
+
+    @property
+    def start(self) -> Vector:
+        """What clients trained from; :attr:`vector` itself unless a lossy downlink brought them something else."""
+        return self.vector if self.trained_from is None else self.trained_from
+
+    @property
+    def buffers(self) -> dict[str, NDArray[Any]]:
+        """The server's tensors that travel as values."""
+        return {t.name: self.model[t.name] for t in self.layout.exact}
+
+    @cached_property
+    def support(self) -> NDArray[np.int64] | None:
+        """Coordinates that the codec draws for all clients alike, ascending; None where each client has its own."""
+        return self.codec.common_support(self.layout, self.key)
+
+    @property
+    def summed(self) -> Layout:
+        """Layout of what :meth:`update` returns."""
+        return self.layout
+
+    def read(self, sent: Sent, reply: Message, *, measured: bool = True, takes_plain: bool = True) -> Arrival:
+        """Check ``reply`` completely and return it.
+
+        Parameters
+        ----------
+        measured : bool
+            Whether the update's norm may be known.
+        takes_plain : bool
+            Whether the model of a client that encoded nothing can be used.
+
+        Raises
+        ------
+        Rejected
+            When anything about it is wrong.
+        """
+        try:
+            arrival = self._opened(sent, reply, measured)
+            if arrival.plain is not None and not takes_plain:
+                raise Rejected("an update that its client did not privatise; its app lacks the mod")
+            if arrival.plain is not None and (self.codec.votes or (self.updates_only and self.support is not None)):
+                # A plain update among votes, or on a support shared by all, is made what the others' are.
+                arrival.frame = self._encoded(arrival.plain, self.key.at(partition=take_node(reply) or 0))
+        except Rejected:
+            raise
+        except FedcompError as error:
+            raise Rejected(f"{type(error).__name__}: {error}") from error
+        if self.updates_only:
+            # What a reply says decides about itself alone: names of records and metrics are not put to a majority.
+            arrival.record, arrival.content = self.record, RecordDict()
+        else:
+            _note_memory(arrival, reply.content.config_records.get(NODE_RECORD, ConfigRecord()))
+        return arrival
+
+    def update(self, arrival: Arrival) -> Vector:
+        """Return the update of an arrival; it may overflow to infinity.
+
+        Plain arrays, and frames of a lossless codec, hold whole models; the update is what they changed.
+        """
+        base = self.start if arrival.sent.base is None else self.layout.flatten(arrival.sent.base)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if arrival.frame is not None:
+                vector = self.codec.decode(arrival.frame, self.layout)
+                return vector - base if self.codec.lossless else vector
+            assert arrival.plain is not None
+            return self.layout.flatten(arrival.plain) - base
+
+    def account(self, arrivals: Sequence[Arrival]) -> None:
+        """Add up what the usable replies took, and what as many full models take."""
+        report = self.report
+        framed = [a for a in arrivals if a.frame is not None and a.plain is None]
+        exact = sum(len(take_frame(a.message.content, EXACT) or b"") for a in framed)
+        report.account(self.codec, self.layout, [a.frame for a in framed if a.frame is not None], exact_bytes=exact)
+        report.payload_bytes = sum(payload_bytes(a.message) for a in arrivals)
+        beside_models = [record for a in arrivals for record in a.content.array_records.values()]
+        report.model_bytes = len(arrivals) * sum(array.nbytes for array in self.model.values()) + sum(
+            len(array.data) for record in beside_models for array in record.values()
+        )
+
+    def _opened(self, sent: Sent, reply: Message, measured: bool) -> Arrival:
+        content, codec, layout = reply.content, self.codec, self.layout
+        header = content.config_records.get(NODE_RECORD, ConfigRecord())
+        metrics_name, weight = weight_of(content, self.weight_key)
+        frame = take_frame(content, UPDATE)
+        rest = strip(content)
+        if not self.updates_only:
+            rest.update(beside(content, "" if frame is not None else _model_in(sent, reply)))
+        if frame is None:
+            arrival = self._bare_model(sent, reply) if self.updates_only else self._whole_model(sent, reply, rest)
+        else:
+            sequence = integer(header, "sequence")
+            if sequence != sent.sequence:
+                raise Rejected(f"update answers message {sequence}, expected {sent.sequence}: a stale reply")
+            bundle = codec.verify(frame, layout, self.key.at(partition=take_node(reply) or 0))
+            received = self.model if self.updates_only else decode_exact(take_frame(content, EXACT), layout)
+            exact = {t.name: check_exact(received[t.name], t, self.model[t.name]) for t in layout.exact}
+            arrival = Arrival(sent, reply, rest, text(header, "record"), exact, frame)
+            arrival.sequence = sequence
+            arrival.generation = integer(header, "generation") if "generation" in header else 0
+            if measured and not codec.lossless:
+                arrival.norm = codec.norm(bundle, layout)
+        if measured and arrival.norm is None:
+            # Whole models arrived: the update is what they changed.
+            whole = layout.flatten(arrival.plain) if arrival.plain is not None else codec.decode(bundle, layout)
+            with np.errstate(over="ignore"):
+                arrival.norm = norm(whole, self.start if sent.base is None else layout.flatten(sent.base))
+        if arrival.record in rest or arrival.record.startswith(PREFIX):
+            raise Rejected(f"the update's record is named {arrival.record!r}, like another record of the reply")
+        arrival.metrics_name, arrival.weight = metrics_name, weight
+        arrival.rolled_back = header.get("rolled-back") is True
+        unsupported = header.get("unsupported")
+        arrival.unsupported = unsupported if isinstance(unsupported, str) else ""
+        return arrival
+
+    def _whole_model(self, sent: Sent, reply: Message, rest: RecordDict) -> Arrival:
+        name, layout = _model_in(sent, reply), self.layout
+        record = reply.content.array_records[name]
+        if set(record) != set(layout.order):
+            raise Rejected(f"reply holds the tensors {sorted(record)[:5]}..., expected {sorted(layout.order)[:5]}...")
+        plain = {t.name: _read_array(record[t.name], t) for t in (*layout.tensors, *layout.exact)}
+        exact = {t.name: check_exact(plain[t.name], t, self.model[t.name]) for t in layout.exact}
+        require_finite(plain, layout)
+        return Arrival(sent, reply, rest, name, exact, plain=plain)
+
+    def _bare_model(self, sent: Sent, reply: Message) -> Arrival:
+        """Return a dense reply's tensors of the vector, with the server's buffers; what else it holds is not read."""
+        records = reply.content.array_records
+        if len(records) != 1:
+            raise Rejected(f"reply holds {len(records)} ArrayRecords, expected exactly one")
+        name, record = next(iter(records.items()))
+        missing = [t.name for t in self.layout.tensors if t.name not in record]
+        if missing:
+            raise Rejected(f"reply lacks the tensors {missing[:5]}")
+        found = {t.name: _read_array(record[t.name], t) for t in self.layout.tensors}
+        require_finite(found, self.layout)
+        return Arrival(sent, reply, RecordDict(), name, self.buffers, plain=found | self.buffers)
+
+    def _encoded(self, plain: Arrays, key: Key) -> bytes:
+        """Return what the codec makes of the update of a client without the mod: its vote, for one."""
+        vector = self.layout.flatten(plain)
+        with np.errstate(over="ignore"):
+            vector -= self.start
+        return self.codec.encode(Update(vector, self.layout), self.codec.init(self.layout), key)[0]
+
+
+def require_finite(arrays: Arrays, layout: Layout) -> None:
+    """Check the tensors of the vector.
+
+    Raises
+    ------
+    Rejected
+        When one of them holds NaN or infinity.
+    """
+    for t in layout.tensors:
+        if not np.isfinite(arrays[t.name]).all():
+            raise Rejected(f"tensor {t.name!r} holds non-finite values")
+
+
+def mean_of_constants(exact: Mapping[str, NDArray[Any]], model: Arrays) -> dict[str, NDArray[Any]]:
+    """Return the mean buffers with the infinities that are the model's own constants (masks).
+
+    Times a weight of 0 these are not numbers.
+    """
+    return {n: np.where(np.isnan(v) & ~np.isfinite(model[n]), model[n], v) for n, v in exact.items()}
+
+
+def _note_memory(arrival: Arrival, header: ConfigRecord) -> None:
+    memory = header.get("memory")
+    if isinstance(memory, float) and 0.0 <= memory < math.inf:
+        arrival.memory = memory
+    elif memory is not None:
+        # What is only reported costs nobody an update.
+        arrival.remark = shorten(f"a client's memory ratio is {memory!r}, expected a finite number >= 0; left out")
+
+
+def _model_in(sent: Sent, reply: Message) -> str:
+    """Return the name of the model in a dense reply: the message's own, or the only one."""
+    found = models(reply.content)
+    if sent.record in found:
+        return sent.record
+    if len(found) != 1:
+        raise Rejected(
+            f"reply holds {len(found)} ArrayRecords {sorted(found)[:5]}, expected exactly one, the model, or the "
+            f"message's own name for it, {sent.record!r}, among them"
+        )
+    return next(iter(found))
+
+
+def _read_array(array: Array, spec: TensorSpec) -> NDArray[Any]:
+    try:
+        return read_array(array, spec.name, spec.shape, spec.dtype)
+    except LayoutError as error:
+        raise Rejected(str(error)) from error

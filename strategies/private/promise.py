@@ -1,0 +1,245 @@
+"""What a private strategy promises, what was spent of it, and what may be said about a run."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs import params
+from fedcomp.errors import ConfigError
+from fedcomp.flower.logs import log
+from fedcomp.flower.privacy import LENGTHS
+from fedcomp.flower.report import Reports
+from fedcomp.layout import Layout, Vector
+from fedcomp.privacy.entropy import Entropy, make_entropy
+from fedcomp.privacy.events import Adjacency, Event
+from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.mechanism import Mechanism
+from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.statement import Statement, make_statement
+from fedcomp.rng import Key
+from fedcomp.strategies.means import MEANS, is_mean
+from fedcomp.strategies.private.release import Release
+
+NOT_COVERED: Final = (
+    "the choice of hyper-parameters and of the model, and preprocessing of the data",
+    "who takes part, and when",
+    "a client that connects anew under another node id, which is counted as another client",
+    "the server's own reports and logs (who was refused, and why)",
+    "the server's evaluation of released models on data of its own",
+)
+"""What no statement of these strategies extends to."""
+
+
+class Promise(Release, Strategy):
+    """A promise of client-level differential privacy, and its books.
+
+    Parameters
+    ----------
+    inner : Strategy
+        One of Flower's weighted means, made with ``fraction_evaluate=0.0``. Its ``fraction_train`` stays at 1: who
+        takes part is decided by ``sampling``.
+    noise_multiplier : float
+        Standard deviation of the noise on the sum over the sensitivity of the sum; 0 promises nothing.
+    adjacency : {"zero_out", "add_remove", "replace"}
+        What one client may change. Under "zero_out" its contribution is left out of every sum and count, as one that
+        was refused is; "replace" doubles the sensitivity.
+    delta : float
+        Must be below 1 / ``population``.
+    population : int
+        Public number N of clients that may ever take part. 0: learnt by :meth:`declare`, which whoever runs the rounds
+        calls.
+    sampling : Sampling, optional
+        Who takes part in a round; default everyone, without amplification.
+    count : int
+        At most so many clients in a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
+        "add_remove", where another client would take the place of a removed one.
+    budget : float, optional
+        An epsilon at ``delta``; a round that would cross it is not begun.
+    noise : {"discrete_gaussian", "skellam", "gaussian"}
+    pad : bool
+        Let clients fill their frames up to the longest that any update could have (:meth:`Codec.longest`). False saves
+        these bytes; whoever sees message lengths then learns about updates what no noise covers: how clustered their
+        largest coordinates are, how many are zero, and whether there was anything to send at all.
+    insecure_deterministic : bool
+        Take noise and samples from ``seed``: for tests and experiments that must repeat. The statement says so.
+    seed : int
+        Only used with ``insecure_deterministic``.
+
+    Attributes
+    ----------
+    privacy : Ledger
+        What was released, and what it cost.
+    exhausted : str
+        Why no further round may be made, empty while one may.
+
+    Raises
+    ------
+    ConfigError
+        For arguments that cannot keep the promise.
+    """
+
+    chosen: Sequence[int]
+
+    def __init__(
+        self,
+        inner: Strategy,
+        *,
+        noise_multiplier: float,
+        adjacency: Adjacency = "zero_out",
+        delta: float = 1e-5,
+        population: int = 0,
+        sampling: Sampling | None = None,
+        count: int = 0,
+        budget: float | None = None,
+        noise: str = "discrete_gaussian",
+        pad: bool = True,
+        insecure_deterministic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(inner, Strategy) or not is_mean(inner):
+            raise ConfigError(
+                f"{type(inner).__name__} looks at single updates, which a private sum does not show; use one of "
+                f"{', '.join(MEANS)}. A codec goes outside: Compressed({type(self).__name__}(...), codec)"
+            )
+        if getattr(inner, "fraction_evaluate", 0.0) != 0.0:
+            raise ConfigError(
+                "evaluation on clients would release their metrics without noise; make the inner strategy with "
+                "fraction_evaluate=0.0, and evaluate on the server (evaluate_fn)"
+            )
+        if getattr(inner, "fraction_train", 1.0) != 1.0:
+            raise ConfigError(
+                f"fraction_train={inner.fraction_train!r} of the inner strategy is a sample nobody accounts for; leave "  # type: ignore[attr-defined]
+                "it at 1.0 and give sampling=Sampling(...)"
+            )
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ConfigError(f"sampling={sampling!r} is not valid: an object, such as Sampling('capped', cap=20)")
+        if budget is not None:
+            params.positive("budget", budget)
+        params.boolean("insecure_deterministic", insecure_deterministic)
+        self.pad = params.boolean("pad", pad)
+        params.integer("population", population, low=0)
+        self.inner = inner
+        self.noise_multiplier = noise_multiplier
+        self.adjacency: Adjacency = adjacency
+        self.noise = noise
+        self.delta = delta
+        self.sampling = Sampling() if sampling is None else sampling
+        params.integer("count", count, low=0)
+        self.sampling.check(adjacency, count=count)
+        self.count = count
+        self.budget = budget
+        self.insecure_deterministic = insecure_deterministic
+        self.seed = seed
+        self.exhausted = ""
+        self.privacy = Ledger(
+            delta=delta, population=population, adjacency=adjacency, sampling=self.sampling, budget=budget
+        )
+        self._layout: Layout | None = None
+        self._again = 0
+        self._warned: set[str] = set()
+
+    @property
+    @abstractmethod
+    def reports(self) -> Reports:
+        """Per round: who was asked, what arrived, what was refused and why."""
+
+    def event(self, mechanism: Mechanism, size: int) -> Event:
+        """Return what a round costs; default the mechanism's own event at the sampling's rate."""
+        return mechanism.event(rate=self.sampling.event_rate, size=size)
+
+    def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:
+        """Return the update that the noisy sum stands for, float32 ``(layout.size,)``; default its mean.
+
+        The divisor is a public constant: the number of replies is the adversary's to know or to choose.
+        """
+        with np.errstate(over="ignore"):
+            return (noisy / self.expected).astype(np.float32)
+
+    @property
+    def population(self) -> int:
+        """Public number of clients; 0 until it is declared."""
+        return self.privacy.population
+
+    @property
+    def withholds(self) -> bool:
+        """Whether what a round costs rests on nobody knowing who took part: then neither log nor reports say."""
+        return self.sampling.event_rate < 1.0
+
+    @property
+    def expected(self) -> float:
+        """Public number of contributions that sums are divided by."""
+        return float(self.sampling.expected(self.population, count=self.count))
+
+    def declare(self, population: int) -> None:
+        """Learn the public number of clients, unless the constructor was told."""
+        if not self.population:
+            self.privacy.declare(population)
+
+    def open_ledger(self, path: Path) -> None:
+        """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
+        self.privacy.open(Path(path))
+
+    def over(self, server_round: int) -> str:
+        """Return why round ``server_round`` may not be made, empty when it may.
+
+        Before the first model is known the budget cannot be asked; the round is then refused when it is configured,
+        which is before any client hears of it.
+        """
+        if self.exhausted or self._layout is None or self.budget is None:
+            return self.exhausted
+        cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
+        if self.privacy.affords(cost, round=server_round):
+            return ""
+        return (
+            f"the budget of epsilon {self.budget:g} at delta {self.delta:g} allows no further round: "
+            f"{self.privacy.epsilon():.4g} is spent"
+        )
+
+    def statement(self) -> Statement:
+        """Return what may be said about the run so far."""
+        self.require_population()
+        layout = Layout.flat(1) if self._layout is None else self._layout
+        mechanism = self.mechanism(layout, max(self.reports, default=1))
+        return make_statement(
+            self.privacy,
+            mechanism=mechanism,
+            **{
+                "trust": "the server sees single updates and is trusted; clients and users of the models are not",
+                "protects": "every released model, so the final one and all before it",
+                "not_covered": NOT_COVERED if self.pad else (*NOT_COVERED, LENGTHS),
+                "clip": self.describe(),
+                "entropy": self.entropy("statement", 0),
+                **self.said(mechanism),
+            },
+        )
+
+    def entropy(self, purpose: str, server_round: int) -> Entropy:
+        """Return the source of randomness for one purpose of a round, other than that of the same round made before."""
+        key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)
+        return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
+
+    def require_population(self) -> None:
+        """Refuse to go on without the public number of clients.
+
+        Raises
+        ------
+        ConfigError
+        """
+        if not self.population:
+            raise ConfigError(
+                "the public number of clients is not known: give population=N, on which delta and the noise's share of "
+                "the mean depend; how many are online now is not it"
+            )
+
+    def warn_once(self, text: str, said: str = "") -> None:
+        """Log a warning, ``text`` unless it is ``said`` in other words, the first time only."""
+        if text not in self._warned:
+            log.warning("%s: %s", type(self).__name__, said or text)
+            self._warned.add(text)

@@ -1,0 +1,346 @@
+"""The one way by which replies reach a model: matched, checked, compared, added, concluded, acknowledged.
+
+Every strategy that stands on replies of clients has one :class:`Reception`, which keeps what is known of the clients
+from round to round and applies the rules in their order: a node answers a message once; one node holds a partition;
+what cannot be read is refused with a reason; forms that differ from the usual one and outliers are refused; what is
+left goes into a sink; an aggregate that is not finite is not taken; only what was used is acknowledged; and a run
+whose clients send nothing of use ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedcomp.errors import ConfigError, FedcompError, LayoutError
+from fedcomp.flower.logs import log
+from fedcomp.flower.payload import NODE_RECORD
+from fedcomp.flower.protocol import RESYNC
+from fedcomp.flower.records import finite_where, restore_dtypes, to_record
+from fedcomp.flower.report import Report, Reports
+from fedcomp.layout import Vector
+from fedcomp.plain import Keys
+from fedcomp.stateful import Stateful, nested
+from fedcomp.strategies.adaptive import Outcome
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.means import aggregate_once
+from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.replies import (
+    Arrays,
+    Arrival,
+    Peer,
+    Rejected,
+    Sent,
+    Usual,
+    agreeing,
+    match_replies,
+    note_arrivals,
+    ordinary,
+    weight_of,
+)
+from fedcomp.strategies.round_log import RoundLog, require_usable
+from fedcomp.strategies.sinks import Rule
+from fedcomp.strategies.statistics import hold_in_record
+
+T = TypeVar("T")
+
+Consumed = tuple[int, int, int]
+"""Node, and the sequence number and generation of the memory of what was used of it; generation 0: no memory."""
+
+_APP_RAISED: Final = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION; the enumeration itself is private
+
+
+class Reception(Stateful):
+    """What a strategy knows of its clients' replies, and what it does with them.
+
+    Parameters
+    ----------
+    name : str
+        The strategy's, for the log.
+    guard : Norms, optional
+        Refuses outliers; default nobody does.
+    hints : mapping of str to str
+        What to say beside an error of a client that contains such a text.
+
+    Attributes
+    ----------
+    reports, evaluations : Reports
+        Per round of training, and of client evaluation.
+    peers : dict of int to Peer
+        By node: what was consumed from it, and which model it holds.
+
+    Raises
+    ------
+    ConfigError
+        When ``guard`` is none.
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "holders": nested("holders"),
+        "peers": dict[int, Peer],
+        "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
+        "reports": Reports,
+        "evaluations": Reports,
+    }
+
+    def __init__(self, name: str, *, guard: Norms | None = None, hints: Mapping[str, str] | None = None) -> None:
+        if guard is not None and not isinstance(guard, Norms):
+            raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
+        self.guard = guard
+        self.reports = Reports()
+        self.evaluations = Reports()
+        self.peers: dict[int, Peer] = {}
+        self.log = RoundLog(name)
+        self.holders = Holders()
+        self._hints = dict(hints or {})
+        self._usual = {"train": Usual(), "evaluate": Usual()}
+
+    def meet(self, grid: Grid, *, afresh: bool = False) -> None:
+        """Learn who is there; ``afresh`` forgets who held which partition before.
+
+        Whom earlier rounds prefer would make one client's part in a private sum depend on another's.
+        """
+        if afresh:
+            self.holders = Holders()
+        self.holders.meet(grid)
+
+    def received(
+        self,
+        sent: Sequence[Sent],
+        replies: Iterable[Message],
+        report: Report,
+        read: Callable[[Sent, Message], T],
+        errors: list[Message] | None = None,
+    ) -> Iterator[T]:
+        """Yield what ``read`` makes of each reply, in the order of partitions; report what cannot be read.
+
+        Parameters
+        ----------
+        read : callable
+            Raises a :class:`~fedcomp.errors.FedcompError` for what cannot be used.
+        errors : list of Message, optional
+            Gets a reply with an error for each that was refused here.
+        """
+        for each, reply in match_replies(list(sent), replies, report, self.holders):
+            try:
+                self._refuse_error(each, reply)
+                item = read(each, reply)
+            except FedcompError as reason:
+                report.refuse(each.node, str(reason))
+                if errors is not None:
+                    raised = Error(_APP_RAISED, str(reason))
+                    errors.append(reply if reply.has_error() else Message(raised, reply_to=each.message))
+                continue
+            yield item
+
+    def _refuse_error(self, sent: Sent, reply: Message) -> None:
+        if not reply.has_error():
+            return
+        reason = f"error {reply.error.code}: {reply.error.reason}"
+        if RESYNC in reason:
+            self.peers.setdefault(sent.node, Peer()).version = 0
+        hint = next((hint for text, hint in self._hints.items() if text in reason), "")
+        raise Rejected(f"{hint} ({reason})" if hint else reason)
+
+    def note_version(self, sent: Sent, reply: Message, current: int) -> None:
+        """Note whether the sender of a reply says that it holds the model of version ``current``."""
+        version = reply.content.config_records.get(NODE_RECORD, ConfigRecord()).get("version", 0)
+        known = isinstance(version, int) and version == current
+        self.peers.setdefault(sent.node, Peer()).version = current if known else 0
+
+    def agreeing(
+        self, items: list[tuple[T, str, RecordDict]], report: Report, node_of: Callable[[T], int], kind: str
+    ) -> list[T]:
+        """Return the items whose metrics have the usual form; see :func:`fedcomp.strategies.replies.agreeing`."""
+        return agreeing(items, report, node_of, self._usual[kind])
+
+    def ordinary(self, arrivals: list[Any], report: Report) -> list[Any]:
+        """Return the arrivals that the guard lets pass; acknowledge the others.
+
+        An outlier is dropped for good: put back into its client's memory, it would come again and again.
+        """
+        kept = ordinary(arrivals, report, self.guard, self.reports.before(report.round))
+        self.acknowledge((a.sent.node, a.sequence, a.generation) for a in arrivals if a.outlier)
+        return kept
+
+    def aggregate(self, intake: Intake, replies: Iterable[Message], rule: Rule) -> Outcome:
+        """Check the replies of a training exchange and let ``rule``'s strategy aggregate them.
+
+        A reply that cannot be used is reported and left out; its sender is not acknowledged, so that a client with
+        memory puts the mass back. Returns ``(None, None)`` when nothing usable came.
+
+        Raises
+        ------
+        NoUsableReply
+            When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
+        """
+        began = time.perf_counter()
+        report = self.reports[intake.report.round] = intake.report
+
+        def read(sent: Sent, reply: Message) -> Arrival:
+            arrival = intake.read(sent, reply, measured=rule.measured, takes_plain=rule.takes_plain)
+            self.note_version(sent, reply, intake.version)
+            return arrival
+
+        arrivals = list(self.received(intake.sent, replies, report, read, intake.errors))
+        if not intake.updates_only:
+            arrivals = self.agreeing(
+                [(a, a.record, a.content) for a in arrivals], report, lambda a: a.sent.node, "train"
+            )
+        arrivals = self.ordinary(arrivals, report)
+        note_arrivals(arrivals, report, models_asked=intake.models_asked)
+        arrays, metrics = self._added(intake, arrivals, rule)
+        report.seconds += time.perf_counter() - began
+        return self.conclude(report, rule, arrays), metrics
+
+    def _added(self, intake: Intake, arrivals: list[Arrival], rule: Rule) -> Outcome:
+        report = intake.report
+        if not arrivals and not rule.updates_only:
+            return None, None
+        if not intake.updates_only:
+            intake.account(arrivals)
+        with np.errstate(over="ignore", invalid="ignore"):
+            sink = rule.begin(intake, arrivals)
+            for arrival in arrivals:
+                try:
+                    sink.add(arrival)
+                except FedcompError as reason:
+                    report.refuse(arrival.sent.node, str(reason))
+            arrays, metrics = sink.finish()
+        if arrays is None:
+            if arrivals and len(report.refused) + report.lost < report.asked and not rule.updates_only:
+                report.notes.append(f"{type(rule.strategy).__name__} made no model of the replies; the model is kept")
+            return None, metrics
+        used = [a for a in arrivals if a.sent.node not in report.refused]
+        consumed = [(a.sent.node, a.sequence, a.generation) for a in used]
+        model = self.accept(intake, rule, arrays, consumed, [a.exact for a in used])
+        return model, None if model is None else metrics
+
+    def accept(
+        self, intake: Intake, rule: Rule, arrays: ArrayRecord, consumed: Sequence[Consumed], sent: Sequence[Arrays]
+    ) -> ArrayRecord | None:
+        """Return an aggregate as the new model, in the model's dtypes; None when it cannot be one.
+
+        What was consumed is acknowledged. Variances that turned negative are held.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            restored = restore_dtypes(arrays, intake.model, sent)
+        # A finite float32 may be infinite as float16; NaN may be some integer.
+        if not finite_where(arrays, intake.model) or not finite_where(restored, intake.model):
+            intake.report.notes.append(rule.not_finite)
+            return None
+        intake.report.used += len(consumed)
+        self.acknowledge(consumed)
+        if note := hold_in_record(restored, intake.layout, intake.model):
+            intake.report.notes.append(note)
+        return restored
+
+    def aggregate_mean(
+        self,
+        intake: Intake,
+        mean: Vector | None,
+        consumed: Sequence[Consumed],
+        contents: Sequence[RecordDict],
+        rule: Rule,
+    ) -> Outcome:
+        """Take an update that was averaged elsewhere: nobody's own is here, and ``rule``'s mean runs once.
+
+        Parameters
+        ----------
+        mean : float32 array, shape (layout size,), or None
+            None when the round was given up, or nothing in it has a weight.
+
+        Raises
+        ------
+        ConfigError
+            When the strategy is no weighted mean: it would need the single updates.
+        LayoutError
+            When ``mean`` does not have the layout's size and dtype.
+        """
+        layout, report, strategy = intake.layout, intake.report, rule.mean
+        if mean is not None and (mean.shape != (layout.size,) or mean.dtype != np.float32):
+            raise LayoutError(f"the mean is {mean.dtype}{mean.shape}, expected float32({layout.size},)")
+        self.reports[report.round] = report
+        report.lost = len(intake.sent) - len(consumed)
+        report.compressed = len(consumed)
+        report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
+        if mean is None:
+            return self.conclude(report, rule, None), None
+        report.changed = int(np.count_nonzero(mean[: layout.compressed_size]))
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved = to_record(layout.unflatten(intake.vector + mean, intake.buffers))
+            arrays, metrics = aggregate_once(
+                strategy,
+                report.round,
+                (intake.record, moved),
+                intake.sent[0].message,
+                contents,
+                received=None if rule.updates_only else (len(consumed), report.lost),
+                sparse=intake.codec.sparse(layout),
+            )
+        model = None if arrays is None else self.accept(intake, rule, arrays, consumed, [])
+        return self.conclude(report, rule, model), None if model is None else metrics
+
+    def conclude(self, report: Report, rule: Rule, model: ArrayRecord | None) -> ArrayRecord | None:
+        """End a training round: log it, and withhold what may not be known; return ``model``.
+
+        Raises
+        ------
+        NoUsableReply
+            When clients replied, no reply of theirs can be used, and no earlier round brought an update either.
+        """
+        withheld = rule.withholds
+        # A private round may have released, and paid for, its noise without a reply.
+        if model is None and not withheld and not any(earlier.used for earlier in self.reports.values()):
+            require_usable(report)
+        if withheld and rule.not_finite in report.notes:
+            log.warning("round %d: %s", report.round, rule.not_finite)
+        self.log.conclude(report, withheld=withheld)
+        return model
+
+    def evaluate(
+        self,
+        report: Report,
+        sent: Sequence[Sent],
+        replies: Iterable[Message],
+        weight_key: str | None,
+        current: int,
+    ) -> tuple[list[Message], list[Message]]:
+        """Return the replies to evaluation whose metrics can be averaged, and errors in place of the others.
+
+        Parameters
+        ----------
+        weight_key : str or None
+            The metric that weighs a reply.
+        current : int
+            Version of the model in the messages.
+        """
+        self.evaluations[report.round] = report
+        report.asked = len(sent)
+        errors: list[Message] = []
+
+        def read(each: Sent, reply: Message) -> tuple[Sent, Message]:
+            weight_of(reply.content, weight_key)
+            self.note_version(each, reply, current)
+            if NODE_RECORD in reply.content:
+                del reply.content[NODE_RECORD]
+            return each, reply
+
+        found = [(pair, "", pair[1].content) for pair in self.received(sent, replies, report, read, errors)]
+        kept = self.agreeing(found, report, lambda pair: pair[0].node, "evaluate")
+        self.log.warn(report)
+        return [reply for _, reply in kept], errors
+
+    def acknowledge(self, consumed: Iterable[Consumed]) -> None:
+        """Note what was consumed: (node, sequence, generation)."""
+        for node, sequence, generation in consumed:
+            # A reply without memory acknowledges nothing: the last frame of the memory stays the one consumed.
+            if generation:
+                peer = self.peers.setdefault(node, Peer())
+                peer.acknowledged, peer.generation = sequence, generation

@@ -1,0 +1,321 @@
+"""Where the updates of a round go: a mean in one buffer, replies as arrays, or whatever a strategy declares itself.
+
+A :class:`Rule` says what a strategy needs of updates, once for each strategy; :meth:`Rule.begin` opens a :class:`Sink`
+for one round. Flower's own strategies get their rule from :func:`rule_of`, which looks at their aggregation alone;
+any other strategy may declare one by a method ``update_rule()``, as private strategies do.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from fedcomp.codecs import Codec
+from fedcomp.errors import ConfigError
+from fedcomp.flower.records import to_record
+from fedcomp.flower.report import shorten
+from fedcomp.layout import Layout, Update, Vector
+from fedcomp.strategies.adaptive import Outcome, has_moments, step_on_support
+from fedcomp.strategies.guard import Norms
+from fedcomp.strategies.intake import Intake, mean_of_constants
+from fedcomp.strategies.means import MEANS, aggregate_once, is_mean
+from fedcomp.strategies.pairings import warn_of_pairing
+from fedcomp.strategies.private.flower_dp import promises
+from fedcomp.strategies.replies import NOT_FINITE, Arrays, Arrival
+from fedcomp.wire import Frame
+
+Released = Callable[[ArrayRecord, int], Layout]
+"""Of a model and a round: the layout of what is sent of an update."""
+
+
+class Sink(ABC):
+    """Where the updates of one round go, in partition order; see :meth:`Rule.begin`."""
+
+    @abstractmethod
+    def add(self, arrival: Arrival) -> None:
+        """Take one update, with its weight.
+
+        Raises
+        ------
+        FedcompError
+            When it cannot be used; the sink is as it was.
+        """
+
+    @abstractmethod
+    def finish(self) -> Outcome:
+        """Let the strategy make its step; return its model and metrics, None and None where it made none."""
+
+
+class Rule(ABC):
+    """What a strategy needs of a round's updates.
+
+    Parameters
+    ----------
+    strategy : Strategy
+
+    Attributes
+    ----------
+    updates_only : bool
+        Whether nothing but the update of a reply is read, and one client's part depends on nobody else's: no weights,
+        metrics or majorities, and no preference from earlier rounds.
+    takes_plain : bool
+        Whether the whole model of a client that encoded nothing can be used.
+    measured : bool
+        Whether reports may name the norms of updates.
+    bounded : bool
+        Whether every update is bounded, so that no guard is taken.
+    withholds : bool
+        Whether neither log nor reports may say who took part.
+    not_finite : str
+        What a report says of an aggregate that cannot be a model.
+    """
+
+    updates_only: bool = False
+    takes_plain: bool = True
+    measured: bool = True
+    not_finite: ClassVar[str] = NOT_FINITE
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    @property
+    def bounded(self) -> bool:
+        """Whether every update is bounded, so that no guard is taken."""
+        return promises(self.strategy)
+
+    @property
+    def withholds(self) -> bool:
+        """Whether neither log nor reports may say who took part."""
+        return False
+
+    @property
+    def mean(self) -> Strategy:
+        """The weighted mean that takes a step from a sum that was made elsewhere.
+
+        Raises
+        ------
+        ConfigError
+            When the strategy needs single updates.
+        """
+        raise ConfigError(
+            f"{type(self.strategy).__name__} looks at single updates, of which a coded sum shows none; use one of "
+            f"{', '.join(MEANS)}"
+        )
+
+    def check(self, codec: Codec, guard: Norms | None) -> None:
+        """Refuse a codec or a guard that does not fit.
+
+        Raises
+        ------
+        ConfigError
+        """
+        if guard is not None and self.bounded:
+            raise ConfigError(
+                f"{type(self.strategy).__name__} bounds every update by itself, and a guard would make one client's "
+                "part in the private sum depend on the others'; leave guard out"
+            )
+
+    def within(self, released: Released) -> None:  # noqa: B027
+        """Learn what surrounding compression sends of an update; default: it does not matter."""
+
+    @abstractmethod
+    def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
+        """Return the sink of a round, to which all of ``arrivals`` will be added in their order."""
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A strategy that says itself what it needs of updates."""
+
+    def update_rule(self) -> Rule:
+        """Return the rule."""
+        ...
+
+
+def rule_of(strategy: Strategy) -> Rule:
+    """Return what a strategy needs: its own word, a mean for Flower's weighted means, else every reply as arrays."""
+    if isinstance(strategy, Declares):
+        return strategy.update_rule()
+    return MeanRule(strategy) if is_mean(strategy) else RepliesRule(strategy)
+
+
+class RepliesRule(Rule):
+    """Every update as an ordinary reply, which any strategy with Flower's hooks understands."""
+
+    def check(self, codec: Codec, guard: Norms | None) -> None:
+        """Refuse votes, which are no updates one by one."""
+        super().check(codec, guard)
+        if codec.votes:
+            raise ConfigError(
+                f"{codec!r} sends votes, of which only the weighted sum is an update; {type(self.strategy).__name__} "
+                f"looks at single updates. Use one of {', '.join(MEANS)}"
+            )
+        warn_of_pairing(self.strategy, codec)
+
+    def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
+        """Return the sink that decodes replies."""
+        return RepliesSink(self.strategy, intake)
+
+
+class MeanRule(Rule):
+    """The weighted mean alone: frames are added to one buffer."""
+
+    @property
+    def mean(self) -> Strategy:
+        """The strategy itself."""
+        mean: Strategy = self.strategy
+        return mean
+
+    def check(self, codec: Codec, guard: Norms | None) -> None:
+        """Warn of what the codec and the mean spoil for each other."""
+        super().check(codec, guard)
+        warn_of_pairing(self.strategy, codec)
+
+    def begin(self, intake: Intake, arrivals: Sequence[Arrival]) -> Sink:
+        """Return the sink that adds; models of their own for some nodes cannot be added as changes of one model."""
+        if any(arrival.sent.base is not None for arrival in arrivals):
+            return RepliesSink(self.strategy, intake)
+        return MeanSink(self.strategy, intake, arrivals)
+
+
+class WeightedSum:
+    """A weighted sum of updates in one buffer, whatever their number; with them the buffers that travel as values.
+
+    Attributes
+    ----------
+    update : Update
+    exact : dict of name to ndarray
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        # -0.0 is the exact identity of addition: the first contribution is stored, not added to +0.0.
+        self.update = Update(np.full(layout.size, -0.0, np.float32), layout)
+        self.exact: dict[str, NDArray[Any]] = {}
+
+    def add(self, codec: Codec, update: Frame | Vector, factor: float, exact: Arrays) -> None:
+        """Add ``factor`` times an update, a frame of ``codec`` or a vector that may be overwritten, and its buffers."""
+        if isinstance(update, np.ndarray):
+            update *= np.float32(factor)
+            np.add(self.update.vector, update, out=self.update.vector)
+        else:
+            codec.accumulate(update, factor, self.update)
+        for name, array in exact.items():
+            # numpy's promotion here is Flower's: int64 buffers become float64 means.
+            self.exact[name] = self.exact[name] + array * factor if name in self.exact else array * factor
+
+
+class MeanSink(Sink):
+    """Sums frames with Flower's own weights, and hands the mean to the strategy as one reply.
+
+    Aggregation memory is one model, whatever the number of clients.
+    """
+
+    def __init__(self, strategy: Strategy, intake: Intake, arrivals: Sequence[Arrival]) -> None:
+        self._strategy = strategy
+        self._intake = intake
+        self._arrivals = arrivals
+        self._weight = sum(arrival.weight for arrival in arrivals)
+        self._sum = WeightedSum(intake.layout)
+
+    def add(self, arrival: Arrival) -> None:
+        """Add one update."""
+        if self._weight <= 0:
+            return
+        intake = self._intake
+        update: Frame | Vector
+        if arrival.frame is not None:
+            update = arrival.frame
+        else:
+            assert arrival.plain is not None
+            update = intake.layout.flatten(arrival.plain)
+            if not intake.codec.lossless:
+                update -= intake.start
+        self._sum.add(intake.codec, update, arrival.weight / self._weight, arrival.exact)
+
+    def finish(self) -> Outcome:
+        """Return the step from the mean; none where nothing has a weight."""
+        intake, arrivals, out = self._intake, self._arrivals, self._sum.update
+        layout, codec, report = intake.layout, intake.codec, intake.report
+        if self._weight <= 0:
+            for arrival in arrivals:
+                report.refuse(arrival.sent.node, "weight 0, as all others of the round: nothing to average")
+            return None, None
+        # All replies have the same ones. The strategy sees the mean of the models in their place.
+        if unread := sorted(arrivals[0].content.array_records):
+            report.notes.append(
+                f"replies hold the ArrayRecords {shorten(str(unread))} beside the model, which "
+                f"{type(self._strategy).__name__} does not read: they were sent for nothing, "
+                "unless its train_metrics_aggr_fn, which is given them, uses them"
+            )
+        codec.conclude(out)
+        moved = out.vector != intake.start if codec.lossless else out.vector
+        report.changed = int(np.count_nonzero(moved[: layout.compressed_size]))
+        if not codec.lossless:
+            np.add(intake.vector, out.vector, out=out.vector)
+        elif intake.start is not intake.vector:
+            # Clients sent whole models grown from the reference: add what the reference lacks of the true model.
+            np.add(out.vector, intake.vector - intake.start, out=out.vector)
+        first = arrivals[0]
+        exact = mean_of_constants(self._sum.exact, intake.model)
+        return aggregate_once(
+            self._strategy,
+            report.round,
+            (first.record, to_record(layout.unflatten(out.vector, exact))),
+            first.sent.message,
+            [] if intake.updates_only else [a.content for a in arrivals],
+            metrics_name=first.metrics_name or "metrics",
+            received=(len(arrivals), len(report.refused)),
+            sparse=codec.sparse(layout),
+        )
+
+
+class RepliesSink(Sink):
+    """Decodes every update into an ordinary reply; memory grows with the number of replies, as in Flower."""
+
+    def __init__(self, strategy: Strategy, intake: Intake) -> None:
+        self._strategy = strategy
+        self._intake = intake
+        self._changed = np.zeros(intake.layout.size, np.bool_)
+        self._messages: list[Message] = []
+
+    def add(self, arrival: Arrival) -> None:
+        """Decode one update."""
+        intake, layout = self._intake, self._intake.layout
+        own = arrival.sent.base
+        base = intake.vector if own is None else layout.flatten(own)
+        if arrival.plain is not None:
+            vector = layout.flatten(arrival.plain)
+        else:
+            assert arrival.frame is not None
+            vector = intake.codec.decode(arrival.frame, layout)
+        if arrival.plain is None and not intake.codec.lossless:
+            self._changed |= vector != 0.0
+            vector += base
+        else:
+            self._changed |= vector != (intake.start if own is None else base)
+            if intake.start is not intake.vector and own is None:
+                vector += intake.vector - intake.start
+        # First, as in the reply of an app that puts other records beside it.
+        decoded = {arrival.record: to_record(layout.unflatten(vector, arrival.exact))}
+        arrival.message.content = RecordDict({**decoded, **arrival.content})
+        self._messages.append(arrival.message)
+
+    def finish(self) -> Outcome:
+        """Return what the strategy makes of the replies; an adaptive one keeps to what arrived."""
+        intake, layout, strategy = self._intake, self._intake.layout, self._strategy
+        intake.report.changed = int(np.count_nonzero(self._changed[: layout.compressed_size]))
+
+        def step() -> Outcome:
+            return strategy.aggregate_train(intake.report.round, [*self._messages, *intake.errors])
+
+        if has_moments(strategy) and intake.codec.sparse(layout):
+            where = {t.name: self._changed[t.slice].reshape(t.shape) for t in layout.tensors}
+            where |= {t.name: np.ones(t.shape, np.bool_) for t in layout.exact}
+            return step_on_support(strategy, where, step)
+        return step()
