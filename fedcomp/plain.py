@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Final, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -75,8 +75,26 @@ class Keys:
         return value
 
 
+@dataclass(frozen=True)
+class Null:
+    """The rule for a number that a document may hold as null: JSON has neither NaN nor infinity."""
+
+    value: float
+
+    def __str__(self) -> str:
+        return "a number or null"
+
+    def read(self, value: Any) -> Any:
+        """Return any value that is there."""
+        return value
+
+
 Count = Annotated[int, Range(0)]
 """A whole number that cannot be negative."""
+
+OrNaN = Annotated[float, Null(math.nan)]
+OrInfinite = Annotated[float, Null(math.inf)]
+"""A number that is null in a document when it is NaN, or infinite."""
 
 
 def to_plain(value: Any) -> Any:
@@ -139,6 +157,10 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     if kind is Any:
         return value
     if origin is Annotated:
+        if value is None:
+            for rule in args[1:]:
+                if isinstance(rule, Null):
+                    return rule.value
         found = from_plain(args[0], value, where)
         for rule in args[1:]:
             try:
@@ -189,14 +211,13 @@ def from_fields(kind: type[T], value: Any, where: str = "value") -> T:
     Raises
     ------
     PlainError
-        When a field is unknown, missing without a default, or wrong, or the class refuses its values.
+        When a field is unknown, missing or wrong, or the class refuses its values.
     """
     given = _exactly(dict, value, where)
     known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
     if unknown := sorted(map(str, set(given) - set(known))):
         raise PlainError(f"{where} has unknown fields {unknown[:5]}; {kind.__name__} has {sorted(known)}")
-    required = {n for n, each in known.items() if each.default is MISSING and each.default_factory is MISSING}
-    if missing := sorted(required - set(given)):
+    if missing := sorted(set(known) - set(given)):
         raise PlainError(f"{where} lacks the fields {missing} of {kind.__name__}")
     hints = _hints(kind)  # type: ignore[arg-type]  # a class can be hashed
     values = {name: from_plain(hints[name], item, f"{where}.{name}") for name, item in given.items()}

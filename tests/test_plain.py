@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedcomp.plain import Count, PlainError, Range, from_plain, to_plain
+from fedcomp.plain import Count, OrInfinite, PlainError, Range, from_plain, to_plain
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def test_a_value_survives_json() -> None:
         (("leaves", "3", "name"), b"a", "expected str"),
         (("leaves", "3"), {}, "lacks the fields"),
         (("leaves", "3"), [1], "expected dict"),
-        (("leaves",), {"one": {"count": 1}}, "not a whole number"),
-        (("leaves",), {1: {"count": 1}}, "expected str"),
-        (("leaves",), {"3": {"count": 1}, "03": {"count": 2}}, "one key twice"),
+        (("leaves",), {"one": {"count": 1, "name": ""}}, "not a whole number"),
+        (("leaves",), {1: {"count": 1, "name": ""}}, "expected str"),
+        (("leaves",), {"3": {"count": 1, "name": ""}, "03": {"count": 2, "name": ""}}, "one key twice"),
         (("rate",), float("nan"), "expected a number from 0 to 1"),
         (("rate",), 1.5, "expected a number from 0 to 1"),
         (("rate",), "1", "expected a number"),
@@ -94,3 +94,9 @@ def test_what_a_class_refuses_is_named() -> None:
 
     with pytest.raises(PlainError, match="value is not a valid Even: odd"):
         from_plain(Even, {"number": 3})
+
+
+def test_null_stands_for_what_json_lacks_where_the_type_says_so() -> None:
+    assert from_plain(dict[str, OrInfinite], {"a": None, "b": 2}) == {"a": np.inf, "b": 2.0}
+    with pytest.raises(PlainError, match="expected a number"):
+        from_plain(float, None)

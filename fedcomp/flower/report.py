@@ -347,10 +347,10 @@ class Report(_Figures):
             When it is not a report.
         """
         given = dict(value)
-        sections = from_plain(dict[str, dict], given.pop("sections", None), "sections")
+        sections = from_plain(dict[str, dict], given.get("sections"), "sections")
         if unknown := sorted(set(sections) - set(Section.known)):
             raise PlainError(f"the report has unknown sections {unknown[:5]}; known: {sorted(Section.known)}")
-        report = from_fields(cls, given, "report")
+        report = from_fields(cls, {**given, "sections": {}}, "report")
         report.sections = {name: from_fields(Section.known[name], part, name) for name, part in sections.items()}
         return report
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fedcomp.errors import ConfigError
+from fedcomp.plain import OrInfinite, PlainError, fields_of, from_fields
 from fedcomp.privacy.errors import LedgerError
 
 Adjacency = Literal["zero_out", "add_remove", "replace"]
@@ -56,7 +57,7 @@ class Event:
 
     noise: str
     noise_multiplier: float
-    grid_sigma: float = math.inf
+    grid_sigma: OrInfinite = math.inf
     grid_l1: float = 0.0
     releases: int = 1
     rate: float = 1.0
@@ -77,7 +78,7 @@ class Event:
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as JSON-able data; infinity is written as null."""
-        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        return {name: None if value == math.inf else value for name, value in fields_of(self).items()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Event:
@@ -88,11 +89,7 @@ class Event:
         LedgerError
             When fields are missing, unknown or of the wrong type.
         """
-        names = {f.name for f in fields(cls)}
-        if set(document) != names:
-            raise LedgerError(f"an event has the fields {sorted(document)}, expected {sorted(names)}")
-        values: dict[str, Any] = {name: math.inf if value is None else value for name, value in document.items()}
         try:
-            return cls(**values)
-        except (ConfigError, TypeError) as error:
+            return from_fields(cls, document, "an event")
+        except PlainError as error:
             raise LedgerError(f"an event cannot be read: {error}") from error

@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from fedcomp.errors import ConfigError
 from fedcomp.logs import log
+from fedcomp.plain import Count, PlainError, Range, fields_of, from_fields
 from fedcomp.privacy.accounting import (
     Cost,
     Profile,
@@ -44,8 +45,6 @@ FORMAT: Final = "fedcomp.privacy.ledger"
 VERSION: Final = 2
 """Of new files, which begin with a head that counts the events. Files of version 1 have none, and are continued so."""
 
-_ENTRY: Final = {"serial", "attempt", "round", "times", "participants", "event"}
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -65,40 +64,24 @@ class Entry:
     event : Event
     """
 
-    serial: int
-    attempt: int
-    round: int
-    times: int
+    serial: Count
+    attempt: Count
+    round: Count
+    times: Annotated[int, Range(1)]
     participants: tuple[int, ...]
     event: Event
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as JSON-able data."""
-        return {
-            "serial": self.serial,
-            "attempt": self.attempt,
-            "round": self.round,
-            "times": self.times,
-            "participants": list(self.participants),
-            "event": self.event.to_json(),
-        }
+        return fields_of(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Entry:
         """Read :meth:`to_json`; raises :class:`LedgerError` when it is not one."""
-        if not isinstance(document, Mapping) or set(document) != _ENTRY:
-            raise LedgerError(f"an entry of a ledger has other fields than {sorted(_ENTRY)}")
-        serial, attempt, round, times = whole = [document[name] for name in ("serial", "attempt", "round", "times")]
-        people = document["participants"]
-        if (
-            not isinstance(people, list)
-            or not all(isinstance(n, int) and not isinstance(n, bool) for n in [*whole, *people])
-            or min(whole) < 0
-            or times < 1
-            or not isinstance(document["event"], Mapping)
-        ):
-            raise LedgerError("an entry of a ledger holds a value that is no whole number, or negative")
-        return cls(serial, attempt, round, times, tuple(people), Event.from_json(document["event"]))
+        try:
+            return from_fields(cls, document, "an entry of a ledger")
+        except PlainError as error:
+            raise LedgerError(str(error)) from error
 
 
 class Ledger:
