@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.experiment import Option
-from fedcomp.experiments.findings import Table
 from fedcomp.gossip.base import Algorithm
 from fedcomp.gossip.central import FaultPlan, Nodes, simulate
 from fedcomp.gossip.errors import Diverged
@@ -125,12 +124,6 @@ class Point:
     consensus: float
     edge_bytes: int
 
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Point:
-        """Read what a kept cell holds."""
-        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in document.items()}
-        return cls(**known)
-
 
 @dataclass(frozen=True)
 class Trained:
@@ -167,14 +160,10 @@ class Trained:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Trained:
-        """Read what a kept cell holds: NaN and infinities have become None there."""
+        """Read what a sweep's record holds, beside its axes."""
         values = {f.name: document[f.name] for f in fields(cls)}
-        for name in ("accuracy", "worst", "average", "consensus"):
-            values[name] = math.nan if values[name] is None else values[name]
-        values["loss"] = math.inf if values["loss"] is None else values["loss"]
         values["traffic"] = Traffic.from_dict(values["traffic"])
-        values["invariants"] = {k: math.nan if v is None else v for k, v in values["invariants"].items()}
-        values["points"] = [Point.from_json(point) for point in values["points"]]
+        values["points"] = [Point(**point) for point in values["points"]]
         return cls(**values)
 
 
@@ -282,12 +271,10 @@ def _events(relay: Relay | None) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class GossipCell:
-    """One training as plain data, for :func:`fedcomp.experiments.grid.run_cells`.
+    """One training as plain data.
 
     Attributes
     ----------
-    name : str
-        Unique within the run.
     algorithm : mapping
         As :func:`fedcomp.gossip.get_algorithm` takes it.
     topology : str or mapping
@@ -301,7 +288,6 @@ class GossipCell:
         Judge by a part of the training examples that nobody trains on, in place of the test split: for tuning.
     """
 
-    name: str
     algorithm: Mapping[str, Any]
     topology: str | Mapping[str, Any]
     nodes: int
@@ -330,13 +316,9 @@ class GossipCell:
             **training,
         )
 
-    def run(self) -> Trained:
-        """Train."""
-        return train(self.plan())
-
-    def read(self, document: Mapping[str, Any]) -> Trained:
-        """Read what was kept of this cell."""
-        return Trained.from_json(document)
+    def run(self) -> dict[str, Any]:
+        """Train; return :meth:`Trained.to_json`, for a sweep."""
+        return train(self.plan()).to_json()
 
 
 def per_letter(traffic: Traffic, *, headers: bool) -> float:
@@ -422,7 +404,7 @@ COST_COLUMNS: Final = (
     "overhead bytes",
     "joules",
 )
-"""Columns of :func:`cost_cells`."""
+"""What a run of letters costs, by :func:`cost_cells`."""
 
 COST_OPTIONAL: Final = ("overhead bytes", "joules")
 """Those of them that only some runs have."""
@@ -436,21 +418,8 @@ COST_CAPTION: Final = (
 )
 
 
-def table_of(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str, *, optional: Sequence[str]
-) -> Table:
-    """Return a table without those of the ``optional`` columns in which nothing stands, as joules nobody asked for."""
-    gone = {n for n, name in enumerate(columns) if name in optional and all(row[n] is None for row in rows)}
-    return Table(
-        title,
-        [name for n, name in enumerate(columns) if n not in gone],
-        [[cell for n, cell in enumerate(row) if n not in gone] for row in rows],
-        caption,
-    )
-
-
-def cost_cells(traffic: Traffic, dense: Traffic, energy: Energy | None = None) -> list[float | int | None]:
-    """Return one row of figures below :data:`COST_COLUMNS`.
+def cost_cells(traffic: Traffic, dense: Traffic, energy: Energy | None = None) -> dict[str, float | int | None]:
+    """Return figures by the names of :data:`COST_COLUMNS`.
 
     Parameters
     ----------
@@ -460,7 +429,7 @@ def cost_cells(traffic: Traffic, dense: Traffic, energy: Energy | None = None) -
         Of a run whose letters carry whole models, with the same graph.
     energy : Energy, optional
     """
-    return [
+    found = (
         per_letter(traffic, headers=False),
         ratio(traffic, dense),
         ratio(traffic, dense, headers=True),
@@ -471,4 +440,5 @@ def cost_cells(traffic: Traffic, dense: Traffic, energy: Energy | None = None) -
         traffic.relay_bytes,
         traffic.overhead or None,
         (energy or Energy()).joules(traffic),
-    ]
+    )
+    return dict(zip(COST_COLUMNS, found, strict=True))

@@ -71,7 +71,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadingCell:
-    """One training, for :func:`fedcomp.experiments.grid.run_cells`.
+    """One training, as plain data.
 
     Attributes
     ----------

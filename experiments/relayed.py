@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.findings import Say, Table, different_bytes
+from fedcomp.experiments.findings import Table, different_bytes
+from fedcomp.experiments.kit import Say, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.strategies.parts import TASK_PREFIX
@@ -87,27 +88,32 @@ def edge_bytes(result: RunResult) -> int:
     return sum(int(record.metrics["gossip.edge"]) for record in result.rounds if record.round)
 
 
-def beside(results: Mapping[str, RunResult], say: Say, caption: str) -> tuple[Table, dict[str, float]]:
-    """Return the runs that went through messages beside the same runs in one process.
+@dataclass(frozen=True)
+class Apart:
+    """How a run with messages differs from the same run in one process: bytes of the mean model, and of all letters."""
 
-    The values are, by label, ``LABEL: bytes of the model that differ`` and ``LABEL: bytes of letters that differ``.
-    """
-    table: list[list[Any]] = []
-    values: dict[str, float] = {}
+    model: int
+    letters: int
+
+
+def beside(results: Mapping[str, RunResult], say: Say, caption: str) -> tuple[Table, dict[str, Apart]]:
+    """Return the runs that went through messages beside the same runs in one process, and how they differ."""
+    rows: list[dict[str, Any]] = []
+    found: dict[str, Apart] = {}
     for label, result in results.items():
         say(f"{label} without messages")
-        central = without_messages(result.spec)
-        sent, differ = edge_bytes(result), different_bytes(result.arrays, central.arrays)
-        values[f"{label}: bytes of the model that differ"] = float(differ)
-        values[f"{label}: bytes of letters that differ"] = float(abs(sent - central.edge_bytes))
-        moved = result.uplink_wire_bytes + result.downlink_wire_bytes
-        table.append([label, result.spec.rounds, sent, central.edge_bytes, moved, differ])
-    columns = (
-        "system",
-        "iterations",
-        "edge bytes, messages",
-        "edge bytes, one process",
-        "whole messages, bytes",
-        "model bytes that differ",
-    )
-    return Table("The same runs with messages and without", columns, table, caption), values
+        central, sent = without_messages(result.spec), edge_bytes(result)
+        found[label] = Apart(different_bytes(result.arrays, central.arrays), abs(sent - central.edge_bytes))
+        rows.append(
+            {
+                "system": label,
+                "iterations": result.spec.rounds,
+                "edge bytes, messages": sent,
+                "edge bytes, one process": central.edge_bytes,
+                "whole messages, bytes": result.uplink_wire_bytes + result.downlink_wire_bytes,
+                "model bytes that differ": found[label].model,
+            }
+        )
+    columns = ("system", "iterations", "edge bytes, messages", "edge bytes, one process", "whole messages, bytes")
+    names = (*columns, "model bytes that differ")
+    return table("The same runs with messages and without", {name: name for name in names}, rows, caption), found

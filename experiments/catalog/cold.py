@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
+from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, largest, mean
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.kit import judged, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 if TYPE_CHECKING:
@@ -357,48 +357,27 @@ def _nids_bits(course: Course, letter: float) -> float:
 
 
 def _arrival_table(config: Config, courses: Mapping[str, Course], letter: float) -> Table:
-    energy = Energy.of(config.settings)
+    per_byte = Energy.of(config.settings).per_byte
     plain = courses[NIDS]
-    bits, header = _nids_bits(plain, letter), 64.0
-    table: list[list[Any]] = []
-    for name in (*arriving(config), *strong(config)):
-        course = courses[name]
-        payload, whole = course.sent(headers=False), course.sent(headers=True)
-        joules = None if energy.per_byte is None else whole / 8.0 * energy.per_byte
-        dense = bits + header * (plain.first or math.nan)
-        table.append(
-            [
-                name,
-                course.first,
-                None if course.first is None else course.first / (plain.first or math.nan),
-                course.rate,
-                course.r2,
-                course.letter,
-                payload,
-                bits / payload,
-                whole,
-                dense / whole,
-                joules,
-                course.last,
-            ]
-        )
-    return table_of(
+    first, bits, header = plain.first or math.nan, _nids_bits(plain, letter), 64.0
+    columns: dict[str, Any] = {
+        "system": lambda name: name,
+        "iterations": lambda name: courses[name].first,
+        "times NIDS": lambda name: (courses[name].first or math.nan) / first,
+        "rate": lambda name: courses[name].rate,
+        "R²": lambda name: courses[name].r2,
+        "letter, bytes": lambda name: courses[name].letter,
+        "bits per edge": lambda name: courses[name].sent(headers=False),
+        "times fewer": lambda name: bits / courses[name].sent(headers=False),
+        "bits with headers": lambda name: courses[name].sent(headers=True),
+        "times fewer, with headers": lambda name: (bits + header * first) / courses[name].sent(headers=True),
+        "joules per edge": lambda name: None if per_byte is None else courses[name].sent(headers=True) / 8.0 * per_byte,
+        "error at the end": lambda name: courses[name].last,
+    }
+    return table(
         f"To a relative error of {float(config.settings['tolerance']):g}",
-        (
-            "system",
-            "iterations",
-            "times NIDS",
-            "rate",
-            "R²",
-            "letter, bytes",
-            "bits per edge",
-            "times fewer",
-            "bits with headers",
-            "times fewer, with headers",
-            "joules per edge",
-            "error at the end",
-        ),
-        table,
+        columns,
+        (*arriving(config), *strong(config)),
         f"Deterministic gradients, {config.clients} nodes, float64. Bits per directed edge until the error stays below "
         "the tolerance, digests included; times fewer: against NIDS with 32 bits to a number, although its letters "
         "here have 64. Rate and R² of the line through the logarithms of the errors from 1e-1 to 1e-9. Empty: not "

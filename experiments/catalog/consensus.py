@@ -12,10 +12,10 @@ import numpy as np
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.averaging import FLOOR, READINGS, Track, average, by_matrices, reading, starts
-from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy, table_of
+from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, largest
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.kit import judged, table
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Edges, Topology, topology_of
@@ -338,14 +338,18 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
 
 def _dense_table(dense: Mapping[Cell, Track], rates: Mapping[Cell, float], energy: Energy) -> Table:
-    rows: list[list[Any]] = [
-        [f"{label}, {graph}", n, rates[label, graph, n], t.rate, t.final, t.letter, t.digits, t.joules(energy.per_byte)]
-        for (label, graph, n), t in dense.items()
-    ]
-    return table_of(
+    columns: dict[str, Any] = {
+        "algorithm, graph": lambda cell: f"{cell[0]}, {cell[1]}",
+        "nodes": lambda cell: cell[2],
+        "rate by matrices": rates.get,
+        "rate": lambda cell: dense[cell].rate,
+        "last error": lambda cell: dense[cell].final,
+        **_costs(dense, energy),
+    }
+    return table(
         "Without compression",
-        ("algorithm, graph", "nodes", "rate by matrices", "rate", "last error", *COSTS),
-        rows,
+        columns,
+        dense,
         "Error: distance of all models from the mean of the first ones, relative to what it was. Rate: factor per "
         "round, fitted; 0 is exact averaging in finitely many rounds. By matrices: second eigenvalue, on the random "
         "digraph the second Lyapunov exponent. Digits: decimal digits of error removed per kB a node sends. float64 "
@@ -354,25 +358,38 @@ def _dense_table(dense: Mapping[Cell, Track], rates: Mapping[Cell, float], energ
     )
 
 
+def _costs(tracks: Mapping[Cell, Track], energy: Energy) -> dict[str, Any]:
+    found = (
+        lambda cell: tracks[cell].letter,
+        lambda cell: tracks[cell].digits,
+        lambda cell: tracks[cell].joules(energy.per_byte),
+    )
+    return dict(zip(COSTS, found, strict=True))
+
+
 def _compressed_tables(
     compressed: Mapping[Cell, Track], gammas: Mapping[Cell, float | None], energy: Energy
 ) -> list[Table]:
-    rows: dict[bool, list[list[Any]]] = {False: [], True: []}
-    for (label, graph, n), t in compressed.items():
-        row = [f"{_short(label)}, {graph}", n, gammas[label, graph, n], t.rate, t.r2, t.final, t.letter, t.digits]
-        row.append(t.joules(energy.per_byte))
-        rows[graph in UNDIRECTED].append(row)
+    columns: dict[str, Any] = {
+        "algorithm, graph": lambda cell: f"{_short(cell[0])}, {cell[1]}",
+        "nodes": lambda cell: cell[2],
+        "gamma": gammas.get,
+        "rate": lambda cell: compressed[cell].rate,
+        "R²": lambda cell: compressed[cell].r2,
+        "last error": lambda cell: compressed[cell].final,
+        **_costs(compressed, energy),
+    }
     return [
-        table_of(
+        table(
             f"Compressed, {'un' if undirected else ''}directed graphs",
-            ("algorithm, graph", "nodes", "gamma", "rate", "R²", "last error", *COSTS),
-            found,
+            columns,
+            [cell for cell in compressed if (cell[1] in UNDIRECTED) == undirected],
             "As above. Bytes are those of real letters, header, share and digests included; values travel as float32, "
             "but for coordinate push, which sends float64. Where R² is small the error does not fall along a line: it "
             "has stopped.",
             optional=COSTS[-1:],
         )
-        for undirected, found in rows.items()
+        for undirected in (False, True)
     ]
 
 

@@ -20,12 +20,10 @@ from fedcomp.experiments.decentralised import (
     cost_cells,
     honest_ratio,
     ratio,
-    table_of,
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option, Value
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
-from fedcomp.experiments.grid import run_cells
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.kit import Sweep, judged, table, workers
 from fedcomp.experiments.push_sum_readings import LABELS, READINGS, Reading, ReadingCell, claims_of_readings
 from fedcomp.experiments.spec import RunResult, RunSpec
 
@@ -87,9 +85,7 @@ def _gamma(text: str) -> float | str:
 
 OPTIONS = {
     "seeds": Option(1, "trainings per cell, with the seeds from --seed on", least=1, most=20),
-    "workers": Option(
-        2, "processes that train side by side; changes nothing but the time", least=1, most=256, neutral=True
-    ),
+    "workers": workers(2),
     "full": Option(False, "the whole product of graphs, data, sizes, levels and losses: and long rows"),
     "task.hidden": Option("32", "widths of the model's hidden layers"),
     "lr": Option(0.1, "step size of the nodes' SGD", above=0.0),
@@ -130,10 +126,6 @@ class Setting:
         count = int(config.settings["seeds"])
         return range(config.seed, config.seed + (max(count, LONG_SEEDS) if self.long else count))
 
-    def name(self, seed: int) -> str:
-        """Return the name of a training."""
-        return f"{self.nodes} nodes, {self.graph}, {self.label}, seed {seed}"
-
     def algorithm(self, config: Config) -> dict[str, Any]:
         """Return the configuration of the algorithm."""
         own = {"lr": config.settings["lr"], "momentum": config.settings["momentum"]}
@@ -147,10 +139,14 @@ class Setting:
         estimates = "broadcast" if self.graph == STATIC and not self.lossy else "edge"
         return {"name": "sparse-push", **LEVELS[self.level], "gamma": gamma, "estimates": estimates, **own}
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Setting:
+        """Return the row a record is of."""
+        return cls(**{field.name: record[field.name] for field in dataclasses.fields(cls)})
+
     def cell(self, config: Config, seed: int) -> GossipCell:
         """Return one training. A closing phase follows; what the nodes hold before it is one of its points."""
         return GossipCell(
-            self.name(seed),
             self.algorithm(config),
             self.graph,
             self.nodes,
@@ -260,25 +256,41 @@ def rows(config: Config) -> list[RunSpec]:
 Group = Sequence[Trained]
 
 
+def train(*, config: Config, seed: int, **row: Any) -> dict[str, Any]:
+    """Train one row."""
+    return Setting.of(row).cell(config, seed).run()
+
+
+def _read(cell: str, cells: Sequence[ReadingCell]) -> dict[str, Any]:
+    return dataclasses.asdict(next(made for made in cells if made.name == cell).run())
+
+
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Train every row and every reading, and the systems that were run as messages once more without them."""
     from fedcomp.experiments.relayed import beside
     from fedcomp.tasks import get_task
 
     settings = settings_of(config)
-    cells = {s: [s.cell(config, seed) for seed in s.seeds(config)] for s in settings}
-    workers = int(config.settings["workers"])
-    found = run_cells([cell for group in cells.values() for cell in group], say, workers)
-    groups = {setting: [found[cell.name] for cell in group] for setting, group in cells.items()}
+    processes = int(config.settings["workers"])
+    cells = [{**dataclasses.asdict(s), "seed": seed} for s in settings for seed in s.seeds(config)]
+    groups: dict[Setting, list[Trained]] = {}
+    for record in Sweep(train, cells, shared={"config": config})(say, processes):
+        groups.setdefault(Setting.of(record), []).append(Trained.from_json(record))
     near = readings(config)
-    read = run_cells(near, say, workers)
-    checked, values = beside(results, say, _RELAYED)
+    missed = Sweep(_read, [{"cell": cell.name} for cell in near], shared={"cells": near})(say, processes)
+    read = {record.cell: Reading.from_json(record) for record in missed}
+    checked, differ = beside(results, say, _RELAYED)
+    values: dict[str, float] = {}
+    for label, apart in differ.items():
+        values[f"{label}: bytes of the model that differ"] = apart.model
+        values[f"{label}: bytes of letters that differ"] = apart.letters
     values |= _values(config, groups, [(cell, read[cell.name]) for cell in near])
     tables = []
     for nodes, graph in dict.fromkeys((s.nodes, s.graph) for s in settings):
         part = {s: group for s, group in groups.items() if (s.nodes, s.graph) == (nodes, graph)}
         tables += [_accuracies(f"{nodes} nodes, {graph}", part, config)]
-    options = {cell.options["partition"]: dict(cell.options) for group in cells.values() for cell in group}
+    every = [s.cell(config, seed).options for s in settings for seed in s.seeds(config)]
+    options = {chosen["partition"]: dict(chosen) for chosen in every}
     return Findings(
         tables=[
             _beside_the_paper(values),
@@ -340,12 +352,12 @@ def _percent(value: float) -> float | None:
 
 
 def _accuracies(title: str, groups: Mapping[Setting, Group], config: Config) -> Table:
-    table: list[list[Any]] = []
+    rows: list[list[Any]] = []
     for setting, group in groups.items():
         names = ("accuracy", "worst", "average", "consensus")
         before = {name: _before(group, setting.iterations(config), name) for name in names}
         weights = [run.invariants.get("sum_w", math.nan) for run in group]
-        table.append(
+        rows.append(
             [
                 setting.label,
                 _percent(before["accuracy"]),
@@ -372,7 +384,7 @@ def _accuracies(title: str, groups: Mapping[Setting, Group], config: Config) -> 
     return Table(
         title,
         columns,
-        table,
+        rows,
         "Accuracy on held-out images, before and after the closing iterations, in which whole models are averaged. "
         "Distance: root mean square of the nodes' distances from their average, over its length.",
     )
@@ -387,17 +399,18 @@ def _closed(setting: Setting, group: Group) -> list[float | None]:
 
 
 def _costs(groups: Mapping[Setting, Group], energy: Energy) -> Table:
-    table = [
-        [_key(setting), *cost_cells(group[0].traffic, _dense(setting, groups)[0].traffic, energy)]
+    first = "nodes, graph, data, letters"
+    rows = [
+        {first: _key(setting), **cost_cells(group[0].traffic, _dense(setting, groups)[0].traffic, energy)}
         for setting, group in groups.items()
     ]
-    columns, caption = ("nodes, graph, data, letters", *COST_COLUMNS), f"Of the first seed. {COST_CAPTION}"
-    return table_of("Cost of a run", columns, table, caption, optional=COST_OPTIONAL)
+    columns: dict[str, Any] = {name: name for name in (first, *COST_COLUMNS)}
+    return table("Cost of a run", columns, rows, f"Of the first seed. {COST_CAPTION}", optional=COST_OPTIONAL)
 
 
 def _beside_the_paper(values: Mapping[str, float]) -> Table:
     """The abstract's figure and ours; nothing of the former is measured here."""
-    table: list[list[Any]] = [
+    rows: list[list[Any]] = [
         ["Sparse-Push, ResNet-20 and VGG11 on CIFAR-10", "abstract, not measured here", 466.0, None, None, 1.0, None]
     ]
     shown = {
@@ -410,7 +423,7 @@ def _beside_the_paper(values: Mapping[str, float]) -> Table:
     for name in (key.removesuffix(_ERROR) for key in values if key.endswith(_ERROR)):
         if SGP not in name:
             figures = [round(values[f"{name}: {column}"], digits) for column, digits in shown.items()]
-            table.append([name, "measured", *figures])
+            rows.append([name, "measured", *figures])
     columns = (
         "run",
         "source",
@@ -423,23 +436,23 @@ def _beside_the_paper(values: Mapping[str, float]) -> Table:
     return Table(
         "Bytes and accuracy lost",
         columns,
-        table,
+        rows,
         "Against SGP on the same graph and data, without loss and without closing iterations. What the paper's ratio "
         "counts is not known. The whole run counts headers, digests, the closing iterations and whole estimates.",
     )
 
 
 def _readings(cells: Sequence[ReadingCell], found: Mapping[str, Reading]) -> Table:
-    table: list[list[Any]] = []
+    rows: list[list[Any]] = []
     for reading, what in READINGS.items():
         here = {cell.name: found[cell.name] for cell in cells if cell.reading == reading}
         like, unlike = here.get(f"reading {reading}, {IID}"), here[f"reading {reading}, {THREE_DIGITS}"]
         known = None if like is None else _percent(like.accuracy)
-        table.append([LABELS[reading], known, _percent(unlike.accuracy), round(unlike.sum_w, 4), what])
+        rows.append([LABELS[reading], known, _percent(unlike.accuracy), round(unlike.sum_w, 4), what])
     return Table(
         "Near misses",
         ("reading", f"{IID}, %", f"{THREE_DIGITS}, %", "sum of weights", "what it does"),
-        table,
+        rows,
         "Static exponential graph, before any closing phase. Models that agree do not show that mass is being lost; "
         "the sum of the weights does.",
     )

@@ -23,8 +23,8 @@ from fedcomp.experiments.decentralised import (
     ratio,
     train,
 )
-from fedcomp.experiments.findings import Say, finite
-from fedcomp.experiments.grid import run_cells
+from fedcomp.experiments.findings import Say
+from fedcomp.experiments.kit import Sweep
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.central import simulate
 from fedcomp.gossip.local import FlatObjective
@@ -40,9 +40,9 @@ SGP = {"name": "sgp", "lr": 0.1}
 DPSGD = {"name": "dpsgd", "lr": 0.1}
 
 
-def cell(name: str, algorithm: dict, **other: object) -> GossipCell:
+def cell(algorithm: dict, **other: object) -> GossipCell:
     made = GossipCell(
-        name, algorithm, "exponential", NODES, iterations=6, seed=3, options={"hidden": "16"}, training={"every": 3}
+        algorithm, "exponential", NODES, iterations=6, seed=3, options={"hidden": "16"}, training={"every": 3}
     )
     return dataclasses.replace(made, **other)
 
@@ -137,7 +137,7 @@ def test_iterations_count_from_where_the_error_stays_below() -> None:
 
 
 def test_a_training_reports_the_models_that_the_simulation_ends_with() -> None:
-    plan = cell("sgp", SGP, training={"every": 2, "batch_size": 8}).plan()
+    plan = cell(SGP, training={"every": 2, "batch_size": 8}).plan()
     found = train(plan)
     objectives = [LocalObjective(plan.task, i, NODES, seed=3, batch_size=8) for i in range(NODES)]
     start = objectives[0].start()
@@ -171,7 +171,7 @@ def test_a_training_reports_the_models_that_the_simulation_ends_with() -> None:
 @pytest.mark.long
 def test_running_statistics_are_mixed_and_moved_by_the_forward_pass() -> None:
     options = {"model": "cnn", "batch_norm": True}
-    small = cell("cnn", DPSGD, topology="ring", options=options, iterations=2, training={"batch_size": 8})
+    small = cell(DPSGD, topology="ring", options=options, iterations=2, training={"batch_size": 8})
     dense, local = (
         train(dataclasses.replace(small, training={**small.training, "buffers": kind}).plan())
         for kind in ("dense", "local")
@@ -184,7 +184,7 @@ def test_running_statistics_are_mixed_and_moved_by_the_forward_pass() -> None:
 
 
 def test_lost_messages_cost_no_mass_and_are_counted() -> None:
-    found = train(cell("lossy", SGP, iterations=30, training={"drop": 0.3, "batch_size": 4}).plan())
+    found = train(cell(SGP, iterations=30, training={"drop": 0.3, "batch_size": 4}).plan())
     assert found.invariants["sum_w"] == pytest.approx(NODES, abs=1e-12)
     assert found.events["repeated"] > 10
     assert found.events["gone"] == 0
@@ -193,27 +193,25 @@ def test_lost_messages_cost_no_mass_and_are_counted() -> None:
 
 
 def test_a_diverged_training_is_an_outcome_that_can_be_kept() -> None:
-    found = train(cell("wild", {"name": "dpsgd", "lr": 1e30}, topology="ring", iterations=40).plan())
+    found = train(cell({"name": "dpsgd", "lr": 1e30}, topology="ring", iterations=40).plan())
     assert found.diverged
     assert math.isnan(found.accuracy)
     assert found.loss == math.inf
-    read = Trained.from_json(json.loads(json.dumps(finite(found.to_json()), allow_nan=False)))
+    read = Trained.from_json(json.loads(json.dumps(found.to_json())))
     assert read.loss == math.inf
     assert math.isnan(read.accuracy)
     assert read.diverged == found.diverged
 
 
 def test_cells_that_are_kept_read_as_they_were() -> None:
-    cells = [cell("sgp", SGP), cell("dpsgd", DPSGD, topology="ring")]
+    cells = {"sgp": cell(SGP), "dpsgd": cell(DPSGD, topology="ring")}
     kept: dict[str, object] = {}
-    first = run_cells(cells, Say(keep=kept.__setitem__))
-    assert list(kept) == ["sgp", "dpsgd"]
-    lines: list[str] = []
-    again = run_cells(cells, Say(lines.append, kept))
+    sweep = Sweep(lambda name: cells[name].run(), {"name": list(cells)})
+    first = [Trained.from_json(record) for record in sweep(Say(keep=kept.__setitem__))]
+    again = [Trained.from_json(record) for record in sweep(Say(kept=kept, keep=pytest.fail))]
     assert again == first
-    assert lines == [], "all were kept"
-    assert isinstance(again["sgp"].traffic, Traffic)
-    assert again["sgp"].points[-1].edge_bytes == first["sgp"].traffic.edge_bytes
+    assert isinstance(again[0].traffic, Traffic)
+    assert again[0].points[-1].edge_bytes == first[0].traffic.edge_bytes
 
 
 def _traffic(letters: int, body: int, closing: int = 0) -> Traffic:
@@ -236,7 +234,8 @@ def test_ratios_leave_headers_and_closing_iterations_out_only_where_they_say_so(
 def test_cost_rows_have_joules_only_when_both_figures_are_given() -> None:
     dense, sparse = _traffic(10, 1000), _traffic(10, 12)
     default = {name: option.default for name, option in ENERGY_OPTIONS.items()}
-    row = dict(zip(COST_COLUMNS, cost_cells(sparse, dense, Energy.of(default)), strict=True))
+    row = cost_cells(sparse, dense, Energy.of(default))
+    assert tuple(row) == COST_COLUMNS
     assert row["joules"] is None
     assert row["overhead bytes"] is None
     assert row["edge bytes"] == row["node bytes"] == 200
@@ -245,7 +244,7 @@ def test_cost_rows_have_joules_only_when_both_figures_are_given() -> None:
             Energy.of(half)
     given = Energy.of({"energy_tx": "2e-9", "energy_rx": "1e-9"})
     assert given.per_byte == pytest.approx(8 * 3e-9)
-    assert cost_cells(sparse, dense, given)[-1] == pytest.approx(8 * 200 * 3e-9)
+    assert cost_cells(sparse, dense, given)["joules"] == pytest.approx(8 * 200 * 3e-9)
     for wrong in ("-1", "nan", "much"):
         with pytest.raises(ConfigError, match="energy_tx cannot be"):
             ENERGY_OPTIONS["energy_tx"].parse("energy_tx", wrong)

@@ -87,9 +87,9 @@ def test_another_iteration_would_show_as_other_bits(small: Small, monkeypatch: p
         object.__setattr__(self, "rate", 0.5)
 
     monkeypatch.setattr(PowerGossip, "__post_init__", slower)
-    _, values = beside({RANK_1: small.results[RANK_1]}, Say(), "")
-    assert values[f"{RANK_1}: bytes of the model that differ"] > 0
-    assert values[f"{RANK_1}: bytes of letters that differ"] == 0
+    _, differ = beside({RANK_1: small.results[RANK_1]}, Say(), "")
+    assert differ[RANK_1].model > 0
+    assert differ[RANK_1].letters == 0
 
 
 def test_letters_are_counted_with_headers_and_joules(small: Small) -> None:
@@ -129,13 +129,14 @@ def test_c2_the_sweep_chooses_and_the_claims_are_about_tuned_signs_too() -> None
     groups |= {CHOCO_SIGNS: Group([run_with(0.961)]), RANK_2: Group([run_with(0.944)])}
     sweep = {label: {0.1: good, 0.2: bad, 1.0: Group([run_with(0.8)])} for label in TUNED}
     sweep[CHOCO_SIGNS] = {0.1: good, 0.2: good, 1.0: Group([run_with(0.95)])}
-    values = module._values(groups, sweep)
-    assert values[f"{CHOCO_TOP}: best gamma"] == 0.1
-    assert values[f"{CHOCO_TOP}: runs from twice the best gamma on that came to an end"] == 1.0
-    assert values[f"{CHOCO_TOP}: the sweep over the run that is used, edge bytes"] == 4.0
-    assert values[f"{CHOCO_SIGNS}: best gamma"] == 1.0
-    assert values[f"{RANK_1} over {CHOCO_SIGNS}"] == pytest.approx(-0.036)
-    assert values[f"{RANK_2} over {CHOCO_SIGNS}"] == pytest.approx(-0.017)
+    assert module.best(sweep[CHOCO_TOP]) == 0.1
+    assert module.best(sweep[CHOCO_SIGNS]) == 1.0
+    found = {claim.name: claim.value for claim in module.claims(groups, sweep)}
+    assert found["CHOCO, top-k: runs of the sweep from twice the best gamma on that came to an end"] == 1.0
+    assert found["CHOCO, scaled signs: runs of the sweep that diverged"] == 0.0
+    for rank, behind in (("rank 1", -0.036), ("rank 2", -0.017)):
+        name = f"{rank}, untuned: accuracy over CHOCO's with scaled signs, tuned"
+        assert found[name] == pytest.approx(behind)
     assert module._tried(sweep).rows[1][-1] == "Diverged: it grew"
 
 

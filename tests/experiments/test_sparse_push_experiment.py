@@ -122,8 +122,7 @@ def test_rows_are_the_product_or_what_the_claims_need() -> None:
     assert {len(s.seeds(config)) for s in chosen if s.long} == {3}
     assert set(chosen) < set(whole)
     for setting in (*chosen, Setting(8, DIGRAPH, IID, "2 %")):
-        cell = setting.cell(config, 0)
-        topology_of(cell.topology, cell.nodes, 0).check(get_algorithm(cell.algorithm))
+        topology_of(setting.graph, setting.nodes, 0).check(get_algorithm(setting.algorithm(config)))
     assert LEVELS[TWO] == {"k": 2}
 
 

@@ -161,7 +161,8 @@ def digits(gamma: float, compressor: dict[str, object], iterations: int) -> str:
     """Return why CHOCO on eight nodes with three digits each was ended; empty when it was not."""
     own = {"name": "choco", "gamma": gamma, "compressor": compressor, "lr": 0.05, "momentum": 0.9}
     task = {"hidden": "32", "partition": "shards:3"}
-    return GossipCell("c1", own, "ring", 8, iterations, 0, "digits", task, {"batch_size": 32}).run().diverged
+    cell = GossipCell(own, "ring", 8, iterations, 0, "digits", task, {"batch_size": 32})
+    return str(cell.run()["diverged"])
 
 
 @pytest.mark.long
