@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import numpy as np
@@ -102,9 +102,8 @@ class Track:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Track:
-        """Read what a kept cell holds: NaN and infinities have become None there."""
-        kept: dict[str, Any] = {key: math.nan if value is None else value for key, value in document.items()}
-        return cls(**{**kept, "errors": [math.inf if e is None else e for e in kept["errors"]]})
+        """Read what a sweep's record holds, beside its axes."""
+        return cls(**{field.name: document[field.name] for field in fields(cls)})
 
 
 def starts(key: Key, nodes: int, size: int) -> Real:

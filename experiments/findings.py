@@ -300,7 +300,7 @@ class Findings:
                 | ({"series": [_series_json(s) for s in figure.series]} if isinstance(figure, Curves) else {})
                 for figure in self.figures
             ],
-            "claims": [claim.to_json() for claim in self.claims],
+            "claims": [finite(claim.to_json()) for claim in self.claims],
             "answer": self.answer,
             "values": {key: _cell(value) for key, value in self.values.items()},
             "tasks": list(self.tasks),

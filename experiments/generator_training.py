@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -105,13 +105,6 @@ class GeneratorCell:
         training = _Training(self)
         made = {"votes": _votes, "dp-sgd": _dp_sgd, "dp-fedavg": _dp_fedavg}[self.method](training)
         return training.outcome(made)
-
-    def read(self, document: Mapping[str, Any]) -> GeneratorOutcome:
-        """Read what was kept."""
-        values = {f.name: document[f.name] for f in fields(GeneratorOutcome)}
-        endless = {name: math.inf for name in ("loss", "epsilon", "sigma") if values[name] is None}
-        missing = {name: math.nan for name in ("signal", "right") if values[name] is None}
-        return GeneratorOutcome(**{**values, **endless, **missing})
 
 
 @dataclass(frozen=True)

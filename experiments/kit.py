@@ -26,9 +26,9 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from fedcomp.experiments.experiment import Config, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fedcomp.experiments.experiment import Measure
     from fedcomp.experiments.spec import RunResult
 
-__all__ = ["Record", "Records", "Say", "Sweep", "claim", "curves", "repetitions", "table", "workers"]
+__all__ = ["Record", "Records", "Say", "Sweep", "claim", "curves", "named", "repetitions", "table", "workers"]
 
 Field = str | Callable[[Any], Any]
 """What of a record stands in a column or on an axis: a field's name, or a function of the record."""
@@ -189,6 +189,28 @@ class Sweep:
         if workers <= 1 or len(calls) <= 1:
             return ((name, call()) for name, call in calls.items())
         return _in_processes(calls, min(workers, len(calls)))
+
+
+class Cell(Protocol):
+    """A cell that is an object: plain data with a name of its own."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the run."""
+
+    def run(self) -> Any:
+        """Return what it came to, a dataclass of JSON-able fields."""
+
+
+def named(cells: Iterable[Cell], title: str = "") -> Sweep:
+    """Return the sweep over cells that have names of their own; its only axis is ``name``."""
+    asked = list(cells)
+    by_name = {cell.name: cell for cell in asked}
+    return Sweep(_run_named, [{"name": cell.name} for cell in asked], title, {"cells": by_name})
+
+
+def _run_named(name: str, cells: Mapping[str, Cell]) -> dict[str, Any]:
+    return asdict(cells[name].run())
 
 
 def _in_processes(

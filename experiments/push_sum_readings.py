@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -60,13 +60,6 @@ class Reading:
     worst: float
     loss: float
     sum_w: float
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Reading:
-        """Read what a kept cell holds."""
-        values = {f.name: document[f.name] for f in fields(cls)}
-        values["loss"] = math.inf if values["loss"] is None else values["loss"]
-        return cls(**{name: math.nan if value is None else value for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -136,10 +129,6 @@ class ReadingCell:
             loss=math.fsum(f["loss"] for f in found) / self.nodes,
             sum_w=float(swarm.w.sum()),
         )
-
-    def read(self, document: Mapping[str, Any]) -> Reading:
-        """Read what was kept of this cell."""
-        return Reading.from_json(document)
 
     def _batch(self, iteration: int, node: int) -> Key:
         return Key(self.seed, "gossip/gradient", iteration, node)

@@ -1,4 +1,4 @@
-"""Private trainings on records, many of them: one is a cell of a grid (:mod:`fedcomp.experiments.grid`).
+"""Private trainings on records, many of them: one is a cell of a sweep.
 
 The training is that of :func:`fedcomp.privacy.dpsgd.private_training`; what stands here is the data, the model, the
 statement, and how long a client's message with such a contribution would be.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 __all__ = ["LAST", "TASK", "RecordCell", "RecordOutcome"]
@@ -157,12 +157,6 @@ class RecordCell:
             downlink=extra,
             statement=statement,
         )
-
-    def read(self, document: Mapping[str, Any]) -> RecordOutcome:
-        """Read what was kept."""
-        values = {f.name: document[f.name] for f in fields(RecordOutcome)}
-        endless = {name: math.inf for name in ("loss", "epsilon", "rdp") if values[name] is None}
-        return RecordOutcome(**{**values, **endless})
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def summarise(
     payload over its own, ``None`` where either sent nothing.
     """
     found = findings.to_json()
-    claims, said = found.pop("claims"), found.pop("answer")
+    said = found.pop("answer")
+    del found["claims"]  # stand beside the findings, with values that JSON lacks
     rows = [make_row(spec, results.get(spec.label)) for spec in specs]
     baseline = experiment.baseline or (specs[0].label if specs else "")
     reference = next((row["uplink_payload_bytes"] for row in rows if row["label"] == baseline), None)
@@ -92,7 +93,7 @@ def summarise(
         "baseline": baseline,
         "rows": rows,
         "findings": found,
-        "claims": claims,
+        "claims": [claim.to_json() for claim in findings.claims],
         "environment": environment(),
         "data": data_sentence([*(r.notes.get("task", {}) for r in results.values()), *findings.tasks]),
         "notes": experiment.notes,

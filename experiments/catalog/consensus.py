@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.averaging import FLOOR, READINGS, Track, average, by_matrices, reading, starts
 from fedcomp.experiments.decentralised import ENERGY_OPTIONS, Energy
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, largest
-from fedcomp.experiments.kit import judged, table
+from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Series, Table, largest
+from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, named, table
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.topology import Edges, Topology, topology_of
@@ -82,83 +82,92 @@ def _possible(names: Sequence[str], n: int, config: Config) -> list[str]:
     return found
 
 
+def _density(config: Config) -> float:
+    """Return the share of its elements that a sparse letter holds."""
+    return int(config.settings["k"]) / int(config.settings["size"])
+
+
 def _scaled(gamma: float, config: Config) -> float:
     """Return the consensus step for this density: with its square root, as the automatic rule of Sparse-Push."""
-    share = int(config.settings["k"]) / int(config.settings["size"])
-    return min(1.0, gamma * math.sqrt(share / 0.1))
-
-
-class Bench:
-    """All runs of one configuration on the same vectors; each is kept by its name."""
-
-    def __init__(self, config: Config, say: Say) -> None:
-        if config.clients < 4:
-            raise ConfigError(f"--clients must be at least 4 for this experiment, not {config.clients}")
-        self.config, self.say, self.energy = config, say, Energy.of(config.settings)
-        self.size, self.k = int(config.settings["size"]), int(config.settings["k"])
-        self.density = self.k / self.size
-        if self.k > self.size:
-            raise ConfigError(f"k={self.k} exceeds size={self.size}; a letter holds at most all elements")
-
-    def run(
-        self, label: str, algorithm: Mapping[str, Any], graph: str, n: int, rounds: int, *, side: int = 0, **how: Any
-    ) -> Track:
-        """Return a run on vectors, or on ``side`` x ``side`` matrices."""
-
-        def make() -> dict[str, Any]:
-            layout = (
-                Layout.of({"m": np.zeros((side, side))}, GossipPolicy(dense_below=0))
-                if side
-                else Layout.flat(self.size)
-            )
-            values = starts(Key(self.config.seed, "consensus", n), n, layout.size)
-            made = graph_of(graph, n, self.config)
-            return average(algorithm, made, values, rounds, layout=layout, seed=self.config.seed, **how).to_json()
-
-        name = f"{label}, {graph}, {n} nodes"
-        self.say(name)
-        return Track.from_json(self.say.cell(name, make))
-
-    def reading(self, kind: str, graph: str, gamma: float, rounds: int) -> list[float]:
-        """Return the errors of a reading of compressed push-sum."""
-
-        def make() -> list[float]:
-            n = self.config.clients
-            made = graph_of(graph, n, self.config)
-            known = [made.mixing_matrix(t, symmetric=False) for t in range(made.period or rounds)]
-            values = starts(Key(self.config.seed, "consensus", n), n, self.size)
-            return reading(kind, known, values, self.k, gamma, rounds)
-
-        found = self.say.cell(f"reading/{kind}/{graph}/{gamma:g}", make)
-        return [math.inf if error is None else error for error in found]
-
-    def products(self, graph: str, n: int, rounds: int, symmetric: bool) -> list[float]:
-        """Return the errors that the products of a graph's matrices give."""
-
-        def make() -> list[float]:
-            values = starts(Key(self.config.seed, "consensus", n), n, self.size)
-            return by_matrices(graph_of(graph, n, self.config), values, rounds, symmetric=symmetric)
-
-        found: list[float] = self.say.cell(f"products/{graph}/{n}", make)
-        return found
-
-    def rate(self, graph: str, n: int, symmetric: bool) -> float:
-        """Return the graph's own rate, from its matrices."""
-        make = partial(graph_of(graph, n, self.config).mixing_rate, symmetric)
-        return float(self.say.cell(f"rate/{graph}/{n}/{symmetric}", make))
+    return min(1.0, gamma * math.sqrt(_density(config) / 0.1))
 
 
 Cell = tuple[str, str, int]
 """System, graph, nodes."""
 
-Readings = Mapping[tuple[str, str], Mapping[float, Sequence[float]]]
-"""By reading and graph, by consensus step: errors after 0, 1, ... rounds."""
+
+@dataclass(frozen=True)
+class Run:
+    """One run on the vectors of its number of nodes, or on ``side`` x ``side`` matrices."""
+
+    label: str
+    graph: str
+    nodes: int
+    algorithm: Mapping[str, Any]
+    rounds: int
+    config: Config
+    side: int = 0
+    every: int = 20
+    late: float = 0.75
+
+    @property
+    def cell(self) -> Cell:
+        """Where it stands in the tables."""
+        return self.label, self.graph, self.nodes
+
+    @property
+    def name(self) -> str:
+        """All of it."""
+        return f"{self.label}, {self.graph}, {self.nodes} nodes"
+
+    def run(self) -> Track:
+        """Average."""
+        size, seed = int(self.config.settings["size"]), self.config.seed
+        matrices = {"m": np.zeros((self.side, self.side))}
+        layout = Layout.of(matrices, GossipPolicy(dense_below=0)) if self.side else Layout.flat(size)
+        return average(
+            self.algorithm,
+            graph_of(self.graph, self.nodes, self.config),
+            _starts(self.config, self.nodes, layout.size),
+            self.rounds,
+            layout=layout,
+            seed=seed,
+            every=self.every,
+            late=self.late,
+        )
+
+
+def _starts(config: Config, nodes: int, size: int) -> NDArray[np.float64]:
+    return starts(Key(config.seed, "consensus", nodes), nodes, size)
+
+
+def read(kind: str, graph: str, gamma: float, *, config: Config) -> dict[str, Any]:
+    """Return the errors of a reading of compressed push-sum, after 0, 1, ... rounds."""
+    n, rounds = config.clients, int(config.settings["reading_rounds"])
+    made = graph_of(graph, n, config)
+    known = [made.mixing_matrix(t, symmetric=False) for t in range(made.period or rounds)]
+    values = _starts(config, n, int(config.settings["size"]))
+    return {"errors": reading(kind, known, values, int(config.settings["k"]), gamma, rounds)}
+
+
+def foretell(graph: str, nodes: int, *, config: Config) -> dict[str, Any]:
+    """Return a graph's rate by its matrices, the rounds that show it, and the errors that their products give."""
+    made, symmetric = graph_of(graph, nodes, config), graph in UNDIRECTED
+    rate = made.mixing_rate(symmetric)
+    needed = 1.2 * math.log(FLOOR) / math.log(rate) if 0.0 < rate < 1.0 else 0.0
+    rounds = max(12, min(int(config.settings["dense_rounds"]), math.ceil(needed)))
+    values = _starts(config, nodes, int(config.settings["size"]))
+    return {"rate": rate, "rounds": rounds, "errors": by_matrices(made, values, rounds, symmetric=symmetric)}
+
 
 SPARSE_PUSH: Final = "Sparse-Push"
 BROADCAST: Final = "Sparse-Push, broadcast"
 COORDINATES: Final = "coordinate push"
 CHOCO_TOP: Final = "CHOCO, top-k"
 SQUEEZE: Final = "DeepSqueeze, top-k"
+RANK: Final = "PowerGossip, rank"
+FULL_RANK: Final = "PowerGossip, full rank"
+DENSE_MATRICES: Final = "D-PSGD on matrices"
 
 
 def choco(config: Config) -> dict[str, dict[str, Any]]:
@@ -176,153 +185,154 @@ def choco(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def dense_runs(bench: Bench) -> tuple[dict[Cell, Track], dict[Cell, float], float]:
-    """Return uncompressed runs on every graph, with n and 2n nodes, and the rates their matrices predict.
+def compressed_runs(config: Config) -> list[Run]:
+    """Return what is compressed; half as long on graphs that come to rounding in half the time."""
+    n, density = config.clients, _density(config)
 
-    The last number is the largest relative difference of any error above 1e-9 from that of the matrices' product.
-    """
-    config, worst = bench.config, 0.0
-    tracks: dict[Cell, Track] = {}
-    rates: dict[Cell, float] = {}
-    for n in (config.clients, 2 * config.clients):
-        for graph in _possible((*UNDIRECTED, *DIRECTED), n, config):
-            name, label = ("dpsgd", "D-PSGD") if graph in UNDIRECTED else ("sgp", "SGP")
-            cell = (label, graph, n)
-            rate = rates[cell] = bench.rate(graph, n, graph in UNDIRECTED)
-            needed = 1.2 * math.log(FLOOR) / math.log(rate) if 0.0 < rate < 1.0 else 0.0
-            rounds = max(12, min(int(config.settings["dense_rounds"]), math.ceil(needed)))
-            track = bench.run(label, {"name": name}, graph, n, rounds, every=1, late=0.5)
-            known = bench.products(graph, n, rounds, graph in UNDIRECTED)
-            worst = largest([worst, *(abs(e / k - 1.0) for e, k in zip(track.errors, known, strict=True) if k > 1e-9)])
-            # A line through the few points before exact averaging means nothing.
-            tracks[cell] = replace(track, rate=0.0) if rate == 0.0 and track.final <= FLOOR else track
-    return tracks, rates, worst
-
-
-def compressed_runs(bench: Bench) -> tuple[dict[Cell, Track], dict[Cell, float | None]]:
-    """Return compressed runs, and their consensus steps, where they have one."""
-    config = bench.config
-    tracks: dict[Cell, Track] = {}
-    gammas: dict[Cell, float | None] = {}
-    n, rounds = config.clients, config.rounds
-
-    def one(label: str, algorithm: dict[str, Any], graph: str, n: int = n) -> None:
-        # These graphs come to rounding in half the time.
-        length = rounds // 2 if graph in ("exponential", "torus", "complete") else rounds
-        tracks[label, graph, n] = bench.run(label, algorithm, graph, n, length)
-        gammas[label, graph, n] = algorithm.get("gamma")
+    def one(label: str, algorithm: dict[str, Any], graph: str, n: int = n) -> Run:
+        length = config.rounds // 2 if graph in ("exponential", "torus", "complete") else config.rounds
+        return Run(label, graph, n, algorithm, length, config)
 
     def push(graph: str, estimates: str = "edge") -> dict[str, Any]:
-        gamma = _scaled(GAMMAS[graph], config)
-        return {"name": "sparse-push", "density": bench.density, "gamma": gamma, "estimates": estimates}
+        return {
+            "name": "sparse-push",
+            "density": density,
+            "gamma": _scaled(GAMMAS[graph], config),
+            "estimates": estimates,
+        }
 
-    for graph in _possible([*DIRECTED, "ring", "torus"], n, config):
-        one(SPARSE_PUSH, push(graph), graph)
-    one(BROADCAST, push("exponential", "broadcast"), "exponential")
-    for graph in ("exponential", "one-peer"):
-        one(SPARSE_PUSH, push(graph), graph, 2 * n)
-    for graph in ("directed-ring", "exponential", "one-peer", DIGRAPH):
-        one(COORDINATES, {"name": "coordinate-push", "density": bench.density}, graph)
-    for label, options in choco(config).items():
-        one(label, {"name": "choco", **options}, "ring")
-    for graph in _possible(["torus", "complete"], n, config):
-        one(CHOCO_TOP, {"name": "choco", **choco(config)[CHOCO_TOP], "gamma": _scaled(0.15, config)}, graph)
-    for gamma in READING_GAMMAS:
-        options = {"gamma": _scaled(gamma, config), "compressor": {"id": "topk", "density": bench.density}}
-        one(f"{SQUEEZE}, gamma {options['gamma']:.3g}", {"name": "deepsqueeze", **options}, "ring")
-    return tracks, gammas
+    def squeeze(gamma: float) -> Run:
+        options = {"gamma": _scaled(gamma, config), "compressor": {"id": "topk", "density": density}}
+        return one(f"{SQUEEZE}, gamma {options['gamma']:.3g}", {"name": "deepsqueeze", **options}, "ring")
 
-
-def matrix_runs(bench: Bench) -> dict[str, Track]:
-    """Return runs on matrices over the ring: PowerGossip, and CHOCO with letters about as long."""
-    side, n, rounds = int(bench.config.settings["matrix"]), bench.config.clients, bench.config.rounds
-    power = {"name": "power-gossip", "values": "float32"}
-
-    def one(label: str, algorithm: dict[str, Any], rounds: int = rounds, **how: Any) -> Track:
-        return bench.run(label, algorithm, "ring", n, rounds, side=side, **how)
-
-    # 4 bytes a value against 4 and an index of about 1.
-    k = max(1, round(side * 4 / 5))
-    return {
-        "PowerGossip, rank 1": one("PowerGossip, rank 1", {**power, "rank": 1}),
-        "PowerGossip, rank 2": one("PowerGossip, rank 2", {**power, "rank": 2}),
-        **{
-            label: one(label, {"name": "choco", "gamma": gamma, "compressor": {"id": "topk", "density": k / side**2}})
-            for gamma in (0.02, 0.1, 0.4)
-            for label in (f"CHOCO, same bytes, gamma {gamma:g}",)
-        },
-        "PowerGossip, full rank": one(
-            "PowerGossip, full rank",
-            {"name": "power-gossip", "rank": side},
-            min(rounds, MATRIX_ROUNDS),
-            every=1,
-            late=0.5,
-        ),
-        "D-PSGD on matrices": one(
-            "D-PSGD on matrices", {"name": "dpsgd"}, min(rounds, MATRIX_ROUNDS), every=1, late=0.5
-        ),
-    }
-
-
-def sweep_runs(bench: Bench) -> dict[str, list[float]]:
-    """Return relative errors after a short run by consensus step."""
-    rounds, n = int(bench.config.settings["sweep_rounds"]), bench.config.clients
-    top = {"id": "topk", "density": bench.density}
-    rows: list[tuple[str, str, dict[str, Any]]] = [
-        (SPARSE_PUSH, graph, {"name": "sparse-push", "density": bench.density}) for graph in DIRECTED
+    coordinate = {"name": "coordinate-push", "density": density}
+    other = {"name": "choco", **choco(config)[CHOCO_TOP], "gamma": _scaled(0.15, config)}
+    return [
+        *(one(SPARSE_PUSH, push(graph), graph) for graph in _possible([*DIRECTED, "ring", "torus"], n, config)),
+        one(BROADCAST, push("exponential", "broadcast"), "exponential"),
+        *(one(SPARSE_PUSH, push(graph), graph, 2 * n) for graph in ("exponential", "one-peer")),
+        *(one(COORDINATES, coordinate, graph) for graph in ("directed-ring", "exponential", "one-peer", DIGRAPH)),
+        *(one(label, {"name": "choco", **options}, "ring") for label, options in choco(config).items()),
+        *(one(CHOCO_TOP, other, graph) for graph in _possible(["torus", "complete"], n, config)),
+        *map(squeeze, READING_GAMMAS),
     ]
-    rows += [(CHOCO_TOP, "ring", {"name": "choco", "compressor": top})]
-    rows += [(SQUEEZE, "ring", {"name": "deepsqueeze", "compressor": top})]
+
+
+def matrix_runs(config: Config) -> list[Run]:
+    """Return runs on matrices over the ring: PowerGossip, and CHOCO with letters about as long."""
+    side, n, rounds = int(config.settings["matrix"]), config.clients, config.rounds
+    power = {"name": "power-gossip", "values": "float32"}
+    short: dict[str, Any] = {"side": side, "every": 1, "late": 0.5}
+    # 4 bytes a value against 4 and an index of about 1.
+    top = {"id": "topk", "density": max(1, round(side * 4 / 5)) / side**2}
+    few = min(rounds, MATRIX_ROUNDS)
+    return [
+        *(Run(f"{RANK} {r}", "ring", n, {**power, "rank": r}, rounds, config, side) for r in (1, 2)),
+        *(
+            Run(
+                f"CHOCO, same bytes, gamma {gamma:g}",
+                "ring",
+                n,
+                {"name": "choco", "gamma": gamma, "compressor": top},
+                rounds,
+                config,
+                side,
+            )
+            for gamma in (0.02, 0.1, 0.4)
+        ),
+        Run(FULL_RANK, "ring", n, {"name": "power-gossip", "rank": side}, few, config, **short),
+        Run(DENSE_MATRICES, "ring", n, {"name": "dpsgd"}, few, config, **short),
+    ]
+
+
+def sweep_runs(config: Config) -> dict[str, list[Run]]:
+    """Return short runs by consensus step."""
+    rounds, n, density = int(config.settings["sweep_rounds"]), config.clients, _density(config)
+    top = {"id": "topk", "density": density}
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        *((SPARSE_PUSH, graph, {"name": "sparse-push", "density": density}) for graph in DIRECTED),
+        (CHOCO_TOP, "ring", {"name": "choco", "compressor": top}),
+        (SQUEEZE, "ring", {"name": "deepsqueeze", "compressor": top}),
+    ]
     return {
         f"{label}, {graph}": [
-            bench.run(f"sweep/{label}/{gamma:g}", {**options, "gamma": gamma}, graph, n, rounds).final
-            for gamma in SWEEP
+            Run(f"sweep/{label}/{gamma:g}", graph, n, {**options, "gamma": gamma}, rounds, config) for gamma in SWEEP
         ]
         for label, graph, options in rows
     }
 
 
-def reading_runs(bench: Bench) -> Readings:
-    """Return, by reading and graph, the errors of every consensus step."""
-    rounds = int(bench.config.settings["reading_rounds"])
-    found: dict[tuple[str, str], Mapping[float, Sequence[float]]] = {}
-    for kind in READINGS:
-        for graph in READING_GRAPHS:
-            bench.say(f"{kind}, {graph}")
-            tried = {gamma: bench.reading(kind, graph, gamma, rounds) for gamma in READING_GAMMAS}
-            found[kind, graph] = tried
-    return found
-
-
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
-    """Every run, as tables, curves and the figures of the claims."""
-    bench = Bench(config, say)
-    dense, rates, worst = dense_runs(bench)
-    compressed, gammas = compressed_runs(bench)
-    matrices = matrix_runs(bench)
-    sweep = sweep_runs(bench)
-    readings = reading_runs(bench)
+    """Every run, as tables, curves and claims."""
+    n, energy = config.clients, Energy.of(config.settings)
+    if n < 4:
+        raise ConfigError(f"--clients must be at least 4 for this experiment, not {n}")
+    size, k = int(config.settings["size"]), int(config.settings["k"])
+    if k > size:
+        raise ConfigError(f"k={k} exceeds size={size}; a letter holds at most all elements")
+
+    def tracks(runs: Sequence[Run]) -> dict[Cell, Track]:
+        return {r.cell: Track.from_json(record) for r, record in zip(runs, named(runs)(say), strict=True)}
+
+    graphs = [
+        {"graph": graph, "nodes": nodes}
+        for nodes in (n, 2 * n)
+        for graph in _possible((*UNDIRECTED, *DIRECTED), nodes, config)
+    ]
+    theory = {
+        ("D-PSGD" if record.graph in UNDIRECTED else "SGP", record.graph, record.nodes): record
+        for record in Sweep(foretell, graphs, "theory", {"config": config})(say)
+    }
+    names = {"D-PSGD": "dpsgd", "SGP": "sgp"}
+    dense = tracks(
+        [Run(*cell, {"name": names[cell[0]]}, r.rounds, config, every=1, late=0.5) for cell, r in theory.items()]
+    )
+    off_products = largest(
+        abs(error / known - 1.0)
+        for cell, record in theory.items()
+        for error, known in zip(dense[cell].errors, record.errors, strict=True)
+        if known > 1e-9
+    )
+    # A line through the few points before exact averaging means nothing.
+    dense = {
+        cell: replace(track, rate=0.0) if theory[cell].rate == 0.0 and track.final <= FLOOR else track
+        for cell, track in dense.items()
+    }
+    asked, shapes, tried = compressed_runs(config), matrix_runs(config), sweep_runs(config)
+    compressed = tracks(asked)
+    matrices = {label: track for (label, _, _), track in tracks(shapes).items()}
+    sweep = {row: [track.final for track in tracks(runs).values()] for row, runs in tried.items()}
+    axes = {"kind": READINGS, "graph": READING_GRAPHS, "gamma": READING_GAMMAS}
+    readings = Sweep(read, axes, "reading", {"config": config})(say)
     squeezes = [label for label, _, _ in compressed if label.startswith(SQUEEZE)]
+    rates: dict[Cell, float] = {cell: record.rate for cell, record in theory.items()}
     return Findings(
         tables=[
-            _dense_table(dense, rates, bench.energy),
-            *_compressed_tables(compressed, gammas, bench.energy),
+            _dense_table(dense, rates, energy),
+            *_compressed_tables(compressed, {run.cell: run.algorithm.get("gamma") for run in asked}, energy),
             _matrix_table(matrices),
             _reading_table(readings),
             _sums_table(dense, compressed),
         ],
         figures=[
-            _against_rounds("Without compression", dense, config.clients),
-            _against_rounds(
-                "Sparse-Push by graph", {c: t for c, t in compressed.items() if c[0] == SPARSE_PUSH}, config.clients
-            ),
+            _against_rounds("Without compression", dense, n),
+            _against_rounds("Sparse-Push by graph", {c: t for c, t in compressed.items() if c[0] == SPARSE_PUSH}, n),
             _against_bytes(
                 "On the ring",
-                {"D-PSGD": dense["D-PSGD", "ring", config.clients]}
+                {"D-PSGD": dense["D-PSGD", "ring", n]}
                 | {c[0]: t for c, t in compressed.items() if c[1] == "ring" and c[0] not in squeezes[1:]},
             ),
             _against_bytes("Matrices on the ring", matrices),
-            _reading_figure(readings),
+            curves(
+                "Push-sum on the random digraph, best gamma",
+                [best(readings.where(kind=kind, graph=DIGRAPH)) for kind in READINGS],
+                lambda record: _sampled(range(len(record.errors))),
+                lambda record: _sampled(record.errors),
+                "kind",
+                x_label="round",
+                y_label="relative error",
+                log_y=True,
+            ),
             HeatMap(
                 f"Relative error after {config.settings['sweep_rounds']} rounds",
                 [f"{gamma:g}" for gamma in SWEEP],
@@ -333,8 +343,28 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 caption="Deeper is worse, a gap is divergence. Too large diverges, too small only slows.",
             ),
         ],
-        values={"products": worst, **_values(config, dense, rates, compressed, matrices, sweep, readings)},
+        claims=[
+            *_of_theory(dense, rates, off_products, [*dense.values(), *compressed.values(), *matrices.values()], n),
+            *_of_compression(compressed, matrices, n),
+            *_of_readings(readings),
+        ],
+        answer=f"Compressed push-sum agrees to {compressed[SPARSE_PUSH, DIGRAPH, n].final:.0e} on a random digraph and "
+        f"CHOCO to {compressed[CHOCO_TOP, 'ring', n].final:.0e} on a ring; memory at the sender alone stops at "
+        f"{_squeezed(compressed):.2g}.",
     )
+
+
+def best(tried: Records) -> Record:
+    """Return the reading whose last error is the smallest."""
+    return min(tried, key=lambda record: float(record.errors[-1]))
+
+
+def _sampled(values: Sequence[float]) -> list[float]:
+    return [values[i] for i in range(0, len(values), max(1, len(values) // 150))]
+
+
+def _squeezed(compressed: Mapping[Cell, Track]) -> float:
+    return min(track.final for (label, _, _), track in compressed.items() if label.startswith(SQUEEZE))
 
 
 def _dense_table(dense: Mapping[Cell, Track], rates: Mapping[Cell, float], energy: Energy) -> Table:
@@ -412,33 +442,30 @@ def _short(label: str) -> str:
 
 
 def _matrix_table(matrices: Mapping[str, Track]) -> Table:
-    rows: list[list[Any]] = [
-        [label, len(t.rounds) and t.rounds[-1], t.rate, t.final, t.letter, t.digits, t.moved]
-        for label, t in matrices.items()
-    ]
-    return Table(
-        "Matrices on the ring",
-        ("algorithm", "rounds", "rate, fitted", "last error", "bytes a letter", "digits per kB", "sum moved"),
-        rows,
-        "Random matrices, which no low rank describes. PowerGossip has no step size to tune.",
-    )
+    columns: dict[str, Any] = {
+        "algorithm": lambda label: label,
+        "rounds": lambda label: len(matrices[label].rounds) and matrices[label].rounds[-1],
+        "rate, fitted": lambda label: matrices[label].rate,
+        "last error": lambda label: matrices[label].final,
+        "bytes a letter": lambda label: matrices[label].letter,
+        "digits per kB": lambda label: matrices[label].digits,
+        "sum moved": lambda label: matrices[label].moved,
+    }
+    caption = "Random matrices, which no low rank describes. PowerGossip has no step size to tune."
+    return table("Matrices on the ring", columns, matrices, caption)
 
 
-def _reading_table(readings: Readings) -> Table:
-    rows: list[list[Any]] = [
-        [f"{kind}, {graph}", *(errors[-1] for errors in tried.values())] for (kind, graph), tried in readings.items()
-    ]
-    return Table(
+def _reading_table(readings: Records) -> Table:
+    columns: dict[str, Any] = {"what travels as top-k, graph": lambda row: f"{row[0].kind}, {row[0].graph}"} | {
+        f"gamma {gamma:g}": (lambda row, gamma=gamma: row.one(gamma=gamma).errors[-1]) for gamma in READING_GAMMAS
+    }
+    return table(
         "What may be compressed in push-sum",
-        ("what travels as top-k, graph", *(f"gamma {gamma:g}" for gamma in READING_GAMMAS)),
-        rows,
+        columns,
+        readings.groups("kind", "graph").values(),
         "Last relative errors, computed on matrices. Without estimates a smaller gamma stops later and lower. On a "
         "graph that changes w and x never settle, z does; a gap is divergence.",
     )
-
-
-def _best(tried: Mapping[float, Sequence[float]]) -> Sequence[float]:
-    return min(tried.values(), key=lambda errors: errors[-1])
 
 
 def _against_rounds(title: str, tracks: Mapping[Cell, Track], n: int) -> Curves:
@@ -451,47 +478,6 @@ def _against_bytes(title: str, tracks: Mapping[str, Track]) -> Curves:
     return Curves(title, "bytes a node has sent", "relative error", series, log_y=True, x_bytes=True)
 
 
-def _reading_figure(readings: Readings) -> Curves:
-    series = []
-    for kind in READINGS:
-        errors = _best(readings[kind, DIGRAPH])
-        ks = range(0, len(errors), max(1, len(errors) // 150))
-        series.append(Series(kind, list(ks), [errors[k] for k in ks]))
-    return Curves("Push-sum on the random digraph, best gamma", "round", "relative error", series, log_y=True)
-
-
-def _values(
-    config: Config,
-    dense: Mapping[Cell, Track],
-    rates: Mapping[Cell, float],
-    compressed: Mapping[Cell, Track],
-    matrices: Mapping[str, Track],
-    sweep: Mapping[str, list[float]],
-    readings: Readings,
-) -> dict[str, float]:
-    n = config.clients
-    off = {cell: _off(dense[cell].rate, rate) for cell, rate in rates.items() if rate > 0.0}
-    out = {f"off/{graph}/{nodes}": value for (_, graph, nodes), value in off.items()}
-    for (_, graph, nodes), track in dense.items():
-        exact = {"complete": 1, "one-peer": int(math.log2(nodes))}.get(graph)
-        if exact is not None and (graph == "complete" or _power_of_two(nodes)):
-            out[f"exact/{graph}/{nodes}"] = track.errors[exact]
-    everything = [*dense.values(), *compressed.values(), *matrices.values()]
-    out["moved"] = largest(t.moved for t in everything if not t.diverged)
-    out["weights"] = largest(t.weights for t in everything if not t.diverged)
-    out["biased"] = dense["SGP", UNBALANCED, n].biased
-    out["de-biased"] = dense["SGP", UNBALANCED, n].final
-    for (label, graph, nodes), track in compressed.items():
-        out |= {f"rate/{label}/{graph}/{nodes}": track.rate, f"final/{label}/{graph}/{nodes}": track.final}
-    squeezed = [t.final for (label, _, _), t in compressed.items() if label.startswith(SQUEEZE)]
-    out["squeeze"] = min(squeezed)
-    out["full rank"] = _off(matrices["PowerGossip, full rank"].rate, matrices["D-PSGD on matrices"].rate)
-    out |= {f"matrix/{label}": track.final for label, track in matrices.items()}
-    out |= {f"reading/{kind}/{graph}": _best(tried)[-1] for (kind, graph), tried in readings.items()}
-    out |= {f"sweep/{row}/{gamma:g}": e for row, cells in sweep.items() for gamma, e in zip(SWEEP, cells, strict=True)}
-    return out
-
-
 def _off(rate: float, expected: float) -> float:
     """Return the relative difference of two rates' logarithms, which are what rounds are proportional to."""
     return abs(math.log(rate) / math.log(expected) - 1.0) if 0.0 < rate < math.inf else math.nan
@@ -502,6 +488,7 @@ def _power_of_two(n: int) -> bool:
 
 
 THEORY: Final = "theory"
+MEASURED: Final = "measured with this experiment, seeds 0 to 2"
 DERIVED: Final = "three quarters of the slope measured when the iteration was derived"
 
 SLOPES: Final = (
@@ -516,97 +503,123 @@ SLOPES: Final = (
 """Rates per round, letters of a tenth, 8 nodes; Sparse-Push with the best gamma."""
 
 
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-    """What theory says of dense rounds, what is conserved, what converges under compression and what does not."""
-    v, n = findings.values, config.clients
-    out = []
-    for name, source in (("complete", "one round"), ("one-peer", "log2 n rounds of powers of two")):
-        for nodes in (n, 2 * n):
-            if f"exact/{name}/{nodes}" in v:
-                text = f"{name}, {nodes} nodes, dense: error after {source}"
-                out.append(Claim(text, v[f"exact/{name}/{nodes}"], "<=", 1e-14, THEORY))
-    off = {key: value for key, value in v.items() if key.startswith("off/")}
-    fixed = [value for key, value in off.items() if DIGRAPH not in key.split("/")]
-    drawn = [value for key, value in off.items() if DIGRAPH in key.split("/")]
-    slope = "dense: relative difference of slope and"
-    out += [
-        Claim(f"{slope} log of the second eigenvalue, largest of all graphs", largest(fixed), "<=", 0.02, THEORY),
-        Claim(
+def _of_theory(
+    dense: Mapping[Cell, Track], rates: Mapping[Cell, float], products: float, every: Sequence[Track], n: int
+) -> list[Claim]:
+    """What theory says of dense rounds, and what is conserved in all."""
+    made = [
+        claim(
+            f"{graph}, {nodes} nodes, dense: error after {words}",
+            track.errors[1 if graph == "complete" else int(math.log2(nodes))],
+            "<= 1e-14",
+            THEORY,
+        )
+        for kind, words in (("complete", "one round"), ("one-peer", "log2 n rounds of powers of two"))
+        for (_, graph, nodes), track in dense.items()
+        if graph == kind and (graph == "complete" or _power_of_two(nodes))
+    ]
+    off = {cell: _off(dense[cell].rate, rate) for cell, rate in rates.items() if rate > 0.0}
+    slope, ended = "dense: relative difference of slope and", [track for track in every if not track.diverged]
+    unbalanced = dense["SGP", UNBALANCED, n]
+    return [
+        *made,
+        claim(
+            f"{slope} log of the second eigenvalue, largest of all graphs",
+            largest(value for cell, value in off.items() if cell[1] != DIGRAPH),
+            "<= 0.02",
+            THEORY,
+        ),
+        claim(
             f"{slope} Lyapunov exponent, random digraphs",
-            largest(drawn),
-            "<=",
-            0.1,
+            largest(value for cell, value in off.items() if cell[1] == DIGRAPH),
+            "<= 0.1",
             f"{THEORY}, in the long run; few rounds of one draw, missed with seeds 1, 2",
             gate=False,
         ),
-        Claim("dense: largest difference from the products of the matrices", v["products"], "<=", 1e-6, THEORY),
-        Claim("sums over all nodes: largest change of a coordinate in any run", v["moved"], "<=", 1e-10, THEORY),
-        Claim("push-sum: largest change of the sum of w in any run", v["weights"], "<=", 1e-10, THEORY),
-        Claim("unbalanced digraph, dense: error of z", v["de-biased"], "<=", 1e-10, THEORY),
-        Claim("unbalanced digraph, dense: error of x, not divided by w", v["biased"], ">=", 1e-2, THEORY),
+        claim("dense: largest difference from the products of the matrices", products, "<= 1e-6", THEORY),
+        claim(
+            "sums over all nodes: largest change of a coordinate in any run",
+            largest(track.moved for track in ended),
+            "<= 1e-10",
+            THEORY,
+        ),
+        claim(
+            "push-sum: largest change of the sum of w in any run",
+            largest(track.weights for track in ended),
+            "<= 1e-10",
+            THEORY,
+        ),
+        claim("unbalanced digraph, dense: error of z", unbalanced.final, "<= 1e-10", THEORY),
+        claim("unbalanced digraph, dense: error of x, not divided by w", unbalanced.biased, ">= 1e-2", THEORY),
     ]
-    for label, graph, rate in SLOPES:
-        found = v[f"rate/{label}/{graph}/{n}"]
-        out.append(Claim(f"{label}, {graph}: rate", found, "<=", round(rate**0.75, 4), f"{DERIVED}: {rate}"))
-    measured = "measured with this experiment, seeds 0 to 2"
-    exact, stalls = "goal: consensus is exact", "measured when the iteration was derived:"
-    out += [
-        Claim(f"{SPARSE_PUSH}, random digraph: last error", v[f"final/{SPARSE_PUSH}/{DIGRAPH}/{n}"], "<", 1e-10, exact),
-        Claim(f"{BROADCAST}, exponential: last error", v[f"final/{BROADCAST}/exponential/{n}"], "<", 1e-10, exact),
-        Claim(f"{CHOCO_TOP}, ring: last error", v[f"final/{CHOCO_TOP}/ring/{n}"], "<=", 1e-8, exact),
-        Claim(
+
+
+def _of_compression(compressed: Mapping[Cell, Track], matrices: Mapping[str, Track], n: int) -> list[Claim]:
+    """What converges under compression and what does not."""
+    exact = "goal: consensus is exact"
+
+    def last(label: str, graph: str) -> float:
+        return compressed[label, graph, n].final
+
+    return [
+        *(
+            claim(
+                f"{label}, {graph}: rate",
+                compressed[label, graph, n].rate,
+                f"<= {round(rate**0.75, 4)}",
+                f"{DERIVED}: {rate}",
+            )
+            for label, graph, rate in SLOPES
+        ),
+        claim(f"{SPARSE_PUSH}, random digraph: last error", last(SPARSE_PUSH, DIGRAPH), "< 1e-10", exact),
+        claim(f"{BROADCAST}, exponential: last error", last(BROADCAST, "exponential"), "< 1e-10", exact),
+        claim(f"{CHOCO_TOP}, ring: last error", last(CHOCO_TOP, "ring"), "<= 1e-8", exact),
+        claim(
             f"{SQUEEZE}, ring: last error at the best gamma",
-            v["squeeze"],
-            ">=",
-            1e-3,
+            _squeezed(compressed),
+            ">= 1e-3",
             "goal: memory of the receiver matters",
         ),
-        Claim("PowerGossip, rank 1, nothing tuned: last error", v["matrix/PowerGossip, rank 1"], "<=", 1e-2, measured),
-        Claim(
+        claim(f"{RANK} 1, nothing tuned: last error", matrices[f"{RANK} 1"].final, "<= 1e-2", MEASURED),
+        claim(
             "PowerGossip of full rank: relative difference of its slope and D-PSGD's",
-            v["full rank"],
-            "<=",
-            0.02,
+            _off(matrices[FULL_RANK].rate, matrices[DENSE_MATRICES].rate),
+            "<= 0.02",
             THEORY,
         ),
     ]
+
+
+def _of_readings(readings: Records) -> list[Claim]:
+    """Only one reading of compressed push-sum converges."""
     kept, of_x, of_z = READINGS
+    stalls = "measured when the iteration was derived:"
+
+    def last(kind: str, graph: str) -> float:
+        return float(best(readings.where(kind=kind, graph=graph)).errors[-1])
+
+    made = []
     for graph in READING_GRAPHS:
-        out.append(
-            Claim(
-                f"push-sum, {of_z}, {graph}: last error", v[f"reading/{of_z}/{graph}"], "<=", 1e-10, f"{stalls} 1e-15"
-            )
-        )
-        stopped, text = v[f"reading/{kept}/{graph}"], f"push-sum, {kept}, {graph}: last error"
-        out += [
-            Claim(text, stopped, ">=", 0.1, f"{stalls} 0.12 to 0.60; a smaller gamma stops lower", gate=False),
-            Claim(f"{text}, times that of {of_z}", stopped / v[f"reading/{of_z}/{graph}"], ">=", 1e6, measured),
+        right, stopped, text = last(of_z, graph), last(kept, graph), f"push-sum, {kept}, {graph}: last error"
+        made += [
+            claim(f"push-sum, {of_z}, {graph}: last error", right, "<= 1e-10", f"{stalls} 1e-15"),
+            claim(text, stopped, ">= 0.1", f"{stalls} 0.12 to 0.60; a smaller gamma stops lower", gate=False),
+            claim(f"{text}, times that of {of_z}", stopped / right, ">= 1e6", MEASURED),
         ]
-    x_moving = v[f"reading/{of_x}/{DIGRAPH}"]
-    out.append(Claim(f"push-sum, {of_x}, random digraph: last error", x_moving, ">=", 1e-4, f"{stalls} 7.5e-3"))
-    for graph in ("exponential", UNBALANCED):
-        out.append(
-            Claim(
-                f"push-sum, {of_x}, {graph}: last error", v[f"reading/{of_x}/{graph}"], "<=", 1e-10, f"{stalls} 1e-15"
-            )
-        )
-    return out
-
-
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    v, n = findings.values, config.clients
-    return (
-        f"Compressed push-sum agrees to {v[f'final/{SPARSE_PUSH}/{DIGRAPH}/{n}']:.0e} on a random digraph and CHOCO to "
-        f"{v[f'final/{CHOCO_TOP}/ring/{n}']:.0e} on a ring; memory at the sender alone stops at {v['squeeze']:.2g}."
-    )
+    moving = f"push-sum, {of_x}, random digraph: last error"
+    made.append(claim(moving, last(of_x, DIGRAPH), ">= 1e-4", f"{stalls} 7.5e-3"))
+    made += [
+        claim(f"push-sum, {of_x}, {graph}: last error", last(of_x, graph), "<= 1e-10", f"{stalls} 1e-15")
+        for graph in ("exponential", UNBALANCED)
+    ]
+    return made
 
 
 EXPERIMENT = Experiment(
     name="consensus",
     question="How fast do nodes that only average agree, by topology and compressor, and what does a digit cost?",
     rows=no_rows,
-    measure=judged(measure, claims, answer),
+    measure=measure,
     options=OPTIONS,
     rounds=600,
     clients=8,

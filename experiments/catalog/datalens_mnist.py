@@ -11,9 +11,8 @@ import numpy as np
 
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Findings, Pictures, Say, Table, largest, mean, spread
-from fedcomp.experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, GeneratorOutcome, task_of
-from fedcomp.experiments.grid import run_cells
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, task_of
+from fedcomp.experiments.kit import Record, judged, named, repetitions, workers
 from fedcomp.experiments.spec import RunResult
 
 TOPAGG: Final = "TopAgg votes"
@@ -78,9 +77,7 @@ CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
 
 OPTIONS = {
     "seeds": Option(3, "trainings per row and epsilon, with the seeds from --seed on", least=1, most=20),
-    "workers": Option(
-        1, "processes that train side by side; changes nothing but the time", least=1, most=256, neutral=True
-    ),
+    "workers": workers(),
     "tune": Option(False, "choose settings anew on held-out training images, and use those"),
     "images": Option(EACH, "generated images that teachers vote on in a step; each is a release", least=1),
     "teacher_lr": Option(
@@ -127,7 +124,7 @@ def _cell(
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Train everything, seed by seed, and choose before what is to be chosen."""
     task = task_of(config.clients, {})
-    workers = int(config.settings["workers"])
+    processes = int(config.settings["workers"])
     tables: list[Table] = []
     chosen = {method: list(places) for method, places in CHOSEN.items()}
     if config.settings["tune"]:
@@ -137,25 +134,25 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             for method in METHODS
             for place, options in enumerate(GRIDS[method])
         }
-        judged = run_cells(list(tried.values()), say, workers)
+        held_out = {record.name: record for record in named(tried.values())(say, processes)}
         for method in METHODS:
             for i in range(len(TARGETS) - 1):
-                held = [judged[tried[method, i, place].name].accuracy for place in range(len(GRIDS[method]))]
+                held = [held_out[tried[method, i, place].name].accuracy for place in range(len(GRIDS[method]))]
                 chosen[method][i] = held.index(max(held))
-        tables.append(_tuning_table({cell.name: judged[cell.name].accuracy for cell in tried.values()}))
+        tables.append(_tuning_table({cell.name: held_out[cell.name].accuracy for cell in tried.values()}))
     settings = {
         label(method, target): GRIDS[method][chosen[method][min(i, len(TARGETS) - 2)]]
         for method in METHODS
         for i, target in enumerate(TARGETS)
     }
-    seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
+    seeds = repetitions(config)
     cells = {
         (label(method, target), seed): _cell(config, method, target, settings[label(method, target)], seed)
         for seed in seeds
         for target in TARGETS
         for method in METHODS
     }
-    found = run_cells(list(cells.values()), say, workers)
+    found = {record.name: record for record in named(cells.values())(say, processes)}
     outcomes = {name: [found[cells[name, seed].name] for seed in seeds] for name in settings}
     data = "MNIST" if not task.data.substitute else f"NOT MNIST ({task.data.note})"
     return Findings(
@@ -172,10 +169,10 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     )
 
 
-Outcomes = Mapping[str, Sequence[GeneratorOutcome]]
+Outcomes = Mapping[str, Sequence[Record]]
 
 
-def _percent(runs: Iterable[GeneratorOutcome]) -> list[float]:
+def _percent(runs: Iterable[Record]) -> list[float]:
     return [100.0 * run.accuracy for run in runs]
 
 

@@ -23,8 +23,8 @@ from fedcomp.experiments.decentralised import (
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option, Value
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean
-from fedcomp.experiments.kit import Sweep, judged, table, workers
-from fedcomp.experiments.push_sum_readings import LABELS, READINGS, Reading, ReadingCell, claims_of_readings
+from fedcomp.experiments.kit import Record, Sweep, judged, named, table, workers
+from fedcomp.experiments.push_sum_readings import LABELS, READINGS, ReadingCell, claims_of_readings
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK: Final = "digits"
@@ -261,10 +261,6 @@ def train(*, config: Config, seed: int, **row: Any) -> dict[str, Any]:
     return Setting.of(row).cell(config, seed).run()
 
 
-def _read(cell: str, cells: Sequence[ReadingCell]) -> dict[str, Any]:
-    return dataclasses.asdict(next(made for made in cells if made.name == cell).run())
-
-
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Train every row and every reading, and the systems that were run as messages once more without them."""
     from fedcomp.experiments.relayed import beside
@@ -277,8 +273,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     for record in Sweep(train, cells, shared={"config": config})(say, processes):
         groups.setdefault(Setting.of(record), []).append(Trained.from_json(record))
     near = readings(config)
-    missed = Sweep(_read, [{"cell": cell.name} for cell in near], shared={"cells": near})(say, processes)
-    read = {record.cell: Reading.from_json(record) for record in missed}
+    read = {record.name: record for record in named(near)(say, processes)}
     checked, differ = beside(results, say, _RELAYED)
     values: dict[str, float] = {}
     for label, apart in differ.items():
@@ -320,7 +315,7 @@ def _key(setting: Setting) -> str:
 
 
 def _values(
-    config: Config, groups: Mapping[Setting, Group], near: Sequence[tuple[ReadingCell, Reading]]
+    config: Config, groups: Mapping[Setting, Group], near: Sequence[tuple[ReadingCell, Record]]
 ) -> dict[str, float]:
     values: dict[str, float] = {}
     for setting, group in groups.items():
@@ -442,7 +437,7 @@ def _beside_the_paper(values: Mapping[str, float]) -> Table:
     )
 
 
-def _readings(cells: Sequence[ReadingCell], found: Mapping[str, Reading]) -> Table:
+def _readings(cells: Sequence[ReadingCell], found: Mapping[str, Record]) -> Table:
     rows: list[list[Any]] = []
     for reading, what in READINGS.items():
         here = {cell.name: found[cell.name] for cell in cells if cell.reading == reading}

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
-from fedcomp.experiments.grid import run_cells
-from fedcomp.experiments.kit import judged
-from fedcomp.experiments.record_training import TASK, RecordCell, RecordOutcome
+from fedcomp.experiments.kit import Record, judged, named, repetitions, workers
+from fedcomp.experiments.record_training import TASK, RecordCell
 from fedcomp.experiments.spec import RunResult
 
 DP_SGD: Final = "DP-SGD"
@@ -72,9 +71,7 @@ CHOSEN: Final[Mapping[str, tuple[Options, ...]]] = {
 
 OPTIONS = {
     "seeds": Option(5, "trainings per method and epsilon, with the seeds from --seed on", least=1, most=100),
-    "workers": Option(
-        2, "processes that train side by side; changes nothing but the time", least=1, most=256, neutral=True
-    ),
+    "workers": workers(2),
     "tune": Option(False, "choose step sizes, k, rank and kept fraction anew on the validation split, and use those"),
     "secure": Option(False, "take noise and samples from the operating system instead of the seed"),
     "rate": Option(0.2, "probability with which a record is in a batch", above=0.0, most=1.0),
@@ -99,7 +96,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     from fedcomp.tasks import get_task
 
     multipliers = {target: _multiplier(config, target, say) for target in TARGETS}
-    tried: dict[str, RecordOutcome] = {}
+    processes = int(config.settings["workers"])
+    tried: dict[str, Record] = {}
     tuned = bool(config.settings["tune"])
     if tuned:
         cells = [
@@ -109,15 +107,16 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             for options in grid(method, target)
             for cell in _cells(config, method, target, multipliers[target], options, TUNING_SEEDS, validation=True)
         ]
-        tried = run_cells(cells, say, int(config.settings["workers"]))
+        tried = {record.name: record for record in named(cells)(say, processes)}
     choice = _choose(config, multipliers, tried) if tuned else {m: list(chosen) for m, chosen in CHOSEN.items()}
-    seeds = range(config.seed, config.seed + int(config.settings["seeds"]))
+    seeds = repetitions(config)
     reported = {
         label(method, target): _cells(config, method, target, multipliers[target], choice[method][i], seeds)
         for method in METHODS
         for i, target in enumerate(TARGETS)
     }
-    found = run_cells([c for cells in reported.values() for c in cells], say, int(config.settings["workers"]))
+    asked = [cell for cells in reported.values() for cell in cells]
+    found = {record.name: record for record in named(asked)(say, processes)}
     outcomes = {name: [found[cell.name] for cell in cells] for name, cells in reported.items()}
     tables = [_accuracy_table(outcomes), _message_table(outcomes), _settings_table(outcomes, choice, multipliers)]
     if tuned:
@@ -177,7 +176,7 @@ def _cells(
 
 
 def _validated(
-    config: Config, multipliers: Mapping[float, float], tried: Mapping[str, RecordOutcome], method: str, target: float
+    config: Config, multipliers: Mapping[float, float], tried: Mapping[str, Record], method: str, target: float
 ) -> list[float]:
     """Return the mean validation accuracy of each entry of a method's grid."""
     return [
@@ -190,7 +189,7 @@ def _validated(
 
 
 def _choose(
-    config: Config, multipliers: Mapping[float, float], tried: Mapping[str, RecordOutcome]
+    config: Config, multipliers: Mapping[float, float], tried: Mapping[str, Record]
 ) -> dict[str, list[Options]]:
     """Return the best of each grid; of equally good ones the first."""
     choice: dict[str, list[Options]] = {}
@@ -206,7 +205,7 @@ def _shown(options: Options) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in options.items())
 
 
-Outcomes = Mapping[str, Sequence[RecordOutcome]]
+Outcomes = Mapping[str, Sequence[Record]]
 
 
 def _accuracy_table(outcomes: Outcomes) -> Table:
@@ -271,7 +270,7 @@ def _settings_table(
     )
 
 
-def _tuning_table(config: Config, multipliers: Mapping[float, float], tried: Mapping[str, RecordOutcome]) -> Table:
+def _tuning_table(config: Config, multipliers: Mapping[float, float], tried: Mapping[str, Record]) -> Table:
     rows: list[list[Any]] = []
     for method in METHODS:
         for target in TARGETS:

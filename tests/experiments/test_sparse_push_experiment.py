@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from fedcomp.experiments.catalog.sparse_push import (
 )
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say
-from fedcomp.experiments.push_sum_readings import READINGS, Reading, ReadingCell
+from fedcomp.experiments.push_sum_readings import READINGS, ReadingCell
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.topology import topology_of
@@ -123,7 +122,7 @@ def test_rows_are_the_product_or_what_the_claims_need() -> None:
     assert set(chosen) < set(whole)
     for setting in (*chosen, Setting(8, DIGRAPH, IID, "2 %")):
         topology_of(setting.graph, setting.nodes, 0).check(get_algorithm(setting.algorithm(config)))
-    assert LEVELS[TWO] == {"k": 2}
+    assert LEVELS[TWO] == {"density": 2 / (64 * 32 + 32 + 32 * 10 + 10)}
 
 
 def test_a_consensus_step_that_is_none_is_refused() -> None:
@@ -148,9 +147,7 @@ def test_readings_do_what_they_say() -> None:
             drop=0.3 if reading in ("kept", "naive debit") else 0.0,
         )
         found[reading] = cell.run()
-        assert cell.read(dataclasses.asdict(found[reading])) == found[reading]
     assert found["kept"].sum_w == pytest.approx(4.0, abs=1e-13)
     assert found["naive debit"].sum_w < 3.5
     assert len({reading.loss for reading in found.values()}) == len(READINGS)
-    assert math.isinf(Reading.from_json({"accuracy": None, "worst": None, "loss": None, "sum_w": 1.0}).loss)
     assert np.isfinite([reading.accuracy for reading in found.values()]).all()
