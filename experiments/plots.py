@@ -204,7 +204,7 @@ def collisions(labels: Sequence[Text]) -> list[tuple[str, str]]:
 def _texts(places: Sequence[float], log: bool, as_bytes: bool) -> list[str]:
     if as_bytes:
         return [short_bytes(place) for place in places]
-    if not log:
+    if not log or max(places) < 10 * min(places):
         return aligned([round(place, 12) for place in places])
     if all(1e-3 <= place <= 1e4 for place in places):
         return [number(place) for place in places]

@@ -14,7 +14,7 @@ from fedcomp.experiments.commands import OK, WRONG_INPUT, complain, unread
 USAGE = """\
 usage: fedcomp COMMAND ...
 
-  run [EXPERIMENT]   run an experiment and write its report; --list shows them
+  run [EXPERIMENT]   run an experiment and write its report, or --compare two runs; --list shows them
   bench NAME         measure what something costs; --list shows what, and 'coding' is the codes
   edge               start a node that trains for a SuperLink elsewhere
 

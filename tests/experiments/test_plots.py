@@ -60,6 +60,16 @@ AXES = {
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("log", [False, True])
+def test_labels_of_one_magnitude_have_equally_many_decimals(log: bool) -> None:
+    values = [2.246, 2.251, 2.259, 2.28]
+    figure = draw(Curves("t", "x", "y", [Series("a", values, values)], log_x=log, log_y=log), styles(["a"]))
+    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
+        texts = [label.get_text() for label in axis.get_ticklabels()]
+        assert len({len(text.partition(".")[2]) for text in texts}) == 1, texts
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", AXES)
 def test_tick_labels_do_not_touch_and_are_in_the_picture(name: str) -> None:
     values, log, as_bytes = AXES[name]
