@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.decentralised import Record
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import simulate
+from fedcomp.gossip.central import Settings, simulate
 from fedcomp.gossip.errors import Diverged, Saturated
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology
@@ -211,10 +211,7 @@ def error_curve(
                 iterations,
                 layout=problem.layout,
                 seed=seed,
-                every=1,
-                observe=record.observe,
-                before=record.before,
-                watch=watch,
+                settings=Settings(every=1, observe=record.observe, before=record.before, watch=watch),
             )
     except (Diverged, NonFiniteUpdate) as error:
         stopped, saturated = f"{type(error).__name__}: {error}", isinstance(error, Saturated)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.experiment import Option
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import FaultPlan, Nodes, simulate
+from fedcomp.gossip.central import FaultPlan, Nodes, Settings, simulate
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.relay import Relay
@@ -213,13 +213,15 @@ def train(plan: Plan) -> Trained:
                 plan.iterations,
                 layout=layout,
                 seed=plan.seed,
-                faults=FaultPlan(plan.seed, rates) if plan.drop else None,
-                skew_rounds=plan.skew_rounds,
-                every=plan.every,
-                observe=record.observe,
-                before=record.before,
-                patience=plan.patience,
-                watch=plan.watch,
+                settings=Settings(
+                    faults=FaultPlan(plan.seed, rates) if plan.drop else None,
+                    skew_rounds=plan.skew_rounds,
+                    every=plan.every,
+                    observe=record.observe,
+                    before=record.before,
+                    patience=plan.patience,
+                    watch=plan.watch,
+                ),
             )
     except (Diverged, NonFiniteUpdate) as error:
         diverged = f"{type(error).__name__}: {error}"

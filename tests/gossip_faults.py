@@ -10,7 +10,7 @@ import numpy as np
 
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
-from fedcomp.gossip.central import Nodes, Outcome, simulate
+from fedcomp.gossip.central import Nodes, Outcome, Settings, simulate
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
@@ -232,9 +232,7 @@ def average(config: dict[str, Any], graph: str, iterations: int, **options: Any)
         iterations,
         layout=LAYOUT,
         seed=0,
-        common=np.zeros_like(starts[0]),
-        before=both(mass, before) if before else mass,
-        **options,
+        settings=Settings(common=np.zeros_like(starts[0]), before=both(mass, before) if before else mass, **options),
     )
     return outcome, mass
 
@@ -250,7 +248,7 @@ def learn(config: dict[str, Any], graph: str, iterations: int, dtype: str = "flo
         iterations,
         layout=LAYOUT,
         seed=0,
-        **options,
+        settings=Settings(**options),
     )
 
 

@@ -16,7 +16,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import Faults, Outcome, simulate
+from fedcomp.gossip.central import Faults, Outcome, Settings, simulate
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten
@@ -99,8 +99,7 @@ def central(algorithm: Algorithm, *, dtype: str = "float32", faults: Faults | No
         options.pop("iterations", ROUNDS),
         layout=layout,
         seed=SEED,
-        faults=faults,
-        **options,
+        settings=Settings(faults=faults, **options),
     )
 
 

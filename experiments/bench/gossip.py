@@ -17,7 +17,7 @@ import numpy as np
 from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
-from fedcomp.gossip.central import Nodes, simulate
+from fedcomp.gossip.central import Nodes, Settings, simulate
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.node import Local
 from fedcomp.gossip.relay import Relay
@@ -144,7 +144,14 @@ def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradie
     clock = _Clock()
     begin = time.perf_counter()
     outcome = simulate(
-        algorithm, topology_of(graph, n, 0), locals, start, iterations, layout=layout, seed=0, before=clock
+        algorithm,
+        topology_of(graph, n, 0),
+        locals,
+        start,
+        iterations,
+        layout=layout,
+        seed=0,
+        settings=Settings(before=clock),
     )
     seconds = time.perf_counter() - begin
     edges = outcome.traffic.messages / iterations
@@ -248,5 +255,7 @@ def _bare(graph: str, n: int, iterations: int, say: Callable[[str], None]) -> di
     say(f"the protocol alone on {graph}, {n} nodes, {iterations} iterations")
     clock = _Clock()
     topology = topology_of(graph, n, 0)
-    simulate(_Idle(), topology, None, np.zeros(1), iterations, layout=Layout.flat(1), seed=0, before=clock)
+    simulate(
+        _Idle(), topology, None, np.zeros(1), iterations, layout=Layout.flat(1), seed=0, settings=Settings(before=clock)
+    )
     return {"protocol": "alone", "graph": graph, "nodes": n, "us_per_node": 1e6 * clock.median / n}

@@ -194,6 +194,39 @@ class Nodes:
         return {node: answer.model for node, answer in answers.items() if answer.model is not None}
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How :func:`simulate` runs, beside what it runs.
+
+    Parameters
+    ----------
+    common : ndarray, optional
+        Where all nodes' estimates of each other begin; give it when the nodes start with different models.
+    faults : Faults, optional
+        For example a :class:`FaultPlan`.
+    skew_rounds, patience, members, watch, session
+        As of :class:`~fedcomp.gossip.relay.Relay`.
+    every : int
+        Call ``observe`` each time so many iterations are complete, and before the first; 0: only at the end.
+    observe : callable, optional
+        ``observe(iterations complete, models by node)``; what it returns goes into the curve. Observing never changes a
+        run. While faults keep a node from answering, its model is missing.
+    before : callable, optional
+        Is called with the relay and the nodes before every round: to let nodes leave and join.
+    """
+
+    common: Real | None = None
+    faults: Faults | None = None
+    skew_rounds: int | Literal["auto"] = 0
+    every: int = 0
+    observe: Callable[[int, Mapping[int, Real]], Any] | None = None
+    before: Callable[[Relay, Nodes], None] | None = None
+    patience: int = 5
+    members: Collection[int] | None = None
+    watch: Observer | bool = True
+    session: str = "central"
+
+
 def simulate(
     algorithm: Algorithm,
     topology: Topology,
@@ -203,16 +236,7 @@ def simulate(
     *,
     layout: Layout,
     seed: int,
-    common: Real | None = None,
-    faults: Faults | None = None,
-    skew_rounds: int | Literal["auto"] = 0,
-    every: int = 0,
-    observe: Callable[[int, Mapping[int, Real]], Any] | None = None,
-    before: Callable[[Relay, Nodes], None] | None = None,
-    patience: int = 5,
-    members: Collection[int] | None = None,
-    watch: Observer | bool = True,
-    session: str = "central",
+    settings: Settings | None = None,
 ) -> Outcome:
     """Run an algorithm on a graph.
 
@@ -229,19 +253,8 @@ def simulate(
         The model's.
     seed : int
         The run's.
-    common : ndarray, optional
-        Where all nodes' estimates of each other begin; give it when the ``starts`` differ.
-    faults : Faults, optional
-        For example a :class:`FaultPlan`.
-    skew_rounds, patience, members, watch, session
-        As of :class:`~fedcomp.gossip.relay.Relay`.
-    every : int
-        Call ``observe`` each time so many iterations are complete, and before the first; 0: only at the end.
-    observe : callable, optional
-        ``observe(iterations complete, models by node)``; what it returns goes into the curve. Observing never changes a
-        run. While faults keep a node from answering, its model is missing.
-    before : callable, optional
-        Is called with the relay and the nodes before every round: to let nodes leave and join.
+    settings : Settings, optional
+        Faults, observers, and how long the nodes wait for each other.
 
     Raises
     ------
@@ -250,20 +263,22 @@ def simulate(
     Diverged, Saturated
         When the iterates grow, are not finite, or leave a given scale.
     """
-    _check_starts(starts, topology.n, common)
+    how = Settings() if settings is None else settings
+    every, observe = how.every, how.observe
+    _check_starts(starts, topology.n, how.common)
     algorithm = algorithm.fitted(topology)
-    nodes = Nodes(algorithm, locals, starts, layout, common=common, faults=faults)
+    nodes = Nodes(algorithm, locals, starts, layout, common=how.common, faults=how.faults)
     relay = Relay(
         algorithm,
         topology,
         iterations=iterations,
-        session=session,
+        session=how.session,
         seed=seed,
         largest=largest_message(algorithm, layout.size, nodes.start(0).dtype.itemsize),
-        patience=patience,
-        skew_rounds=skew_rounds,
-        members=members,
-        watch=watch,
+        patience=how.patience,
+        skew_rounds=how.skew_rounds,
+        members=how.members,
+        watch=how.watch,
     )
     curve: list[tuple[int, Any]] = []
     seen = -1
@@ -273,8 +288,8 @@ def simulate(
             seen = relay.iteration
             models = nodes.observe(relay) if seen else {node: nodes.start(node) for node in relay.members}
             curve.append((seen, observe(seen, models)))
-        if before is not None:
-            before(relay, nodes)
+        if how.before is not None:
+            how.before(relay, nodes)
         answers, errors = nodes.carry_out(relay.ask(), relay.report.rounds)
         relay.take(answers, errors)
     states = {node: nodes.memories[node].state for node in relay.members}

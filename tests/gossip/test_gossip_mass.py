@@ -28,7 +28,7 @@ from gossip_faults import (
 
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import GossipMessage, Real
-from fedcomp.gossip.central import FaultPlan, Nodes, simulate
+from fedcomp.gossip.central import FaultPlan, Nodes, Settings, simulate
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
@@ -195,9 +195,7 @@ def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
             80,
             layout=LAYOUT,
             seed=seed,
-            faults=plan,
-            patience=3,
-            before=act,
+            settings=Settings(faults=plan, patience=3, before=act),
         )
         got = {row for state in outcome.states.values() for row in map(tuple, state["got"])}
         back = {row for state in outcome.states.values() for row in map(tuple, state["back"])}
