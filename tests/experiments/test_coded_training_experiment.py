@@ -11,9 +11,10 @@ from noted_settings import Read
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import coded_training
-from fedcomp.experiments.catalog.coded_training import SCHEMES, SPARSE, Problem
+from fedcomp.experiments.catalog.coded_training import MODELS, SCHEMES, SPARSE, Problem
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Curves, Findings, Say
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say
+from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import check, get_system
 
@@ -43,7 +44,7 @@ def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read
     (figure,) = findings.figures
     assert isinstance(figure, Curves)
     assert len(figure.series) == len(SCHEMES)
-    assert Findings.from_json(findings.to_json()).values.keys() == findings.values.keys()
+    assert Findings.from_json(findings.to_json()) == findings
 
 
 def test_traffic_never_stands_without_the_decode_probability(
@@ -53,13 +54,13 @@ def test_traffic_never_stands_without_the_decode_probability(
     assert [c for c in traffic.columns if c.startswith("P(decodes)")] == [
         f"P(decodes) at loss {q:g}" for q in (0.1, 0.2, 0.3)
     ]
-    claims = coded_training.claims(*run[:3])
+    claims = run[2].claims
     assert all("P(decodes)" in claim.name for claim in claims if "mean over draws" in claim.name)
     assert sum("mean over draws" in claim.name for claim in claims) == len(SPARSE)
 
 
 def test_what_holds_by_derivation_holds_at_any_size(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    claims = coded_training.claims(*run[:3])
+    claims = run[2].claims
     assert len({claim.name for claim in claims}) == len(claims)
     assert all(claim.source for claim in claims)
     derived = [claim for claim in claims if claim.source.startswith(("derived", "the same parcels"))]
@@ -69,18 +70,25 @@ def test_what_holds_by_derivation_holds_at_any_size(run: tuple[Config, dict[str,
 
 
 def test_each_claim_can_fail(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    config, results, findings, _ = run
+    def broken(value: float) -> list[Claim]:
+        """Claims where everything that is measured came out so; of ratios and differences the second part is small."""
+        even = (coded_training.MDS, coded_training.HALF)
+        schemes = {}
+        for label in SCHEMES:
+            chances = {f"{q:g}": 1.0 if label in even else value for q in coded_training.LOSS_RATES}
+            schemes[label] = Record({"label": label, "mean": value, "over_bound": value, "average": chances})
+        trained = [Record({"model": "svm", "loss": 0.0, "worst": value, "off": value, "accuracy": value})]
+        lossy = [Record({"loss": q, "rounds": 1, "moved": value, "worst": value}) for q in (0.1, 0.2)]
+        rows = {label: coded_training.Row(value, value, value) for label in SCHEMES}  # type: ignore[arg-type]
+        rows[coded_training.MDS] = coded_training.Row(1, value, value)  # type: ignore[arg-type]
+        return coded_training.claims(schemes, Records(trained), Records(lossy), rows, dict.fromkeys(MODELS, 0.0))
+
+    names = [claim.name.partition(" (")[0] for claim in run[2].claims]
+    assert [claim.name.partition(" (")[0] for claim in broken(1e9)] == names
     for value, operators in ((1e9, ("<=", "==", "<")), (-1e9, (">=", ">"))):
-        values = dict.fromkeys(findings.values, value)
-        # Of ratios and differences the second part stays small.
-        values |= {
-            f"average at {q:g}/{label}": 1.0 for label in (coded_training.MDS, coded_training.HALF) for q in (0.2, 0.3)
-        }
-        values |= {f"row bytes/{coded_training.MDS}": 1.0}
-        values |= {name: 0.0 for name in values if name.startswith("uncoded accuracy")}
-        broken = [c for c in coded_training.claims(config, results, Findings(values=values)) if c.op in operators]
-        assert broken
-        assert [claim.name for claim in broken if claim.ok] == []
+        wrong = [claim for claim in broken(value) if claim.op in operators]
+        assert wrong
+        assert [claim.name for claim in wrong if claim.ok] == []
 
 
 def test_every_row_ends_in_the_model_of_uncoded_descent(
@@ -104,7 +112,8 @@ def test_the_bytes_of_partitions_are_those_on_the_peer_links(
     for label in SPARSE:
         plan = coded_training.plan_of(config, label, config.seed)
         peer = results[label].ledger.by("round", "wire", link="peer")
-        assert peer == {1: findings.values[f"bytes/{label}"]}
+        shown = {row[0]: row[2] for row in findings.tables[0].rows}
+        assert peer == {1: shown[label]}
         assert results[label].ledger.total("messages", link="peer") == len(plan.transfers)
         assert results[label].rounds[1].peer_wire_bytes == peer[1]
     assert results[coded_training.UNCODED].ledger.total("payload", link="peer") == 0
@@ -113,10 +122,10 @@ def test_the_bytes_of_partitions_are_those_on_the_peer_links(
 def test_training_under_losses_pauses_with_its_oracle(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
     config = run[0]
     problem, plan = Problem.of(config, "svm"), coded_training.plan_of(config, coded_training.COPIES, 0)
-    found = coded_training.train(problem, plan, 0.3, 60, 1)
+    found = coded_training.descend(problem, plan, 0.3, 60, 1)
     assert 10 < found["decoded"] < 60
     assert found["worst"] < 1e-12
-    assert coded_training.train(problem, plan, 0.0, 5, 1)["decoded"] == 5
+    assert coded_training.descend(problem, plan, 0.0, 5, 1)["decoded"] == 5
 
 
 @pytest.mark.long
