@@ -428,7 +428,7 @@ def _lossy_table(lossy: Records) -> Table:
 
 
 def _bytes(results: Mapping[str, RunResult]) -> Table:
-    def total(result: RunResult, value: str, **where: Any) -> int:
+    def total(result: RunResult, value: Any, **where: Any) -> int:
         return int(result.ledger.total(value, **{"round": result.final.round, **where}))
 
     columns: dict[str, Any] = {
