@@ -311,7 +311,7 @@ def _chance(config: Config, plan: DataPlan, loss: float) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class CodedRow:
     """What a coded row, run over messages, came to: bytes between devices, and how far it is from what they should be.
 
     Attributes
@@ -327,7 +327,7 @@ class Row:
     worst: float
 
     @classmethod
-    def of(cls, config: Config, label: str, result: RunResult) -> Row:
+    def of(cls, config: Config, label: str, result: RunResult) -> CodedRow:
         """Read a finished row."""
         problem = Problem.of(config, "svm" if label == SVM else "logistic")
         plan = plan_of(config, BALANCED if label == SVM else label, config.seed)
@@ -343,7 +343,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     schemes = Sweep(facts, {"label": list(SCHEMES)}, "facts", shared)(say)
     trained = Sweep(train, {"label": list(SCHEMES), "model": list(MODELS), "loss": LOSS_RATES}, "train", shared)(say)
     lossy = Sweep(faulty, {"loss": (0.1, 0.2)}, "messages lost in both phases", shared)(say)
-    rows_ = {label: Row.of(config, label, result) for label, result in results.items() if label != UNCODED}
+    rows_ = {label: CodedRow.of(config, label, result) for label, result in results.items() if label != UNCODED}
     problems = {model: Problem.of(config, model) for model in MODELS}
     plain = {model: problem.accuracy(problem.uncoded(config.rounds)) for model, problem in problems.items()}
     known = {record.label: record for record in schemes}
@@ -455,7 +455,7 @@ def claims(
     schemes: Mapping[str, Record],
     trained: Records,
     lossy: Records,
-    rows_: Mapping[str, Row],
+    rows_: Mapping[str, CodedRow],
     plain: Mapping[str, float],
 ) -> list[Claim]:
     """Half the traffic; the decode probability it costs; the same model whenever it decodes; no way round the bound."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, mean
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.findings import Claim, Findings, Table, different_bytes, mean
+from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
@@ -89,48 +88,49 @@ def slowdown(config: Config, speeds: str, tail: float | None = None) -> Callable
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Run every scheme among stragglers of both kinds; compute the times without backlog for other tails."""
-    runs: dict[tuple[str, str], dict[str, Any]] = {}
-    for speeds in SPEEDS:
-        for name, settings in schemes(config).items():
-            say(f"{name}, stragglers {speeds}")
-            make = functools.partial(among_stragglers, config, name, settings, speeds)
-            runs[speeds, name] = say.cell(f"{speeds}/{name}", make)
-    formula = {coded(s): [expected_seconds(config.clients, s, tail) for tail in TAILS] for s in LOSSES}
-    exact = _exactness(config, results, runs)
+    runs = Sweep(train, {"speeds": SPEEDS, "name": list(schemes(config))}, shared={"config": config})(say)
+    most, exact, goals = LOSSES[-1], exactness(config, results, runs), times(runs)
+    wait = [seconds(runs, coded(most), speeds) for speeds in SPEEDS]
+    off = max(_off_model(runs.one(name=coded(most), speeds=speeds), results) for speeds in SPEEDS)
     return Findings(
-        tables=[
-            _times(config, speeds, {name: run for (kind, name), run in runs.items() if kind == speeds})
-            for speeds in SPEEDS
-        ]
-        + [_bytes(results)],
+        tables=[*(_times(config, speeds, runs.where(speeds=speeds)) for speeds in SPEEDS), _bytes(results)],
         figures=[
             *(
-                Curves(
+                curves(
                     f"Test loss over simulated time, stragglers {speeds}",
-                    "simulated seconds",
-                    "test loss",
-                    [
-                        Series(name, np.cumsum(run["seconds"]).tolist(), run["loss"])
-                        for (kind, name), run in runs.items()
-                        if kind == speeds and name != over_field(LOSSES[-1])
-                    ],
+                    [run for run in runs.where(speeds=speeds) if run.name != over_field(most)],
+                    lambda run: np.cumsum(run.seconds).tolist(),
+                    "loss",
+                    "name",
+                    x_label="simulated seconds",
+                    y_label="test loss",
                     log_y=True,
                 )
                 for speeds in SPEEDS
             ),
-            Curves(
+            curves(
                 "Seconds of a round against the stragglers' tail",
-                "index of the Pareto tail",
-                "mean seconds of a round",
-                [Series(name, TAILS, series) for name, series in formula.items()],
+                LOSSES,
+                lambda s: TAILS,
+                lambda s: [expected_seconds(config.clients, s, tail) for tail in TAILS],
+                coded,
+                x_label="index of the Pareto tail",
+                y_label="mean seconds of a round",
                 log_x=True,
                 log_y=True,
                 caption="Computed: the mean time until the sum is determined, with s + 1 times the work, when no "
                 "device is still busy with the round before. Where tails are light, coding costs more than it gains.",
             ),
         ],
-        values=exact | _time_values(runs),
+        claims=[*exact, *goals],
+        answer=f"Rounds that end without {most} devices give the uncoded model to {off:.0e}, in {min(wait):.2f} to "
+        f"{max(wait):.2f} times the seconds of waiting for all, by how devices straggle.",
     )
+
+
+def train(speeds: str, name: str, *, config: Config) -> dict[str, Any]:
+    """Run one scheme among stragglers."""
+    return among_stragglers(config, name, schemes(config)[name], speeds)
 
 
 def among_stragglers(config: Config, name: str, settings: Mapping[str, Any], speeds: str) -> dict[str, Any]:
@@ -225,65 +225,124 @@ def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(np.max(np.abs(a - b))) / max(float(np.max(np.abs(b))), 1e-300)
 
 
-def _exactness(
-    config: Config, results: Mapping[str, RunResult], runs: Mapping[tuple[str, str], Mapping[str, Any]]
-) -> dict[str, float]:
-    """Return how far the coded models are from the uncoded ones: at the end, and in the loss of every round."""
-    whole, field_whole = results[coded(0)], results[over_field(0)]
-    losses = np.array([record.loss for record in whole.rounds[1:]])
-    values = {"against FedAvg": _distance(_flat(whole.arrays), _flat(results[DENSE].arrays))}
-    reference = _flat(field_whole.arrays).astype(np.float32)
-    bits = different_bytes(field_whole.arrays, results[over_field(LOSSES[-1])].arrays)
-    for speeds in SPEEDS:
-        for s in LOSSES[1:]:
-            run = runs[speeds, coded(s)]
-            values[f"model/{s}/{speeds}"] = _distance(np.array(run["weights"]), _flat(whole.arrays))
-            values[f"curve/{s}/{speeds}"] = float(np.max(np.abs(np.array(run["loss"]) - losses) / losses))
-        found = np.array(runs[speeds, over_field(LOSSES[-1])]["weights"], np.float32)
-        bits += different_bytes({"all": found}, {"all": reference})
-    values["bits"] = bits
-    values["off"] = max(float(run["off"]) for run in runs.values())
-    return values
+def _off_model(run: Record, results: Mapping[str, RunResult]) -> float:
+    return _distance(np.array(run.weights), _flat(results[coded(0)].arrays))
 
 
-def _time_values(runs: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, float]:
-    values = {}
-    for (speeds, name), run in runs.items():
-        values[f"seconds/{name}/{speeds}"] = mean(run["seconds"])
-        values[f"anew/{name}/{speeds}"] = mean(run["anew"])
-        values[f"loss/{name}/{speeds}"] = run["loss"][-1]
-        values[f"accuracy/{name}/{speeds}"] = run["accuracy"][-1]
-    return values
-
-
-def _times(config: Config, speeds: str, runs: Mapping[str, Mapping[str, Any]]) -> Table:
-    cells: list[Sequence[Any]] = []
-    for name, run in runs.items():
-        cells.append(
-            [
-                name,
-                schemes(config)[name]["losses"] + 1,
-                mean(run["seconds"]),
-                max(run["seconds"]),
-                mean(run["anew"]),
-                mean(run["answers"]),
-                run["loss"][-1],
-                100.0 * run["accuracy"][-1],
-            ]
-        )
-    return Table(
-        f"Stragglers {speeds}",
-        (
-            "scheme",
-            "partitions per device",
-            "seconds per round",
-            "slowest round",
-            "if stragglers stopped",
-            "answers",
-            "test loss",
-            "accuracy, %",
+def exactness(config: Config, results: Mapping[str, RunResult], runs: Records) -> list[Claim]:
+    """The curve is that of gradient descent on all data, step by step, and no byte is saved."""
+    most, field_whole = LOSSES[-1], results[over_field(0)]
+    losses = np.array([record.loss for record in results[coded(0)].rounds[1:]])
+    reference = {"all": _flat(field_whole.arrays).astype(np.float32)}
+    bits = different_bytes(field_whole.arrays, results[over_field(most)].arrays)
+    bits += sum(
+        different_bytes({"all": np.array(run.weights, np.float32)}, reference)
+        for run in runs.where(name=over_field(most))
+    )
+    among = [(s, runs.one(name=coded(s), speeds=speeds)) for s in LOSSES[1:] for speeds in SPEEDS]
+    return [
+        *(
+            claim(
+                f"s = {s}, stragglers {run.speeds}: largest difference of the final weights from uncoded ones, "
+                "relative",
+                _off_model(run, results),
+                "<= 1e-6",
+                "theory: the decoded sum is exact; float64 rounds it at 1e-12, float32 models at 6e-8",
+            )
+            for s, run in among
         ),
-        cells,
+        *(
+            claim(
+                f"s = {s}, stragglers {run.speeds}: largest difference of a round's test loss, relative",
+                float(np.max(np.abs(np.array(run.loss) - losses) / losses)),
+                "<= 1e-6",
+                "theory, as above: the same curve, step by step",
+            )
+            for s, run in among
+        ),
+        claim(
+            f"over GF(2^31 - 1): bytes in which models with {most} losses tolerated differ from those with none",
+            bits,
+            "== 0",
+            "theory: sums in a field are exact, whoever answered",
+        ),
+        claim(
+            "largest difference of the final weights from Flower's FedAvg, relative",
+            _distance(_flat(results[coded(0)].arrays), _flat(results[DENSE].arrays)),
+            "<= 1e-4",
+            "derived: Flower adds in float32, the code in float64",
+        ),
+        claim(
+            "largest difference between the clock and the times computed from the draws, seconds",
+            max(runs.each("off")),
+            "<= 1e-6",
+            "derived: a round lasts until the first answers that determine the sum",
+        ),
+        claim(
+            f"uplink payload with s = {most} over that with s = 0",
+            results[coded(most)].uplink_payload_bytes / max(1, results[coded(0)].uplink_payload_bytes),
+            "== 1.0",
+            "derived: an answer is as long as an update; there is no saving",
+        ),
+    ]
+
+
+def seconds(runs: Records, name: str, speeds: str, column: str = "seconds") -> float:
+    """Return the seconds of a scheme's rounds over those of waiting for all."""
+    one, whole = (mean(runs.one(name=which, speeds=speeds)[column]) for which in (name, "wait for all"))
+    return one / whole
+
+
+def times(runs: Records) -> list[Claim]:
+    """Rounds end sooner under heavy tails."""
+    most = LOSSES[-1]
+    ignored, kept = (runs.one(name=name, speeds=FIXED).loss[-1] for name in (ignoring(most), coded(most)))
+    return [
+        *(
+            claim(
+                f"s = {s}, stragglers {speeds}: seconds per round over those of waiting for all",
+                seconds(runs, coded(s), speeds),
+                "<= 1.0",
+                "the aim of the paper; holds for heavy tails only, and depends on the draws",
+                gate=False,
+            )
+            for s in LOSSES[1:]
+            for speeds in SPEEDS
+        ),
+        *(
+            claim(
+                f"s = {s}, stragglers {DRAWN}, which stop: seconds per round over those of waiting for all",
+                seconds(runs, coded(s), DRAWN, "anew"),
+                "<= 1.0",
+                "as above, computed from the same draws",
+                gate=False,
+            )
+            for s in LOSSES[1:]
+        ),
+        claim(
+            f"{ignoring(most)}, stragglers {FIXED}: test loss over that of the code with s = {most}",
+            ignored / kept,
+            ">= 1.1",
+            "label-sorted data: what the slow devices hold is never learnt",
+        ),
+    ]
+
+
+def _times(config: Config, speeds: str, runs: Records) -> Table:
+    columns: dict[str, Any] = {
+        "scheme": "name",
+        "partitions per device": lambda run: schemes(config)[run.name]["losses"] + 1,
+        "seconds per round": lambda run: mean(run.seconds),
+        "slowest round": lambda run: max(run.seconds),
+        "if stragglers stopped": lambda run: mean(run.anew),
+        "answers": lambda run: mean(run.answers),
+        "test loss": lambda run: run.loss[-1],
+        "accuracy, %": lambda run: 100.0 * run.accuracy[-1],
+    }
+    return table(
+        f"Stragglers {speeds}",
+        columns,
+        runs,
         f"{config.clients} devices, {config.rounds} rounds, real messages, simulated seconds. A partition takes a "
         f"device 1 s times a Pareto number of index {float(config.settings['tail']):g}, {speeds}. A device that is "
         "late goes on with its old round before it begins the new one; the column beside it is computed from the same "
@@ -292,128 +351,22 @@ def _times(config: Config, speeds: str, runs: Mapping[str, Mapping[str, Any]]) -
 
 
 def _bytes(results: Mapping[str, RunResult]) -> Table:
-    labels = [DENSE, *(coded(s) for s in LOSSES), over_field(LOSSES[-1])]
-    cells: list[Sequence[Any]] = []
-    for label in labels:
-        result = results[label]
-        count = max(1, len(result.rounds) - 1) * result.spec.clients
-        up, down = result.uplink_payload_bytes / count, result.downlink_payload_bytes / count
-        cells.append([label, up / 1000, result.uplink_wire_bytes / count / 1000, down / 1000])
-    return Table(
+    def each(result: RunResult, count: int) -> float:
+        return count / (max(1, len(result.rounds) - 1) * result.spec.clients) / 1000
+
+    columns: dict[str, Any] = {
+        "row": lambda result: result.spec.label,
+        "up, payload kB": lambda result: each(result, result.uplink_payload_bytes),
+        "up, wire kB": lambda result: each(result, result.uplink_wire_bytes),
+        "down, payload kB": lambda result: each(result, result.downlink_payload_bytes),
+    }
+    return table(
         "Bytes per client and round",
-        ("row", "up, payload kB", "up, wire kB", "down, payload kB"),
-        cells,
+        columns,
+        [results[label] for label in (DENSE, *(coded(s) for s in LOSSES), over_field(LOSSES[-1]))],
         "Nobody is slow. An answer is one row of numbers, however many partitions are in it: float64 takes twice "
         "FedAvg's float32, GF(2^31 - 1) as much as it. Coding saves nothing. What has to lie on the devices "
         "beforehand, s partitions of other devices' data each, is not in the table.",
-    )
-
-
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-    """The curve is that of gradient descent on all data, and rounds end sooner under heavy tails; no byte is saved."""
-    values = findings.values
-    most = LOSSES[-1]
-    out = [
-        Claim(
-            f"s = {s}, stragglers {speeds}: largest difference of the final weights from uncoded ones, relative",
-            values[f"model/{s}/{speeds}"],
-            "<=",
-            1e-6,
-            "theory: the decoded sum is exact; float64 rounds it at 1e-12, float32 models at 6e-8",
-        )
-        for s in LOSSES[1:]
-        for speeds in SPEEDS
-    ]
-    out += [
-        Claim(
-            f"s = {s}, stragglers {speeds}: largest difference of a round's test loss, relative",
-            values[f"curve/{s}/{speeds}"],
-            "<=",
-            1e-6,
-            "theory, as above: the same curve, step by step",
-        )
-        for s in LOSSES[1:]
-        for speeds in SPEEDS
-    ]
-    out += [
-        Claim(
-            f"over GF(2^31 - 1): bytes in which models with {most} losses tolerated differ from those with none",
-            values["bits"],
-            "==",
-            0,
-            "theory: sums in a field are exact, whoever answered",
-        ),
-        Claim(
-            "largest difference of the final weights from Flower's FedAvg, relative",
-            values["against FedAvg"],
-            "<=",
-            1e-4,
-            "derived: Flower adds in float32, the code in float64",
-        ),
-        Claim(
-            "largest difference between the clock and the times computed from the draws, seconds",
-            values["off"],
-            "<=",
-            1e-6,
-            "derived: a round lasts until the first answers that determine the sum",
-        ),
-        Claim(
-            f"uplink payload with s = {most} over that with s = 0",
-            results[coded(most)].uplink_payload_bytes / max(1, results[coded(0)].uplink_payload_bytes),
-            "==",
-            1.0,
-            "derived: an answer is as long as an update; there is no saving",
-        ),
-    ]
-    return out + _goals(values)
-
-
-def _goals(values: Mapping[str, float]) -> list[Claim]:
-    most = LOSSES[-1]
-    wait = {speeds: values[f"seconds/wait for all/{speeds}"] for speeds in SPEEDS}
-    out = [
-        Claim(
-            f"s = {s}, stragglers {speeds}: seconds per round over those of waiting for all",
-            values[f"seconds/{coded(s)}/{speeds}"] / wait[speeds],
-            "<=",
-            1.0,
-            "the aim of the paper; holds for heavy tails only, and depends on the draws",
-            gate=False,
-        )
-        for s in LOSSES[1:]
-        for speeds in SPEEDS
-    ]
-    out += [
-        Claim(
-            f"s = {s}, stragglers {DRAWN}, which stop: seconds per round over those of waiting for all",
-            values[f"anew/{coded(s)}/{DRAWN}"] / values[f"anew/wait for all/{DRAWN}"],
-            "<=",
-            1.0,
-            "as above, computed from the same draws",
-            gate=False,
-        )
-        for s in LOSSES[1:]
-    ]
-    out.append(
-        Claim(
-            f"{ignoring(most)}, stragglers {FIXED}: test loss over that of the code with s = {most}",
-            values[f"loss/{ignoring(most)}/{FIXED}"] / values[f"loss/{coded(most)}/{FIXED}"],
-            ">=",
-            1.1,
-            "label-sorted data: what the slow devices hold is never learnt",
-        )
-    )
-    return out
-
-
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    most, values = LOSSES[-1], findings.values
-    wait = [values[f"seconds/{coded(most)}/{speeds}"] / values[f"seconds/wait for all/{speeds}"] for speeds in SPEEDS]
-    worst = max(values[f"model/{most}/{speeds}"] for speeds in SPEEDS)
-    return (
-        f"Rounds that end without {most} devices give the uncoded model to {worst:.0e}, in {min(wait):.2f} to "
-        f"{max(wait):.2f} times the seconds of waiting for all, by how devices straggle."
     )
 
 
@@ -421,7 +374,7 @@ EXPERIMENT = Experiment(
     name="gradient_coding",
     question="Does a round that any n - s devices can end stay exact, and when is it worth s + 1 times the work?",
     rows=rows,
-    measure=judged(measure, claims, answer),
+    measure=measure,
     options=OPTIONS,
     rounds=30,
     clients=10,

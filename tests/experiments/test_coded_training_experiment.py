@@ -79,8 +79,8 @@ def test_each_claim_can_fail(run: tuple[Config, dict[str, RunResult], Findings, 
             schemes[label] = Record({"label": label, "mean": value, "over_bound": value, "average": chances})
         trained = [Record({"model": "svm", "loss": 0.0, "worst": value, "off": value, "accuracy": value})]
         lossy = [Record({"loss": q, "rounds": 1, "moved": value, "worst": value}) for q in (0.1, 0.2)]
-        rows = {label: coded_training.Row(value, value, value) for label in SCHEMES}  # type: ignore[arg-type]
-        rows[coded_training.MDS] = coded_training.Row(1, value, value)  # type: ignore[arg-type]
+        rows = {label: coded_training.CodedRow(value, value, value) for label in SCHEMES}  # type: ignore[arg-type]
+        rows[coded_training.MDS] = coded_training.CodedRow(1, value, value)  # type: ignore[arg-type]
         return coded_training.claims(schemes, Records(trained), Records(lossy), rows, dict.fromkeys(MODELS, 0.0))
 
     names = [claim.name.partition(" (")[0] for claim in run[2].claims]
