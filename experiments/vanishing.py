@@ -145,21 +145,21 @@ class PeerShards:
 
         Raises
         ------
-        StateError
+        SchemaError, StateError
             When a message has no plan, or one that numbers clients in another way than by partition.
         """
-        from fedcomp.flower.coded import fields_of
+        from fedcomp.flower.coded import RelayTraining
 
         root = SpoolRoot(self._folder)
         held: dict[int, dict[int, Parcel]] = {}
         left: dict[int, float] = {}
         for client, (start, message) in trained.items():
-            plan = fields_of(message.content)
-            if plan is None or plan.integer("index") != client:
-                raise StateError(f"client {client} was sent no plan in which it is number {client}")
-            relays = plan.integers("relays")
+            plan = RelayTraining.take(message)
+            if plan.index != client:
+                raise StateError(f"client {client} was sent the plan of number {plan.index}")
+            relays = plan.relays
             for relay in set(relays) - set(held):
-                found = root.spool(relay).list(plan.data("run"), plan.integer("round"))
+                found = root.spool(relay).list(plan.run, plan.round)
                 held[relay] = {parcel.source: parcel for parcel in found}
             sent = [(relay, held[relay][client]) for relay in relays if client in held[relay]]
             landed, left[client] = situation.share(client, start, [(relay, len(parcel)) for relay, parcel in sent])

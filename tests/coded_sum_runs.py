@@ -8,14 +8,12 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from flwr.app import Context, Message
+from message_examples import fields_of
 from toy import client_app, fedavg, model
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of
-from fedcomp.flower.coded import (
-    fields_of,
-)
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
 from fedcomp.flower.metered import MeteredGrid
@@ -107,8 +105,8 @@ def included(strategy: CodedFedAvg, grid: Tap, round_: int = 1) -> list[int]:
     return sorted(grid.partition_of(node) for node in strategy.reports[round_].coded.included)
 
 
-def json_of(fields) -> dict:
-    return json.loads(fields.text("plan", longest=4096))
+def json_of(fields: dict) -> dict:
+    return json.loads(fields["plan"])
 
 
 def sender(reply: Message, grid: Tap) -> int:
@@ -117,4 +115,4 @@ def sender(reply: Message, grid: Tap) -> int:
 
 
 def train_replies(grid: Tap) -> list[Message]:
-    return [m for m in grid.received if m.has_content() and "tag" in (fields_of(m.content) or ())]
+    return [m for m in grid.received if m.has_content() and "tag" in fields_of(m.content)]

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.flower import datalens, gcn, gossip, linear, lsg, protocol, record_dp
+from fedcomp.flower import coded, datalens, gcn, gossip, gradients, linear, lsg, protocol, record_dp
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.schema import (
     LARGEST,
@@ -70,6 +70,14 @@ _ANSWER = gossip.AnswerRecord(
     facts=("mass",),
     facts_values=(0.5,),
 )
+
+
+_QUERY = {"run": b"run 0001", "transport": "peers", "max_store": 1 << 20, "spool": "/tmp/x", "round": 3}
+_RELAY, _SUMS, _GRAD = ({"construction": name, **_QUERY} for name in ("relay", "sumcode", "gradcode"))
+_CODE = {"code": "mds", "symbols": 2, "shards": 2, "private": 1, "seed": -7, "max_payload": 999}
+_MIX = {"mix_bytes": 64, "clients": 3, "seed": -7, "shards": 2}
+_RELAYS = {"source": 1, "relays": (2, 0), "keys": bytes(range(64)), "addresses": ("a", "")}
+_NEWS = {"round": 3, "public": bytes(range(32)), "address": "host:1"}
 
 
 def plain(message: Any) -> Any:
@@ -149,6 +157,82 @@ EXAMPLES: dict[str, Schema] = {
     "linear.Done": linear.Done(plan=b"12345678", sent=(0, 7)),
     "linear.Done/unready": linear.Done(unready=True),
     "linear.Held": linear.Held(b"12345678"),
+    "coded.Query": coded.Query(**_RELAY),
+    "coded.Indexed": coded.Indexed(**_RELAY, index=1),
+    "coded.Hello": coded.Hello(partition=4, public=bytes(range(32)), address="host:1"),
+    "coded.Header": coded.Header(round=3),
+    "coded.Introduced": coded.Introduced(**_NEWS),
+    "coded.RelayTraining": coded.RelayTraining(**_RELAY, **_CODE, **_RELAYS, index=1),
+    "coded.MixTraining": coded.MixTraining(**_RELAY, **_MIX, **_RELAYS, index=1),
+    "coded.GroupTraining": coded.GroupTraining(
+        **_RELAY, index=1, aggregator=0, max_payload=99, keys=bytes(range(32)), addresses=("a",)
+    ),
+    "coded.GroupSum": coded.GroupSum(
+        **_RELAY,
+        **_CODE,
+        **_RELAYS,
+        seal=True,
+        index=1,
+        members=(1, 2),
+        sequences=(7, 9),
+        spec={"codec": {"id": "fixed"}, "seed": 3},
+        weight="num-examples",
+    ),
+    "coded.Collect": coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(range(16))),
+    "coded.CollectFresh": coded.CollectFresh(
+        **_RELAY, **_CODE, seal=True, index=1, sources=(0,), hashes=bytes(8), source=1, sum=True, fresh=2
+    ),
+    "coded.Combine": coded.Combine(**_RELAY, **_MIX, seal=True, index=1, first=2, count=3),
+    "coded.Handed": coded.Handed(**_NEWS, sent=(5, 0), failed=("no room",)),
+    "coded.Shared": coded.Shared(
+        **_NEWS, sent=(5, 0), failed=("no room",), hashes=bytes(range(16)), payload=99, digest=b"12345678"
+    ),
+    "coded.Kept": coded.Kept(round=3, kept=2, refused=("no room",)),
+    "coded.Combined": coded.Combined(round=3, refused=("no room",), held=(0, 99)),
+    "coded.Collected": coded.Collected(round=3, fresh=2, refused=("no room",), held=(0, 99)),
+    "coded.SumTraining": coded.SumTraining(
+        **_SUMS,
+        index=1,
+        plan={"mode": "share", "bound": 7},
+        seal=True,
+        relays=(2, 0),
+        weight="num-examples",
+        metrics=True,
+        keys=bytes(range(64)),
+        addresses=("a", ""),
+    ),
+    "coded.SumReport": coded.SumReport(**_SUMS, plan={"mode": "share"}, seal=False, row=1, unknown=(0, 2)),
+    "coded.SumQuestion": coded.SumQuestion(
+        **_SUMS,
+        plan={"mode": "share"},
+        seal=False,
+        chosen=b"\xf0",
+        set=bytes(range(24)),
+        named=(2,),
+        tags=bytes(range(24)),
+        row=1,
+    ),
+    "coded.SumShared": coded.SumShared(**_NEWS, tag=bytes(range(24)), sent=(5, 0), failed=("no room",)),
+    "coded.SumHeld": coded.SumHeld(
+        round=3,
+        bitmap=b"\xf0",
+        digest=b"12345678",
+        sources=(2,),
+        tags=bytes(range(24)),
+        refused=("no room",),
+        sizes=(99,),
+    ),
+    "gradients.GradientPlan": gradients.GradientPlan(
+        **_GRAD,
+        index=1,
+        partitions=(4, 0),
+        coefficients=bytes(16),
+        arithmetic="float64",
+        parts=3,
+        limit=0.5,
+        weight="num-examples",
+    ),
+    "gradients.GradientAnswer": gradients.GradientAnswer(round=3, form='["arrays","metrics",[]]', checksum=2**32 - 1),
     "gcn.Figures": gcn.Figures(2, 5, 6, 2, 7, 20, 1.5, 0.7, 3.0, 0.1),
 }
 """By module and class; after a slash, what is special. The plain ones leave out all that may be left out."""
@@ -162,6 +246,24 @@ CONFLICTS: list[Schema] = [
     gcn.Fetch("s", "rows"),
     record_dp.Account("a", 10, 9),
     linear.Targets((0, 4), ("a",)),
+    coded.Introduced(round=3, public=b"short"),
+    coded.SumShared(round=3, public=b"short", tag=bytes(24)),
+    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 2)}, index=1),
+    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "relays": (2, 0, 1)}, index=1),
+    coded.RelayTraining(**_RELAY, **_CODE, **{**_RELAYS, "keys": b"short"}, index=1),
+    coded.MixTraining(**_RELAY, **_MIX, **{**_RELAYS, "addresses": ("a",)}, index=1),
+    coded.MixTraining(**{**_RELAY, "transport": "hub"}, **_MIX, **_RELAYS, index=1),
+    coded.GroupTraining(**_RELAY, index=1, aggregator=0, max_payload=99, keys=b"short"),
+    coded.GroupSum(**_RELAY, **_CODE, **_RELAYS, seal=True, index=1, members=(1, 2), sequences=(7,), spec={}),
+    coded.GroupSum(**_RELAY, **_CODE, **{**_RELAYS, "keys": b"short"}, seal=True, index=1, spec={}),
+    coded.Collect(**_RELAY, seal=True, index=1, sources=(0, 2), hashes=bytes(8)),
+    coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, keys=b"short"),
+    coded.SumTraining(**_SUMS, index=1, plan={}, seal=True, relays=(2, 0), metrics=True, addresses=("a",)),
+    coded.SumQuestion(**_SUMS, plan={}, seal=False, chosen=b"x", set=bytes(24), named=(2,), row=1),
+    coded.SumHeld(round=3, digest=b"12345678", sources=(2,)),
+    gradients.GradientPlan(
+        **_GRAD, index=1, partitions=(4, 4), coefficients=b"x", arithmetic="float64", parts=3, limit=0.5
+    ),
     linear.Done(),
     linear.Done(plan=b"1234567"),
 ]
@@ -187,6 +289,11 @@ def content_of(message: Schema) -> RecordDict:
     else:
         message.put(content)
     return content
+
+
+def fields_of(content: RecordDict, key: str = coded.CODED) -> dict[str, Any]:
+    """Return what a record holds, by name; nothing where there is none."""
+    return dict(content.config_records.get(key, {}))
 
 
 def taken(schema: type[Schema], content: RecordDict) -> Schema:

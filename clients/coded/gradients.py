@@ -21,7 +21,7 @@ from fedcomp.clients.messages import reply_arrays
 from fedcomp.coding.errors import CodingError
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
-from fedcomp.flower.gradients import ANSWER, Form, GradientPlan, change_of, checksum
+from fedcomp.flower.gradients import ANSWER, Form, GradientAnswer, GradientPlan, change_of, checksum
 from fedcomp.flower.payload import PARTITION_KEY, put_frame
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
@@ -54,7 +54,7 @@ class GradientCodeClient:
         kind = exchange.kind.partition(".")[0]
         if kind != "train":
             raise StateError(f"a gradient code answers training messages, not {exchange.kind!r}")
-        plan = GradientPlan.from_fields(exchange.fields)
+        plan = exchange.take(GradientPlan)
         values = values_of(plan.arithmetic, plan.parts, plan.limit)
         size = len(plan.partitions) * values.dtype.itemsize
         if len(plan.coefficients) != size:
@@ -82,7 +82,7 @@ class GradientCodeClient:
         data = combine(coefficients, rows, values.field).astype(values.dtype, copy=False).tobytes()
         out = RecordDict()
         put_frame(out, ANSWER, data)
-        return exchange.reply({"form": forms[0].to_text(), "checksum": checksum(data)}, out)
+        return exchange.reply(GradientAnswer, out, form=forms[0].to_text(), checksum=checksum(data))
 
 
 @contextmanager

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from fedcomp.clients.coded.mod import Exchange
 from fedcomp.clients.coded.shards import PAYLOAD, REASON, SHARED, Shards
 from fedcomp.clients.half import CallNext
 from fedcomp.codecs import fixed_point_of, get_codec
 from fedcomp.coding.errors import CodingError
 from fedcomp.coding.packet import Packet
 from fedcomp.coding.partial import GroupPart, PartialSum, empty_sum
-from fedcomp.coding.sealing import KEY_BYTES, seal
+from fedcomp.coding.sealing import seal
 from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower.coded import MEMBER, open_content, pack_content, put_bundle, take_bundle
+from fedcomp.flower.coded import (
+    MEMBER,
+    GroupSum,
+    GroupTraining,
+    Handed,
+    Shared,
+    open_content,
+    pack_content,
+    put_bundle,
+    take_bundle,
+)
 from fedcomp.flower.payload import NODE_RECORD, take_frame
 from fedcomp.flower.protocol import EXACT, UPDATE
 from fedcomp.layout import Layout, TensorSpec
 from fedcomp.rng import Key
 
-_LONGEST_SPEC = 1 << 24
-
 
 def join(client: Shards, call_next: CallNext) -> Message:
     """Train unless that was done already, and hand the reply to the aggregator: the other half of its round begins."""
-    exchange, fields = client.exchange, client.fields
-    own, aggregator = (fields.integer(name, most=2**32 - 1) for name in ("index", "aggregator"))
-    longest = fields.integer("max-payload", least=1, most=2**32 - 1)
-    key = fields.data("keys", length=KEY_BYTES) if "keys" in fields else b""
-    (address,) = fields.texts("addresses", longest=1) or [""]
+    exchange = client.exchange
+    asked = exchange.take(GroupTraining)
+    own, aggregator, longest, key = asked.index, asked.aggregator, asked.max_payload, asked.keys
+    (address,) = asked.addresses or ("",)
     if exchange.numbers.get(SHARED) == exchange.round and PAYLOAD in exchange.arrays:
         payload = exchange.arrays[PAYLOAD].tobytes()
     else:
@@ -70,14 +77,15 @@ def join(client: Shards, call_next: CallNext) -> Message:
             if delivery.error is not None:
                 header["failed"] = [str(delivery.error)[:REASON]]
     exchange.save()
-    return exchange.reply(header, content)
+    return exchange.reply(Handed, content, **header)
 
 
 def add_up(client: Shards) -> Message:
     """Add what the members of the group sent, and share the sum."""
     exchange = client.exchange
-    terms = client.terms()
-    aggregation = _Aggregation(client)
+    asked = exchange.take(GroupSum)
+    terms = client.terms(asked, client.plan(asked))
+    aggregation = _Aggregation(exchange, asked)
     payload = aggregation.run().to_bytes()
     packets = terms.plan.packets(terms.source, payload)
     exchange.arrays = {**exchange.arrays, client.array_of(terms.source): np.frombuffer(payload, np.uint8)}
@@ -86,8 +94,7 @@ def add_up(client: Shards) -> Message:
     sent = client.send(terms, packets, content)
     failed = [*aggregation.failed, *sent.pop("failed")][: terms.plan.shards]
     exchange.save()
-    header = {**sent, "failed": failed, "payload": first.payload_bytes, "digest": first.digest}
-    return exchange.reply(header, content)
+    return exchange.reply(Shared, content, **sent, failed=failed, payload=first.payload_bytes, digest=first.digest)
 
 
 class _Aggregation:
@@ -96,19 +103,12 @@ class _Aggregation:
     A member whose reply cannot be used is left out, and says so in ``failed``; the others' sum does not suffer.
     """
 
-    def __init__(self, client: Shards) -> None:
-        self.exchange = client.exchange
-        fields = client.fields
-        self.own = fields.integer("index", most=2**32 - 1)
-        self.sealed = fields.flag("seal")
-        self.weight = fields.text("weight", "")
-        members = fields.integers("members", most=2**32 - 1)
-        sequences = fields.integers("sequences")
-        if len(members) != len(sequences):
-            raise StateError(f"the plan has {len(sequences)} sequence numbers for {len(members)} members")
-        self.members = dict(zip(members, sequences, strict=True))
+    def __init__(self, exchange: Exchange, asked: GroupSum) -> None:
+        self.exchange = exchange
+        self.own, self.sealed, self.weight = asked.index, asked.seal, asked.weight
+        self.members = dict(zip(asked.members, asked.sequences, strict=True))
+        spec = asked.spec
         try:
-            spec = json.loads(fields.text("spec", longest=_LONGEST_SPEC))
             self.codec = get_codec(spec["codec"])
             tensors = [TensorSpec(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in spec["tensors"]]
             self.key = Key(int(spec["seed"]), "uplink", self.exchange.round)

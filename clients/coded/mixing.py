@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from flwr.app import Message, RecordDict
 
@@ -11,19 +9,17 @@ from fedcomp.clients.coded.shards import PAYLOAD, REASON, SHARED, Shards
 from fedcomp.clients.half import CallNext
 from fedcomp.coding.code import payload_digest
 from fedcomp.coding.errors import CodingError
-from fedcomp.coding.mixing import MAX_CLIENTS, MixPlan
+from fedcomp.coding.mixing import MixPlan
 from fedcomp.coding.relay import RelayPlan
-from fedcomp.flower.coded import MIXED, Fields, pack_content, put_bundle
-
-_MOST = 1 << 12
+from fedcomp.flower.coded import MIXED, Combine, Combined, MixTraining, Shared, pack_content, put_bundle
 
 
 def mix_in(client: Shards, call_next: CallNext) -> Message:
     """Train unless that was done already, and hand the whole reply, as one symbol, to every relay."""
     exchange = client.exchange
-    mix = _plan(client.fields, exchange.round)
-    shards = client.fields.integer("shards", least=1, most=MAX_CLIENTS)
-    terms = client.terms(RelayPlan("rlnc", 1, shards, exchange.round))
+    asked = exchange.take(MixTraining)
+    mix = MixPlan(asked.clients, asked.mix_bytes, asked.round, asked.seed)
+    terms = client.terms(asked, RelayPlan("rlnc", 1, asked.shards, asked.round))
     if exchange.numbers.get(SHARED) == exchange.round and PAYLOAD in exchange.arrays:
         payload = exchange.arrays[PAYLOAD].tobytes()
     else:
@@ -35,23 +31,17 @@ def mix_in(client: Shards, call_next: CallNext) -> Message:
     exchange.numbers[SHARED] = exchange.round
     exchange.arrays = {PAYLOAD: np.frombuffer(payload, np.uint8)}
     content = RecordDict()
-    header: dict[str, Any] = {
-        **client.news(terms),
-        **client.send(terms, [symbol] * len(terms.relays), content, MIXED),
-        "payload": len(payload),
-        "digest": payload_digest(payload),
-    }
+    said = {**client.news(terms), **client.send(terms, [symbol] * len(terms.relays), content, MIXED)}
     exchange.save()
-    return exchange.reply(header, content)
+    return exchange.reply(Shared, content, **said, payload=len(payload), digest=payload_digest(payload))
 
 
 def combine(client: Shards) -> Message:
     """Answer with combinations of the symbols held here."""
-    exchange, fields = client.exchange, client.fields
-    mix = _plan(fields, exchange.round)
-    index = fields.integer("index", most=2**32 - 1)
-    first, count = (fields.integer(name, most=_MOST) for name in ("first", "count"))
-    bodies, held, refused = client.opened(index, MIXED)
+    exchange = client.exchange
+    asked = exchange.take(Combine)
+    mix = MixPlan(asked.clients, asked.mix_bytes, asked.round, asked.seed)
+    bodies, held, refused = client.opened(asked, MIXED)
     sound = []
     for source, body in bodies:
         try:
@@ -60,17 +50,5 @@ def combine(client: Shards) -> Message:
         except CodingError as error:
             refused.append(f"source {source}: {error}"[:REASON])
     content = RecordDict()
-    put_bundle(content, mix.combine(sound, index, first, count))
-    header: dict[str, Any] = {"refused": refused}
-    if exchange.transport is not None:
-        header["held"] = held
-    return exchange.reply(header, content)
-
-
-def _plan(fields: Fields, round_: int) -> MixPlan:
-    return MixPlan(
-        fields.integer("clients", least=1, most=MAX_CLIENTS),
-        fields.integer("mix-bytes", least=64, most=2**32 - 64),
-        round_,
-        fields.integer("seed", 0, least=-(2**63)),
-    )
+    put_bundle(content, mix.combine(sound, asked.index, asked.first, asked.count))
+    return exchange.reply(Combined, content, refused=refused, held=[] if exchange.transport is None else held)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
@@ -26,7 +26,7 @@ from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, find_announcement,
 from fedcomp.clients.peers import peer_link
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower.coded import CODED, HELLO, PARCELS, Fields, fields_of, put_fields
+from fedcomp.flower.coded import CODED, HELLO, PARCELS, Header, Hello, Query, speaks
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_node
 from fedcomp.flower.protocol import STALE
@@ -59,6 +59,9 @@ _OWN: Final = "fedcomp.coded.own"
 _STORE: Final = "fedcomp.coded.store"
 
 
+Q = TypeVar("Q", bound=Query)
+
+
 class Handler(Protocol):
     """A construction's client half; made as ``Class(exchange)``."""
 
@@ -84,8 +87,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
         raise ConfigError(f"max_store_bytes={max_store_bytes!r} is not valid: it must be a whole number >= 0")
 
     def coded_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
-        fields = fields_of(msg.content)
-        if fields is None:
+        if not speaks(msg.content):
             if for_sums_only(msg.content):
                 reason = "updates that get their noise on the way into a sum are not sent without one"
                 return Message(Error(MOD_FAILED_PRECONDITION, reason), reply_to=msg)
@@ -103,7 +105,7 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
                 raise
 
         try:
-            exchange = Exchange(msg, context, fields, max_store_bytes)
+            exchange = Exchange(msg, context, max_store_bytes)
             if exchange.kind == HELLO:
                 return exchange.hello()
             return _handler(exchange).answer(guarded)
@@ -130,7 +132,7 @@ def for_sums_only(content: RecordDict) -> bool:
 
 
 def _handler(exchange: Exchange) -> Handler:
-    name = exchange.fields.text("construction")
+    name = exchange.query.construction
     if name not in HANDLERS:
         raise StateError(f"the server asks for construction {name!r}; this client knows {', '.join(sorted(HANDLERS))}")
     module, _, attribute = HANDLERS[name].partition(":")
@@ -144,8 +146,8 @@ class Exchange:
     Attributes
     ----------
     msg, context
-    fields : Fields
-        The server's plan, or the fields of its query.
+    query : Query
+        What every message of the server says; :meth:`take` returns all of it.
     kind : str
         The message type.
     run : bytes
@@ -163,15 +165,14 @@ class Exchange:
     transport : PeerTransport or None
     """
 
-    def __init__(self, msg: Message, context: Context, fields: Fields, max_store_bytes: int = MAX_STORE_BYTES) -> None:
+    def __init__(self, msg: Message, context: Context, max_store_bytes: int = MAX_STORE_BYTES) -> None:
         self.msg = msg
         self.context = context
-        self.fields = fields
+        self.query = Query.take(msg, partly=True)
         self.kind = msg.metadata.message_type
-        self.run = fields.data("run", length=8)
-        self.round = fields.integer("round", most=2**32 - 1)
+        self.run, self.round = self.query.run, self.query.round
         self.partition = partition_of(context)
-        self.max_store_bytes = min(max_store_bytes, fields.integer("max-store", max_store_bytes))
+        self.max_store_bytes = min(max_store_bytes, self.query.max_store)
         meta = context.state.config_records.get(_META)
         known = meta is not None and meta["run"] == self.run
         own = context.state.array_records.get(_OWN) if known else None
@@ -185,6 +186,14 @@ class Exchange:
         self._identity: PeerIdentity | None = None
         self._store: ParcelStore | None = None
         self._transport: PeerTransport | None = None
+
+    def take(self, schema: type[Q]) -> Q:
+        """Return the whole of what the server says."""
+        return schema.take(self.msg)
+
+    def asks(self, entry: str) -> bool:
+        """Whether the server's message has an entry of this name."""
+        return entry in self.msg.content.config_records[CODED]
 
     # Who this node is.
 
@@ -207,16 +216,16 @@ class Exchange:
         StateError
             When the node has none.
         """
-        if self._transport is None and self.fields.text("transport", "hub") == "peers":
-            spools = self.fields.text("spool", "")
-            self._transport = peer_link(self.context, self.partition, spools, self.max_store_bytes)
+        if self._transport is None and self.query.transport == "peers":
+            self._transport = peer_link(self.context, self.partition, self.query.spool, self.max_store_bytes)
         return self._transport
 
     def hello(self) -> Message:
         """Answer who this node is."""
         content = RecordDict()
         put_node(content, self.partition)
-        put_fields(content, {"partition": self.partition, **self._self()})
+        self.take(Query)
+        Hello(partition=self.partition, **self._self()).put(content)
         self.save()
         return Message(content, reply_to=self.msg)
 
@@ -289,12 +298,13 @@ class Exchange:
         self.msg.content = content
         return self.msg
 
-    def reply(self, header: Mapping[str, Any], content: RecordDict | None = None) -> Message:
-        """Return the answer: a header, who answers, and what ``content`` holds."""
+    def reply(self, schema: type[Header], content: RecordDict | None = None, **fields: Any) -> Message:
+        """Return the answer: a header with ``fields``, who answers, and what ``content`` holds."""
         content = RecordDict() if content is None else content
         if NODE_RECORD not in content:
             put_node(content, self.partition)
-        put_fields(content, {"round": self.round, **header})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        schema(round=self.round, **values).put(content)
         return Message(content, reply_to=self.msg)
 
 

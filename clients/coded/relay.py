@@ -6,8 +6,6 @@ other bytes, and shards of two payloads do not fit together.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from flwr.app import Message, RecordDict
 
@@ -21,9 +19,24 @@ from fedcomp.coding.packet import DIGEST_BYTES, Packet, PacketLimits
 from fedcomp.coding.relay import packet_hash
 from fedcomp.coding.transport import Parcel
 from fedcomp.errors import FedcompError, StateError
-from fedcomp.flower.coded import COLLECT, PER_SOURCE, PUT, SHARD, SUM, pack_content, put_bundle, take_bundle
+from fedcomp.flower.coded import (
+    COLLECT,
+    PER_SOURCE,
+    PUT,
+    SHARD,
+    SUM,
+    Collect,
+    Collected,
+    CollectFresh,
+    Indexed,
+    Kept,
+    RelayTraining,
+    Shared,
+    pack_content,
+    put_bundle,
+    take_bundle,
+)
 
-_MOST_FRESH = 1024
 _UNKNOWN = bytes(DIGEST_BYTES)
 
 
@@ -37,13 +50,13 @@ class RelayClient(Shards):
         if kind == PUT:
             return self._keep()
         if kind == COLLECT:
-            return combine(self) if "mix-bytes" in self.fields else self._hand_out()
+            return combine(self) if self.exchange.asks("mix-bytes") else self._hand_out()
         if kind == SUM:
             return add_up(self)
         if kind.partition(".")[0] == "train":
-            if "mix-bytes" in self.fields:
+            if self.exchange.asks("mix-bytes"):
                 return mix_in(self, call_next)
-            return join(self, call_next) if "aggregator" in self.fields else self._share(call_next)
+            return join(self, call_next) if self.exchange.asks("aggregator") else self._share(call_next)
         raise StateError(f"a relayed round has no messages of type {kind!r}")
 
     # Sharing.
@@ -51,7 +64,8 @@ class RelayClient(Shards):
     def _share(self, call_next: CallNext) -> Message:
         """Train unless that was done already, then share; the plan is checked whole before anything is done."""
         exchange = self.exchange
-        terms = self.terms()
+        asked = exchange.take(RelayTraining)
+        terms = self.terms(asked, self.plan(asked))
         packets = self._stored(terms)
         if packets is None:
             reply = call_next(exchange.plain_message(), exchange.context)
@@ -60,14 +74,9 @@ class RelayClient(Shards):
             packets = self._code(terms, pack_content(reply.content))
         content = RecordDict()
         first = Packet.from_bytes(packets[0], terms.plan.limits)
-        header: dict[str, Any] = {
-            **self.news(terms),
-            **self.send(terms, packets, content),
-            "payload": first.payload_bytes,
-            "digest": first.digest,
-        }
+        said = {**self.news(terms), **self.send(terms, packets, content)}
         exchange.save()
-        return exchange.reply(header, content)
+        return exchange.reply(Shared, content, **said, payload=first.payload_bytes, digest=first.digest)
 
     def _code(self, terms: Terms, payload: bytes) -> list[bytes]:
         """Code ``payload`` and keep what another delivery of the message is answered with."""
@@ -93,7 +102,7 @@ class RelayClient(Shards):
     def _keep(self) -> Message:
         """Put the parcels the server forwards into the store; what does not fit or belong is reported and dropped."""
         exchange = self.exchange
-        index = self.fields.integer("index", most=2**32 - 1)
+        index = exchange.take(Indexed).index
         kept, refused = 0, []
         # Each parcel is measured by itself: one that is too long must not cost the others.
         for data in take_bundle(exchange.msg.content, most=1 << 16, longest=1 << 32):
@@ -106,36 +115,31 @@ class RelayClient(Shards):
             except FedcompError as error:
                 refused.append(str(error)[:REASON])
         exchange.save()
-        return exchange.reply({"kept": kept, "refused": refused})
+        return exchange.reply(Kept, kept=kept, refused=refused)
 
     # Handing out.
 
     def _hand_out(self) -> Message:
         """Answer with the shards of the sources that are asked for, and with fresh shards of the own payload."""
         exchange = self.exchange
-        wanted = set(self.fields.integers("sources", most=2**32 - 1))
-        index = self.fields.integer("index", 0, most=2**32 - 1)
-        bodies, held, refused = self.opened(index, SHARD, wanted)
-        packets = self._sound(bodies, refused)
-        fresh = self._fresh()
+        asked = exchange.take(CollectFresh if exchange.asks("fresh") else Collect)
+        bodies, held, refused = self.opened(asked, SHARD, set(asked.sources))
+        packets = self._sound(asked, bodies, refused)
+        fresh = self._fresh(asked) if isinstance(asked, CollectFresh) else []
         content = RecordDict()
         put_bundle(content, [*packets, *fresh])
-        header: dict[str, Any] = {"fresh": len(fresh), "refused": refused[:MOST_REASONS]}
-        if exchange.transport is not None:
-            header["held"] = held
-        return exchange.reply(header, content)
+        held = [] if exchange.transport is None else held
+        return exchange.reply(Collected, content, fresh=len(fresh), refused=refused[:MOST_REASONS], held=held)
 
-    def _sound(self, bodies: list[tuple[int, bytes]], refused: list[str]) -> list[bytes]:
+    @staticmethod
+    def _sound(asked: Collect, bodies: list[tuple[int, bytes]], refused: list[str]) -> list[bytes]:
         """Return those bodies that are the packet their source announced; a few of each source that announced none.
 
         Anybody may have put parcels in here; a flood of them must not crowd out the others' in one answer. What is left
         out is told in ``refused``.
         """
-        sources = self.fields.integers("sources", most=2**32 - 1)
-        joined = self.fields.data("hashes", _UNKNOWN * len(sources))
-        if len(joined) != DIGEST_BYTES * len(sources):
-            raise StateError(f"{len(joined)} bytes of hashes for {len(sources)} sources, {DIGEST_BYTES} each")
-        announced = {s: joined[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i, s in enumerate(sources)}
+        joined = asked.hashes or _UNKNOWN * len(asked.sources)
+        announced = {s: joined[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] for i, s in enumerate(asked.sources)}
         limits = PacketLimits(
             max_symbol_bytes=2**32 - 1, max_payload=2**32 - 1, max_generations=2**16 - 1, max_symbols=MAX_SYMBOLS
         )
@@ -155,14 +159,10 @@ class RelayClient(Shards):
                 held[body] = None
         return [body for held in found.values() for body in held]
 
-    def _fresh(self) -> list[bytes]:
+    def _fresh(self, asked: CollectFresh) -> list[bytes]:
         """Return further shards of what this node shared; none when that was in another round."""
         exchange = self.exchange
-        count = self.fields.integer("fresh", 0, most=_MOST_FRESH)
-        if not count or exchange.numbers.get(SHARED) != exchange.round:
+        name = self.array_of(asked.source) if asked.sum else PAYLOAD
+        if exchange.numbers.get(SHARED) != exchange.round or name not in exchange.arrays:
             return []
-        source = self.fields.integer("source", most=2**32 - 1)
-        name = self.array_of(source) if self.fields.flag("sum") else PAYLOAD
-        if name not in exchange.arrays:
-            return []
-        return self.plan().fresh(source, exchange.arrays[name].tobytes(), count)
+        return self.plan(asked).fresh(asked.source, exchange.arrays[name].tobytes(), asked.fresh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from flwr.app import RecordDict
 
@@ -13,8 +13,7 @@ from fedcomp.coding.errors import CodingError
 from fedcomp.coding.relay import RelayPlan, packet_hash
 from fedcomp.coding.sealing import KEY_BYTES, seal
 from fedcomp.coding.transport import Parcel, deliver
-from fedcomp.errors import StateError
-from fedcomp.flower.coded import SHARD, put_bundle
+from fedcomp.flower.coded import SHARD, Collect, CollectFresh, Combine, GroupSum, MixTraining, RelayTraining, put_bundle
 
 PAYLOAD: Final = "payload"
 SHARED: Final = "shared"
@@ -54,50 +53,23 @@ class Shards:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.fields = exchange.fields
 
     def news(self, terms: Terms) -> dict[str, Any]:
         """Return what the server has to be told anew of this node."""
         known = terms.own is not None and terms.keys
         return self.exchange.news(terms.keys[terms.own]) if known else {}  # type: ignore[index]
 
-    def terms(self, plan: RelayPlan | None = None) -> Terms:
-        """Return the plan of the message; ``plan`` stands for what it says of the code.
+    def terms(self, asked: RelayTraining | MixTraining | GroupSum, plan: RelayPlan) -> Terms:
+        """Return what the server asks as this node has to follow it."""
+        keys = [asked.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(len(asked.keys) // KEY_BYTES)]
+        own = asked.relays.index(asked.index) if asked.index in asked.relays else None
+        return Terms(plan, asked.source, list(asked.relays), own, keys, list(asked.addresses))
 
-        Raises
-        ------
-        FedcompError
-            When it cannot be followed.
-        """
-        fields, plan = self.fields, self.plan() if plan is None else plan
-        member = fields.integer("index", most=2**32 - 1)
-        source = fields.integer("source", member, most=2**32 - 1)
-        relays = fields.integers("relays", most=2**32 - 1, longest=plan.shards)
-        if len(set(relays)) != plan.shards:
-            raise StateError(f"the plan names {len(set(relays))} relays for {plan.shards} shards")
-        keys: list[bytes] = []
-        if "keys" in fields:
-            joined = fields.data("keys", length=KEY_BYTES * plan.shards)
-            keys = [joined[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(plan.shards)]
-        addresses: list[str] = []
-        if self.exchange.transport is not None:
-            addresses = fields.texts("addresses", longest=plan.shards)
-            if len(addresses) != plan.shards:
-                raise StateError(f"the plan has {len(addresses)} addresses for {plan.shards} relays")
-        own = relays.index(member) if member in relays else None
-        return Terms(plan, source, relays, own, keys, addresses)
-
-    def plan(self) -> RelayPlan:
-        fields = self.fields
-        return RelayPlan(
-            "mds" if fields.text("code") == "mds" else "rlnc",
-            fields.integer("symbols", least=1, most=1024),
-            fields.integer("shards", least=1, most=1024),
-            self.exchange.round,
-            fields.integer("private", 0, most=255),
-            fields.integer("seed", 0, least=-(2**63)),
-            fields.integer("max-payload", least=1, most=2**32 - 1),
-        )
+    @staticmethod
+    def plan(asked: RelayTraining | GroupSum | CollectFresh) -> RelayPlan:
+        """Return the code; raise :class:`FedcompError` where there is no such one."""
+        code: Literal["rlnc", "mds"] = "mds" if asked.code == "mds" else "rlnc"
+        return RelayPlan(code, asked.symbols, asked.shards, asked.round, asked.private, asked.seed, asked.max_payload)
 
     def send(self, terms: Terms, packets: list[bytes], content: RecordDict, kind: int = SHARD) -> dict[str, Any]:
         """Keep the own shard, send the others; return what the header says of it."""
@@ -134,22 +106,21 @@ class Shards:
         return parcel if key is None else replace(parcel, body=seal(body, key, parcel.coordinates))
 
     def opened(
-        self, index: int, kind: int, wanted: Collection[int] | None = None
+        self, asked: Collect | Combine, kind: int, wanted: Collection[int] | None = None
     ) -> tuple[list[tuple[int, bytes]], list[int], list[str]]:
         """Return what this relay keeps: (source, body) of what it can open; source and size in turn; what it cannot."""
         exchange = self.exchange
-        sealed = self.fields.flag("seal")
         bodies: list[tuple[int, bytes]] = []
         held: dict[int, int] = {}
         refused: list[str] = []
         for parcel in exchange.store.list(exchange.run, exchange.round):
-            if parcel.kind != kind or parcel.destination != index:
+            if parcel.kind != kind or parcel.destination != asked.index:
                 continue
             held.setdefault(parcel.source, len(parcel))
             if wanted is not None and parcel.source not in wanted:
                 continue
             try:
-                body = exchange.identity.open(parcel.body, parcel.coordinates) if sealed else parcel.body
+                body = exchange.identity.open(parcel.body, parcel.coordinates) if asked.seal else parcel.body
                 bodies.append((parcel.source, body))
             except CodingError as error:
                 refused.append(f"source {parcel.source}: {error}"[:REASON])

@@ -12,7 +12,6 @@ round, must not get by them: which sets this node added, and in which round it s
 
 from __future__ import annotations
 
-import json
 import struct
 from typing import Any, Final
 
@@ -31,7 +30,21 @@ from fedcomp.coding.sumcode import SumPlan, contribution, mask, shares
 from fedcomp.coding.sumshards import MASKED, SHARE, TAG_BYTES, Collected, Held, Shard, make_tag, read_tag, set_digest
 from fedcomp.coding.transport import Parcel, deliver
 from fedcomp.errors import ConfigError, FedcompError, StateError
-from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM, SUM_SHARD, put_bundle, take_bundle
+from fedcomp.flower.coded import (
+    COLLECT,
+    MASKED_UPDATE,
+    PUT,
+    SUM,
+    SUM_SHARD,
+    Header,
+    SumHeld,
+    SumQuestion,
+    SumReport,
+    SumShared,
+    SumTraining,
+    put_bundle,
+    take_bundle,
+)
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import NODE_RECORD, put_frame, take_frame
 from fedcomp.flower.protocol import EXACT, UPDATE, Announcement
@@ -43,7 +56,6 @@ _ENTRY: Final = struct.Struct("<8sQ24s")
 _RUNS: Final = 64
 """Runs for which one node adds up. Forgetting one would allow a second answer in it."""
 
-_LONGEST_PLAN: Final = 4096
 _REASON: Final = 300
 
 
@@ -52,7 +64,6 @@ class SumCodeClient:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.fields = exchange.fields
 
     def answer(self, call_next: CallNext) -> Message:
         """Train and share, report what is held, or add it up."""
@@ -70,7 +81,8 @@ class SumCodeClient:
 
     def _share(self, call_next: CallNext) -> Message:
         exchange = self.exchange
-        plan = self._plan()
+        asked = exchange.take(SumTraining)
+        plan = SumPlan.from_config(asked.plan)
         announcement = find_announcement(exchange.msg.content)
         if announcement is None:
             raise StateError(
@@ -80,11 +92,12 @@ class SumCodeClient:
         reply = call_next(exchange.plain_message(), exchange.context)
         if reply.has_error():
             return reply
-        codec, integers = self._integers(reply.content, announcement, plan)
+        codec, integers = self._integers(reply.content, announcement, asked, plan)
         header = reply.content.config_records[NODE_RECORD]
         tag = make_tag(_number(header, "sequence"), _number(header, "generation", 0))
-        vector = contribution(plan, integers, self._weight(reply.content, plan), _cut(codec, integers, plan))
-        source = self.fields.integer("index", most=2**32 - 1)
+        weight = self._weight(reply.content, asked.weight, plan)
+        vector = contribution(plan, integers, weight, _cut(codec, integers, plan))
+        source = asked.index
         content = RecordDict()
         if plan.mode == "mask":
             hidden = mask(plan)
@@ -92,13 +105,13 @@ class SumCodeClient:
             put_frame(content, MASKED_UPDATE, masked.to_bytes(plan))
             vector = hidden
         made = [Shard(SHARE, row, source, tag, body).to_bytes(plan) for row, body in enumerate(shares(plan, vector))]
-        if self.fields.flag("metrics"):
+        if asked.metrics:
             for name, record in reply.content.metric_records.items():
                 content[name] = record
-        answer: dict[str, Any] = {"tag": tag, **self._hand_over(plan, source, made, content)}
+        said = self._hand_over(asked, plan, made, content)
         self._note(shared=name_of(announcement) + self._place())
         exchange.save()
-        return exchange.reply(answer, content)
+        return exchange.reply(SumShared, content, tag=tag, **said)
 
     def _place(self) -> bytes:
         return self.exchange.run + self.exchange.round.to_bytes(8, "little")
@@ -122,7 +135,7 @@ class SumCodeClient:
         state[_BOOK] = ConfigRecord({**state.config_records.get(_BOOK, {}), **entries})
 
     def _integers(
-        self, content: RecordDict, announcement: Announcement, plan: SumPlan
+        self, content: RecordDict, announcement: Announcement, asked: SumTraining, plan: SumPlan
     ) -> tuple[FixedPoint, NDArray[np.int64]]:
         """Return the codec, and what the compression mod sent in steps of its grid."""
         frame = take_frame(content, UPDATE)
@@ -139,9 +152,9 @@ class SumCodeClient:
         # The frame was made in this very call: no limits have to be known for it.
         return codec, codec.steps(wire.decode(frame))
 
-    def _weight(self, content: RecordDict, plan: SumPlan) -> int:
+    @staticmethod
+    def _weight(content: RecordDict, key: str, plan: SumPlan) -> int:
         """Return the update's weight as an integer the plan has room for; 1 when all count the same."""
-        key = self.fields.text("weight", "")
         if not key:
             return 1
         found = [record[key] for record in content.metric_records.values() if key in record]
@@ -158,12 +171,14 @@ class SumCodeClient:
             )
         return int(value)
 
-    def _hand_over(self, plan: SumPlan, source: int, made: list[bytes], content: RecordDict) -> dict[str, Any]:
+    def _hand_over(self, asked: SumTraining, plan: SumPlan, made: list[bytes], content: RecordDict) -> dict[str, Any]:
         """Keep the own shard, send the others; return what the header says of it."""
         exchange = self.exchange
-        relays = self.fields.integers("relays", longest=plan.relays)
+        source, relays = asked.index, asked.relays
+        if len(relays) != plan.relays:
+            raise StateError(f"the plan is for {plan.relays} relays, the message names {len(relays)}")
         own = relays.index(source) if source in relays else None
-        keys = self._keys(plan)
+        keys = {i: asked.keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(len(asked.keys) // KEY_BYTES)}
         header: dict[str, Any] = {}
         if own is not None and keys:
             header = exchange.news(keys[own])
@@ -179,9 +194,7 @@ class SumCodeClient:
         if exchange.transport is None:
             put_bundle(content, [parcel.to_bytes() for parcel in others])
             return {**header, "failed": failed}
-        addresses = self.fields.texts("addresses", longest=plan.relays)
-        if len(addresses) != plan.relays:
-            raise StateError(f"the plan has {len(addresses)} addresses for {plan.relays} relays")
+        addresses = asked.addresses
         sent = [0] * plan.relays
         outgoing = [(addresses[p.destination], p) for p in others if addresses[p.destination]]
         for delivery in deliver(exchange.transport, outgoing):
@@ -197,29 +210,14 @@ class SumCodeClient:
             return parcel
         return Parcel(run, round_, SUM_SHARD, source, row, seal(body, key, parcel.coordinates))
 
-    def _plan(self) -> SumPlan:
-        try:
-            config = json.loads(self.fields.text("plan", longest=_LONGEST_PLAN))
-        except ValueError as error:
-            raise StateError(f"the plan is no JSON document: {error}") from error
-        if not isinstance(config, dict):
-            raise StateError(f"the plan is a {type(config).__name__}, expected an object")
-        return SumPlan.from_config(config)
-
-    def _keys(self, plan: SumPlan) -> dict[int, bytes]:
-        """Return the relays' public keys; none when shards travel in the clear."""
-        if "keys" not in self.fields:
-            return {}
-        keys = self.fields.data("keys", length=KEY_BYTES * plan.relays)
-        return {i: keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in range(plan.relays)}
-
     # Holding.
 
     def _report(self) -> Message:
         """Keep what the server forwards, and say what is held for this round."""
         exchange = self.exchange
-        plan, row = self._plan(), self.fields.integer("row", most=2**16 - 1)
-        refused = []
+        asked = exchange.take(SumReport)
+        plan, row = SumPlan.from_config(asked.plan), asked.row
+        refused: list[str] = []
         longest = exchange.max_store_bytes
         for data in take_bundle(exchange.msg.content, most=2 * plan.contributors, longest=longest):
             try:
@@ -229,28 +227,26 @@ class SumCodeClient:
                 exchange.store.put(parcel)
             except FedcompError as error:
                 refused.append(str(error)[:_REASON])
-        held, sizes = self._held(plan, row, refused)
+        held, sizes = self._held(plan, row, asked.seal, refused)
         tags = {source: sorted(shards) for source, shards in held.items()}
-        report = Held.of(plan, tags, self.fields.integers("unknown", most=plan.contributors - 1))
+        report = Held.of(plan, tags, list(asked.unknown))
         exchange.save()
-        header: dict[str, Any] = {
-            "bitmap": report.bitmap,
-            "digest": report.digest,
-            "sources": [source for source, _ in report.details],
-            "tags": b"".join(tag for _, tag in report.details),
-            "refused": refused,
-        }
-        if exchange.transport is not None:
+        return exchange.reply(
+            SumHeld,
+            bitmap=report.bitmap,
+            digest=report.digest,
+            sources=[source for source, _ in report.details],
+            tags=b"".join(tag for _, tag in report.details),
+            refused=refused,
             # What was handed over by contributors that can no longer say so themselves.
-            header["sizes"] = [sizes[source] for source, _ in report.details]
-        return exchange.reply(header)
+            sizes=[] if exchange.transport is None else [sizes[source] for source, _ in report.details],
+        )
 
     def _held(
-        self, plan: SumPlan, row: int, refused: list[str]
+        self, plan: SumPlan, row: int, sealed: bool, refused: list[str]
     ) -> tuple[dict[int, dict[bytes, Shard]], dict[int, int]]:
         """Return the shards this relay can read, by source and tag, and the bytes of each source's parcels."""
         exchange = self.exchange
-        sealed = self.fields.flag("seal")
         held: dict[int, dict[bytes, Shard]] = {}
         sizes: dict[int, int] = {}
         for parcel in exchange.store.list(exchange.run, exchange.round):
@@ -276,10 +272,11 @@ class SumCodeClient:
     def _add_up(self) -> Message:
         """Answer with the sum over the frozen set; once a round, also when the server names other runs in between."""
         exchange = self.exchange
-        plan, row = self._plan(), self.fields.integer("row", most=2**16 - 1)
-        held, _ = self._held(plan, row, [])
-        chosen = self._chosen(plan, held)
-        if set_digest(plan, exchange.round, chosen) != self.fields.data("set", length=TAG_BYTES):
+        asked = exchange.take(SumQuestion)
+        plan = SumPlan.from_config(asked.plan)
+        held, _ = self._held(plan, asked.row, asked.seal, [])
+        chosen = self._chosen(asked, plan, held)
+        if set_digest(plan, exchange.round, chosen) != asked.set:
             # Said before the one answer of this round is spent.
             raise NotDecodable("this relay holds other encodings than those that are to be added")
         book = {entry[0]: entry for entry in map(_ENTRY.unpack, self._noted("sums", []))}
@@ -296,14 +293,13 @@ class SumCodeClient:
         content = RecordDict()
         put_bundle(content, [total.to_bytes(plan)])
         exchange.save()
-        return exchange.reply({}, content)
+        return exchange.reply(Header, content)
 
-    def _chosen(self, plan: SumPlan, held: dict[int, dict[bytes, Shard]]) -> dict[int, bytes]:
+    @staticmethod
+    def _chosen(asked: SumQuestion, plan: SumPlan, held: dict[int, dict[bytes, Shard]]) -> dict[int, bytes]:
         """Return source and tag of the frozen set; tags the server left out are those of the only encoding held."""
-        bitmap = np.frombuffer(self.fields.data("chosen"), np.uint8)
-        named = self.fields.integers("named", most=plan.contributors - 1)
-        tags = self.fields.data("tags", b"")
-        if len(tags) != TAG_BYTES * len(named) or bitmap.size != -(-plan.contributors // 8):
+        bitmap, named, tags = np.frombuffer(asked.chosen, np.uint8), asked.named, asked.tags
+        if bitmap.size != -(-plan.contributors // 8):
             raise StateError("the set that is asked for is not written as one of this plan")
         explicit = {source: tags[TAG_BYTES * i : TAG_BYTES * (i + 1)] for i, source in enumerate(named)}
         chosen: dict[int, bytes] = {}

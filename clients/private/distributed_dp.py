@@ -17,6 +17,7 @@ from fedcomp.clients.coded.sums import SumCodeClient, name_of
 from fedcomp.codecs import FixedPoint
 from fedcomp.coding.sumcode import SumPlan
 from fedcomp.errors import StateError
+from fedcomp.flower.coded import SumTraining
 from fedcomp.flower.protocol import Announcement
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.entropy import make_entropy
@@ -29,7 +30,7 @@ class NoisySumClient(SumCodeClient):
     """Answers the messages of a noisy sum."""
 
     def _integers(
-        self, content: RecordDict, announcement: Announcement, plan: SumPlan
+        self, content: RecordDict, announcement: Announcement, asked: SumTraining, plan: SumPlan
     ) -> tuple[FixedPoint, NDArray[np.int64]]:
         """Return the codec, and the integers with this client's share of the noise.
 
@@ -41,12 +42,12 @@ class NoisySumClient(SumCodeClient):
         Unbounded
             When the integers are longer than the codec allows.
         """
-        codec, integers = super()._integers(content, announcement, plan)
+        codec, integers = super()._integers(content, announcement, asked, plan)
         if not isinstance(codec, BoundedFixedPoint):
             raise StateError(f"a noisy sum is of integers of a bounded norm, the server announces {codec!r}")
-        if plan.extras or plan.max_weight != 1 or self.fields.flag("metrics") or self.fields.text("weight", ""):
+        if plan.extras or plan.max_weight != 1 or asked.metrics or asked.weight:
             raise StateError("the plan asks for weights, metrics or counts beside the sum, which have no noise")
-        if plan.private < 1 or plan.mode != "share" or "keys" not in self.fields:
+        if plan.private < 1 or plan.mode != "share" or not asked.keys:
             raise StateError("the shards of a noisy sum are sealed, and one of them says nothing of its vector")
         if plan.least < codec.least:
             raise StateError(

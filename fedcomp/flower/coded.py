@@ -1,4 +1,4 @@
-"""What the two sides of a coded round say to each other: names of records and message types, fields, bundles.
+"""What the two sides of a coded round exchange: names of records and message types, plans and headers, bundles.
 
 Every message of a coded round carries one ConfigRecord under :data:`CODED`: from the server the plan, from a client its
 header. Coded bytes ride as *bundles*, length-prefixed byte strings in one frame, since every Array of its own would
@@ -9,14 +9,15 @@ serialised by :func:`pack_content`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedcomp.errors import StateError
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
-from fedcomp.flower.payload import PayloadError, put_frame, take_frame
+from fedcomp.flower.payload import PARTITIONS, PayloadError, put_frame, take_frame
+from fedcomp.flower.schema import Data, Document, Flag, Int, Many, OneOf, Schema, Text, Version
 
 CODED: Final = "fedcomp.coded"
 """Key of the ConfigRecord with the plan or the header. Records with the prefix ``fedcomp.`` are never the app's."""
@@ -57,96 +58,389 @@ NO_HANDLER: Final = "function registered with name"
 _LENGTH: Final = struct.Struct("<I")
 
 
-class Fields:
-    """Typed reading of a plan or header.
+KEY: Final = 32
+DIGEST: Final = 8
+TAG: Final = 24
+"""Bytes of a public key, of the digest of a payload or packet, and of the tag of an encoding."""
 
-    Parameters
+MOST_SHARDS: Final = 1024
+"""Shards of one payload."""
+
+Index = Annotated[int, Int(most=2**32 - 1)]
+Indices = Annotated[tuple[int, ...], Many(Int(most=2**32 - 1), 1 << 20)]
+Reasons = Annotated[tuple[str, ...], Many(Text(), 1 << 16)]
+Sizes = Annotated[tuple[int, ...], Many(Int(most=1 << 40), 1 << 20)]
+Signed = Annotated[int, Int(least=-(2**63))]
+Addresses = Annotated[tuple[str, ...], Many(Text(), MOST_SHARDS)]
+Metric = Annotated[str, Text()]
+Switch = Annotated[bool, Flag()]
+SumDocument = Annotated[dict[str, Any], Document(4096)]
+Row = Annotated[int, Int(most=2**16 - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query(Schema, key=CODED, separator="-"):
+    """What every message of the server says; all there is to say in a hello.
+
+    Attributes
     ----------
-    record : mapping
-        The ConfigRecord's entries.
+    construction : str
+        Whose client half answers.
+    run : bytes
+        Names the strategy object, also when it is resumed.
+    transport : {"hub", "peers"}
+        Shards travel through the server, or from client to client.
+    max_store : int
+        What a client may be asked to keep for others, in bytes.
+    spool : str
+        Folder of simulated links, empty where there are none.
+    round : int
     """
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
-        self._record = record
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._record
-
-    def integer(self, name: str, default: int | None = None, *, least: int = 0, most: int = 2**63 - 1) -> int:
-        """Return an integer between ``least`` and ``most``, both included; raise :class:`StateError` otherwise."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise StateError(f"field {name!r} is {value!r}, expected a whole number from {least} to {most}")
-        return value
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean."""
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise StateError(f"field {name!r} is {value!r}, expected true or false")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a float that is not NaN."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise StateError(f"field {name!r} is {value!r}, expected a number")
-        return float(value)
-
-    def text(self, name: str, default: str | None = None, *, longest: int = 512) -> str:
-        """Return a string of at most ``longest`` characters."""
-        value = self._get(name, default)
-        if not isinstance(value, str) or len(value) > longest:
-            raise StateError(f"field {name!r} is {str(value)[:80]!r}, expected a text of at most {longest} characters")
-        return value
-
-    def data(self, name: str, default: bytes | None = None, *, length: int | None = None) -> bytes:
-        """Return bytes, of exactly ``length`` if given."""
-        value = self._get(name, default)
-        if not isinstance(value, bytes) or (length is not None and len(value) != length):
-            expected = "bytes" if length is None else f"{length} bytes"
-            raise StateError(
-                f"field {name!r} is a {type(value).__name__} of another length or kind, expected {expected}"
-            )
-        return value
-
-    def integers(self, name: str, *, least: int = 0, most: int = 2**63 - 1, longest: int = 1 << 20) -> list[int]:
-        """Return a list of integers between ``least`` and ``most``; an absent field is the empty list."""
-        value = self._record.get(name, [])
-        if not isinstance(value, list) or len(value) > longest:
-            raise StateError(f"field {name!r} is no list of at most {longest} whole numbers")
-        for item in value:
-            if isinstance(item, bool) or not isinstance(item, int) or not least <= item <= most:
-                raise StateError(f"field {name!r} holds {item!r}, expected whole numbers from {least} to {most}")
-        return value
-
-    def texts(self, name: str, *, longest: int = 1 << 16) -> list[str]:
-        """Return a list of strings of at most 512 characters; an absent field is the empty list."""
-        value = self._record.get(name, [])
-        if not isinstance(value, list) or len(value) > longest:
-            raise StateError(f"field {name!r} is no list of at most {longest} texts")
-        if not all(isinstance(item, str) and len(item) <= 512 for item in value):
-            raise StateError(f"field {name!r} holds something else than texts of at most 512 characters")
-        return value
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self._record.get(name, default)
-        if value is None:
-            raise StateError(f"field {name!r} is missing: the other side speaks another version of this protocol")
-        return value
+    protocol: Annotated[int, Version(PROTOCOL)] = PROTOCOL
+    construction: Annotated[str, Text(64, least=1)]
+    run: Annotated[bytes, Data(8, least=8)]
+    transport: Annotated[str, OneOf("hub", "peers")]
+    max_store: Annotated[int, Int()]
+    spool: Annotated[str, Text(4096)] = ""
+    round: Index
 
 
-def put_fields(content: RecordDict, fields: Mapping[str, Any]) -> None:
-    """Put ``fields`` into ``content`` as its plan or header. None and what is empty are left out: Flower's own
-    ``count_bytes()`` raises on empty values."""
-    kept = {k: v for k, v in fields.items() if v is not None and v not in ("", b"", [])}
-    content[CODED] = ConfigRecord({"protocol": PROTOCOL, **kept})
+@dataclass(frozen=True, kw_only=True)
+class Indexed(Query):
+    """A message for the member of this number."""
+
+    index: Index
 
 
-def fields_of(content: RecordDict) -> Fields | None:
-    """Return the plan or header in ``content``; None without one of this protocol."""
+@dataclass(frozen=True, kw_only=True)
+class Hello(Schema, key=CODED, separator="-"):
+    """Who a client is: its partition, its public key, and where peers reach it."""
+
+    protocol: Annotated[int, Version(PROTOCOL)] = PROTOCOL
+    partition: Annotated[int, Int(most=PARTITIONS - 1)]
+    public: Annotated[bytes, Data(KEY, least=KEY)]
+    address: Annotated[str, Text()] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header(Schema, key=CODED, separator="-"):
+    """What every other answer of a client says."""
+
+    protocol: Annotated[int, Version(PROTOCOL)] = PROTOCOL
+    round: Index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Introduced(Header):
+    """An answer by which a client that lost its state, and with it its key, introduces itself again."""
+
+    public: Annotated[bytes, Data(KEY)] = b""
+    address: Annotated[str, Text()] = ""
+
+    def conflict(self) -> str:
+        return "" if len(self.public) in (0, KEY) else f"a public key of {len(self.public)} bytes, expected {KEY}"
+
+
+# Relayed shards.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Code(Schema):
+    """How a payload is cut into shards; see :class:`fedcomp.coding.relay.RelayPlan`."""
+
+    code: Annotated[str, OneOf("rlnc", "mds")]
+    symbols: Annotated[int, Int(1, MOST_SHARDS)]
+    shards: Annotated[int, Int(1, MOST_SHARDS)]
+    private: Annotated[int, Int(most=255)]
+    seed: Signed
+    max_payload: Annotated[int, Int(1, 2**32 - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mix(Schema):
+    """How payloads of several clients are mixed; see :class:`fedcomp.coding.mixing.MixPlan`."""
+
+    mix_bytes: Annotated[int, Int(64, 2**32 - 64)]
+    clients: Annotated[int, Int(1, MOST_SHARDS)]
+    seed: Signed
+    shards: Annotated[int, Int(1, MOST_SHARDS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Relays(Schema):
+    """Who keeps the shards of ``source``: members, their keys where shards are sealed, their addresses as peers."""
+
+    source: Index
+    relays: Annotated[tuple[int, ...], Many(Int(most=2**32 - 1), MOST_SHARDS, least=1)]
+    keys: Annotated[bytes, Data(KEY * MOST_SHARDS)] = b""
+    addresses: Addresses = ()
+
+    def conflict(self) -> str:
+        shards: int = self.shards  # type: ignore[attr-defined]
+        if len(set(self.relays)) != shards or len(self.relays) != shards:
+            return f"{len(set(self.relays))} relays for {shards} shards"
+        return _odd_peers(self.relays, self.keys, self.addresses, self.transport)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayTraining(_Relays, _Code, Indexed):
+    """Train, and share the reply among relays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixTraining(_Relays, _Mix, Indexed):
+    """Train, and hand the reply, as one symbol, to every relay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupTraining(Indexed):
+    """Train, and hand the reply to the aggregator of the group, with its key where replies are sealed."""
+
+    aggregator: Index
+    max_payload: Annotated[int, Int(1, 2**32 - 1)]
+    keys: Annotated[bytes, Data(KEY)] = b""
+    addresses: Annotated[tuple[str, ...], Many(Text(), 1)] = ()
+
+    def conflict(self) -> str:
+        return "" if len(self.keys) in (0, KEY) else f"{len(self.keys)} bytes of keys, expected {KEY}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSum(_Relays, _Code, Query):
+    """Add up what the members sent, and share the sum.
+
+    Attributes
+    ----------
+    seal : bool
+    index : int
+        The aggregator's.
+    members, sequences : tuple of int
+        Of the group, with the number of the message that each one answers.
+    spec : dict
+        Codec, layout and seed of the updates.
+    weight : str
+        The metric that weighs an update.
+    """
+
+    seal: Switch
+    index: Index
+    members: Indices = ()
+    sequences: Annotated[tuple[int, ...], Many(Int(), 1 << 20)] = ()
+    spec: Annotated[dict[str, Any], Document(1 << 24)]
+    weight: Metric = ""
+
+    def conflict(self) -> str:
+        wrong = len(self.members) != len(self.sequences)
+        return f"{len(self.sequences)} messages of {len(self.members)} members" if wrong else super().conflict()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sealed(Query):
+    """Whether shards are sealed for the relay that is asked."""
+
+    seal: Switch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collect(_Sealed):
+    """Hand out the packets of ``sources``; ``hashes`` say which ones they announced, zeros where they did not."""
+
+    index: Index
+    sources: Indices = ()
+    hashes: Annotated[bytes, Data(DIGEST << 20)] = b""
+
+    def conflict(self) -> str:
+        wrong = len(self.hashes) not in (0, DIGEST * len(self.sources))
+        return f"{len(self.hashes)} bytes of hashes for {len(self.sources)} sources, {DIGEST} each" if wrong else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectFresh(_Code, Collect):
+    """And make ``fresh`` more packets of what this node shared as ``source``; ``sum``: of the sum of a group."""
+
+    source: Index
+    sum: Annotated[bool, Flag(absent=False)] = False
+    fresh: Annotated[int, Int(1, MOST_SHARDS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combine(_Mix, _Sealed):
+    """Hand out combinations ``first`` to ``first + count`` of what is held."""
+
+    index: Index
+    first: Annotated[int, Int(most=1 << 12)]
+    count: Annotated[int, Int(most=1 << 12)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed(Introduced):
+    """What a client handed over: bytes by receiver between peers, and what failed."""
+
+    sent: Sizes = ()
+    failed: Reasons = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared(Handed):
+    """What a contributor shared: hashes of its packets between peers, length and digest of the payload."""
+
+    hashes: Annotated[bytes, Data(DIGEST * MOST_SHARDS)] = b""
+    payload: Index
+    digest: Annotated[bytes, Data(DIGEST, least=DIGEST)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept(Header):
+    """How many parcels a relay keeps of those that were forwarded to it, and why not the others."""
+
+    kept: Annotated[int, Int()]
+    refused: Reasons = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combined(Header):
+    """What a relay left out; between peers, what lies in its store: source and bytes in turn."""
+
+    refused: Reasons = ()
+    held: Annotated[tuple[int, ...], Many(Int(), 1 << 20)] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected(Header):
+    """The same, and how many of the packets in the bundle are fresh: the last ones."""
+
+    fresh: Annotated[int, Int(most=MOST_SHARDS)]
+    refused: Reasons = ()
+    held: Annotated[tuple[int, ...], Many(Int(), 1 << 20)] = ()
+
+
+# Coded sums.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumTraining(Indexed):
+    """Train and share the update among relays.
+
+    Attributes
+    ----------
+    plan : dict
+        :class:`fedcomp.coding.sumcode.SumPlan` as plain data.
+    seal : bool
+        Shards are encrypted for their relays, with these ``keys``.
+    relays : tuple of int
+        Members that keep shard 0, 1, ...
+    weight : str
+        The metric that weighs an update; empty: all count the same.
+    metrics : bool
+        Metrics come along in the clear.
+    keys, addresses : bytes, tuple of str
+        Of the relays.
+    """
+
+    plan: SumDocument
+    seal: Switch
+    relays: Annotated[tuple[int, ...], Many(Int(most=2**32 - 1), MOST_SHARDS)]
+    weight: Metric = ""
+    metrics: Switch
+    keys: Annotated[bytes, Data(KEY * MOST_SHARDS)] = b""
+    addresses: Addresses = ()
+
+    def conflict(self) -> str:
+        return _odd_peers(self.relays, self.keys, self.addresses, self.transport)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumReport(Query):
+    """Say what you hold of this round, as relay ``row``; shards of ``unknown`` contributors in detail."""
+
+    plan: SumDocument
+    seal: Switch
+    row: Row
+    unknown: Indices = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumQuestion(Query):
+    """Add up the frozen set.
+
+    Attributes
+    ----------
+    chosen : bytes
+        A bit for each contributor.
+    set : bytes
+        The set's digest.
+    named, tags : tuple of int, bytes
+        Contributors of which more than one encoding is about, and the tags of those that are meant.
+    """
+
+    plan: SumDocument
+    seal: Switch
+    chosen: Annotated[bytes, Data(1 << 17, least=1)]
+    set: Annotated[bytes, Data(TAG, least=TAG)]
+    named: Indices = ()
+    tags: Annotated[bytes, Data(TAG << 20)] = b""
+    row: Row
+
+    def conflict(self) -> str:
+        wrong = len(self.tags) != TAG * len(self.named)
+        return f"{len(self.tags)} bytes of tags for {len(self.named)} contributors" if wrong else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumShared(Header):
+    """What a contributor to a sum shared: the tag of the encoding, what it handed to peers, and what failed."""
+
+    tag: Annotated[bytes, Data(TAG, least=TAG)]
+    public: Annotated[bytes, Data(KEY)] = b""
+    address: Annotated[str, Text()] = ""
+    sent: Sizes = ()
+    failed: Reasons = ()
+
+    def conflict(self) -> str:
+        return "" if len(self.public) in (0, KEY) else f"a public key of {len(self.public)} bytes, expected {KEY}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumHeld(Header):
+    """What a relay holds.
+
+    Attributes
+    ----------
+    bitmap, digest : bytes
+        Contributors with one encoding, and the digest of their tags.
+    sources, tags : tuple of int, bytes
+        All other encodings.
+    refused : tuple of str
+        Why other shards are of no use.
+    sizes : tuple of int
+        Between peers, the bytes of each of ``sources``.
+    """
+
+    bitmap: Annotated[bytes, Data(1 << 17)] = b""
+    digest: Annotated[bytes, Data(DIGEST, least=DIGEST)]
+    sources: Indices = ()
+    tags: Annotated[bytes, Data(TAG << 20)] = b""
+    refused: Reasons = ()
+    sizes: Sizes = ()
+
+    def conflict(self) -> str:
+        wrong = len(self.tags) != TAG * len(self.sources)
+        return f"{len(self.tags)} bytes of tags for {len(self.sources)} sources" if wrong else ""
+
+
+def speaks(content: RecordDict) -> bool:
+    """Whether there is a plan or header of this version of the protocol in ``content``."""
     record = content.get(CODED)
-    return Fields(record) if isinstance(record, ConfigRecord) and record.get("protocol") == PROTOCOL else None
+    return isinstance(record, ConfigRecord) and record.get("protocol") == PROTOCOL
+
+
+def _odd_peers(relays: tuple[int, ...], keys: bytes, addresses: tuple[str, ...], transport: str) -> str:
+    if len(keys) not in (0, KEY * len(relays)):
+        return f"{len(keys)} bytes of keys for {len(relays)} relays, {KEY} each"
+    if len(addresses) != len(relays) * (transport == "peers"):
+        return f"{len(addresses)} addresses for {len(relays)} relays"
+    return ""
 
 
 def put_bundle(content: RecordDict, items: Iterable[bytes], key: str = PARCELS) -> int:

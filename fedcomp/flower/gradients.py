@@ -12,15 +12,16 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 from flwr.app import MetricRecord
 from numpy.typing import NDArray
 
 from fedcomp.errors import LayoutError, NonFiniteUpdate, StateError
-from fedcomp.flower.coded import Fields
+from fedcomp.flower.coded import Header, Indexed
 from fedcomp.flower.payload import PARTITIONS
+from fedcomp.flower.schema import Data, Int, Many, Real, Text
 from fedcomp.layout import Layout
 
 ANSWER: Final = "fedcomp.coded.answer"
@@ -36,8 +37,8 @@ Doubles = NDArray[np.float64]
 Arrays = Mapping[str, NDArray[Any]]
 
 
-@dataclass(frozen=True)
-class GradientPlan:
+@dataclass(frozen=True, kw_only=True)
+class GradientPlan(Indexed):
     """What one device is asked for.
 
     Attributes
@@ -56,38 +57,24 @@ class GradientPlan:
         The metric that weighs an update; empty when every partition weighs 1.
     """
 
-    partitions: tuple[int, ...]
-    coefficients: bytes
-    arithmetic: str
-    parts: int
-    limit: float
-    weight: str
+    partitions: Annotated[tuple[int, ...], Many(Int(most=PARTITIONS - 1), MAX_DEVICES, least=1)]
+    coefficients: Annotated[bytes, Data(8 * MAX_DEVICES, least=1)]
+    arithmetic: Annotated[str, Text(64, least=1)]
+    parts: Annotated[int, Int(1, MAX_DEVICES)]
+    limit: Annotated[float, Real(finite=False)]
+    weight: Annotated[str, Text()] = ""
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return the fields of the plan as they travel."""
-        return {
-            "partitions": list(self.partitions),
-            "coefficients": self.coefficients,
-            "arithmetic": self.arithmetic,
-            "parts": self.parts,
-            "limit": self.limit,
-            "weight": self.weight,
-        }
+    def conflict(self) -> str:
+        twice = len(set(self.partitions)) < len(self.partitions)
+        return f"it names the partitions {self.partitions[:8]}, one of them twice" if twice else ""
 
-    @classmethod
-    def from_fields(cls, fields: Fields) -> GradientPlan:
-        """Read the fields; raises :class:`StateError` when they are not a plan."""
-        partitions = tuple(fields.integers("partitions", most=PARTITIONS - 1, longest=MAX_DEVICES))
-        if not partitions or len(set(partitions)) < len(partitions):
-            raise StateError(f"the plan names the partitions {partitions[:8]}; expected at least one, and none twice")
-        return cls(
-            partitions,
-            fields.data("coefficients"),
-            fields.text("arithmetic"),
-            fields.integer("parts", least=1, most=MAX_DEVICES),
-            fields.number("limit", 0.0),
-            fields.text("weight", ""),
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class GradientAnswer(Header):
+    """What a device says of its combined row: a :class:`Form` as text, and the row's checksum."""
+
+    form: Annotated[str, Text(1 << 16, least=1)]
+    checksum: Annotated[int, Int(most=2**32 - 1)]
 
 
 @dataclass(frozen=True)

@@ -436,8 +436,8 @@ class Schema:
     # Reading.
 
     @classmethod
-    def take(cls, source: Message | RecordDict, key: str | None = None) -> Self:
-        """Return what a message, or a client's state, says.
+    def take(cls, source: Message | RecordDict, key: str | None = None, *, partly: bool = False) -> Self:
+        """Return what a message, or a client's state, says; ``partly``: leave entries it does not know to a subclass.
 
         Raises
         ------
@@ -451,7 +451,10 @@ class Schema:
             held = "nothing" if found is None else f"a {type(found).__name__}"
             raise SchemaError(f"there is {held} under {key!r}, expected a {cls.HOLDER.__name__} ({cls.__name__})")
         frames = {e.field: _frames(content, key, e) for e in cls.entries() if isinstance(e.rule, Frames)}
-        return cls.of(dict(found), key, **frames)
+        values = dict(found)
+        if partly:
+            values = {entry.name: values[entry.name] for entry in cls.entries() if entry.name in values}
+        return cls.of(values, key, **frames)
 
     @classmethod
     def find(cls, source: Message | RecordDict, key: str | None = None) -> Self | None:

@@ -30,8 +30,16 @@ from fedcomp.coding.errors import NotDecodable
 from fedcomp.coding.gradcode import SCHEMES, TOLERANCE, Assignment, Cyclic, Decoding, assignment
 from fedcomp.coding.gradvalues import ARITHMETICS, Arithmetic, values_of
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.flower.coded import Fields
-from fedcomp.flower.gradients import ANSWER, MAX_DEVICES, Form, GradientPlan, beside_size, checksum, moved
+from fedcomp.flower.gradients import (
+    ANSWER,
+    MAX_DEVICES,
+    Form,
+    GradientAnswer,
+    GradientPlan,
+    beside_size,
+    checksum,
+    moved,
+)
 from fedcomp.flower.metered import addressed
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.records import finite_where, restore_dtypes, to_arrays, to_record
@@ -158,7 +166,7 @@ class GradientCode(Stateful):
         collection = _Collection(now, code, values, before, Layout.of(before), devices, self.quorum)
         report.planned, report.shards, report.symbols = n, n, n - self.losses
         messages = [
-            now.plan(member, self._plan(code, values, devices, collection.place[member.partition]).to_fields())
+            now.plan(member, GradientPlan, self._plan(code, values, devices, collection.place[member.partition]))
             for member in now.members
         ]
         replies = yield Push(messages, self.timeout, collection.enough)
@@ -209,15 +217,15 @@ class GradientCode(Stateful):
             self._codes = {**dict(list(self._codes.items())[-_CODES + 1 :]), n: code}
         return self._codes[n], values
 
-    def _plan(self, code: Assignment, values: Arithmetic, devices: Sequence[int], device: int) -> GradientPlan:
-        return GradientPlan(
-            tuple(devices[j] for j in code.partitions(device)),
-            code.coefficients(device).astype(values.dtype).tobytes(),
-            self.arithmetic,
-            code.n,
-            float(self.limit),
-            self._weight_key,
-        )
+    def _plan(self, code: Assignment, values: Arithmetic, devices: Sequence[int], device: int) -> dict[str, Any]:
+        return {
+            "partitions": tuple(devices[j] for j in code.partitions(device)),
+            "coefficients": code.coefficients(device).astype(values.dtype).tobytes(),
+            "arithmetic": self.arithmetic,
+            "parts": code.n,
+            "limit": float(self.limit),
+            "weight": self._weight_key,
+        }
 
     def _conclude(self, now: CodedRound, collection: _Collection) -> Outcome:
         """Decode the sum and hand the mean to the inner strategy; None and None for a round that is skipped."""
@@ -359,12 +367,12 @@ class _Collection:
                 self._refused[device] = str(error)
 
     def _open(self, member: Member, reply: Message) -> tuple[Form, NDArray[Any]]:
-        header: Fields = self.now.header(member, reply)
-        form = Form.from_text(header.text("form", longest=1 << 16))
+        header = self.now.header(member, reply, GradientAnswer)
+        form = Form.from_text(header.form)
         data = take_frame(reply.content, ANSWER)
         if data is None:
             raise Rejected("the reply holds no answer")
-        if header.integer("checksum", 0) != checksum(data):
+        if header.checksum != checksum(data):
             raise Rejected("the answer was damaged on the way: its checksum differs")
         scalars = 1 + form.count + beside_size(self.layout)
         return form, self.values.from_bytes(data, self.layout.size, scalars)

@@ -12,7 +12,6 @@ its members unacknowledged, and their updates come in later rounds. The aggregat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,22 @@ from fedcomp.codecs import FixedPoint, fixed_point_of
 from fedcomp.coding.partial import PartialSum, empty_sum
 from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower.coded import MEMBER, SUM, fields_of, open_content, put_bundle, take_bundle
+from fedcomp.flower.coded import (
+    MEMBER,
+    SUM,
+    GroupSum,
+    GroupTraining,
+    Handed,
+    open_content,
+    put_bundle,
+    speaks,
+    take_bundle,
+)
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.sharing import Sharing
-from fedcomp.strategies.coded.strategy import Member, Outcome
+from fedcomp.strategies.coded.strategy import Member, Outcome, limited
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.replies import GONE, Rejected, agreeing
@@ -94,12 +103,12 @@ class GroupSharing(Sharing):
             now.report.exclude(node, f"no part of a group: {now.report.direct.pop(node, 'it is not known')}")
         for group, owner in zip(self.groups, self.owners, strict=True):
             for member in group:
-                fields: dict[str, Any] = {"aggregator": owner.index, "max-payload": self.plan.max_payload}
+                fields: dict[str, Any] = {"aggregator": owner.index, "max_payload": self.plan.max_payload}
                 if self.seal:
                     fields["keys"] = owner.public
                 if not self.hub:
-                    fields["addresses"] = [owner.address]
-                now.plan(member, fields)
+                    fields["addresses"] = (owner.address,)
+                now.plan(member, GroupTraining, fields)
         messages = [member.message for member in now.members]
         got = now.by_node(messages, (yield now.push(messages, now.settings.share_timeout)))
         bags: dict[int, list[bytes]] = {}
@@ -121,13 +130,13 @@ class GroupSharing(Sharing):
                 self.barred.add(member.index)
             raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
         self.alive.add(member.index)
-        if fields_of(reply.content) is None:
+        if not speaks(reply.content):
             raise Rejected("it answered without coding, although it said hello")
-        header = self.now.header(member, reply)
-        for reason in header.texts("failed", longest=1):
+        header = self.now.header(member, reply, Handed)
+        for reason in limited(header.failed, 1, "reasons"):
             self.now.report.refuse(f"member {member.index}: {reason}")
         if not self.hub:
-            self._count_peer(member, header.integers("sent", most=1 << 40, longest=1))
+            self._count_peer(member, limited(header.sent, 1, "parcels handed over"))
             return
         owner = self.owners[source]
         items = take_bundle(reply.content, most=0 if member is owner else 1, longest=self._longest_reply())
@@ -163,12 +172,12 @@ class GroupSharing(Sharing):
                 **self._plan_of(source),
                 **self._brief(),
                 "index": owner.index,
-                "members": [member.index for member in group if member.index not in self.barred],
-                "sequences": [sequences[member.node] for member in group if member.index not in self.barred],
-                "spec": json.dumps(spec, separators=(",", ":")),
+                "members": tuple(member.index for member in group if member.index not in self.barred),
+                "sequences": tuple(sequences[member.node] for member in group if member.index not in self.barred),
+                "spec": spec,
                 "weight": weight_key_of(self.inner.inner) or "",
             }
-            messages.append(self.now.query(SUM, owner.node, fields, content))
+            messages.append(self.now.query(SUM, owner.node, GroupSum, fields, content))
         yield from self._spread(self.now.by_node(messages, (yield self.now.push(messages, self.timeout))))
 
     def _take_ordinary(self, source: int, reply: Message) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import Message
 
@@ -20,10 +20,10 @@ from fedcomp.coding.mixing import FRAMING, MixPlan, Mixture
 from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower.coded import COLLECT, MIXED, Fields, fields_of, take_bundle
+from fedcomp.flower.coded import COLLECT, MIXED, Combine, Combined, Indexed, MixTraining, Shared, take_bundle
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.strategies.coded.sharing import Sharing
-from fedcomp.strategies.coded.strategy import Settings
+from fedcomp.strategies.coded.strategy import Settings, limited
 from fedcomp.strategies.replies import Rejected
 
 MIX_SLACK = 4096
@@ -62,6 +62,7 @@ class MixSharing(Sharing):
 
     symbol_bytes: int = 64
     kind: int = MIXED
+    training: ClassVar[type[Indexed]] = MixTraining
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +74,7 @@ class MixSharing(Sharing):
 
     def _numbers(self) -> dict[str, Any]:
         return {
-            "mix-bytes": self.mix.symbol_bytes,
+            "mix_bytes": self.mix.symbol_bytes,
             "clients": self.mix.clients,
             "seed": self.mix.seed,
             "shards": self.plan.shards,
@@ -94,7 +95,7 @@ class MixSharing(Sharing):
             for i in batch:
                 first = asked.get(i, 0)
                 fields = {**self._brief(), **self._numbers(), "index": i, "first": first, "count": count}
-                queries.append(self.now.query(COLLECT, members[i].node, fields))
+                queries.append(self.now.query(COLLECT, members[i].node, Combine, fields))
                 asked[i] = first + count
             got = self.now.by_node(queries, (yield self.now.push(queries, self.timeout)))
             report.waves += 1
@@ -110,19 +111,15 @@ class MixSharing(Sharing):
     def _take_combinations(self, relay: int, reply: Message, count: int) -> None:
         report = self.now.report
         try:
-            if reply.has_error():
-                raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-            fields = fields_of(reply.content)
-            if fields is None or fields.integer("round", 0) != self.now.number:
-                raise Rejected("the answer has no header of this round")
+            header = self.now.answer(reply, Combined)
             items = take_bundle(reply.content, most=count, longest=self.longest)
             report.count("hub_up", sum(map(len, items)))
             began = time.perf_counter()
             for data in items:
                 self.mixture.add(relay, data)
             report.decode_seconds += time.perf_counter() - began
-            self._count_held(relay, fields)
-            for reason in fields.texts("refused", longest=len(self.owners)):
+            self._count_held(relay, header.held)
+            for reason in limited(header.refused, len(self.owners), "reasons"):
                 report.refuse(f"relay {relay}: {reason}")
         except FedcompError as error:
             report.refuse(f"relay {relay}: {error}")
@@ -131,7 +128,7 @@ class MixSharing(Sharing):
         """Ask nobody again: waves go on until nothing new comes."""
         yield from ()
 
-    def _hashes_in(self, header: Fields) -> list[bytes]:
+    def _hashes_in(self, header: Shared) -> list[bytes]:
         return []  # relays hand out combinations, of which nobody can announce a hash
 
     def _payload(self, source: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import Message, RecordDict
 
@@ -23,14 +23,20 @@ from fedcomp.flower.coded import (
     PER_SOURCE,
     PUT,
     SHARD,
-    Fields,
-    fields_of,
+    Collect,
+    Collected,
+    CollectFresh,
+    Indexed,
+    Kept,
+    RelayTraining,
+    Shared,
     open_content,
     put_bundle,
+    speaks,
     take_bundle,
 )
 from fedcomp.flower.rounds import Exchanges
-from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome
+from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, limited
 from fedcomp.strategies.replies import GONE, Rejected
 
 
@@ -80,6 +86,7 @@ class Sharing:
     barred: set[int] = field(default_factory=set)
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
     kind: int = SHARD
+    training: ClassVar[type[Indexed]] = RelayTraining
 
     def __post_init__(self) -> None:
         self.hub = self.now.settings.transport == "hub"
@@ -96,7 +103,7 @@ class Sharing:
     def share(self) -> Exchanges[None]:
         """Let everybody train and share; put into the relays what has to go through the server."""
         for source, member in enumerate(self.owners):
-            self.now.plan(member, self._plan_of(source))
+            self.now.plan(member, self.training, self._plan_of(source))
         replies = yield self.now.push(self.now.messages, self.now.settings.share_timeout)
         got = self.now.by_node(self.now.messages, replies)
         self.ordinary = [got[node] for node in (m.metadata.dst_node_id for m in self.now.strangers) if node in got]
@@ -123,12 +130,12 @@ class Sharing:
         fields: dict[str, Any] = {
             **self._numbers(),
             "source": source,
-            "relays": [relay.index for relay in relays],
+            "relays": tuple(relay.index for relay in relays),
         }
         if self.seal:
             fields["keys"] = b"".join(relay.public for relay in relays)
         if not self.hub:
-            fields["addresses"] = [relay.address for relay in relays]
+            fields["addresses"] = tuple(relay.address for relay in relays)
         return fields
 
     def _holders(self, source: int) -> list[int]:
@@ -142,7 +149,7 @@ class Sharing:
             "shards": plan.shards,
             "private": plan.private,
             "seed": plan.seed,
-            "max-payload": plan.max_payload,
+            "max_payload": plan.max_payload,
         }
 
     def _take_shared(self, source: int, reply: Message, bags: dict[int, list[bytes]]) -> None:
@@ -157,12 +164,13 @@ class Sharing:
                 self.collector.give_up(source)
             raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
         self.alive.add(member.index)
-        if fields_of(reply.content) is None:
+        if not speaks(reply.content):
             self._take_ordinary(source, reply)
             return
-        header = self.now.header(member, reply)
-        length = header.integer("payload", most=self.plan.max_payload)
-        commitment = Commitment(length, header.data("digest", length=DIGEST_BYTES))
+        header = self.now.header(member, reply, Shared)
+        if header.payload > self.plan.max_payload:
+            raise Rejected(f"a payload of {header.payload} bytes, at most {self.plan.max_payload} are accepted")
+        commitment = Commitment(header.payload, header.digest)
         hashes = [] if self.hub else self._hashes_in(header)
         if hashes:
             self.hashes[source] = hashes
@@ -171,13 +179,15 @@ class Sharing:
             self._take_parcels(source, reply.content, bags)
         else:
             self.spoke.add(source)
-            self._count_peer(member, header.integers("sent", most=1 << 40, longest=self.plan.shards))
-        for reason in header.texts("failed", longest=self.plan.shards):
+            self._count_peer(member, limited(header.sent, self.plan.shards, "parcels handed over"))
+        for reason in limited(header.failed, self.plan.shards, "reasons"):
             self.now.report.refuse(f"source {source}: {reason}")
 
-    def _hashes_in(self, header: Fields) -> list[bytes]:
+    def _hashes_in(self, header: Shared) -> list[bytes]:
         """Return the hash of every packet an owner made, as it announces them."""
-        joined = header.data("hashes", length=DIGEST_BYTES * self.plan.shards)
+        joined = header.hashes
+        if len(joined) != DIGEST_BYTES * self.plan.shards:
+            raise Rejected(f"{len(joined)} bytes of hashes for {self.plan.shards} packets, {DIGEST_BYTES} each")
         return [joined[i : i + DIGEST_BYTES] for i in range(0, len(joined), DIGEST_BYTES)]
 
     def _take_ordinary(self, source: int, reply: Message) -> None:
@@ -216,7 +226,7 @@ class Sharing:
             if relay.index in self.alive:
                 content = RecordDict()
                 self.now.report.count("hub_down", put_bundle(content, parcels))
-                messages.append(self.now.query(PUT, relay.node, {"index": index}, content))
+                messages.append(self.now.query(PUT, relay.node, Indexed, {"index": index}, content))
         got = self.now.by_node(messages, (yield self.now.push(messages, self.timeout)))
         for index in sorted(bags):
             relay = self.now.members[index]
@@ -246,7 +256,13 @@ class Sharing:
                 relay: self.now.query(
                     COLLECT,
                     members[relay].node,
-                    {**self._brief(), "index": relay, "sources": sources, "hashes": self._hashes_for(relay, sources)},
+                    Collect,
+                    {
+                        **self._brief(),
+                        "index": relay,
+                        "sources": tuple(sources),
+                        "hashes": self._hashes_for(relay, sources),
+                    },
                 )
                 for relay, sources in wanted.items()
             }
@@ -282,12 +298,16 @@ class Sharing:
         for i in self.silent:
             kept = [source for source in hopeful if i in self._holders(source)]
             if kept:
-                nodes[self.now.members[i].node] = {"index": i, "sources": kept, "hashes": self._hashes_for(i, kept)}
+                hashes = self._hashes_for(i, kept)
+                nodes[self.now.members[i].node] = {"index": i, "sources": tuple(kept), "hashes": hashes}
         for source, count in fresh.items():
             member = self.owners[source]
             more = {**self._numbers(), **self._fresh_of(source), "fresh": count}
-            nodes.setdefault(member.node, {"index": 0, "sources": []}).update(more)
-        queries = [self.now.query(COLLECT, node, {**self._brief(), **asked}) for node, asked in nodes.items()]
+            nodes.setdefault(member.node, {"index": 0, "sources": ()}).update(more)
+        queries = [
+            self.now.query(COLLECT, node, CollectFresh if "fresh" in asked else Collect, {**self._brief(), **asked})
+            for node, asked in nodes.items()
+        ]
         self.now.report.recollects += len(hopeful)
         self.now.report.waves += 1
         self.now.report.asked += len(queries)
@@ -326,16 +346,14 @@ class Sharing:
         name = "a contributor" if relay is None else f"relay {relay}"
         report = self.now.report
         try:
-            if reply.has_error():
-                raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-            fields = fields_of(reply.content)
-            if fields is None or fields.integer("round", 0) != self.now.number:
-                raise Rejected("the answer has no header of this round")
+            header = self.now.answer(reply, Collected)
             most = PER_SOURCE * len(self.owners) + self.plan.needed
             # Each packet is measured by itself: between peers a relay may have been given one that is too long.
             items = take_bundle(reply.content, most=most, longest=1 << 32)
             report.count("hub_up", sum(map(len, items)))
-            added = fields.integer("fresh", 0, most=len(items))
+            added = header.fresh
+            if added > len(items):
+                raise Rejected(f"{added} of {len(items)} packets are said to be fresh")
             began = time.perf_counter()
             for data in items[: len(items) - added]:
                 self.collector.add(0 if relay is None else relay, data, list(sources))
@@ -343,18 +361,17 @@ class Sharing:
                 self.collector.add(-1, data, list(own))
             report.decode_seconds += time.perf_counter() - began
             if relay is not None:
-                self._count_held(relay, fields)
-            for reason in fields.texts("refused", longest=most):
+                self._count_held(relay, header.held)
+            for reason in limited(header.refused, most, "reasons"):
                 report.refuse(f"{name}: {reason}")
         except FedcompError as error:
             report.refuse(f"{name}: {error}")
 
-    def _count_held(self, relay: int, fields: Fields) -> None:
+    def _count_held(self, relay: int, numbers: tuple[int, ...]) -> None:
         """Take a relay's word of what lies in its own store: whom to ask for, and what those sent who no longer say."""
         if self.hub or relay in self.heard:
             return
         self.heard.add(relay)
-        numbers = fields.integers("held")
         held = dict(zip(numbers[::2], numbers[1::2], strict=False))
         self.collector.holds(relay, held.keys())
         for source, size in held.items():
@@ -426,8 +443,8 @@ class Sharing:
         try:
             if reply.has_error():
                 raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-            fields = fields_of(reply.content)
-            for reason in fields.texts("refused", longest=len(self.now.members)) if fields is not None else ():
+            kept = Kept.take(reply)
+            for reason in limited(kept.refused, len(self.now.members), "reasons"):
                 self.now.report.refuse(f"relay {relay.index}, {what}: {reason}")
         except FedcompError as error:
             self.now.report.refuse(f"relay {relay.index}, {what}: {error}")

@@ -39,19 +39,18 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.coding.transport import SpoolRoot
-from fedcomp.errors import ConfigError, FedcompError, StateError, nearest
+from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.coded import HELLO, NO_HANDLER, Fields, fields_of, put_fields
+from fedcomp.flower.coded import HELLO, NO_HANDLER, Header, Hello, Indexed, Introduced, Query, SumShared
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import addressed, join, partition_lookup
-from fedcomp.flower.payload import PARTITIONS
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.report import Reports, reports_of, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push, own_loop
@@ -170,6 +169,17 @@ class Member:
     address: str
 
 
+H = TypeVar("H", bound=Header)
+T = TypeVar("T")
+
+
+def limited(values: tuple[T, ...], most: int, what: str) -> tuple[T, ...]:
+    """Return ``values``; raise :class:`Rejected` where there are more than this round has room for."""
+    if len(values) > most:
+        raise Rejected(f"{len(values)} {what}, at most {most} are accepted")
+    return values
+
+
 @dataclass
 class CodedRound:
     """One round as a construction sees it.
@@ -179,7 +189,7 @@ class CodedRound:
     number : int
     common : dict
         Fields of every message of the run: ``construction``, ``run`` (eight bytes that name the strategy object, also
-        when it is resumed), ``transport``, ``max-store``, and ``spool`` for simulated links.
+        when it is resumed), ``transport``, ``max_store``, and ``spool`` for simulated links.
     inner : Strategy
     grid : Grid
     arrays : ArrayRecord
@@ -203,19 +213,26 @@ class CodedRound:
     members: list[Member]
     strangers: list[Message]
     report: Coding
-    _learn: Callable[[int, Fields], None]
+    _learn: Callable[[int, Introduced | SumShared], None]
 
-    def plan(self, member: Member, fields: Mapping[str, Any]) -> Message:
+    def plan(self, member: Member, schema: type[Indexed], fields: Mapping[str, Any]) -> Message:
         """Return the member's training message with the plan in it."""
         content = RecordDict(dict(member.message.content.items()))
-        put_fields(content, {**self._common(), "index": member.index, **fields})
+        schema(**self._common(), index=member.index, **fields).put(content)
         member.message.content = content
         return member.message
 
-    def query(self, kind: str, node: int, fields: Mapping[str, Any], content: RecordDict | None = None) -> Message:
+    def query(
+        self,
+        kind: str,
+        node: int,
+        schema: type[Query],
+        fields: Mapping[str, Any],
+        content: RecordDict | None = None,
+    ) -> Message:
         """Return a query of one of the kinds in :mod:`fedcomp.flower.coded`; ``content`` holds more records for it."""
         content = RecordDict() if content is None else content
-        put_fields(content, {**self._common(), **fields})
+        schema(**self._common(), **fields).put(content)
         return Message(content, node, kind, group_id=str(self.number))
 
     def push(self, messages: Iterable[Message], timeout: float | None) -> Push:
@@ -227,32 +244,27 @@ class CodedRound:
         asked = dict(addressed(messages))
         return {asked[r.metadata.reply_to_message_id]: r for r in replies if r.metadata.reply_to_message_id in asked}
 
-    def header(self, member: Member, reply: Message) -> Fields:
-        """Return the header of a member's reply.
+    def header(self, member: Member, reply: Message, schema: type[H]) -> H:
+        """Return the header of a member's reply, and take note of what it says of the member; see :meth:`answer`."""
+        found = self.answer(reply, schema)
+        if isinstance(found, Introduced | SumShared):
+            self._learn(member.node, found)
+        return found
+
+    def answer(self, reply: Message, schema: type[H]) -> H:
+        """Return the header of an answer.
 
         Raises
         ------
-        Rejected
-            When the reply is an error, or has no header: then it is an ordinary one.
+        Rejected, SchemaError
+            When the answer is an error, is of another round, or has another header or none.
         """
         if reply.has_error():
             raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-        fields = fields_of(reply.content)
-        if fields is None:
-            raise Rejected("the reply has no header of a coded round")
-        if fields.integer("round", 0) != self.number:
-            raise Rejected(f"the reply is of round {fields.integer('round', 0)}, expected {self.number}: a stale reply")
-        self._learn(member.node, fields)
-        return fields
-
-    def answer(self, reply: Message) -> Fields:
-        """Return the header of a query's answer; raise :class:`Rejected` when there is none of this round."""
-        if reply.has_error():
-            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-        fields = fields_of(reply.content)
-        if fields is None or fields.integer("round", 0) != self.number:
-            raise Rejected("the answer has no header of this round")
-        return fields
+        found = schema.take(reply)
+        if found.round != self.number:
+            raise Rejected(f"the reply is of round {found.round}, expected {self.number}: a stale reply")
+        return found
 
     def aggregate(self, replies: Iterable[Message]) -> Outcome:
         """Hand replies, decoded and ordinary ones, to the inner strategy in the order in which a driver would."""
@@ -497,12 +509,12 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
         """Ask nodes met for the first time who they are. Those without the mod are remembered, silent ones are not."""
         if not nodes:
             return
-        fields = {**self._common(), "round": server_round}
+        asked_of_all = Query(**self._common(), round=server_round)
         messages = []
         self._refusals = {}
         for node in nodes:
             content = RecordDict()
-            put_fields(content, fields)
+            asked_of_all.put(content)
             messages.append(Message(content, node, HELLO, group_id=str(server_round)))
         replies = yield Push(messages, self.settings.collect_timeout)
         asked, known = dict(addressed(messages)), partition_lookup(grid)
@@ -518,13 +530,9 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
                     log.warning("node %d: %s", node, self._deaf[node])
                 continue
             try:
-                fields_here = fields_of(reply.content)
-                if fields_here is None:
-                    raise StateError("it speaks another version of the coded protocol")
-                engine = known(node)
-                declared = fields_here.integer("partition", most=PARTITIONS - 1) if engine is None else engine
-                public = fields_here.data("public", length=32)
-                self._greeted[node] = _Greeted(declared, public, fields_here.text("address", ""))
+                hello, engine = Hello.take(reply), known(node)
+                declared = hello.partition if engine is None else engine
+                self._greeted[node] = _Greeted(declared, hello.public, hello.address)
             except FedcompError as error:
                 self._deaf[node] = shorten(f"the hello cannot be used: {error}")
                 log.warning("node %d: %s", node, self._deaf[node])
@@ -534,7 +542,7 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             "construction": self.settings.construction,
             "run": self._run,
             "transport": self.settings.transport,
-            "max-store": self.settings.max_store_bytes,
+            "max_store": self.settings.max_store_bytes,
             "spool": "" if self._links is None else str(self._links.root),
         }
 
@@ -545,12 +553,10 @@ class CodedFedAvg(ExchangeStrategy, Stateful):
             return greeted.address
         return self._links.address(greeted.partition)
 
-    def _learn(self, node: int, fields: Fields) -> None:
+    def _learn(self, node: int, header: Introduced | SumShared) -> None:
         """Take over a public key and address that a node says are new: it was restarted with an empty state."""
-        if "public" in fields:
-            greeted = self._greeted[node]
-            address = fields.text("address", "")
-            self._greeted[node] = _Greeted(greeted.partition, fields.data("public", length=32), address)
+        if header.public:
+            self._greeted[node] = _Greeted(self._greeted[node].partition, header.public, header.address)
 
     def identity(self) -> str:
         """Return construction and code, which must not change within a run."""

@@ -24,10 +24,9 @@ of which the server owns all but one, and what the sum itself says. See docs/sys
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +43,20 @@ from fedcomp.coding.sumshards import HEADER_BYTES, MASKED, SUM, TAG_BYTES, Held,
 from fedcomp.coding.transport import HEADER_BYTES as PARCEL_BYTES
 from fedcomp.coding.transport import Parcel
 from fedcomp.errors import ConfigError, FedcompError, nearest
-from fedcomp.flower.coded import COLLECT, MASKED_UPDATE, PUT, SUM_SHARD, put_bundle, take_bundle
+from fedcomp.flower.coded import (
+    COLLECT,
+    MASKED_UPDATE,
+    PUT,
+    SUM_SHARD,
+    Header,
+    SumHeld,
+    SumQuestion,
+    SumReport,
+    SumShared,
+    SumTraining,
+    put_bundle,
+    take_bundle,
+)
 from fedcomp.flower.coded import SUM as ASK_SUM
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import Announcement
@@ -53,7 +65,7 @@ from fedcomp.flower.rounds import Exchanges
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful
 from fedcomp.strategies.coded.sharing import GONE
-from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings
+from fedcomp.strategies.coded.strategy import CodedRound, Member, Outcome, Settings, limited
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.replies import Rejected, agreeing, strip
@@ -313,15 +325,15 @@ class _Summing:
     def share(self) -> Exchanges[None]:
         """Let everybody train and share."""
         fields = self._brief() | {
-            "relays": [relay.index for relay in self.relays],
+            "relays": tuple(relay.index for relay in self.relays),
             "weight": self.construction.weight_key or "",
             "metrics": self.construction.metrics,
         }
         if self.seal:
             fields["keys"] = b"".join(relay.public for relay in self.relays)
         if not self.hub:
-            fields["addresses"] = [relay.address for relay in self.relays]
-        messages = [self.now.plan(member, fields) for member in self.now.members]
+            fields["addresses"] = tuple(relay.address for relay in self.relays)
+        messages = [self.now.plan(member, SumTraining, fields) for member in self.now.members]
         replies = yield self.now.push(messages, self.now.settings.share_timeout)
         got = self.now.by_node(messages, replies)
         for member in self.now.members:
@@ -334,7 +346,7 @@ class _Summing:
                 self.reasons[member.index] = str(error)
 
     def _brief(self) -> dict[str, Any]:
-        return {"plan": json.dumps(self.plan.config(), separators=(",", ":")), "seal": self.seal}
+        return {"plan": self.plan.config(), "seal": self.seal}
 
     def _take_shared(self, member: Member, reply: Message) -> None:
         if not reply.has_error() or reply.error.code not in GONE:
@@ -343,16 +355,16 @@ class _Summing:
             # The app raised, a mod refused, the process crashed: what the client remembers of its shards may be undone.
             # Peers may hold them, but nobody knows whether it would send the same update again.
             self.withdrawn.add(member.index)
-        header = self.now.header(member, reply)
-        tag = header.data("tag", length=TAG_BYTES)
+        header = self.now.header(member, reply, SumShared)
+        tag = header.tag
         self._require_sequence(member.index, tag)
         if self.construction.mode == "mask":
             self._take_masked(member, reply.content, tag)
         if self.hub:
             self._take_parcels(member, reply.content)
         else:
-            self._count_peer(member, header.integers("sent", most=1 << 40, longest=len(self.relays)))
-        for reason in header.texts("failed", longest=len(self.relays)):
+            self._count_peer(member, limited(header.sent, len(self.relays), "parcels handed over"))
+        for reason in limited(header.failed, len(self.relays), "reasons"):
             self.now.report.refuse(f"source {member.index}: {reason}")
         self.tags[member.index] = tag
         self.contents[member.index] = strip(reply.content)
@@ -402,8 +414,8 @@ class _Summing:
             content = RecordDict()
             if self.hub:
                 self.now.report.count("hub_down", put_bundle(content, self.bags.get(row, [])))
-            fields = {**self._brief(), "row": row, "unknown": unknown}
-            messages.append(self.now.query(PUT if self.hub else COLLECT, relay.node, fields, content))
+            fields = {**self._brief(), "row": row, "unknown": tuple(unknown)}
+            messages.append(self.now.query(PUT if self.hub else COLLECT, relay.node, SumReport, fields, content))
             rows[relay.node] = row
         replies = yield self.now.push(messages, self.timeout)
         for node, reply in self.now.by_node(messages, replies).items():
@@ -413,18 +425,17 @@ class _Summing:
                 self.now.report.refuse(f"relay {rows[node]}, report: {error}")
 
     def _take_report(self, row: int, reply: Message) -> None:
-        fields = self.now.answer(reply)
-        most = 4 * len(self.now.members)
-        sources = fields.integers("sources", most=self.plan.contributors - 1, longest=most)
-        tags = fields.data("tags", b"", length=TAG_BYTES * len(sources))
-        details = tuple((s, tags[TAG_BYTES * i : TAG_BYTES * (i + 1)]) for i, s in enumerate(sources))
-        report = Held(fields.data("bitmap"), fields.data("digest", length=8), details)
+        header, most = self.now.answer(reply, SumHeld), 4 * len(self.now.members)
+        sources = limited(header.sources, most, "encodings")
+        if max(sources, default=0) >= self.plan.contributors:
+            raise Rejected(f"encodings of contributor {max(sources)} of {self.plan.contributors}")
+        details = tuple((s, header.tags[TAG_BYTES * i : TAG_BYTES * (i + 1)]) for i, s in enumerate(sources))
+        report = Held(header.bitmap, header.digest, details)
         self.held[row] = report.tags(self.plan, self.tags)
-        for reason in fields.texts("refused", longest=most):
+        for reason in limited(header.refused, most, "reasons"):
             self.now.report.refuse(f"relay {row}: {reason}")
         if not self.hub:
-            sizes = fields.integers("sizes", most=1 << 40, longest=most)
-            for source, size in dict(zip(sources, sizes, strict=False)).items():
+            for source, size in dict(zip(sources, header.sizes, strict=False)).items():
                 if source not in self.tags:
                     self._count_peer(self.now.members[source], [size])
 
@@ -511,18 +522,18 @@ class _Summing:
         fields = self._brief() | {
             "chosen": np.packbits(bits).tobytes(),
             "set": self.name,
-            "named": ambiguous,
+            "named": tuple(ambiguous),
             "tags": b"".join(self.tags[s] for s in ambiguous),
         }
         rows = {self.relays[row].node: row for row in batch}
-        messages = [self.now.query(ASK_SUM, node, {**fields, "row": row}) for node, row in rows.items()]
+        messages = [self.now.query(ASK_SUM, node, SumQuestion, {**fields, "row": row}) for node, row in rows.items()]
         replies = yield self.now.push(messages, self.timeout)
         report.waves += 1
         report.asked += len(batch)
         for node, reply in self.now.by_node(messages, replies).items():
             row = rows[node]
             try:
-                self.now.answer(reply)
+                self.now.answer(reply, Header)
                 (data,) = take_bundle(reply.content, most=1, longest=self.longest) or [b""]
                 shard = Shard.from_bytes(data, self.plan)
                 if (shard.kind, shard.relay, shard.source, shard.tag) != (SUM, row, len(self.chosen), self.name):
@@ -579,7 +590,7 @@ class _Summing:
             self.now.report.note(f"metrics of node {node} are left out: {reason}")
         return [self.contents[source] for source in kept]
 
-    def _count_peer(self, member: Member, sizes: list[int]) -> None:
+    def _count_peer(self, member: Member, sizes: Sequence[int]) -> None:
         wire, payload = sum(sizes), sum(max(0, size - PARCEL_BYTES) for size in sizes)
         self.now.report.count("peer", wire)
         if wire and (record := getattr(self.now.grid, "record_peer", None)) is not None:

@@ -18,7 +18,7 @@ from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say, different_bytes
 from fedcomp.experiments.spec import RunResult
 from fedcomp.experiments.vanishing import Life, PeerShards, World, live, relive
-from fedcomp.flower.coded import put_fields
+from fedcomp.flower.coded import RelayTraining
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.timing import Link
 from fedcomp.timing.dropout import ALWAYS, Compute, Presence, Situation
@@ -103,7 +103,22 @@ def test_shards_that_did_not_land_are_taken_from_the_spools(tmp_path: Path) -> N
         for client in range(3):
             content = RecordDict()
             relays = [(client + 1 + i) % 3 for i in range(3)]
-            put_fields(content, {"run": run, "round": 1, "index": client, "relays": relays})
+            RelayTraining(
+                construction="relay",
+                run=run,
+                transport="hub",
+                max_store=0,
+                round=1,
+                index=client,
+                code="mds",
+                symbols=2,
+                shards=3,
+                private=0,
+                seed=0,
+                max_payload=9,
+                source=client,
+                relays=tuple(relays),
+            ).put(content)
             trained[client] = (1.0, Message(content, grid.node_id_of(client), "train"))
         left = PeerShards(tmp_path)(situation, trained)
     # Client 0 dies in its second shard. Client 2 is gone before its first has left, and is not there for client 1's.

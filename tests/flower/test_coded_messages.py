@@ -1,4 +1,4 @@
-"""Fields, bundles and serialised content of coded rounds: exact, bounded, typed errors only."""
+"""Bundles and serialised content of coded rounds: exact, bounded, typed errors only."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcomp.errors import StateError
 from fedcomp.flower.coded import (
-    CODED,
     PARCELS,
-    Fields,
-    fields_of,
     open_content,
     pack_content,
     put_bundle,
-    put_fields,
     take_bundle,
 )
 from fedcomp.flower.payload import PayloadError, put_frame
@@ -82,43 +77,3 @@ def test_bundles_beyond_their_limits_are_refused() -> None:
     record = RecordDict({PARCELS: ConfigRecord({"other": 1})})
     with pytest.raises(PayloadError, match="not a frame"):
         take_bundle(record, most=9, longest=99)
-
-
-def test_fields_are_typed_and_bounded() -> None:
-    record = RecordDict()
-    put_fields(record, {"i": 0, "f": False, "x": 1.5, "t": "text", "b": b"12", "l": [1, 2], "s": ["a"], "none": None})
-    put_fields(record, {**dict(record[CODED].items()), "e": "", "eb": b"", "el": []})
-    fields = fields_of(record)
-    assert fields is not None
-    assert all(name not in fields for name in ("none", "e", "eb", "el")), "count_bytes() raises on what is empty"
-    record[CODED].count_bytes()
-    assert (fields.integer("i"), fields.flag("f"), fields.number("x"), fields.text("t")) == (0, False, 1.5, "text")
-    assert (fields.data("b"), fields.integers("l"), fields.texts("s")) == (b"12", [1, 2], ["a"])
-    assert (fields.integer("no", 7), fields.flag("no"), fields.text("no", ""), fields.integers("no")) == (
-        7,
-        False,
-        "",
-        [],
-    )
-    for wrong in (
-        lambda: fields.integer("no"),
-        lambda: fields.integer("t"),
-        lambda: fields.integer("f"),
-        lambda: fields.integer("i", least=1),
-        lambda: fields.flag("i"),
-        lambda: fields.number("t"),
-        lambda: Fields({"x": float("nan")}).number("x"),
-        lambda: fields.text("t", longest=3),
-        lambda: fields.text("i"),
-        lambda: fields.data("b", length=3),
-        lambda: fields.data("t"),
-        lambda: fields.integers("l", most=1),
-        lambda: fields.integers("l", longest=1),
-        lambda: fields.integers("s"),
-        lambda: fields.texts("l"),
-        lambda: fields.texts("t"),
-    ):
-        with pytest.raises(StateError, match="field"):
-            wrong()
-    assert fields_of(RecordDict()) is None
-    assert fields_of(RecordDict({CODED: ConfigRecord({"protocol": 2})})) is None

@@ -24,7 +24,7 @@ a change of the protocol."""
 def schemas(cls: type[Schema] = Schema) -> set[type[Schema]]:
     """Return all schemas of the library."""
     below = {s for sub in cls.__subclasses__() for s in {sub, *schemas(sub)}}
-    return {s for s in below if s.__module__.startswith("fedcomp.") and is_dataclass(s)}
+    return {s for s in below if s.__module__.startswith("fedcomp.") and is_dataclass(s) and s.__name__[0] != "_"}
 
 
 def name_of(schema: type[Schema]) -> str:

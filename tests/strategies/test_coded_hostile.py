@@ -19,7 +19,7 @@ from fedcomp.coding.packet import Mode, Packet, PacketLimits
 from fedcomp.coding.relay import RelayPlan
 from fedcomp.coding.transport import Parcel, SpoolTransport
 from fedcomp.errors import NoUsableReply
-from fedcomp.flower.coded import CODED, PARCELS, SHARD, pack_content, put_bundle, put_fields, take_bundle
+from fedcomp.flower.coded import CODED, PARCELS, SHARD, pack_content, put_bundle, take_bundle
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 
@@ -146,7 +146,6 @@ RELAY_LIES = {
     "cut bundle": raw(b"\x05\x00\x00\x00abc"),
     "no header": lambda msg, content, context: content.__delitem__(CODED),
     "header of another round": header(round=5),
-    "header of words": header(round="one"),
     "negative count": header(fresh=-1),
     "huge count": header(fresh=10**6),
     "reasons without end": header(refused=["spam " * 100] * 50),
@@ -280,11 +279,8 @@ def test_a_peer_that_forges_another_ones_shards_cannot_change_its_update(monkeyp
 def test_hello_answers_that_cannot_be_used_make_an_ordinary_client() -> None:
     for fields in ({"public": b"short"}, {"public": None}, {"partition": -4}, {"protocol": 99}, {"address": "x" * 999}):
         strategy, found = attack(header(**fields), "query.coded_hello")
-        if "partition" in fields:
-            assert strategy.reports[1].coded.planned == NODES, "the engine knows the partition better than the node"
-        else:
-            assert strategy.reports[1].coded.planned == NODES - 1
-            assert "hello cannot be used" in next(iter(strategy.reports[1].coded.direct.values()))
+        assert strategy.reports[1].coded.planned == NODES - 1
+        assert "hello cannot be used" in next(iter(strategy.reports[1].coded.direct.values()))
         assert found == uncoded()
 
 
@@ -365,25 +361,14 @@ def test_a_plan_from_a_hostile_server_is_refused_by_the_client_without_training(
     app, said = training_told(trained), []
 
     for changes, reason in (
-        ({"symbols": 0}, "symbols"),
-        ({"symbols": 5, "shards": 3}, "fewer than"),
-        ({"shards": 4000}, "shards"),
+        ({"symbols": 7}, "fewer than"),
         ({"private": 1, "code": "rlnc"}, "needs code='mds'"),
         ({"construction": "exfiltrate"}, "this client knows"),
-        ({"run": b"four"}, "8 bytes"),
-        ({"round": -1}, "round"),
-        ({"max-payload": 0}, "max-payload"),
-        ({"relays": [1, "two"]}, "whole numbers"),
     ):
 
         def tampered(msg: Message, context: Context, changes=changes) -> Message:
             if msg.metadata.message_type == "train":
-                fields = {**dict(msg.content[CODED].items()), **changes}
-                fields.pop("protocol")
-                if changes.get("relays"):
-                    msg.content[CODED] = ConfigRecord({**dict(msg.content[CODED].items()), "relays": ["1", "2"]})
-                else:
-                    put_fields(msg.content, fields)
+                msg.content[CODED] = ConfigRecord({**dict(msg.content[CODED].items()), **changes})
             reply = app(msg, context)
             if msg.metadata.message_type == "train":
                 said.append(reply.error.reason if reply.has_error() else "")

@@ -28,6 +28,7 @@ from coded_sum_runs import (
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedMedian
+from message_examples import fields_of
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.coded.mod import coded
@@ -43,7 +44,6 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.coded import (
     MASKED_UPDATE,
     SUM,
-    fields_of,
     pack_content,
     put_bundle,
     take_bundle,

@@ -18,19 +18,20 @@ from coded_sum_runs import (
     sender,
     train_replies,
 )
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from message_examples import fields_of
 from toy import client_app, stack
 
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.coding.sumcode import SumPlan, contribution
-from fedcomp.coding.sumshards import TAG_BYTES, make_tag, set_digest
+from fedcomp.coding.sumshards import make_tag, set_digest
 from fedcomp.flower.coded import (
+    CODED,
     HELLO,
     PUT,
     SUM,
-    fields_of,
-    put_fields,
+    Query,
 )
 
 
@@ -38,9 +39,9 @@ def ask(grid: Tap, asked: Message, sources: list[int], **changes) -> Message:
     """Ask the relay of ``asked`` for the sum over other sources."""
     plan = SumPlan.from_config(json_of(fields_of(asked.content)))
     by_partition = {
-        grid.partition_of(sender(r, grid)): fields_of(r.content).data("tag", length=TAG_BYTES)
+        grid.partition_of(sender(r, grid)): fields_of(r.content)["tag"]
         for r in train_replies(grid)
-        if fields_of(r.content).integer("round") == fields_of(asked.content).integer("round")
+        if fields_of(r.content)["round"] == fields_of(asked.content)["round"]
     }
     bits = np.zeros(NODES, bool)
     bits[sources] = True
@@ -55,7 +56,7 @@ def ask(grid: Tap, asked: Message, sources: list[int], **changes) -> Message:
 
 def put(grid: Tap, asked: Message, kind: str, record: dict, content: RecordDict | None = None) -> Message:
     content = RecordDict() if content is None else content
-    put_fields(content, record)
+    content[CODED] = ConfigRecord({k: v for k, v in record.items() if v not in ("", b"", [])})
     (reply,) = grid.send_and_receive([Message(content, asked.metadata.dst_node_id, kind)], timeout=9)
     return reply
 
@@ -107,10 +108,12 @@ def test_a_round_before_the_last_answer_is_over_in_every_run() -> None:
     """Parcels of two rounds are kept: of the older one nothing is added any more, whatever else was said meanwhile."""
     grid, strategy = grid_of(), coded_sum(transport="peers")
     run(strategy, grid, 2)
-    asked = {(fields_of(m.content).integer("round"), m.metadata.dst_node_id): m for m in grid.sent if is_sum(m)}
+    asked = {(fields_of(m.content)["round"], m.metadata.dst_node_id): m for m in grid.sent if is_sum(m)}
     node = next(node for round_, node in asked if round_ == 1 and (2, node) in asked)
     before = asked[1, node]
-    put(grid, before, HELLO, {**before.content.config_records["fedcomp.coded"], "run": b"another."})
+    said = fields_of(before.content) | {"run": b"another."}
+    hello = {entry.name: said[entry.name] for entry in Query.entries() if entry.name in said}
+    assert not put(grid, before, HELLO, hello).has_error()
     assert "round 1 is over" in ask(grid, before, list(range(NODES))).error.reason
 
 

@@ -11,6 +11,7 @@ import pytest
 from coded_sum_runs import LAYOUT, SIZE, Recorder, Tap, included, json_of, train_replies
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import FedMedian
+from message_examples import fields_of
 from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.coded import sums as coded_sum_client
@@ -21,7 +22,7 @@ from fedcomp.codecs import FixedPoint, RandomK, TopK, fixed_point_of
 from fedcomp.coding.sumcode import SumPlan
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
-from fedcomp.flower.coded import SUM, fields_of
+from fedcomp.flower.coded import SUM
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import Ledger
