@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
+from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
 
 NODES, PIXELS, IMAGES, SEED = 4, 12, 3, 5
 
@@ -89,7 +91,12 @@ def strategy(made: type[DataLens] = DataLens, **options: Any) -> DataLens:
     usual |= {"insecure_deterministic": True, "seed": SEED}
     if options.get("teachers", 1) > 1:
         usual["population"] = 15 * NODES * options["teachers"]
-    return made(lambda config: ToyStudent(), **{**usual, **options})
+    given = {**usual, **options}
+    votes, teachers = (
+        kind(**{field.name: given.pop(field.name) for field in fields(kind) if field.name in given})
+        for kind in (VoteSettings, TeacherSettings)
+    )
+    return made(lambda config: ToyStudent(), votes, teachers, **given)
 
 
 def grid(app: Callable | None = None, nodes: int = NODES, **options: Any) -> MeteredGrid:

@@ -36,6 +36,7 @@ from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
 from fedcomp.strategies.private.lsg import KeptIntake, Lsg
+from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
 from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.replies import Arrival
 from fedcomp.tasks.teachers import by_hash, wrapping_deal
@@ -195,10 +196,9 @@ class Lessons(Subject):
     def _make(self, z: float, seed: int) -> _Shown:
         return _Shown(
             lambda config: _Drawn(),
-            k=VOTES,
+            VoteSettings(k=VOTES, images=IMAGES),
+            TeacherSettings(teachers=self.teachers),
             noise_multiplier=z,
-            images=IMAGES,
-            teachers=self.teachers,
             population=POPULATION,
             delta=DELTA,
             clients=CLIENTS,

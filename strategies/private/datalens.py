@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, StateError
 from fedcomp.flower import datalens
-from fedcomp.flower.datalens import SENDS, TrainingRequest
+from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import LENGTHS, SECRET
@@ -44,12 +44,12 @@ from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import PrivateSum, Votes
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
 from fedcomp.strategies.replies import Sent, match_replies
 from fedcomp.strategies.round_log import RoundLog
 
@@ -119,53 +119,18 @@ class DataLens(ExchangeStrategy, Stateful):
     ----------
     student : callable
         ``student(config)`` returns the generator's side, see :class:`Student`; called once, in the first round.
-    k : int
-        Votes of a teacher on an image; all pixels where there are fewer.
-    noise_multiplier : float
-        z: standard deviation of the noise on a sum of votes over its sensitivity, which is sqrt(k), twice that under
-        ``replace``. The published code's sigma is 2 sqrt(k) z. 0 promises nothing.
-    images : int
-        B, generated images of a round.
-    eta : float
-        Length of a target's step per pixel.
-    beta : float
-        Threshold, as a fraction of the expected number of teachers.
-    teachers : int
-        Of each client. With more than one, what is protected is a teacher's share of the records and not a client.
-    saturation : float, optional
-        Magnitudes above it vote with certainty (the published code's max_grad).
-    stochastic : bool
-        False casts the plain signs.
-    teacher_lr, decay : float
-        Of the discriminators' Adam.
-    pretrain, steps : int
-        Discriminator steps before a client's first votes, beside the ``steps`` before each of its votes.
-    batch : int
-        Records of a discriminator's step.
-    send : {"generator", "images"}
-        What goes down. With the generator's weights teachers make images of their own records' labels to learn from, as
-        the published code does; with images they learn from those they vote on.
-    adjacency : {"replace", "zero_out", "add_remove"}
-        ``replace``, the default, is what holds for a record of any teacher: the number of teachers stays as it is, and
-        one of them may vote otherwise in every place.
-    delta : float
+    votes : VoteSettings
+    teachers : TeacherSettings
     clients : int
-        How many there are, of whom ``teachers`` each make the expected number; 0: learnt by :meth:`declare`.
-    population : int
-        Public number of units, below one over which ``delta`` must be; 0: the number of clients. With several teachers
-        per client records are the unit, and how many there are has to be said.
-    sampling : Sampling, optional
-        Which clients take part; default all of them.
-    budget : float, optional
-    noise : {"discrete_gaussian", "skellam", "gaussian"}
-    pad : bool
-        Let every answer be as long as the longest that any votes could make; False lets lengths tell about the votes.
-    insecure_deterministic : bool
-        Take noise and samples from ``seed``. The statement says so.
-    seed : int
-        Of everything public: noise and labels of images, initial values, who of a client's teachers holds which record.
+        How many there are, of whom each makes the expected number with its teachers; 0: learnt by :meth:`declare`.
     deadline : float, optional
         Seconds to wait for votes; default the driver's timeout.
+    **privacy
+        The promise, see :class:`fedcomp.strategies.private.settings.PrivacySettings`. The sensitivity of a sum of votes
+        is sqrt(k), twice that under ``replace``; the published code's sigma is 2 sqrt(k) z. ``adjacency`` is "replace"
+        unless given, which is what holds for a record of any teacher: the number of teachers stays as it is, and one of
+        them may vote otherwise in every place. ``population`` is the number of clients unless given; with several
+        teachers per client records are the unit, and how many there are has to be said.
 
     Attributes
     ----------
@@ -191,72 +156,47 @@ class DataLens(ExchangeStrategy, Stateful):
     def __init__(
         self,
         student: StudentOf,
+        votes: VoteSettings,
+        teachers: TeacherSettings = TeacherSettings(),  # noqa: B008 - immutable
         *,
-        k: int,
-        noise_multiplier: float,
-        images: int = 15,
-        eta: float = 1e-3,
-        beta: float = 0.2,
-        teachers: int = 1,
-        saturation: float | None = None,
-        stochastic: bool = True,
-        teacher_lr: float = 1e-3,
-        decay: float = 0.5,
-        pretrain: int = 10,
-        steps: int = 2,
-        batch: int = 30,
-        send: str = "generator",
-        adjacency: Adjacency = "replace",
-        delta: float = 1e-5,
         clients: int = 0,
-        population: int = 0,
-        sampling: Sampling | None = None,
-        budget: float | None = None,
-        noise: str = "discrete_gaussian",
-        pad: bool = True,
-        insecure_deterministic: bool = False,
-        seed: int = 0,
         deadline: float | None = None,
         configrecord_key: str = "config",
+        **privacy: Any,
     ) -> None:
-        whole = {"k": k, "images": images, "teachers": teachers, "batch": batch, "steps": steps + 1}
-        whole |= {"pretrain": pretrain + 1, "clients": clients + 1, "population": population + 1}
-        for name, value in whole.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} of DataLens is {value!r}; expected a whole number in its range")
-        for name, number, low in (("eta", eta, 0.0), ("teacher_lr", teacher_lr, 0.0), ("beta", beta, -1.0)):
-            if not low < number < float("inf") or number < 0.0:
-                raise ConfigError(f"{name}={number!r} is not valid: a finite number {'>= 0' if low else '> 0'}")
-        if send not in SENDS:
-            raise ConfigError(f"send={send!r} is not known; say one of {', '.join(SENDS)}")
-        if teachers > 1 and adjacency != "replace":
+        given = PrivacySettings(**{"adjacency": "replace", **privacy})
+        count, adjacency, population = teachers.teachers, given.adjacency, given.population
+        if isinstance(clients, bool) or not isinstance(clients, int) or clients < 0:
+            raise ConfigError(f"clients of DataLens is {clients!r}; expected a whole number, at least 0")
+        if count > 1 and adjacency != "replace":
             raise ConfigError(
-                f"adjacency={adjacency!r} does not fit {teachers} teachers per client: what one record changes is one "
+                f"adjacency={adjacency!r} does not fit {count} teachers per client: what one record changes is one "
                 "teacher's vote, and their number stays as it is; say adjacency='replace'"
             )
-        if teachers > 1 and not population:
+        if count > 1 and not population:
             raise ConfigError(
-                f"with {teachers} teachers per client a record is what is protected, and delta must be below one over "
+                f"with {count} teachers per client a record is what is protected, and delta must be below one over "
                 "the number of records: give population, the public number of records of all clients"
             )
-        self.student, self.k, self.noise_multiplier = student, k, noise_multiplier
-        self.images, self.eta, self.beta, self.teachers = images, eta, beta, teachers
-        self.saturation, self.stochastic = saturation, stochastic
-        self.teacher_lr, self.decay = teacher_lr, decay
-        self.pretrain, self.steps, self.batch, self.send = pretrain, steps, batch, send
+        self.student, self.votes, self.teaching = student, votes, teachers
+        self.noise_multiplier, self.noise, self.pad = given.noise_multiplier, given.noise, given.pad
         self.adjacency: Adjacency = adjacency
-        self.pad = pad
-        self.noise, self.insecure_deterministic, self.seed = noise, insecure_deterministic, seed
-        self.sampling = Sampling("everyone") if sampling is None else sampling
+        self.insecure_deterministic, self.seed = given.insecure_deterministic, given.seed
+        self.sampling = given.drawn
         self.deadline = deadline
         self.clients, self.population = 0, population
         self.reports = Reports()
         self._log = RoundLog("DataLens")
-        unit = "client" if teachers == 1 else "record"
+        unit = "client" if count == 1 else "record"
         self.privacy = Ledger(
-            delta=delta, population=0, adjacency=adjacency, sampling=self.sampling, budget=budget, unit=unit
+            delta=given.delta,
+            population=0,
+            adjacency=adjacency,
+            sampling=self.sampling,
+            budget=given.budget,
+            unit=unit,
         )
-        self.mechanism((images, k))  # refuses its own arguments
+        self.mechanism((votes.images, votes.k))  # refuses its own arguments
         self._key = configrecord_key
         self._session = secrets.token_hex(8)
         self._sequence = 0
@@ -275,22 +215,22 @@ class DataLens(ExchangeStrategy, Stateful):
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
             noise=self.noise,
-            k=min(self.k, shape[1]),
+            k=min(self.votes.k, shape[1]),
             shape=shape,
             by_row=True,
         )
 
     def event(self, pixels: int) -> Event:
         """Return what a round costs: one release for each image."""
-        mechanism = self.mechanism((self.images, pixels))
+        mechanism = self.mechanism((self.votes.images, pixels))
         return mechanism.event(
-            rate=self.sampling.event_rate, size=self.images * pixels, label="votes on generated images"
+            rate=self.sampling.event_rate, size=self.votes.images * pixels, label="votes on generated images"
         )
 
     @property
     def expected(self) -> float:
         """Public number of teachers that vote in a round."""
-        return self.sampling.expected(self.clients) * self.teachers
+        return self.sampling.expected(self.clients) * self.teaching.teachers
 
     def declare(self, population: int) -> None:
         """Learn the number of clients, unless the constructor was told."""
@@ -312,7 +252,7 @@ class DataLens(ExchangeStrategy, Stateful):
         How many pixels an image has is known from the first round on, and matters only for what the noise sampler adds
         to delta; the round itself asks again, before any client hears of it.
         """
-        if self.privacy.affords(self.event(self._pixels or self.k), round=server_round):
+        if self.privacy.affords(self.event(self._pixels or self.votes.k), round=server_round):
             return ""
         return (
             f"the budget of epsilon {self.privacy.budget:g} at delta {self.privacy.delta:g} allows no further step: "
@@ -322,17 +262,19 @@ class DataLens(ExchangeStrategy, Stateful):
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
         self._require_clients()
-        one = self.teachers == 1
+        one = self.teaching.teachers == 1
         return make_statement(
             self.privacy,
-            mechanism=self.mechanism((self.images, self._pixels or self.k)),
+            mechanism=self.mechanism((self.votes.images, self._pixels or self.votes.k)),
             unit_note=(
                 "a client is one teacher, so all its records together are protected"
                 if one
-                else f"a record is in the hands of one teacher, of which a client has {self.teachers}, for as long as "
+                else f"a record is in the hands of one teacher, of which a client has "
+                f"{self.teaching.teachers}, for as long as "
                 "the assignment of records to clients is disjoint as well; a client as a whole is not protected"
             ),
-            clip=f"at most {self.k} votes of -1 or 1 on an image, counted by the server; no gradient leaves a client",
+            clip=f"at most {self.votes.k} votes of -1 or 1 on an image, counted by the server; "
+            "no gradient leaves a client",
             trust="the server sees single votes and is trusted; clients and users of the generator are not",
             protects="every generator and every image made by it, so the final one and all before it",
             not_covered=NOT_COVERED if self.pad else (*NOT_COVERED, LENGTHS),
@@ -343,9 +285,9 @@ class DataLens(ExchangeStrategy, Stateful):
         """Log the parameters."""
         log.info(
             "\t├──> DataLens: %d images a step, %d votes on each, %d teachers a client, noise multiplier %g (%s)",
-            self.images,
-            self.k,
-            self.teachers,
+            self.votes.images,
+            self.votes.k,
+            self.teaching.teachers,
             self.noise_multiplier,
             self.adjacency,
         )
@@ -389,7 +331,7 @@ class DataLens(ExchangeStrategy, Stateful):
         holders = Holders()
         holders.meet(grid)
         replies = yield Push(messages, self.deadline)
-        total = PrivateSum(self.mechanism((self.images, request.pixels)), (self.images, request.pixels))
+        total = PrivateSum(self.mechanism((self.votes.images, request.pixels)), (self.votes.images, request.pixels))
         sent = [Sent(message, message.metadata.dst_node_id, request.sequence) for message in messages]
         whole = self.reports.begin(server_round)
         whole.asked = len(sent)
@@ -401,9 +343,9 @@ class DataLens(ExchangeStrategy, Stateful):
             event=self.event(request.pixels),
             participants=chosen,
         )
-        passed = threshold(noisy, self.beta * self.expected)
+        passed = threshold(noisy, self.votes.beta * self.expected)
         votes.moved = float(np.count_nonzero(passed)) / passed.size
-        targets = (self.eta * passed).astype(np.float32)
+        targets = (self.votes.eta * passed).astype(np.float32)
         moments = student.start() if self._moments is None else self._moments
         after, self._moments = student.step(generator, moments, request.key, targets)
         self._log.conclude(whole, withheld=self.withholds)
@@ -423,22 +365,22 @@ class DataLens(ExchangeStrategy, Stateful):
     ) -> tuple[TrainingRequest, NDArray[np.float32]]:
         # Below 2**63, which is the largest integer a message carries.
         draw = Key(self.seed, "datalens/draw", server_round).u64() >> 1
-        images = student.images(generator, Key(draw, "datalens"), self.images)
+        images = student.images(generator, Key(draw, "datalens"), self.votes.images)
         request = TrainingRequest(
             session=self._session,
             sequence=self._sequence + 1,
             draw=draw,
-            images=self.images,
+            images=self.votes.images,
             pixels=images.shape[1],
-            teachers=self.teachers,
-            k=min(self.k, images.shape[1]),
-            saturation=float(self.saturation or 0.0),
-            stochastic=self.stochastic,
-            steps=self.steps,
-            pretrain=self.pretrain,
-            batch=self.batch,
-            lr=float(self.teacher_lr),
-            decay=float(self.decay),
+            teachers=self.teaching.teachers,
+            k=min(self.votes.k, images.shape[1]),
+            saturation=float(self.votes.saturation or 0.0),
+            stochastic=self.votes.stochastic,
+            steps=self.teaching.steps,
+            pretrain=self.teaching.pretrain,
+            batch=self.teaching.batch,
+            lr=float(self.teaching.teacher_lr),
+            decay=float(self.teaching.decay),
             seed=self.seed,
             pad=self.pad,
         )
@@ -454,7 +396,7 @@ class DataLens(ExchangeStrategy, Stateful):
     ) -> Message:
         content = RecordDict({self._key: config})
         request.put(content)
-        if self.send == "images":
+        if self.teaching.send == "images":
             datalens.put_images(content, images)
         else:
             content[datalens.MODEL] = arrays
@@ -496,7 +438,7 @@ class DataLens(ExchangeStrategy, Stateful):
         rows = decode_rows(frame, request.rows, request.pixels, request.k)
         if rows.shape != (request.rows, request.pixels):
             raise Unbounded(f"votes have shape {rows.shape}, expected {(request.rows, request.pixels)}")
-        return rows.reshape(self.teachers, self.images, request.pixels)
+        return rows.reshape(self.teaching.teachers, self.votes.images, request.pixels)
 
     def _student(self, config: ConfigRecord) -> Student:
         if self._made is None:

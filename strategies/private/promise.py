@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from flwr.serverapp.strategy import Strategy
@@ -21,11 +21,11 @@ from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.ledger import Ledger
 from fedcomp.privacy.mechanism import Mechanism
-from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from fedcomp.strategies.means import MEANS, is_mean
 from fedcomp.strategies.private.release import Release
+from fedcomp.strategies.private.settings import PrivacySettings
 
 NOT_COVERED: Final = (
     "the choice of hyper-parameters and of the model, and preprocessing of the data",
@@ -45,32 +45,11 @@ class Promise(Release, Strategy):
     inner : Strategy
         One of Flower's weighted means, made with ``fraction_evaluate=0.0``. Its ``fraction_train`` stays at 1: who
         takes part is decided by ``sampling``.
-    noise_multiplier : float
-        Standard deviation of the noise on the sum over the sensitivity of the sum; 0 promises nothing.
-    adjacency : {"zero_out", "add_remove", "replace"}
-        What one client may change. Under "zero_out" its contribution is left out of every sum and count, as one that
-        was refused is; "replace" doubles the sensitivity.
-    delta : float
-        Must be below 1 / ``population``.
-    population : int
-        Public number N of clients that may ever take part. 0: learnt by :meth:`declare`, which whoever runs the rounds
-        calls.
-    sampling : Sampling, optional
-        Who takes part in a round; default everyone, without amplification.
     count : int
         At most so many clients in a round (0: all who may), drawn uniformly; not with Poisson sampling, and not under
         "add_remove", where another client would take the place of a removed one.
-    budget : float, optional
-        An epsilon at ``delta``; a round that would cross it is not begun.
-    noise : {"discrete_gaussian", "skellam", "gaussian"}
-    pad : bool
-        Let clients fill their frames up to the longest that any update could have (:meth:`Codec.longest`). False saves
-        these bytes; whoever sees message lengths then learns about updates what no noise covers: how clustered their
-        largest coordinates are, how many are zero, and whether there was anything to send at all.
-    insecure_deterministic : bool
-        Take noise and samples from ``seed``: for tests and experiments that must repeat. The statement says so.
-    seed : int
-        Only used with ``insecure_deterministic``.
+    **privacy
+        See :class:`fedcomp.strategies.private.settings.PrivacySettings`; ``noise_multiplier`` at least.
 
     Attributes
     ----------
@@ -91,17 +70,8 @@ class Promise(Release, Strategy):
         self,
         inner: Strategy,
         *,
-        noise_multiplier: float,
-        adjacency: Adjacency = "zero_out",
-        delta: float = 1e-5,
-        population: int = 0,
-        sampling: Sampling | None = None,
         count: int = 0,
-        budget: float | None = None,
-        noise: str = "discrete_gaussian",
-        pad: bool = True,
-        insecure_deterministic: bool = False,
-        seed: int = 0,
+        **privacy: Any,
     ) -> None:
         if not isinstance(inner, Strategy) or not is_mean(inner):
             raise ConfigError(
@@ -118,28 +88,21 @@ class Promise(Release, Strategy):
                 f"fraction_train={inner.fraction_train!r} of the inner strategy is a sample nobody accounts for; leave "  # type: ignore[attr-defined]
                 "it at 1.0 and give sampling=Sampling(...)"
             )
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise ConfigError(f"sampling={sampling!r} is not valid: an object, such as Sampling('capped', cap=20)")
-        if budget is not None:
-            params.positive("budget", budget)
-        params.boolean("insecure_deterministic", insecure_deterministic)
-        self.pad = params.boolean("pad", pad)
-        params.integer("population", population, low=0)
+        given = PrivacySettings(**privacy)
         self.inner = inner
-        self.noise_multiplier = noise_multiplier
-        self.adjacency: Adjacency = adjacency
-        self.noise = noise
-        self.delta = delta
-        self.sampling = Sampling() if sampling is None else sampling
+        self.noise_multiplier, self.noise, self.pad = given.noise_multiplier, given.noise, given.pad
+        self.adjacency: Adjacency = given.adjacency
+        self.delta, self.budget, self.sampling = given.delta, given.budget, given.drawn
+        self.insecure_deterministic, self.seed = given.insecure_deterministic, given.seed
         params.integer("count", count, low=0)
-        self.sampling.check(adjacency, count=count)
+        self.sampling.check(self.adjacency, count=count)
         self.count = count
-        self.budget = budget
-        self.insecure_deterministic = insecure_deterministic
-        self.seed = seed
-        self.exhausted = ""
         self.privacy = Ledger(
-            delta=delta, population=population, adjacency=adjacency, sampling=self.sampling, budget=budget
+            delta=given.delta,
+            population=given.population,
+            adjacency=given.adjacency,
+            sampling=given.drawn,
+            budget=given.budget,
         )
         self._layout: Layout | None = None
         self._again = 0

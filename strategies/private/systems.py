@@ -40,6 +40,7 @@ from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.promise import Promise
 from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
 from fedcomp.strategies.private.topagg import TopAgg, topagg
 from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
 
@@ -49,10 +50,10 @@ if TYPE_CHECKING:
 PRIVATE: Final[Settings] = MappingProxyType(
     {
         "noise_multiplier": 1.0,
-        **settings_of(Promise, "delta", "adjacency"),
+        **settings_of(PrivacySettings, "delta", "adjacency"),
         "sampling": settings_of(Sampling, "kind")["kind"],
         **settings_of(Sampling, "rate", "cap", "reveal_participation"),
-        **settings_of(Promise, "pad", "budget", "insecure_deterministic"),
+        **settings_of(PrivacySettings, "pad", "budget", "insecure_deterministic"),
     }
 )
 """Settings of every private system.
@@ -146,8 +147,10 @@ def _datalens(settings: Settings, seed: int) -> Strategy:
             raise ConfigError(f"task {task.name!r} has no generator; use one that has, such as 'digits-generator'")
         return task.student(Adam(float(settings["generator_lr"]), float(settings["decay"])))
 
-    own = arguments(DataLens, settings, ["k", *_DATALENS])
-    return DataLens(student, steps=int(settings["teacher_steps"]), **own, **promise(settings, seed))
+    votes = VoteSettings(**arguments(VoteSettings, settings, ["k", *_VOTES]))
+    taught = arguments(TeacherSettings, settings, _TEACHERS)
+    teachers = TeacherSettings(steps=int(settings["teacher_steps"]), **taught)
+    return DataLens(student, votes, teachers, population=settings["population"], **promise(settings, seed))
 
 
 def _topagg(settings: Settings, seed: int) -> Strategy:
@@ -218,14 +221,13 @@ _LSG: Final[Mapping[str, Scalar]] = {
 _DISTRIBUTED: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
     **settings_of(DistributedDp, "tolerated", "honest", "private", "feedback", "scale", "rotate", "transport"),
-    **settings_of(Promise, "noise", "count"),
+    **settings_of(PrivacySettings, "noise"),
+    **_COUNT,
 }
 _BALLOT: Final = settings_of(TopkSign, "k", "scope", "saturation", "stochastic")
 _TOPAGG: Final = settings_of(TopAgg, "mode", "beta")
-_DATALENS: Final = settings_of(
-    *(DataLens, "images", "eta", "beta", "teachers", "saturation", "stochastic", "teacher_lr", "decay", "pretrain"),
-    *("batch", "send", "population"),
-)
+_VOTES: Final = settings_of(VoteSettings, "images", "eta", "beta", "saturation", "stochastic")
+_TEACHERS: Final = settings_of(TeacherSettings, "teachers", "teacher_lr", "decay", "pretrain", "batch", "send")
 
 SYSTEMS: Final = (
     _system(
@@ -308,11 +310,13 @@ SYSTEMS: Final = (
         "votes of teachers that learn on the client: for each generated image, top-k stochastic signs of the direction "
         "in which its pixels should move",
         {
-            **settings_of(DataLens, "adjacency"),
+            "adjacency": "replace",
             "k": 200,
-            **_DATALENS,
+            **_VOTES,
+            **_TEACHERS,
+            **settings_of(PrivacySettings, "population"),
             "generator_lr": 1e-3,
-            "teacher_steps": settings_of(DataLens, "steps")["steps"],
+            "teacher_steps": settings_of(TeacherSettings, "steps")["steps"],
         },
         task="generator",
     ),

@@ -232,8 +232,8 @@ def test_a_lost_client_costs_its_votes_and_nothing_else() -> None:
     assert [len(r.lost) for r in made.reports.sections("datalens").values()] == [0, 2, 1, 1, 0]
     # Whoever's reply was lost has learnt all the same, and once.
     steps = [kept(over, p).state["learnt"].tolist() for p in range(NODES)]
-    first = made.pretrain + made.steps
-    assert steps == [[first + lessons * made.steps] for lessons in (3, 3, 4, 3)]
+    first = made.teaching.pretrain + made.teaching.steps
+    assert steps == [[first + lessons * made.teaching.steps] for lessons in (3, 3, 4, 3)]
 
 
 def test_a_round_without_any_answer_releases_its_noise_and_pays() -> None:

@@ -358,7 +358,7 @@ def test_a_client_refuses_what_it_cannot_read() -> None:
 
 def test_a_damaged_request_is_refused_before_the_app_sees_it() -> None:
     adopt_identity((1, 1, 1))
-    mod, context, seen = lsg(), Context(1, 2, {}, RecordDict(), {}), []
+    mod, context, seen = lsg().mod, Context(1, 2, {}, RecordDict(), {}), []
     for what, content in all_damages(ASK):
         content["arrays"], content["config"] = start(), ConfigRecord({"private": True})
         reply = mod(Message(content, 2, "train"), context, lambda msg, _: seen.append(msg) or msg)

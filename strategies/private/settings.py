@@ -1,0 +1,164 @@
+"""What a private strategy is told, in groups: its promise, how teachers vote, how they learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedcomp.codecs import params
+from fedcomp.errors import ConfigError
+from fedcomp.flower.datalens import SENDS
+from fedcomp.privacy.events import Adjacency
+from fedcomp.privacy.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacySettings:
+    """The promise of a private strategy, and what it costs.
+
+    Strategies take these as keyword arguments: ``DpFedAvg(inner, clip=1.0, noise_multiplier=2.0, budget=8.0)``.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        Standard deviation of the noise on the sum over the sensitivity of the sum; 0 promises nothing.
+    adjacency : {"zero_out", "add_remove", "replace"}
+        What one client may change. Under "zero_out" its contribution is left out of every sum and count, as one that
+        was refused is; "replace" doubles the sensitivity.
+    delta : float
+        Must be below 1 / ``population``.
+    population : int
+        Public number N of units (clients, or records) that may ever take part. 0: learnt by ``declare``, which whoever
+        runs the rounds calls.
+    sampling : Sampling, optional
+        Who takes part in a round; default everyone, without amplification.
+    budget : float, optional
+        An epsilon at ``delta``; a round that would cross it is not begun.
+    noise : {"discrete_gaussian", "skellam", "gaussian"}
+    pad : bool
+        Let clients fill what they send up to the longest that it could be (:meth:`Codec.longest`). False saves these
+        bytes; whoever sees message lengths then learns about updates what no noise covers: how clustered their largest
+        coordinates are, how many are zero, and whether there was anything to send at all.
+    insecure_deterministic : bool
+        Take noise and samples from ``seed``: for tests and experiments that must repeat. The statement says so.
+    seed : int
+        Of everything that is public; of noise and samples only with ``insecure_deterministic``.
+
+    Raises
+    ------
+    ConfigError
+        For values that are not valid by themselves. Mechanism and ledger check the others.
+    """
+
+    noise_multiplier: float
+    adjacency: Adjacency = "zero_out"
+    delta: float = 1e-5
+    population: int = 0
+    sampling: Sampling | None = None
+    budget: float | None = None
+    noise: str = "discrete_gaussian"
+    pad: bool = True
+    insecure_deterministic: bool = False
+    seed: int = 0
+    drawn: Sampling = field(init=False)
+    """Who takes part, where that is not said, too."""
+
+    def __post_init__(self) -> None:
+        if self.sampling is not None and not isinstance(self.sampling, Sampling):
+            raise ConfigError(f"sampling={self.sampling!r} is not valid: an object, such as Sampling('capped', cap=20)")
+        if self.budget is not None:
+            params.positive("budget", self.budget)
+        params.boolean("insecure_deterministic", self.insecure_deterministic)
+        params.boolean("pad", self.pad)
+        params.integer("population", self.population, low=0)
+        object.__setattr__(self, "drawn", Sampling() if self.sampling is None else self.sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoteSettings:
+    """What teachers vote on, and how far a generator follows.
+
+    Parameters
+    ----------
+    k : int
+        Votes of a teacher on an image; all pixels where there are fewer.
+    images : int
+        B, generated images of a round.
+    eta : float
+        Length of a target's step per pixel.
+    beta : float
+        Threshold, as a fraction of the expected number of teachers.
+    saturation : float, optional
+        Magnitudes above it vote with certainty (the published code's max_grad).
+    stochastic : bool
+        False casts the plain signs.
+
+    Raises
+    ------
+    ConfigError
+        For a value out of range.
+    """
+
+    k: int
+    images: int = 15
+    eta: float = 1e-3
+    beta: float = 0.2
+    saturation: float | None = None
+    stochastic: bool = True
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "k", "images")
+        _require_number("eta", self.eta, above=True)
+        _require_number("beta", self.beta, above=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """How many teachers a client has, and how they learn.
+
+    Parameters
+    ----------
+    teachers : int
+        Of each client. With more than one, what is protected is a teacher's share of the records and not a client.
+    teacher_lr, decay : float
+        Of the discriminators' Adam.
+    pretrain, steps : int
+        Discriminator steps before a client's first votes, beside the ``steps`` before each of its votes.
+    batch : int
+        Records of a discriminator's step.
+    send : {"generator", "images"}
+        What goes down. With the generator's weights teachers make images of their own records' labels to learn from, as
+        the published code does; with images they learn from those they vote on.
+
+    Raises
+    ------
+    ConfigError
+        For a value out of range.
+    """
+
+    teachers: int = 1
+    teacher_lr: float = 1e-3
+    decay: float = 0.5
+    pretrain: int = 10
+    steps: int = 2
+    batch: int = 30
+    send: str = "generator"
+
+    def __post_init__(self) -> None:
+        _require_counts(self, "teachers", "batch")
+        _require_counts(self, "pretrain", "steps", least=0)
+        _require_number("teacher_lr", self.teacher_lr, above=True)
+        if self.send not in SENDS:
+            raise ConfigError(f"send={self.send!r} is not known; say one of {', '.join(SENDS)}")
+
+
+def _require_counts(settings: Any, *names: str, least: int = 1) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} of DataLens is {value!r}; expected a whole number, at least {least}")
+
+
+def _require_number(name: str, value: float, *, above: bool) -> None:
+    if not 0.0 <= value < float("inf") or (above and not value):
+        raise ConfigError(f"{name}={value!r} is not valid: a finite number {'> 0' if above else '>= 0'}")
