@@ -213,7 +213,7 @@ def test_a_client_votes_once_whatever_arrives_twice(kind: str) -> None:
     plain, again, over = strategy(), strategy(), grid(fault=lambda _: kind)
     assert np.array_equal(row(run(plain, grid(), 2).arrays), row(run(again, over, 2).arrays))
     assert plain.privacy.events == again.privacy.events
-    assert kept(over, 0).state["learnt"].tolist() == [again.pretrain + 2 * again.steps]
+    assert kept(over, 0).state["learnt"].tolist() == [again.teaching.pretrain + 2 * again.teaching.steps]
 
 
 @pytest.mark.long
