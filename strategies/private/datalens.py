@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
 
@@ -465,9 +465,8 @@ class DataLens(ExchangeStrategy, Stateful):
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change within a run; the ledger adds what it was begun with."""
-        names = ("k", "noise_multiplier", "images", "eta", "beta", "teachers", "saturation", "stochastic", "teacher_lr")
-        more = ("decay", "pretrain", "steps", "batch", "send", "adjacency", "noise", "insecure_deterministic", "seed")
-        return {name: getattr(self, name) for name in (*names, *more)}
+        own = ("noise_multiplier", "adjacency", "noise", "insecure_deterministic", "seed")
+        return {**asdict(self.votes), **asdict(self.teaching), **{name: getattr(self, name) for name in own}}
 
     def check_state(self, values: Mapping[str, Any]) -> None:
         """Learn the number of clients, which the ledger is read with; refuse a state of another number."""

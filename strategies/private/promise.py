@@ -97,6 +97,7 @@ class Promise(Release, Strategy):
         params.integer("count", count, low=0)
         self.sampling.check(self.adjacency, count=count)
         self.count = count
+        self.exhausted = ""
         self.privacy = Ledger(
             delta=given.delta,
             population=given.population,
