@@ -107,8 +107,8 @@ def restored(memory: Memory) -> Memory:
     """Return the memory after a journey through bytes."""
     arrays, parts = memory.to_parts()
     loaded = {name: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape) for name, a in arrays.items()}
-    messages = parts.pop("answer.multicasts")
-    return Memory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.multicasts": messages})
+    messages = parts.pop("answer.postings")
+    return Memory.from_parts(loaded, json.loads(json.dumps(parts)) | {"answer.postings": messages})
 
 
 @pytest.mark.long
