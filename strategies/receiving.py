@@ -65,8 +65,6 @@ class Reception(Stateful):
         The strategy's, for the log.
     guard : Norms, optional
         Refuses outliers; default nobody does.
-    hints : mapping of str to str
-        What to say beside an error of a client that contains such a text.
 
     Attributes
     ----------
@@ -89,7 +87,7 @@ class Reception(Stateful):
         "evaluations": Reports,
     }
 
-    def __init__(self, name: str, *, guard: Norms | None = None, hints: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, *, guard: Norms | None = None) -> None:
         if guard is not None and not isinstance(guard, Norms):
             raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
         self.guard = guard
@@ -98,7 +96,6 @@ class Reception(Stateful):
         self.peers: dict[int, Peer] = {}
         self.log = RoundLog(name)
         self.holders = Holders()
-        self._hints = dict(hints or {})
         self._usual = {"train": Usual(), "evaluate": Usual()}
 
     def meet(self, grid: Grid, *, afresh: bool = False) -> None:
@@ -117,6 +114,8 @@ class Reception(Stateful):
         report: Report,
         read: Callable[[Sent, Message], T],
         errors: list[Message] | None = None,
+        *,
+        role: str = "",
     ) -> Iterator[T]:
         """Yield what ``read`` makes of each reply, in the order of partitions; report what cannot be read.
 
@@ -126,13 +125,15 @@ class Reception(Stateful):
             Raises a :class:`~fedcomp.errors.FedcompError` for what cannot be used.
         errors : list of Message, optional
             Gets a reply with an error for each that was refused here.
+        role : str
+            What the nodes were asked as, in front of every reason.
         """
         for each, reply in match_replies(list(sent), replies, report, self.holders):
             try:
                 self._refuse_error(each, reply)
                 item = read(each, reply)
             except FedcompError as reason:
-                report.refuse(each.node, str(reason))
+                report.refuse(each.node, f"{role}{reason}")
                 if errors is not None:
                     raised = Error(_APP_RAISED, str(reason))
                     errors.append(reply if reply.has_error() else Message(raised, reply_to=each.message))
@@ -145,8 +146,7 @@ class Reception(Stateful):
         reason = f"error {reply.error.code}: {reply.error.reason}"
         if RESYNC in reason:
             self.peers.setdefault(sent.node, Peer()).version = 0
-        hint = next((hint for text, hint in self._hints.items() if text in reason), "")
-        raise Rejected(f"{hint} ({reason})" if hint else reason)
+        raise Rejected(reason)
 
     def note_version(self, sent: Sent, reply: Message, current: int) -> None:
         """Note whether the sender of a reply says that it holds the model of version ``current``."""
@@ -197,7 +197,7 @@ class Reception(Stateful):
         note_arrivals(arrivals, report, models_asked=intake.models_asked)
         arrays, metrics = self._added(intake, arrivals, rule)
         report.seconds += time.perf_counter() - began
-        return self.conclude(report, rule, arrays), metrics
+        return self.conclude(report, arrays, rule), metrics
 
     def _added(self, intake: Intake, arrivals: list[Arrival], rule: Rule) -> Outcome:
         report = intake.report
@@ -271,7 +271,7 @@ class Reception(Stateful):
         report.compressed = len(consumed)
         report.fresh = [node for node, sequence, generation in consumed if generation and generation == sequence]
         if mean is None:
-            return self.conclude(report, rule, None), None
+            return self.conclude(report, None, rule), None
         report.changed = int(np.count_nonzero(mean[: layout.compressed_size]))
         with np.errstate(over="ignore", invalid="ignore"):
             moved = to_record(layout.unflatten(intake.vector + mean, intake.buffers))
@@ -285,9 +285,9 @@ class Reception(Stateful):
                 sparse=intake.codec.sparse(layout),
             )
         model = None if arrays is None else self.accept(intake, rule, arrays, consumed, [])
-        return self.conclude(report, rule, model), None if model is None else metrics
+        return self.conclude(report, model, rule), None if model is None else metrics
 
-    def conclude(self, report: Report, rule: Rule, model: ArrayRecord | None) -> ArrayRecord | None:
+    def conclude(self, report: Report, model: ArrayRecord | None, rule: Rule | None = None) -> ArrayRecord | None:
         """End a training round: log it, and withhold what may not be known; return ``model``.
 
         Raises
@@ -295,11 +295,11 @@ class Reception(Stateful):
         NoUsableReply
             When clients replied, no reply of theirs can be used, and no earlier round brought an update either.
         """
-        withheld = rule.withholds
+        withheld = rule is not None and rule.withholds
         # A private round may have released, and paid for, its noise without a reply.
         if model is None and not withheld and not any(earlier.used for earlier in self.reports.values()):
             require_usable(report)
-        if withheld and rule.not_finite in report.notes:
+        if rule is not None and withheld and rule.not_finite in report.notes:
             log.warning("round %d: %s", report.round, rule.not_finite)
         self.log.conclude(report, withheld=withheld)
         return model

@@ -41,6 +41,8 @@ class Client:
         Its memory and its memory plus update at the probed coordinates.
     payload : int
         Bytes of payload in what it answered, both exchanges together.
+    norm : float or None
+        Of its values; an ``outlier`` is one that a guard refused.
     """
 
     sent: Sent
@@ -52,6 +54,13 @@ class Client:
     exact: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     sample: tuple[Vector, Vector] | None = None
     payload: int = 0
+    norm: float | None = None
+    outlier: bool = False
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last message it answered."""
+        return self.sent.sequence
 
 
 @dataclass

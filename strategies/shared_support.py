@@ -15,7 +15,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -33,7 +34,6 @@ from fedcomp.flower.protocol import (
     LOOKS_AHEAD,
     NEXT_SUPPORT,
     PREFIX,
-    RESYNC,
     STEP,
     SUPPORT,
     UPDATE,
@@ -43,29 +43,27 @@ from fedcomp.flower.protocol import (
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
 from fedcomp.flower.report import Report, Reports, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
-from fedcomp.layout import DensityPolicy, Layout, Update, policy_config
-from fedcomp.plain import Count, Keys
+from fedcomp.layout import DensityPolicy, Layout, policy_config
+from fedcomp.plain import Count
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.cohort import draw_cohort
 from fedcomp.strategies.guard import Norms
-from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.intake import mean_of_constants
 from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
+from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import (
     NOT_FINITE,
     Peer,
     Rejected,
     Sent,
-    Usual,
-    agreeing,
     integer,
-    match_replies,
     strip,
     text,
     weight_of,
 )
-from fedcomp.strategies.round_log import RoundLog, require_usable
 from fedcomp.strategies.shared_replies import Client, Round
+from fedcomp.strategies.sinks import WeightedSum
 from fedcomp.strategies.statistics import hold_in_step, warn_of_missing_names
 from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
 from fedcomp.versions import Broadcast
@@ -118,18 +116,14 @@ class SharedSupport(ExchangeStrategy, Stateful):
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
-        "_holders": nested("_holders"),
+        "reception": nested("reception"),
         "_broadcast": nested("_broadcast"),
         "_session": bytes,
         "_sequence": Count,
-        "_peers": dict[int, Peer],
         "_partitions": dict[int, int],
-        "_usual": Annotated[dict[str, Usual], Keys(("train", "evaluate"))],
         "_holds": dict[int, int],
         "leaders": dict[int, int],
         "_ahead": tuple[bytes, int] | None,
-        "reports": Reports,
-        "evaluations": Reports,
     }
 
     def __init__(
@@ -153,8 +147,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
         guard: Norms | None = None,
         seed: int = 0,
     ) -> None:
-        if guard is not None and not isinstance(guard, Norms):
-            raise ConfigError(f"guard={guard!r} is not valid: an object, such as Norms(times_median=10)")
+        self.reception = Reception("SharedSupport", guard=guard)
         chosen = ScaleCom() if codec is None else get_codec(codec)
         if not isinstance(chosen, ScaleCom):
             raise ConfigError(f"a shared support needs a ScaleCom codec, got {chosen!r}; Compressed takes the others")
@@ -187,23 +180,26 @@ class SharedSupport(ExchangeStrategy, Stateful):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or defaults.train_metrics_aggr_fn
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or defaults.evaluate_metrics_aggr_fn
         self.policy = policy
-        self.guard = guard
         self.seed = seed
-        self.reports = Reports()
-        self.evaluations = Reports()
         self.leaders: dict[int, int] = {}
         self._session = secrets.token_bytes(8)
         self._sequence = 0
-        self._peers: dict[int, Peer] = {}
         self._partitions: dict[int, int] = {}
-        self._holders = Holders()
-        self._usual = {"train": Usual(), "evaluate": Usual()}
-        self._log = RoundLog("SharedSupport")
         self._holds: dict[int, int] = {}
         self._ahead: tuple[Frame, int] | None = None
         self._broadcast = Broadcast(chosen)
         self._layout = _NO_LAYOUT
         self._model: Named = {}
+
+    @property
+    def reports(self) -> Reports:
+        """Per training round: who was asked, what arrived, what was refused and why."""
+        return self.reception.reports
+
+    @property
+    def evaluations(self) -> Reports:
+        """The same for client evaluation."""
+        return self.reception.evaluations
 
     def summary(self) -> None:
         """Log the codec and the variant."""
@@ -220,11 +216,8 @@ class SharedSupport(ExchangeStrategy, Stateful):
         NoUsableReply
             When clients were asked, no reply of theirs can be used, and no earlier round brought an update either.
         """
-        outcome = yield from self._exchanges(server_round, arrays, config, grid)
-        if not any(report.used for report in self.reports.values()):
-            require_usable(self.reports[server_round])
-        self._log.conclude(self.reports[server_round])
-        return outcome
+        model, metrics = yield from self._exchanges(server_round, arrays, config, grid)
+        return self.reception.conclude(self.reports[server_round], model), metrics
 
     def _exchanges(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -275,31 +268,19 @@ class SharedSupport(ExchangeStrategy, Stateful):
         sent = [self._message(node, now, config, "evaluate") for node in nodes]
         report.asked = len(sent)
         replies = yield [s.message for s in sent]
-        usable, weights = [], {}
-        for each, reply in match_replies(sent, replies, report, self._holders):
-            try:
-                self._refuse_errors(each, reply)
-                _, weights[each.node] = weight_of(reply.content, self.weighted_by_key)
-            except Rejected as reason:
-                report.refuse(each.node, str(reason))
-                continue
-            self._note_version(each.node, reply)
-            usable.append((each, "", strip(reply.content)))
-        contents = {each.node: content for each, _, content in usable}
-        kept = agreeing(usable, report, lambda each: each.node, self._usual["evaluate"])
-        self._log.warn(report)
-        if not any(weights[each.node] for each in kept):
+        kept, _ = self.reception.evaluate(report, sent, replies, self.weighted_by_key, self._broadcast.version)
+        if not any(weight_of(reply.content, self.weighted_by_key)[1] for reply in kept):
             if kept:
                 report.notes.append("all replies have weight 0: no metrics to average")
             return None
-        return self.evaluate_metrics_aggr_fn([contents[each.node] for each in kept], self.weighted_by_key)
+        return self.evaluate_metrics_aggr_fn([strip(reply.content) for reply in kept], self.weighted_by_key)
 
     def _round(self, report: Report, codec: ScaleCom) -> Round:
         return Round(report.round, codec, self.seed, self._layout, self._model, report)
 
     def _nodes(self, grid: Grid, kind: str, fraction: float, least: int, server_round: int) -> list[int]:
         """Return the nodes that take part, in the order of their partitions."""
-        self._holders.meet(grid)
+        self.reception.meet(grid)
         return draw_cohort(
             grid,
             Key(self.seed, f"cohort/{kind}", server_round),
@@ -359,7 +340,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
         frames: Mapping[str, Frame] | None = None,
     ) -> Sent:
         """Return one message with its announcement; training and evaluation carry the model as steps or whole."""
-        peer = self._peers.setdefault(node, Peer())
+        peer = self.reception.peers.setdefault(node, Peer())
         content = RecordDict({self.configrecord_key: ConfigRecord(dict(config))})
         fields: dict[str, Any] = {"policy": policy_config(self.policy, self._layout)}
         if kind != "query":
@@ -400,29 +381,22 @@ class SharedSupport(ExchangeStrategy, Stateful):
         base = 0 if steps is None else peer.version
         return {"version": broadcast.version, "base": base, "digest": broadcast.digest}
 
-    def _refuse_errors(self, sent: Sent, reply: Message) -> None:
-        if reply.has_error():
-            if reply.error.reason and RESYNC in reply.error.reason:
-                self._peers[sent.node].version = 0
-            raise Rejected(f"error {reply.error.code}: {reply.error.reason}")
-
     def _take_trained(self, sent: list[Sent], replies: Iterable[Message], now: Round, appointed: int | None) -> None:
         """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
         known = now.supports is not None
+
+        def read(each: Sent, reply: Message) -> tuple[Client, Message]:
+            client = self._trained(each, reply, now)
+            if known:
+                now.take_values(client, reply)
+            return client, reply
+
         arrived: list[tuple[Client, str, RecordDict]] = []
-        for each, reply in match_replies(sent, replies, now.report, self._holders):
-            try:
-                self._refuse_errors(each, reply)
-                client = self._trained(each, reply, now)
-                if known:
-                    now.take_values(client, reply)
-            except FedcompError as reason:
-                now.report.refuse(each.node, str(reason))
-                continue
+        for client, reply in self.reception.received(sent, replies, now.report, read):
             # What a leader sent that cannot be used goes back into its memory: it is not acknowledged.
-            if each.node != appointed or self._take_lead(client, reply, now):
+            if client.sent.node != appointed or self._take_lead(client, reply, now):
                 arrived.append((client, "", client.content))
-        now.clients = agreeing(arrived, now.report, lambda client: client.sent.node, self._usual["train"])
+        now.clients = self.reception.agreeing(arrived, now.report, lambda client: client.sent.node, "train")
 
     def _trained(self, sent: Sent, reply: Message, now: Round) -> Client:
         """Return what a client says after training.
@@ -448,19 +422,14 @@ class SharedSupport(ExchangeStrategy, Stateful):
         payload = payload_bytes(reply)
         client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition, payload=payload)
         client.sample = now.sample_in(reply)
-        self._note_version(sent.node, reply)
+        self.reception.note_version(sent, reply, self._broadcast.version)
         self._note_header(client, reply, now)
         if client.generation == sent.sequence:
             now.report.fresh.append(sent.node)
         if UPDATE not in reply.content:
             # A reply without values takes nothing from the memory: it may be acknowledged at once.
-            peer = self._peers[sent.node]
-            peer.acknowledged, peer.generation = sent.sequence, client.generation
+            self._acknowledge([client])
         return client
-
-    def _note_version(self, node: int, reply: Message) -> None:
-        version = reply.content.config_records.get(NODE_RECORD, ConfigRecord()).get("version")
-        self._peers[node].version = self._broadcast.version if version == self._broadcast.version else 0
 
     def _note_header(self, client: Client, reply: Message, now: Round) -> None:
         header = reply.content.config_records[NODE_RECORD]
@@ -511,12 +480,8 @@ class SharedSupport(ExchangeStrategy, Stateful):
             asked = self._query(client, now, leader=True)
             now.silent.add(client.sent.node)
             replies = yield [asked.message]
-            for each, reply in match_replies([asked], replies, now.report, self._holders):
-                try:
-                    self._check_answer(each, reply, now, client)
-                except FedcompError as reason:
-                    now.report.refuse(each.node, f"as leader: {reason}")
-                    continue
+            check = partial(self._checked, now, {client.sent.node: client})
+            for _, reply in self.reception.received([asked], replies, now.report, check, role="as leader: "):
                 self._take_lead(client, reply, now)
             if now.supports is not None:
                 return
@@ -528,22 +493,24 @@ class SharedSupport(ExchangeStrategy, Stateful):
             return
         asked = [self._query(client, now, leader=False) for client in waiting.values()]
         replies = yield [each.message for each in asked]
-        for each, reply in match_replies(asked, replies, now.report, self._holders):
-            client = waiting[each.node]
-            try:
-                self._check_answer(each, reply, now, client)
-                now.take_values(client, reply)
-            except FedcompError as reason:
-                now.report.refuse(each.node, str(reason))
+
+        def read(each: Sent, reply: Message) -> None:
+            client, _ = self._checked(now, waiting, each, reply)
+            now.take_values(client, reply)
+
+        for _ in self.reception.received(asked, replies, now.report, read):
+            pass
 
     def _query(self, client: Client, now: Round, *, leader: bool) -> Sent:
         frames = {} if leader else {SUPPORT: now.block}
         asks = self._asks(now) if leader else 0
         return self._message(client.sent.node, now, ConfigRecord(), "query", leader=asks, frames=frames)
 
-    def _check_answer(self, asked: Sent, reply: Message, now: Round, client: Client) -> None:
+    def _checked(
+        self, now: Round, clients: Mapping[int, Client], asked: Sent, reply: Message
+    ) -> tuple[Client, Message]:
         """Check the header of an answer to a query; from now on the client's sequence is the query's."""
-        self._refuse_errors(asked, reply)
+        client = clients[asked.node]
         header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
         if integer(header, "sequence") != asked.sequence:
             raise Rejected(
@@ -554,6 +521,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
         client.sent = asked
         client.payload += payload_bytes(reply)
         self._note_header(client, reply, now)
+        return client, reply
 
     def _aggregate(self, now: Round) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Sum the values in partition order, make the mean the next step, acknowledge what was used."""
@@ -561,33 +529,20 @@ class SharedSupport(ExchangeStrategy, Stateful):
         arrived = now.senders
         for client in arrived:
             assert client.frame is not None
-            report.norms[client.sent.node] = now.fixed.norm(client.frame, self._layout)
-            report.weights[client.sent.node] = client.weight
-        refused: dict[int, str] = {}
-        if self.guard is not None:
-            refused = self.guard.outliers(report, self.reports.before(now.number))
-        for node, reason in refused.items():
-            report.refuse(node, reason)
-        senders = [client for client in arrived if client.sent.node not in refused]
-        if senders or len(refused) == 1:
-            # An outlier is dropped for good: put back into its client's memory, it would come again and again. Where
-            # all of several are refused nobody can tell which is one.
-            self._acknowledge(client for client in arrived if client.sent.node in refused)
+            client.norm = now.fixed.norm(client.frame, self._layout)
+        senders = self.reception.ordinary(arrived, report)
         total = sum(client.weight for client in senders)
         if total <= 0:
             if senders:
                 report.notes.append("all replies have weight 0: nothing to average, the model is unchanged")
             return None, None
         layout = self._layout
-        out = Update(np.full(layout.size, -0.0, np.float32), layout)
-        exact: Named = {}
+        added = WeightedSum(layout)
+        out = added.update
         with np.errstate(over="ignore", invalid="ignore"):
             for client in senders:
                 assert client.frame is not None
-                factor = client.weight / total
-                now.fixed.accumulate(client.frame, factor, out)
-                for name, array in client.exact.items():
-                    exact[name] = exact[name] + array * factor if name in exact else array * factor
+                added.add(now.fixed, client.frame, client.weight / total, client.exact)
             if self.server_lr != 1.0:
                 out.vector[...] *= np.float32(self.server_lr)
             if note := hold_in_step(out.vector, layout, self._broadcast.reference):
@@ -602,8 +557,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
         mean = now.codec.mean(now.supports, now.number)
         frame, _ = mean.encode(out, {}, Key(self.seed, "downlink", now.number))
         sent = [client.exact for client in senders]
-        # Infinities in a model (masks) are constants, which a weight of 0 would turn into NaN.
-        exact = {n: np.where(np.isnan(v) & ~np.isfinite(self._model[n]), self._model[n], v) for n, v in exact.items()}
+        exact = mean_of_constants(added.exact, self._model)
         exact = to_arrays(restore_dtypes(to_record(exact), self._model, sent)) if exact else {}
         version = self._broadcast.push(frame, mean, exact, layout, now.block)
         self._acknowledge(senders)
@@ -619,9 +573,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
         return record, MetricRecord({**metrics, **now.similarity()})
 
     def _acknowledge(self, clients: Iterable[Client]) -> None:
-        for client in clients:
-            peer = self._peers[client.sent.node]
-            peer.acknowledged, peer.generation = client.sent.sequence, client.generation
+        self.reception.acknowledge((c.sent.node, c.sequence, c.generation) for c in clients)
 
     def identity(self) -> str:
         """Return the codec, which must not change within a run."""

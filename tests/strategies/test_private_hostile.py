@@ -11,7 +11,7 @@ from toy import model, stack
 from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
-from fedcomp.codecs import Identity, RandomK, TopK
+from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
@@ -164,17 +164,6 @@ def test_one_client_cannot_evict_another_by_its_form() -> None:
     open_pair = Compressed(inner(), TopK(density=0.5))
     with pytest.raises(NoUsableReply, match="equally frequent"):
         open_pair.start(federation([compression()], 2, change=change, culprit=0), model(), num_rounds=1, timeout=9)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("codec", [None, TopK(density=0.5), RandomK(density=0.5)], ids=["dense", "topk", "mask"])
-@pytest.mark.parametrize("kind", ["duplicate", "duplicate_reply"])
-def test_repeated_messages_count_once(kind, codec) -> None:
-    once, _, _ = run(codec)
-    twice, report, strategy = run(codec, fault=lambda d: kind, metered=False)
-    np.testing.assert_array_equal(twice, once)
-    assert report.duplicates == NODES
-    assert len(strategy.privacy.entries[0].participants) == NODES
 
 
 @pytest.mark.long

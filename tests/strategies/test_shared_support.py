@@ -75,7 +75,7 @@ def owed(context: Context, strategy: SharedSupport, node: int) -> np.ndarray:
     if meta is None:
         return np.zeros(SIZE)
     state = {k: v.numpy() for k, v in context.state.array_records["fedcomp.uplink.memory"].items()}
-    peer = strategy._peers[node]
+    peer = strategy.reception.peers[node]
     if (peer.acknowledged, peer.generation) != (meta["pending"], meta["generation"]):
         reply = {k.removeprefix("fedcomp.uplink.reply/"): v for k, v in context.state.items()}
         frame = take_frame(RecordDict({UPDATE: reply[UPDATE]}), UPDATE) if UPDATE in reply else None

@@ -1,0 +1,66 @@
+"""The rules of receiving hold on every path: a fault costs its own update, a node counts once, no round is silent."""
+
+from __future__ import annotations
+
+import pytest
+from round_paths import NODES, PATHS, run
+
+from fedcomp.errors import NoUsableReply
+
+CULPRIT = 1
+
+RELEASES = {name for name in PATHS if name.startswith("private ") and "records" not in name}
+"""Paths whose rounds release noise, and a model, also when nobody's update can be used."""
+
+SKIPS = {"groups", "coded sum", "distributed noise"}
+"""Paths that give up a round whose sum cannot be made."""
+
+
+SORTED = SKIPS | {"relay", "shared support", "shared support, stale leader"}
+"""Paths with a driver of their own, which drops a second reply."""
+
+
+def trained(kind: str, *partitions: int):
+    """Return the plan that lets one thing happen to the training messages of some partitions."""
+    return lambda d: kind if d.message_type.startswith("train") and d.partition in partitions else "none"
+
+
+def outcome(name: str, fault=None, **options):
+    """Return the bits of the model after one round, and the round's report."""
+    strategy, result = run(PATHS[name], 1, fault=fault, **options)
+    return b"".join(array.numpy().tobytes() for array in result.arrays.values()), strategy.reports[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PATHS)
+def test_a_reply_that_cannot_be_used_costs_its_own_update_and_is_accounted_for(name: str) -> None:
+    without, report = outcome(name, trained("silent", CULPRIT))
+    assert (report.asked, report.used) == (NODES, report.asked - report.lost - len(report.refused))
+    for kind in ("raise", "lost_reply"):
+        made, report = outcome(name, trained(kind, CULPRIT))
+        assert made == without, kind
+        assert report.asked == report.used + report.lost + len(report.refused) == NODES, kind
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PATHS)
+def test_an_answer_that_comes_twice_counts_once(name: str) -> None:
+    once, _ = outcome(name)
+    for kind in ("duplicate", "duplicate_reply"):
+        # A metered grid would drop the second one before a strategy sees it.
+        twice, report = outcome(name, trained(kind, *range(NODES)), metered=False)
+        assert twice == once, kind
+        assert report.used == NODES, kind
+        assert report.duplicates == (0 if name in SORTED else NODES), kind
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PATHS)
+def test_a_run_whose_clients_all_fail_ends_unless_the_round_is_paid_for_or_given_up(name: str) -> None:
+    failing = trained("raise", *range(NODES))
+    if name not in RELEASES | SKIPS:
+        with pytest.raises(NoUsableReply, match=f"{NODES} clients were asked"):
+            outcome(name, failing)
+        return
+    _, report = outcome(name, failing)
+    assert report.used == 0
