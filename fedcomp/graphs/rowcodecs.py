@@ -29,7 +29,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -173,9 +173,9 @@ class RowCodec(ABC):
         What rows are rounded to before they are written; None: they are not.
     """
 
-    name: ClassVar[str]
-    codec_id: ClassVar[int] = 0
-    dtype: ClassVar[np.dtype[Any] | None] = None
+    name: str
+    codec_id: int = 0
+    dtype: np.dtype[Any] | None = None
 
     def exact_for(self, dtype: DTypeLike) -> bool:
         """Whether every row of float32 or float64 comes out bit for bit as it went in."""
@@ -318,9 +318,17 @@ class RowCodec(ABC):
             raise UnsupportedCodec(f"a frame of rows is {_called(code)}, expected {self.name!r}", (self.name,))
         return self
 
+
+class _OneDtype(RowCodec):
+    """Values in one floating-point dtype, rounded to nearest even; what it cannot hold is refused."""
+
+    dtype: np.dtype[Any]
+
+    def __init__(self, codec_id: int, name: str, dtype: np.dtype[Any]) -> None:
+        self.codec_id, self.name, self.dtype = codec_id, name, dtype
+
     def _rounded(self, values: Floats, ids: Ids, row_of: Callable[[int], int]) -> Floats:
         """Return finite values in :attr:`dtype`; raise GraphError, naming the row, when it cannot hold one of them."""
-        assert self.dtype is not None
         if values.dtype == self.dtype:
             return values
         with np.errstate(over="ignore", under="ignore"):
@@ -334,10 +342,8 @@ class RowCodec(ABC):
         return rounded
 
 
-class _Dense(RowCodec):
+class Dense(_OneDtype):
     """Every value. Long bodies begin at a multiple of eight bytes, so that receivers can use them in place."""
-
-    dtype: ClassVar[np.dtype[Any]]
 
     def padding(self, pos: int, count: int, d: int) -> int:
         return -pos % _ALIGN if count * d * self.dtype.itemsize >= _ALIGN_FROM else 0
@@ -350,30 +356,6 @@ class _Dense(RowCodec):
         finish(body, pos)
         values = Raw.unpack(b"", section, count * d, self.dtype.name).array
         return Block(count, d, dense=values.reshape(count, d))
-
-
-class DenseF32(_Dense):
-    """float32 values."""
-
-    codec_id = 1
-    name = "dense-f32"
-    dtype = _F32
-
-
-class DenseF16(_Dense):
-    """float16 values, rounded to nearest even; a value that float16 cannot hold is refused."""
-
-    codec_id = 2
-    name = "dense-f16"
-    dtype = _F16
-
-
-class DenseF64(_Dense):
-    """float64 values."""
-
-    codec_id = 3
-    name = "dense-f64"
-    dtype = _F64
 
 
 class Int8(RowCodec):
@@ -444,10 +426,8 @@ class Int8(RowCodec):
         return np.frombuffer(section, np.uint8).reshape(count, d + 8)
 
 
-class _Csr(RowCodec):
+class Csr(_OneDtype):
     """Compressed sparse rows: the non-zeros of all rows as one sparse section."""
-
-    dtype: ClassVar[np.dtype[Any]]
 
     def write(self, block: Block, ids: Ids) -> list[Buffer]:
         places, values = block.entries
@@ -468,30 +448,6 @@ class _Csr(RowCodec):
 
     def _section(self, size: int) -> Section:
         return Section(size, Raw, "rice", dtype=self.dtype.name)
-
-
-class Csr(_Csr):
-    """Non-zeros as float32."""
-
-    codec_id = 5
-    name = "csr"
-    dtype = _F32
-
-
-class CsrF16(_Csr):
-    """Non-zeros as float16; a value that float16 cannot hold is refused."""
-
-    codec_id = 6
-    name = "csr-f16"
-    dtype = _F16
-
-
-class CsrF64(_Csr):
-    """Non-zeros as float64."""
-
-    codec_id = 7
-    name = "csr-f64"
-    dtype = _F64
 
 
 class Binary(RowCodec):
@@ -611,9 +567,18 @@ def _holds(values: Floats, dtype: np.dtype[Any]) -> bool:
         return np.array_equal(values.astype(dtype).astype(values.dtype).view(bits), values.view(bits))
 
 
-_DENSE: Final[Mapping[np.dtype[Any], RowCodec]] = {form.dtype: form for form in (DenseF16(), DenseF32(), DenseF64())}
-_CSR: Final[Mapping[np.dtype[Any], RowCodec]] = {form.dtype: form for form in (CsrF16(), Csr(), CsrF64())}
-_ALL: Final = (DenseF32(), DenseF16(), DenseF64(), Int8(), Csr(), CsrF16(), CsrF64(), Binary())
+_ALL: Final = (
+    Dense(1, "dense-f32", _F32),
+    Dense(2, "dense-f16", _F16),
+    Dense(3, "dense-f64", _F64),
+    Int8(),
+    Csr(5, "csr", _F32),
+    Csr(6, "csr-f16", _F16),
+    Csr(7, "csr-f64", _F64),
+    Binary(),
+)
+_DENSE: Final = {form.dtype: form for form in _ALL if isinstance(form, Dense)}
+_CSR: Final = {form.dtype: form for form in _ALL if isinstance(form, Csr)}
 _FORMS: Final[Mapping[int, RowCodec]] = {form.codec_id: form for form in _ALL}
 
 ROW_CODECS: Final[Mapping[str, RowCodec]] = MappingProxyType({form.name: form for form in (*_ALL, ShortestExact())})
