@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from fedcomp.errors import ConfigError, nearest
+from fedcomp.codecs import params
+from fedcomp.errors import ConfigError
 from fedcomp.flower.gcn import MOST_STEPS
 from fedcomp.graphs.cache import POLICIES
 from fedcomp.graphs.rowcodecs import get_row_codec
@@ -50,14 +51,14 @@ class RowSettings:
 
     def __post_init__(self) -> None:
         get_row_codec(self.codec)
-        _require_word("cache", self.cache, POLICIES)
-        _require_count("cache_bytes", self.cache_bytes, 1)
-        if not isinstance(self.dedupe, bool):
-            raise ConfigError(f"dedupe={self.dedupe!r} is not valid: True or False")
-        noise: Any = self.noise
-        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0.0 <= noise < math.inf:
-            raise ConfigError(f"noise={noise!r} is not valid: a standard deviation, finite and at least 0")
-        object.__setattr__(self, "noise", float(noise))
+        params.choice("cache", self.cache, POLICIES)
+        params.boolean("dedupe", self.dedupe)
+        rule = "a standard deviation, finite and at least 0"
+        params.assign(
+            self,
+            cache_bytes=params.integer("cache_bytes", self.cache_bytes, low=1),
+            noise=params.number("noise", self.noise, rule=rule, ok=lambda v: 0.0 <= v < math.inf),
+        )
 
     @property
     def limit(self) -> int:
@@ -93,13 +94,12 @@ class RoundSettings:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        _require_count("local_steps", self.local_steps, 1)
-        if self.local_steps > MOST_STEPS:
-            raise ConfigError(
-                f"local_steps={self.local_steps} is not valid: clients take at most {MOST_STEPS} in a round"
-            )
-        _require_count("batch_size", self.batch_size, 0)
-        _require_word("evaluate", self.evaluate, EVALUATIONS)
+        params.choice("evaluate", self.evaluate, EVALUATIONS)
+        params.assign(
+            self,
+            local_steps=params.integer("local_steps", self.local_steps, low=1, high=MOST_STEPS),
+            batch_size=params.integer("batch_size", self.batch_size, low=0),
+        )
         if self.timeout is not None and not self.timeout > 0:
             raise ConfigError(f"timeout={self.timeout!r} is not valid: give seconds > 0, or None")
 
@@ -109,13 +109,3 @@ class RoundSettings:
         if self.local_steps == 1:
             return "synchronous data-parallel SGD"
         return f"local SGD, {self.local_steps} steps a round"
-
-
-def _require_word(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is not known{nearest(str(value), known)}")
-
-
-def _require_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} is not valid: a whole number, at least {least}")
