@@ -134,7 +134,7 @@ def test_one_that_asks_for_norms_for_ever_is_given_up_for_that_round() -> None:
             del reply.content[name]
         Needs("norms", 0).put(reply.content)
 
-    for mode, said in (("measured", "that it was sent just now"), ("matched", "norms that nobody told it")):
+    for mode, said in (("measured", "that it was sent just now"), ("matched", "norms that nobody sent it")):
         app = Meddler(client(parts := graph(parts=FEW, nodes=24)))
         app.after[2, 1, PLAN_TYPE] = again
         of = strategy(mode=mode)
