@@ -35,6 +35,7 @@ from fedcomp.codecs import (
     QSGD,
     AdaComp,
     Codec,
+    Dithering,
     NaturalCompression,
     RandomBlock,
     RandomK,
@@ -68,7 +69,9 @@ def draws(codec: Codec, size: int = SIZE) -> np.ndarray:
     Codecs that round coordinate by coordinate draw side by side: copies in one vector have the scale of one copy.
     """
     x = vector(size)
-    if isinstance(codec, TernGrad | NaturalCompression) or (isinstance(codec, QSGD) and size % codec.bucket == 0):
+    if isinstance(codec, TernGrad | Dithering | NaturalCompression) or (
+        isinstance(codec, QSGD) and size % codec.bucket == 0
+    ):
         layout = Layout.flat(DRAWS * size)
         frame, _ = codec.encode(Update(np.tile(x, DRAWS), layout), {}, KEY)
         return codec.decode(frame, layout).reshape(DRAWS, size).astype(np.float64)
@@ -91,6 +94,9 @@ def variances(codec: Codec, x: np.ndarray) -> np.ndarray:
             return f * (1 - f) * (norms / codec.levels) ** 2
         case TernGrad():
             return a * (a.max() - a)
+        case Dithering():
+            f = a / a.max() * codec.levels % 1.0
+            return f * (1 - f) * (a.max() / codec.levels) ** 2
         case NaturalCompression():
             low = np.where(a > 0, 2.0 ** np.floor(np.log2(np.where(a > 0, a, 1))), 0)
             return (a - low) * (2 * low - a)
@@ -113,6 +119,8 @@ UNBIASED: tuple[Codec, ...] = (
     QSGD(1, bucket=60),
     QSGD(127, bucket=30),
     TernGrad(),
+    Dithering(1),
+    Dithering(4),
     NaturalCompression(),
 )
 
@@ -120,7 +128,7 @@ UNBIASED: tuple[Codec, ...] = (
 @pytest.mark.long
 @pytest.mark.parametrize("codec", UNBIASED, ids=repr)
 def test_7_2_the_mean_of_draws_is_the_vector(codec: Codec) -> None:
-    """Random-k and random block scaled, QSGD, TernGrad without clipping, natural: on average nothing is lost."""
+    """Random-k and random block scaled, QSGD, dithering, TernGrad without clipping, natural: on average nothing is lost."""
     assert codec.unbiased
     check_unbiased(codec)
 

@@ -117,8 +117,8 @@ def test_arguments_are_checked() -> None:
     for k in (-1, 11):
         with pytest.raises(ConfigError, match=r"\[0, 10\]"):
             select_topk(x, k)
-    with pytest.raises(LayoutError, match="float32"):
-        select_topk(x.astype(np.float64), 1)
+    with pytest.raises(LayoutError, match="float"):
+        select_topk(x.astype(np.float16), 1)
     with pytest.raises(ConfigError, match="tier"):
         select_topk(x, 1, tier="gpu")  # type: ignore[arg-type]
     assert select_topk(x, 0).size == 0

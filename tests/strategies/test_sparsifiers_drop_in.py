@@ -17,9 +17,11 @@ from fedcomp.codecs import (
     ChunkTop1,
     Clip,
     Codec,
+    Dithering,
     FixedPoint,
     KeyRegion,
     NaturalCompression,
+    NormSign,
     RandomBlock,
     RandomK,
     ScaledSign,
@@ -57,6 +59,8 @@ ROUNDED: tuple[Codec, ...] = (AdaComp(bin=50), ScaledSign(), STC(0.02), TernGrad
 # Without memory, or with momentum in it, where conservation is not about the updates.
 OTHERS: tuple[Codec, ...] = (
     TernGrad(),
+    Dithering(4),
+    NormSign(),
     NaturalCompression(),
     RandomBlock(0.2, unbiased=True),
     SignSGD(0.5),
