@@ -347,7 +347,9 @@ class DataLens(ExchangeStrategy, Stateful):
         votes.moved = float(np.count_nonzero(passed)) / passed.size
         targets = (self.votes.eta * passed).astype(np.float32)
         moments = student.start() if self._moments is None else self._moments
-        after, self._moments = student.step(generator, moments, request.key, targets)
+        after, kept = student.step(generator, moments, request.key, targets)
+        # Arithmetic on an array without dimensions gives a number, which no checkpoint takes for an array.
+        self._moments = {name: np.asarray(array) for name, array in kept.items()}
         self._log.conclude(whole, withheld=self.withholds)
         if self.withholds:
             # The public sum shows it; who voted is forgotten with the rest.
