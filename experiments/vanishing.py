@@ -16,7 +16,6 @@ from fedcomp.coding.transport import Parcel, SpoolRoot
 from fedcomp.errors import StateError
 from fedcomp.experiments.findings import mean
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.experiments.systems import get_system
 from fedcomp.timing.dropout import Compute, Failures, Situation
 from fedcomp.timing.links import Link
 
@@ -83,6 +82,7 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
     """Run ``spec`` in ``world``; uploads keep what arrived of them in pieces of ``chunk`` bytes, 0 for not at all."""
     from fedcomp.clients.app import app as client_app
     from fedcomp.experiments.serve import serve
+    from fedcomp.experiments.systems import get_system
     from fedcomp.flower.grid import InProcessGrid
     from fedcomp.flower.vanishing import VanishingGrid
 

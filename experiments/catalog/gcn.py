@@ -14,7 +14,6 @@ from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, T
 from fedcomp.experiments.graph_runs import SYSTEM, after, outcome, train
 from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult, RunSpec
-from fedcomp.strategies.gcn.system import layer_sizes
 
 if TYPE_CHECKING:
     # Listing the experiments needs no torch: it is imported when one is run.
@@ -92,6 +91,12 @@ def _budgets(text: str) -> tuple[float, ...]:
     return found
 
 
+def _layer_sizes(text: str) -> None:
+    from fedcomp.strategies.gcn.system import layer_sizes  # brings torch and Flower
+
+    layer_sizes(text)
+
+
 OPTIONS = {
     "task": Option(
         "digits-graph",
@@ -108,7 +113,7 @@ OPTIONS = {
     "full": Option(False, "every axis as long as the rows and with all seeds, instead of short and with the first one"),
     "task.hidden": Option("64", "width of the hidden layer"),
     "k": Option(4, "digits-graph: nearest digits that one is joined to", least=1, most=100),
-    "n": Option("256", "nodes kept at a layer, or one number per layer, input layer first", check=layer_sizes),
+    "n": Option("256", "nodes kept at a layer, or one number per layer, input layer first", check=_layer_sizes),
     "fanout": Option(5, "neighbours of a row, node-wise", least=1),
     "q": Option(0.1, "share of the boundary that boundary sampling keeps", above=0.0, most=1.0),
     "batch_size": Option(128, "nodes of a batch on each client", least=1),
