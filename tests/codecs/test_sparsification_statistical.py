@@ -128,7 +128,7 @@ UNBIASED: tuple[Codec, ...] = (
 @pytest.mark.long
 @pytest.mark.parametrize("codec", UNBIASED, ids=repr)
 def test_7_2_the_mean_of_draws_is_the_vector(codec: Codec) -> None:
-    """Random-k and random block scaled, QSGD, dithering, TernGrad without clipping, natural: on average nothing is lost."""
+    """Random-k and random block scaled, QSGD, dithering, TernGrad unclipped, natural: on average nothing is lost."""
     assert codec.unbiased
     check_unbiased(codec)
 

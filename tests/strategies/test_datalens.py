@@ -316,7 +316,7 @@ def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert [kept(resumed, p).answer for p in range(NODES)] == [kept(whole_grid, p).answer for p in range(NODES)]
     assert second.reports == whole_strategy.reports
     assert second.privacy.releases == whole_strategy.privacy.releases == 6 * IMAGES
-    with pytest.raises(StateError, match="resume with the settings"):
+    with pytest.raises(StateError, match="resume with the same settings"):
         held.apply(strategy(**{**options, "beta": 0.2}), None)
 
 
