@@ -164,14 +164,14 @@ class Compressor:
         return self.codec.to_config()
 
     def _form(self, n: int, dtype: np.dtype[Any]) -> _Form:
-        form = self._forms.get((n, dtype.name))
+        form = self._forms.get((n, dtype.char))  # a dtype takes long to say its name
         if form is None:
             layout = Layout.flat(n)
             stretch, section = Stretch(0, "the innovation", 0, n), None
             if isinstance(self.codec, PositionalCodec):
                 (stretch,) = self.codec.stretches(layout)
                 section = self.codec.section(stretch, dtype.name)
-            form = self._forms[n, dtype.name] = _Form(layout, stretch, section)
+            form = self._forms[n, dtype.char] = _Form(layout, stretch, section)
         return form
 
     def _encode(self, v: Real, key: Key) -> bytes:
