@@ -192,7 +192,9 @@ UNBIASED: list[tuple[str, dict[str, Any], Expectation]] = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("place", "options", "expectation"), UNBIASED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("place", "options", "expectation"), UNBIASED, ids=lambda value: None if callable(value) else str(value)[:60]
+)
 def test_7_01_a_sampler_that_is_called_unbiased_is(
     place: str, options: dict[str, Any], expectation: Expectation
 ) -> None:
