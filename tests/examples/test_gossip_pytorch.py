@@ -29,7 +29,7 @@ def test_every_node_learns_classes_it_has_never_seen(
     monkeypatch.setattr(sys, "argv", ["run.py", "--rounds", "60", "--nodes", "4", "--topology", "complete"])
     runpy.run_path(str(EXAMPLE / "run.py"), run_name="__main__")
     printed = capsys.readouterr().out
-    found = re.search(r"nodes (\S+) to (\S+); (\S+) bytes in 720 letters, and (\S+) in the (\d) closing", printed)
+    found = re.search(r"nodes (\S+) to (\S+); (\S+) bytes in 720 messages, and (\S+) in the (\d) closing", printed)
     assert found is not None, printed
     worst, best = float(found[1]), float(found[2])
     sparse, dense = (int(found[i].replace(",", "")) for i in (3, 4))

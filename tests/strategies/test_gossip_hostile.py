@@ -135,7 +135,7 @@ def entry(**values: Any) -> Change:
 
 def messages(make: Callable[[RecordDict, str], None]) -> Change:
     def change(content: RecordDict) -> None:
-        for name in [name for name in content if "/multicasts/" in name]:
+        for name in [name for name in content if "/postings/" in name]:
             make(content, name)
 
     return change
@@ -143,7 +143,7 @@ def messages(make: Callable[[RecordDict, str], None]) -> Change:
 
 def more(content: RecordDict) -> None:
     for place in range(3000):
-        put_frame(content, f"{gossip.HEADER}/multicasts/{place}", b"1")
+        put_frame(content, f"{gossip.HEADER}/postings/{place}", b"1")
 
 
 ANSWERS: dict[str, tuple[Change, str]] = {

@@ -109,8 +109,8 @@ class Told(MeteredGrid):
 
 
 def told(of: SkewedGCN) -> dict[str, Any]:
-    """Return the reports, by round."""
-    return {str(number): report.to_json() for number, report in of.graph.items()}
+    """Return what each round came to, as it is read from a file."""
+    return json.loads(json.dumps({number: report.gcn.to_json() for number, report in of.reports.items()}))
 
 
 def wait_for(path: Path, limit: float = 120.0) -> None:
