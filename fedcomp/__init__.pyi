@@ -1,4 +1,5 @@
-# What `import fedcomp as fc` offers, one name a line; __init__.py reads this file.
+# What `import fedcomp as fc` offers, one name a line; __init__.py reads this file. Nothing of it is executed: for type
+# checkers alone it may name layers above this one.
 
 # The drop-in pair and what goes into it.
 from fedcomp.clients.compressed import compression as compression

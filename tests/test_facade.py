@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from page_reading import ROOT
@@ -65,6 +66,12 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_importing_it_brings_nothing() -> None:
     code = "import sys, fedcomp; print(*sorted({'flwr', 'numpy', 'torch', 'numba', 'ray'} & set(sys.modules)))"
     assert run(code).stdout.strip() == ""
+
+
+def test_the_stub_alone_names_layers_above_and_none_of_them_is_imported() -> None:
+    code = "import sys, fedcomp; dir(fedcomp); print(*(m for m in sys.modules if m.startswith('fedcomp.')))"
+    assert run(code).stdout.strip() == ""
+    assert [path.relative_to(ROOT) for path in (ROOT / "fedcomp").rglob("*.pyi")] == [Path("fedcomp/__init__.pyi")]
 
 
 def test_every_name_is_public_and_leads_to_what_it_says() -> None:
