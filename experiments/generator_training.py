@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.ledger import PrivacyLedger
     from fedcomp.privacy.mechanism import Mechanism
     from fedcomp.tasks.base import Split
     from fedcomp.tasks.generator import GeneratorTask
@@ -171,7 +171,7 @@ class _Training:
 
     def __init__(self, cell: GeneratorCell) -> None:
         from fedcomp.privacy.entropy import make_entropy
-        from fedcomp.privacy.ledger import Ledger
+        from fedcomp.privacy.ledger import PrivacyLedger
         from fedcomp.privacy.sampling import Sampling
         from fedcomp.rng import Key
         from fedcomp.tasks.base import Split
@@ -193,7 +193,7 @@ class _Training:
         self.z = _multiplier(cell.epsilon, cell.delta, cell.releases) / scale
         self.private = self.z > 0.0 and not cell.validation
         self.entropy = make_entropy(self.key.at(purpose="noise"), insecure_deterministic=True)
-        self.ledger: Ledger = Ledger(
+        self.ledger: PrivacyLedger = PrivacyLedger(
             delta=cell.delta,
             population=self.clients,
             adjacency="replace",

@@ -67,7 +67,7 @@ class RecordCell:
         from fedcomp.privacy.dpsgd import private_training
         from fedcomp.privacy.entropy import make_entropy
         from fedcomp.privacy.errors import BudgetExceeded
-        from fedcomp.privacy.ledger import Ledger
+        from fedcomp.privacy.ledger import PrivacyLedger
         from fedcomp.privacy.sampling import Sampling
         from fedcomp.privacy.statement import make_statement
         from fedcomp.rng import Key
@@ -84,7 +84,7 @@ class RecordCell:
             x, y = x[order[last:]], y[order[last:]]
         key = Key(self.seed, "topagg_dpsgd")
         entropy = make_entropy(None if self.secure else key.at(purpose="noise"), insecure_deterministic=not self.secure)
-        ledger = Ledger(
+        ledger = PrivacyLedger(
             delta=self.delta,
             population=len(x),
             adjacency="add_remove",

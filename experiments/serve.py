@@ -32,7 +32,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.rounds import RoundOutcome, fit, over
-from fedcomp.privacy.errors import LedgerError
+from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.strategies.parts import BUDGET, TASK_PREFIX
 from fedcomp.strategies.system import TRAINING
 from fedcomp.timing import parse_link, simulated_seconds
@@ -201,14 +201,14 @@ class _Run:
 
         Raises
         ------
-        LedgerError
+        PrivacyLedgerError
             When the ledger knows participants, and none of them is online.
         """
         ledger = None if self._private is None else self._private.privacy
         if ledger is None or not ledger.sampling.cap or not ledger.participations:
             return
         if not set(ledger.participations) & set(nodes):
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"the ledger {self.privacy} counts the rounds of {len(ledger.participations)} nodes, none of which is "
                 "online: on this engine nodes get new ids when a run starts again, and a cap on participations cannot "
                 "be kept over that. Start a new run, or use sampling=everyone"

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from fedcomp.privacy.dpsgd import PrivateTraining, private_training
 from fedcomp.privacy.entropy import Entropy, make_entropy
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
 
@@ -40,10 +40,10 @@ def records(count: int, features: int = 6, classes: int = 3, seed: int = 0) -> T
     return TensorDataset(torch.from_numpy(x), torch.from_numpy((x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)))
 
 
-def ledger(rate: float, population: int = 1000, budget: float | None = None) -> Ledger:
+def ledger(rate: float, population: int = 1000, budget: float | None = None) -> PrivacyLedger:
     """Return a ledger of records under Poisson sampling."""
     sampling = Sampling("poisson", rate=rate) if rate < 1.0 else Sampling("everyone")
-    return Ledger(
+    return PrivacyLedger(
         delta=1e-5, population=population, adjacency="add_remove", sampling=sampling, budget=budget, unit="record"
     )
 

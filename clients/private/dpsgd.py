@@ -32,13 +32,13 @@ from fedcomp.flower.payload import put_node
 from fedcomp.flower.record_dp import RECORD_DP, Account, Plan, compact, steps_in
 from fedcomp.flower.records import to_record
 from fedcomp.privacy.entropy import make_entropy
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.ledger import PrivacyLedger
     from fedcomp.tasks.base import Split, Task
 
 
@@ -122,7 +122,7 @@ def train_privately(trainee: Trainee, plan: Plan, context: Context) -> Account:
     ConfigError
         When the model or the task cannot be trained privately, delta is too large for so few records, or the node has
         a budget of its own and the plan's noise would come from a seed.
-    LedgerError
+    PrivacyLedgerError
         When the node's ledger is of another run, or damaged.
     PrivacyError
         When the training broke; the reason is in this node's log alone.
@@ -216,7 +216,7 @@ def _own(plan: Plan, context: Context) -> Plan:
     return replace(plan, budget=min(float(own), plan.budget or math.inf))
 
 
-def _require_room(ledger: Ledger, plan: Plan, size: int) -> None:
+def _require_room(ledger: PrivacyLedger, plan: Plan, size: int) -> None:
     if ledger.affords(plan.event(size), plan.steps):
         return
     raise BudgetExceeded(
@@ -226,7 +226,7 @@ def _require_room(ledger: Ledger, plan: Plan, size: int) -> None:
 
 
 @contextmanager
-def _ledger(context: Context, plan: Plan, records: int) -> Iterator[Ledger]:
+def _ledger(context: Context, plan: Plan, records: int) -> Iterator[PrivacyLedger]:
     """Yield this node's ledger; it is back where it was when the block ends without an error."""
     ledger = plan.ledger(records)
     path = context.node_config.get(LEDGER_FILE)
@@ -250,7 +250,7 @@ def _read(record: ConfigRecord) -> Mapping[str, Any]:
     try:
         document = json.loads(str(record["ledger"]))
     except (KeyError, ValueError) as error:
-        raise LedgerError(f"this node's ledger cannot be read: {error!r}; what it spent is unknown") from error
+        raise PrivacyLedgerError(f"this node's ledger cannot be read: {error!r}; what it spent is unknown") from error
     if not isinstance(document, dict):
-        raise LedgerError("this node's ledger cannot be read; what it spent is unknown")
+        raise PrivacyLedgerError("this node's ledger cannot be read; what it spent is unknown")
     return document

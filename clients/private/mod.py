@@ -23,12 +23,12 @@ from fedcomp.flower.protocol import RESYNC, STALE
 from fedcomp.flower.record_dp import RECORD_DP
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 
 STAYS: Final = "the client could not answer; its reason stays on the node"
 """All that a server is told of a private round that failed on a client."""
 
-ABOUT_SETTINGS: Final = (ConfigError, BudgetExceeded, LedgerError, StateError, LayoutError, PayloadError)
+ABOUT_SETTINGS: Final = (ConfigError, BudgetExceeded, PrivacyLedgerError, StateError, LayoutError, PayloadError)
 """Errors of this project that are about settings, budgets, models and messages alone: no text of theirs holds a figure
 that was worked out from records, as those about a contribution do (its norm, how many of its values are finite)."""
 

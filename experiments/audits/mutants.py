@@ -25,7 +25,7 @@ from fedcomp.privacy.bounds import to_grid
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Event
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.noise import draw, gaussian
 from fedcomp.rng import Key
@@ -288,7 +288,7 @@ class ForgetfulAccountant(DpFedAvg):
     def configure_train(self, *arguments: Any) -> Any:
         """Forget what was spent."""
         old = self.privacy
-        self.privacy = Ledger(
+        self.privacy = PrivacyLedger(
             delta=old.delta,
             population=old.population,
             adjacency=old.adjacency,

@@ -16,7 +16,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.strategies.private.strategy import PrivateStrategy
 
 Make = Callable[[float | None, int], PrivateStrategy]
@@ -135,7 +135,7 @@ class Rounds(Subject):
                     out[trial, place] = self._play(strategy, grid, data, place + 1)
         return out
 
-    def ledger(self, rounds: int) -> Ledger:
+    def ledger(self, rounds: int) -> PrivacyLedger:
         """Return the ledger of one run."""
         strategy = self.make(None, 0)
         with quiet(), InProcessGrid(nobody, self.clients) as grid:

@@ -20,7 +20,7 @@ from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.gaussian import gaussian_mu
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import Mechanism, PrivateSum
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
@@ -33,9 +33,9 @@ DELTA: Final = 1e-5
 POPULATION: Final = 1000
 
 
-def new_ledger(adjacency: Adjacency) -> Ledger:
+def new_ledger(adjacency: Adjacency) -> PrivacyLedger:
     """Return an empty ledger in memory, with everybody taking part every time: the audited rounds hide nobody."""
-    return Ledger(delta=DELTA, population=POPULATION, adjacency=adjacency, sampling=Sampling("everyone"))
+    return PrivacyLedger(delta=DELTA, population=POPULATION, adjacency=adjacency, sampling=Sampling("everyone"))
 
 
 def rounds_mu(events: Sequence[Event]) -> float:
@@ -81,7 +81,7 @@ class Subject(ABC):
         """Claimed standard deviation of every coordinate of the output, shape (width,)."""
 
     @abstractmethod
-    def ledger(self, rounds: int) -> Ledger:
+    def ledger(self, rounds: int) -> PrivacyLedger:
         """Return the ledger of one run of ``rounds`` rounds over ``present``."""
 
     def release_mu(self) -> float:
@@ -145,7 +145,7 @@ class Sums(Subject):
                 out[trial, place] = held.release(ledger, round=place + 1, entropy=entropy).ravel()
         return out
 
-    def ledger(self, rounds: int) -> Ledger:
+    def ledger(self, rounds: int) -> PrivacyLedger:
         """Return the ledger of one run."""
         ledger = new_ledger(self.adjacency)
         entropy = SeededEntropy(Key(0, "audit ledger"), insecure_deterministic=True)

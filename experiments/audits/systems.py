@@ -27,7 +27,7 @@ from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.bounds import clip_arrays
 from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, make_entropy
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.lsg import Plan
 from fedcomp.privacy.mechanism import GridGaussian, Votes
@@ -221,7 +221,7 @@ class Lessons(Subject):
                     out[trial, place] = self._play(strategy, grid, place + 1)
         return out
 
-    def ledger(self, rounds: int) -> Ledger:
+    def ledger(self, rounds: int) -> PrivacyLedger:
         """Return the ledger of one run."""
         strategy = self._make(self.z, 0)
         with quiet(), InProcessGrid(_voters(self.present), CLIENTS) as grid:
@@ -333,7 +333,7 @@ class Steps(Subject):
 
     def start(
         self, z: float, seed: int, entropy: Entropy | None = None
-    ) -> tuple[PrivateOptimizer, torch.nn.Parameter, Ledger]:
+    ) -> tuple[PrivateOptimizer, torch.nn.Parameter, PrivacyLedger]:
         """Return an optimiser, its parameter and its ledger; noise comes from ``seed`` unless ``entropy`` is given."""
         weights = torch.nn.Parameter(torch.zeros(self.width))
         ledger = new_ledger("add_remove")
@@ -362,7 +362,7 @@ class Steps(Subject):
                 out[trial, place] = self.play(optimizer, weights, data)
         return out
 
-    def ledger(self, rounds: int) -> Ledger:
+    def ledger(self, rounds: int) -> PrivacyLedger:
         """Return the ledger of one run."""
         optimizer, weights, ledger = self.start(self.z, 0)
         for _ in range(rounds):
@@ -452,7 +452,7 @@ class Messages(Subject):
                 out[trial, place] = update.vector
         return out
 
-    def ledger(self, rounds: int) -> Ledger:
+    def ledger(self, rounds: int) -> PrivacyLedger:
         """Return a ledger with an event of the transform's mechanism per message, as the strategy records them."""
         ledger = new_ledger("replace")
         for place in range(rounds):
@@ -514,7 +514,7 @@ class Shares(Subject):
                 out[trial, turn] = np.sum(parts, axis=0) * mechanism.step
         return out
 
-    def ledger(self, rounds: int) -> Ledger:
+    def ledger(self, rounds: int) -> PrivacyLedger:
         """Return a ledger with the mechanism's event for every sum, as the strategy records them."""
         ledger = new_ledger("zero_out")
         for place in range(rounds):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from flwr.app import RecordDict
 
-    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.ledger import PrivacyLedger
     from fedcomp.privacy.statement import Statement
 
 PRIVATE: Final = "private"
@@ -39,7 +39,7 @@ class Private(Protocol):
 
     Attributes
     ----------
-    privacy : Ledger
+    privacy : PrivacyLedger
         What was released, and what it cost.
 
     Notes
@@ -50,7 +50,7 @@ class Private(Protocol):
     what a client sends, as those of a coded round do.
     """
 
-    privacy: Ledger
+    privacy: PrivacyLedger
 
     def declare(self, population: int) -> None:
         """Learn the public number of units N, where the constructor was not told; called before the first round."""

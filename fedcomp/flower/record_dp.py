@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from fedcomp.errors import FedcompError
 from fedcomp.flower.schema import Flag, Int, OneOf, Options, Real, Schema, Text, TextSchema
 from fedcomp.privacy.events import ADJACENCIES, NOISES, Adjacency, Event
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Plan(TextSchema, key=RECORD_DP):
         text = config.get(RECORD_DP)
         return None if text is None else cls.from_text(text)
 
-    def ledger(self, records: int) -> Ledger:
+    def ledger(self, records: int) -> PrivacyLedger:
         """Return an empty ledger of somebody with ``records`` records.
 
         Raises
@@ -89,7 +89,7 @@ class Plan(TextSchema, key=RECORD_DP):
         ConfigError
             When delta is not below 1 / ``records``.
         """
-        return Ledger(
+        return PrivacyLedger(
             delta=self.delta,
             population=records,
             adjacency=self.adjacency,
@@ -141,12 +141,12 @@ class Account(Schema, key=RECORD_DP):
         return f"{self.now} of {self.total} steps" if self.now > self.total else ""
 
 
-def steps_in(ledger: Ledger) -> int:
+def steps_in(ledger: PrivacyLedger) -> int:
     """Return how many steps ``ledger`` holds."""
     return sum(entry.times for entry in ledger.entries)
 
 
-def compact(ledger: Ledger) -> dict[str, Any]:
+def compact(ledger: PrivacyLedger) -> dict[str, Any]:
     """Return ``ledger.state_dict()`` with equal events in a row as one entry, so that it does not grow with steps."""
     state = ledger.state_dict()
     merged: list[tuple[dict[str, Any], int]] = []

@@ -31,7 +31,7 @@ from fedcomp.privacy.entropy import Entropy, SystemEntropy
 from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, TopAggOptimizer
 
 if TYPE_CHECKING:
-    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.ledger import PrivacyLedger
 
 __all__ = [
     "METHODS",
@@ -156,7 +156,7 @@ class PrivateTraining:
 
         Raises
         ------
-        BudgetExceeded, LedgerError
+        BudgetExceeded, PrivacyLedgerError
             The step was not made.
         ConfigError
             When losses that should be one for each record are not.
@@ -211,7 +211,7 @@ def private_training(
     noise_multiplier: float,
     rate: float,
     steps: int,
-    ledger: Ledger,
+    ledger: PrivacyLedger,
     max_grad_norm: float = 1.0,
     entropy: Entropy | None = None,
     loss_reduction: str = "mean",

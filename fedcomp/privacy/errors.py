@@ -17,5 +17,5 @@ class BudgetExceeded(PrivacyError, RuntimeError):
     """A release would cross the budget; nothing was released."""
 
 
-class LedgerError(PrivacyError, RuntimeError):
+class PrivacyLedgerError(PrivacyError, RuntimeError):
     """A ledger is damaged, belongs to another run, or cannot be written: without it nothing may be released."""

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from fedcomp.errors import ConfigError
 from fedcomp.plain import OrInfinite, PlainError, fields_of, from_fields
-from fedcomp.privacy.errors import LedgerError
+from fedcomp.privacy.errors import PrivacyLedgerError
 
 Adjacency = Literal["zero_out", "add_remove", "replace"]
 
@@ -86,10 +86,10 @@ class Event:
 
         Raises
         ------
-        LedgerError
+        PrivacyLedgerError
             When fields are missing, unknown or of the wrong type.
         """
         try:
             return from_fields(cls, document, "an event")
         except PlainError as error:
-            raise LedgerError(f"an event cannot be read: {error}") from error
+            raise PrivacyLedgerError(f"an event cannot be read: {error}") from error

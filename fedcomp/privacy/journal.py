@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from fedcomp.privacy.errors import LedgerError
+from fedcomp.privacy.errors import PrivacyLedgerError
 
 _CHECK: Final = "check"
 _DIGITS: Final = 16
@@ -64,7 +64,7 @@ class Journal:
 
     Raises
     ------
-    LedgerError
+    PrivacyLedgerError
         When the file is damaged, cannot be opened, or another process has it open.
     """
 
@@ -83,7 +83,9 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except OSError as error:
-            raise LedgerError(f"the ledger {self.path} cannot be opened: {error}; nothing may be released") from error
+            raise PrivacyLedgerError(
+                f"the ledger {self.path} cannot be opened: {error}; nothing may be released"
+            ) from error
         self._closer = weakref.finalize(self, os.close, self._handle)
         try:
             self._lock()
@@ -92,8 +94,10 @@ class Journal:
             _sync_folder(self.path.parent)
         except OSError as error:
             self.close()
-            raise LedgerError(f"the ledger {self.path} cannot be read: {error}; nothing may be released") from error
-        except LedgerError:
+            raise PrivacyLedgerError(
+                f"the ledger {self.path} cannot be read: {error}; nothing may be released"
+            ) from error
+        except PrivacyLedgerError:
             self.close()
             raise
 
@@ -104,7 +108,7 @@ class Journal:
     def begin(self, header: Mapping[str, Any]) -> None:
         """Write the header of a new file."""
         if self.header is not None:
-            raise LedgerError(f"the ledger {self.path} has a header already")
+            raise PrivacyLedgerError(f"the ledger {self.path} has a header already")
         self._write(header, begin=True)
         self.header = dict(header)
 
@@ -113,17 +117,17 @@ class Journal:
 
         Raises
         ------
-        LedgerError
+        PrivacyLedgerError
             When it is not, or may not be. Every later call fails as well: what the file holds is then unknown.
         """
         if self.header is None:
-            raise LedgerError(f"the ledger {self.path} has no header yet")
+            raise PrivacyLedgerError(f"the ledger {self.path} has no header yet")
         self._write(entry)
 
     def clear(self) -> None:
         """Take the header of a file without entries off again."""
         if self.entries or self.header is None or self._size != self._after_header:
-            raise LedgerError(f"the ledger {self.path} holds entries; they cannot be taken off")
+            raise PrivacyLedgerError(f"the ledger {self.path} holds entries; they cannot be taken off")
         os.ftruncate(self._handle, 0)
         os.fsync(self._handle)
         self.header, self._last, self._size, self.counted = None, "", 0, True
@@ -133,13 +137,13 @@ class Journal:
         try:
             import fcntl
         except ImportError as error:
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 "a ledger on disk needs POSIX file locks, which this system lacks; run without a ledger file"
             ) from error
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"the ledger {self.path} is open elsewhere: two writers would each spend the budget; end the other run"
             ) from error
 
@@ -160,7 +164,7 @@ class Journal:
         for number, line in enumerate(lines, 2 if self.counted else 1):
             entry = self._parse(line)
             if entry is None:
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     f"line {number} of the ledger {self.path} is damaged or does not follow the line before it. What "
                     "was spent is unknown: restore the file from a copy, or begin a new run on other data"
                 )
@@ -189,7 +193,7 @@ class Journal:
 
         Raises
         ------
-        LedgerError
+        PrivacyLedgerError
             When it is damaged.
         """
         try:
@@ -198,7 +202,7 @@ class Journal:
         except (ValueError, KeyError, TypeError, RecursionError):
             count, last = -1, ""
         if count < 0 or _head_line(count, last) != line + b"\n":
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"the head of the ledger {self.path} is damaged, and with it the number of its events. Restore the "
                 "file from a copy, or begin a new run on other data"
             )
@@ -210,19 +214,19 @@ class Journal:
 
         Raises
         ------
-        LedgerError
+        PrivacyLedgerError
         """
         found = len(self.entries)
         if count > found:
             raise self._cut(f"its head counts {count} events, and {found} are left")
         if self.header is not None and (count < found - 1 or last != self._checks[count]):
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"the head of the ledger {self.path} counts {count} events and is not that of its {found}: it is from "
                 "another time than they are. Restore the file from a copy, or begin a new run on other data"
             )
 
-    def _cut(self, why: str) -> LedgerError:
-        return LedgerError(
+    def _cut(self, why: str) -> PrivacyLedgerError:
+        return PrivacyLedgerError(
             f"the ledger {self.path} was cut off at its end: {why}. What was spent is unknown: restore the file from a "
             "copy, or begin a new run on other data"
         )
@@ -261,9 +265,9 @@ class Journal:
 
     def _write(self, entry: Mapping[str, Any], *, begin: bool = False) -> None:
         if not self._closer.alive:
-            raise LedgerError(f"the ledger {self.path} is closed; nothing may be released")
+            raise PrivacyLedgerError(f"the ledger {self.path} is closed; nothing may be released")
         if self._broken:
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"the ledger {self.path} could not be written before: {self._broken}; nothing is released"
             )
         body = _dump(entry)
@@ -281,7 +285,9 @@ class Journal:
                 self._put(self._head(), 0)
         except OSError as error:
             self._broken = str(error)
-            raise LedgerError(f"the ledger {self.path} cannot be written: {error}; nothing was released") from error
+            raise PrivacyLedgerError(
+                f"the ledger {self.path} cannot be written: {error}; nothing was released"
+            ) from error
 
     def _put(self, data: bytes, at: int) -> None:
         view = memoryview(data)
@@ -298,7 +304,7 @@ def _head_line(events: int, last: str) -> bytes:
 
 def _dump(entry: Mapping[str, Any]) -> str:
     if not entry:
-        raise LedgerError("an entry of a ledger has at least one field")
+        raise PrivacyLedgerError("an entry of a ledger has at least one field")
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -30,7 +30,7 @@ from fedcomp.privacy.accounting import (
     total_mu,
     upper_bound,
 )
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 from fedcomp.privacy.events import Adjacency, Event, check_adjacency
 from fedcomp.privacy.gaussian import lattice_delta
 from fedcomp.privacy.journal import Journal
@@ -47,8 +47,8 @@ VERSION: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One call of :meth:`Ledger.record`.
+class LedgerEntry:
+    """One call of :meth:`PrivacyLedger.record`.
 
     Attributes
     ----------
@@ -76,15 +76,15 @@ class Entry:
         return fields_of(self)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Entry:
-        """Read :meth:`to_json`; raises :class:`LedgerError` when it is not one."""
+    def from_json(cls, document: Mapping[str, Any]) -> LedgerEntry:
+        """Read :meth:`to_json`; raises :class:`PrivacyLedgerError` when it is not one."""
         try:
             return from_fields(cls, document, "an entry of a ledger")
         except PlainError as error:
-            raise LedgerError(str(error)) from error
+            raise PrivacyLedgerError(str(error)) from error
 
 
-class Ledger:
+class PrivacyLedger:
     """Events, participations and the budget of one run.
 
     Parameters
@@ -140,7 +140,7 @@ class Ledger:
         self.run = os.urandom(16).hex()
         self._journal: Journal | None = None
         self._had_file = False
-        self._entries: list[Entry] = []
+        self._entries: list[LedgerEntry] = []
         self._forget()
         if population:
             self.declare(population)
@@ -164,7 +164,9 @@ class Ledger:
             )
         check_population(self.delta, population)
         if not self.population and self._journal is not None:
-            raise LedgerError("declare the population before the ledger's file is opened; it is part of the header")
+            raise PrivacyLedgerError(
+                "declare the population before the ledger's file is opened; it is part of the header"
+            )
         self.population = population
 
     # What was spent.
@@ -175,7 +177,7 @@ class Ledger:
         return [entry.event for entry in self._entries]
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[LedgerEntry, ...]:
         """Every recorded event with its round and participants."""
         return tuple(self._entries)
 
@@ -265,11 +267,11 @@ class Ledger:
         """Whether what was spent depends on which unit was in which round."""
         return self.sampling.cap > 0
 
-    def _check_people(self, entries: Sequence[Entry]) -> None:
+    def _check_people(self, entries: Sequence[LedgerEntry]) -> None:
         """Refuse participants that cannot all be different units."""
         for entry in entries:
             if len(entry.participants) > self.population:
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     f"round {entry.round} has {len(entry.participants)} participants, the population was declared as "
                     f"{self.population}. Declare the number of all that may ever take part"
                 )
@@ -277,7 +279,7 @@ class Ledger:
             return
         people = {node for entry in entries for node in entry.participants}.union(self._taken)
         if len(people) > self.population:
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"{len(people)} different participants, the population was declared as {self.population}: a "
                 f"{self.unit} under several ids would be counted as several, and have spent more than is said. Declare "
                 "the number of all that may ever take part, and let them keep their ids"
@@ -322,7 +324,7 @@ class Ledger:
             When the budget or a participant's cap would be crossed. Nothing was recorded.
         ConfigError
             When the event claims a sampling that the ledger's sampler does not do, or arguments are out of range.
-        LedgerError
+        PrivacyLedgerError
             When there are more participants than the population, or the event could not be written. Nothing may be
             released.
         """
@@ -334,7 +336,7 @@ class Ledger:
         people = tuple(int(node) for node in participants)
         if len(set(people)) != len(people):
             raise ConfigError(f"a participant of round {round} is listed twice")
-        entry = Entry(len(self._entries), self._attempt, int(round), int(times), people, event)
+        entry = LedgerEntry(len(self._entries), self._attempt, int(round), int(times), people, event)
         self._check_room(entry)
         self._check_people([entry])
         over = [node for node in people if self._would_exceed(node, entry)]
@@ -360,7 +362,7 @@ class Ledger:
 
         Raises
         ------
-        LedgerError
+        PrivacyLedgerError
             When the file is damaged, belongs to another run or says something else about this one, is open elsewhere,
             or this run had another file before.
         """
@@ -368,7 +370,7 @@ class Ledger:
         if self._journal is not None:
             if self._journal.path.absolute() == path.absolute():
                 return
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"the ledger is kept in {self._journal.path}; a run has one ledger, {path} would be a second"
             )
         if not self.population:
@@ -399,13 +401,13 @@ class Ledger:
 
         Raises
         ------
-        LedgerError
+        PrivacyLedgerError
             When the checkpoint is of another run, or says something else about an event both have.
         """
         try:
             header, had_file, documents = dict(state["header"]), bool(state["file"]), list(state["entries"])
         except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(f"the checkpoint's ledger cannot be read: {error!r}") from error
+            raise PrivacyLedgerError(f"the checkpoint's ledger cannot be read: {error!r}") from error
         if not self.population and header.get("population"):
             self.declare(header["population"])
         entries = self._numbered(documents, "the checkpoint")
@@ -413,7 +415,7 @@ class Ledger:
         run = str(header["run"])
         if run != self.run:
             if self._entries or (self._journal is not None and had_file):
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     "the checkpoint and the ledger are of two different runs; resume with the run's own file"
                 )
             if self._journal is not None:
@@ -443,20 +445,20 @@ class Ledger:
     def _agree(self, header: Mapping[str, Any], where: str, *, spent: bool) -> None:
         mine = self._header()
         if header.get("format") != FORMAT or not isinstance(header.get("run"), str):
-            raise LedgerError(f"{where} holds no ledger of this kind")
+            raise PrivacyLedgerError(f"{where} holds no ledger of this kind")
         if header.get("version") not in range(1, VERSION + 1):
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"{where} has version {header.get('version')!r} of the format, this release reads 1 to {VERSION}"
             )
         # A budget may be set anew when a run is resumed: it says what may still be spent, not what was.
         for name in sorted(set(mine) - {"run", "budget", "version"}):
             if header.get(name) != mine[name]:
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     f"{where} was begun with {name}={header.get(name)!r}, this run says {mine[name]!r}. What was "
                     "promised at the first release stands: continue with the same, or begin a new run"
                 )
         if header["version"] == 1 and spent and self.adjacency == "add_remove" and self.sampling.kind != "poisson":
-            raise LedgerError(
+            raise PrivacyLedgerError(
                 f"{where} was begun by an earlier release, which drew fixed numbers of {self.unit}s under "
                 "adjacency='add_remove' as well. The sum then moves by two bounds and epsilon is larger than it says; "
                 "whether it was so here is not written down. Begin a new run, with adjacency='replace' or "
@@ -467,23 +469,23 @@ class Ledger:
         """Take over what a file holds, and write into it what it lacks."""
         if journal.header is None:
             if self._had_file:
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     f"this run kept its ledger in a file, and {journal.path} is not it: it is new. What was released "
                     "after the checkpoint would not be counted; put the run's file back"
                 )
             journal.begin(self._header())
-            entries: list[Entry] = []
+            entries: list[LedgerEntry] = []
         else:
             self._agree(journal.header, f"the ledger {journal.path}", spent=bool(journal.entries))
             if journal.counted != (journal.header["version"] > 1):
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     f"the ledger {journal.path} lacks its head, which counts the events. Restore the file from a copy"
                 )
             if not journal.counted:
                 log.warning("the ledger %s: %s", journal.path, UNCOUNTED)
             run = journal.header["run"]
             if run != self.run and (self._entries or self._had_file):
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     f"the ledger {journal.path} is of another run; a run has one ledger. Put this run's own file "
                     "there, or begin a new run"
                 )
@@ -495,19 +497,19 @@ class Ledger:
         self._entries = united
         self._forget()
 
-    def _numbered(self, documents: Sequence[Mapping[str, Any]], where: str) -> list[Entry]:
-        entries = [Entry.from_json(document) for document in documents]
+    def _numbered(self, documents: Sequence[Mapping[str, Any]], where: str) -> list[LedgerEntry]:
+        entries = [LedgerEntry.from_json(document) for document in documents]
         if [entry.serial for entry in entries] != list(range(len(entries))):
-            raise LedgerError(f"{where} lacks an event, or has one twice: serial numbers are not 0, 1, 2 ...")
+            raise PrivacyLedgerError(f"{where} lacks an event, or has one twice: serial numbers are not 0, 1, 2 ...")
         self._check_people(entries)
         return entries
 
     @staticmethod
-    def _union(first: list[Entry], second: list[Entry], one: str, other: str) -> list[Entry]:
+    def _union(first: list[LedgerEntry], second: list[LedgerEntry], one: str, other: str) -> list[LedgerEntry]:
         common = min(len(first), len(second))
         for mine, theirs in zip(first[:common], second[:common], strict=True):
             if mine != theirs:
-                raise LedgerError(
+                raise PrivacyLedgerError(
                     f"{one} and {other} say different things about event {mine.serial}; which was paid for?"
                 )
         return first + second[common:]
@@ -525,7 +527,7 @@ class Ledger:
         for entry in self._entries:
             self._count(entry)
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: LedgerEntry) -> None:
         key = (entry.attempt, entry.round)
         for node in entry.participants:
             rounds = self._taken.setdefault(node, set())
@@ -567,12 +569,12 @@ class Ledger:
     def _participations(self, node: int) -> int:
         return len(self._taken.get(node, ())) + self._blocks[node]
 
-    def _would_exceed(self, node: int, entry: Entry) -> bool:
+    def _would_exceed(self, node: int, entry: LedgerEntry) -> bool:
         cap = self.sampling.cap
         again = entry.times == 1 and (entry.attempt, entry.round) in self._taken.get(node, ())
         return bool(cap) and not again and self._participations(node) + entry.times > cap
 
-    def _check_room(self, entry: Entry) -> None:
+    def _check_room(self, entry: LedgerEntry) -> None:
         """Refuse a span of rounds that meets others: their units would be counted as drawn apart."""
         stop = entry.round + entry.times
         met = any(first < stop and entry.round < last for first, last in self._spans.get(entry.attempt, ()))

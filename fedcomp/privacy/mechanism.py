@@ -27,7 +27,7 @@ from fedcomp.privacy.events import ADJACENCIES, FINE, NOISES, Adjacency, Event, 
 from fedcomp.privacy.noise import draw, failure
 
 if TYPE_CHECKING:
-    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.ledger import PrivacyLedger
 
 __all__ = ["ADJACENCIES", "Adjacency", "GridGaussian", "Mechanism", "PrivateSum", "Votes"]
 
@@ -350,7 +350,7 @@ class PrivateSum:
 
     def release(
         self,
-        ledger: Ledger,
+        ledger: PrivacyLedger,
         *,
         round: int,
         entropy: Entropy | None = None,
@@ -363,7 +363,7 @@ class PrivateSum:
 
         Parameters
         ----------
-        ledger : Ledger
+        ledger : PrivacyLedger
             Is on disk before this returns, where it has a file.
         round : int
         entropy : Entropy, optional
@@ -377,7 +377,7 @@ class PrivateSum:
 
         Raises
         ------
-        BudgetExceeded, LedgerError
+        BudgetExceeded, PrivacyLedgerError
             Nothing was released.
         """
         if self._released:

@@ -38,7 +38,7 @@ from fedcomp.privacy.votes import threshold as cut
 from fedcomp.rng import Key
 
 if TYPE_CHECKING:
-    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.ledger import PrivacyLedger
 
 __all__ = ["LsgOptimizer", "MaskedOptimizer", "PrivateOptimizer", "TopAggOptimizer", "clip_rows", "vote_rows"]
 
@@ -151,7 +151,7 @@ class PrivateOptimizer(DPOptimizer):
         Probability with which a record is in a batch (Poisson sampling).
     expected_batch_size : float
         ``rate * records``, not rounded: the sum is divided by it.
-    ledger : Ledger
+    ledger : PrivacyLedger
         Is written before a step's noise is drawn. Its budget is the budget.
     entropy : Entropy, optional
         Of the noise; default: the operating system's.
@@ -193,7 +193,7 @@ class PrivateOptimizer(DPOptimizer):
         max_grad_norm: float = 1.0,
         rate: float,
         expected_batch_size: float,
-        ledger: Ledger,
+        ledger: PrivacyLedger,
         entropy: Entropy | None = None,
         adjacency: Adjacency | None = None,
         noise: str = "discrete_gaussian",
@@ -281,7 +281,7 @@ class PrivateOptimizer(DPOptimizer):
 
         Raises
         ------
-        BudgetExceeded, LedgerError
+        BudgetExceeded, PrivacyLedgerError
             Nothing was released; the gradients are gone.
         """
         if self._using is None or self._total is None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.accounting import Cost, Profile, compose_rounds, profile, upper_bound
 from fedcomp.privacy.events import Event
-from fedcomp.privacy.ledger import Entry, Ledger
+from fedcomp.privacy.ledger import LedgerEntry, PrivacyLedger
 
 __all__ = ["ParallelLedger"]
 
 
-class ParallelLedger(Ledger):
+class ParallelLedger(PrivacyLedger):
     """Events at parties that hold disjoint records.
 
     The ``participants`` of an event are the parties on whose records it was. It is written down by somebody who was
@@ -89,7 +89,7 @@ class ParallelLedger(Ledger):
         self._failures: dict[int, float] = {}
         super()._forget()
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: LedgerEntry) -> None:
         super()._count(entry)
         for party in entry.participants:
             # Every entry drew records of its own, whatever its round is called.

@@ -19,7 +19,7 @@ from fedcomp.privacy.ledger import UNCOUNTED, check_population
 from fedcomp.privacy.sampling import KINDS, Sampling
 
 if TYPE_CHECKING:
-    from fedcomp.privacy.ledger import Ledger
+    from fedcomp.privacy.ledger import PrivacyLedger
     from fedcomp.privacy.mechanism import Mechanism
 
 NOT_COVERED: Final = (
@@ -265,13 +265,13 @@ class Statement:
 
 
 def make_statement(
-    ledger: Ledger, *, mechanism: Mechanism | None = None, entropy: Entropy | None = None, **said: Any
+    ledger: PrivacyLedger, *, mechanism: Mechanism | None = None, entropy: Entropy | None = None, **said: Any
 ) -> Statement:
     """Return the statement of what ``ledger`` holds.
 
     Parameters
     ----------
-    ledger : Ledger
+    ledger : PrivacyLedger
     mechanism : Mechanism, optional
         Gives bound, sensitivity, noise and its scale. Without one, ``mechanism``'s fields must be in ``said`` (``name``
         for the field ``mechanism``, ``bound``, ``sensitivity``, ``noise``, ``noise_multiplier``, ``sigma``).
@@ -356,7 +356,7 @@ def make_statement(
     return Statement(**values)
 
 
-def _precision(noise: str, ledger: Ledger) -> str:
+def _precision(noise: str, ledger: PrivacyLedger) -> str:
     """Return what was done about floating point."""
     if noise == "gaussian":
         return (

@@ -42,7 +42,7 @@ from fedcomp.plain import Count
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Adjacency, Event
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import PrivateSum, Votes
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
@@ -134,7 +134,7 @@ class DataLens(ExchangeStrategy, Stateful):
 
     Attributes
     ----------
-    privacy : Ledger
+    privacy : PrivacyLedger
     reports : Reports
         By round.
 
@@ -188,7 +188,7 @@ class DataLens(ExchangeStrategy, Stateful):
         self.reports = Reports()
         self._log = RoundLog("DataLens")
         unit = "client" if count == 1 else "record"
-        self.privacy = Ledger(
+        self.privacy = PrivacyLedger(
             delta=given.delta,
             population=0,
             adjacency=adjacency,

@@ -165,7 +165,7 @@ class NoisyMean(PrivateStrategy):
 
         Raises
         ------
-        BudgetExceeded, LedgerError
+        BudgetExceeded, PrivacyLedgerError
             No sum may be asked for.
         """
         assert self._layout is not None

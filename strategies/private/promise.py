@@ -19,7 +19,7 @@ from fedcomp.flower.report import Reports
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.events import Adjacency, Event
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import Mechanism
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
@@ -53,7 +53,7 @@ class Promise(Release, Strategy):
 
     Attributes
     ----------
-    privacy : Ledger
+    privacy : PrivacyLedger
         What was released, and what it cost.
     exhausted : str
         Why no further round may be made, empty while one may.
@@ -98,7 +98,7 @@ class Promise(Release, Strategy):
         self.sampling.check(self.adjacency, count=count)
         self.count = count
         self.exhausted = ""
-        self.privacy = Ledger(
+        self.privacy = PrivacyLedger(
             delta=given.delta,
             population=given.population,
             adjacency=given.adjacency,

@@ -253,7 +253,7 @@ class PrivateStrategy(Promise, Stateful):
 
         Raises
         ------
-        BudgetExceeded, LedgerError
+        BudgetExceeded, PrivacyLedgerError
             Nothing was released.
         """
         intake = self._intake(server_round, layout)

@@ -82,7 +82,7 @@ class PrivateSink(Sink):
 
         Raises
         ------
-        BudgetExceeded, LedgerError
+        BudgetExceeded, PrivacyLedgerError
             Nothing was released.
         """
         strategy, number = self.strategy, self.intake.report.round

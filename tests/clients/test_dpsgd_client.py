@@ -22,7 +22,7 @@ from fedcomp.flower.records import to_record
 from fedcomp.flower.schema import SchemaError
 from fedcomp.privacy.accounting import compose
 from fedcomp.privacy.dpsgd import PoissonLoader
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError, Unbounded
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
 from fedcomp.rng import Key
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import to_arrays
@@ -206,7 +206,7 @@ def test_a_ledger_that_cannot_be_read_is_not_begun_anew():
     client = Client()
     client.train()
     client.context.state.config_records[STATE]["ledger"] = "{"
-    with pytest.raises(LedgerError, match="what it spent is unknown"):
+    with pytest.raises(PrivacyLedgerError, match="what it spent is unknown"):
         client.train()
 
 
@@ -214,7 +214,7 @@ def test_another_promise_does_not_continue_the_ledger():
     client = Client()
     client.train()
     client.plan = dataclasses.replace(PLAN, rate=0.2)
-    with pytest.raises(LedgerError, match="sampling"):
+    with pytest.raises(PrivacyLedgerError, match="sampling"):
         client.train()
 
 

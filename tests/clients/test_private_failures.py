@@ -35,7 +35,7 @@ from fedcomp.flower.protocol import RESYNC, Announcement, announce
 from fedcomp.flower.record_dp import RECORD_DP, Plan
 from fedcomp.privacy.accounting import Unaccountable
 from fedcomp.privacy.bounds import round_conditionally
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError, PrivacyError, Unbounded
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
@@ -174,7 +174,7 @@ def test_a9_teachers_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert take_frame(honest.content, datalens.VOTES) is not None
 
 
-OF_SETTINGS = (ConfigError, BudgetExceeded, LedgerError, StateError, LayoutError, PayloadError)
+OF_SETTINGS = (ConfigError, BudgetExceeded, PrivacyLedgerError, StateError, LayoutError, PayloadError)
 OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError, ValueError)
 
 

@@ -18,7 +18,7 @@ from private_rows import small
 
 from fedcomp.experiments import engines, serve
 from fedcomp.privacy import journal
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import Mechanism
 
 BUDGET = 4.5
@@ -64,10 +64,10 @@ def torn() -> None:
 
 
 POINTS: dict[str, Callable[[], None]] = {
-    "before the event": lambda: calls(Ledger, "record", 2),
+    "before the event": lambda: calls(PrivacyLedger, "record", 2),
     "within the event's line": torn,
     "between the event's line and the head": lambda: calls(journal.Journal, "_put", 4, after=True),
-    "after the event": lambda: calls(Ledger, "record", 2, after=True),
+    "after the event": lambda: calls(PrivacyLedger, "record", 2, after=True),
     "after the noise": lambda: calls(Mechanism, "perturb", 2, after=True),
     "before the checkpoint": lambda: calls(serve.checkpoints, "save", 2),
     "after the checkpoint": lambda: calls(serve.checkpoints, "save", 2, after=True),

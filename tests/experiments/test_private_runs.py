@@ -24,7 +24,7 @@ from fedcomp.experiments.run import Setup, main
 from fedcomp.experiments.store import RunFolder
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.accounting import releases_for
-from fedcomp.privacy.errors import LedgerError
+from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.privacy.statement import Statement
 
 DELTA = 1e-5
@@ -130,7 +130,7 @@ def test_another_promise_does_not_continue_a_run(tmp_path):
     with pytest.raises(ConfigError, match="resume with the same specification"):
         engines.run(small("dp-fedavg", rounds=2, noise_multiplier=4.0), checkpoint=tmp_path / "checkpoint")
     (tmp_path / "checkpoint").unlink()
-    with pytest.raises(LedgerError, match="delta"):
+    with pytest.raises(PrivacyLedgerError, match="delta"):
         engines.run(small("dp-fedavg", rounds=2, delta=1e-6), checkpoint=tmp_path / "checkpoint")
 
 
@@ -140,7 +140,7 @@ def test_a_cap_does_not_forget_nodes_that_come_back_under_other_names(tmp_path):
 
     engines.run(spec(1), privacy=tmp_path / "ledger")
     # Another seed draws other node ids, as other engines do whenever a run starts again.
-    with pytest.raises(LedgerError, match="none of which is online"):
+    with pytest.raises(PrivacyLedgerError, match="none of which is online"):
         engines.run(spec(2), privacy=tmp_path / "ledger")
 
 

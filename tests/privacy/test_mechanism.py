@@ -11,7 +11,7 @@ import pytest
 from fedcomp.errors import ConfigError
 from fedcomp.privacy import mechanism as mechanism_module
 from fedcomp.privacy.entropy import Entropy, SeededEntropy
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError, Unbounded
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError, Unbounded
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism, PrivateSum, Votes
 from fedcomp.rng import Key
@@ -201,7 +201,7 @@ def test_every_output_lies_on_the_grid_whatever_the_input() -> None:
             np.testing.assert_array_equal(out, np.rint(out))
 
 
-@pytest.mark.parametrize("error", [BudgetExceeded("over"), LedgerError("disk full"), OSError("no space")])
+@pytest.mark.parametrize("error", [BudgetExceeded("over"), PrivacyLedgerError("disk full"), OSError("no space")])
 def test_nothing_is_drawn_or_released_unless_the_event_was_recorded(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,33 +16,33 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower import store
 from fedcomp.privacy import journal
 from fedcomp.privacy.accounting import compose
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 from fedcomp.privacy.events import Event
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import make_statement
 
 EVENT = Event("discrete_gaussian", 10.0, grid_sigma=1e4)
 
 
-def make(**changes: Any) -> Ledger:
+def make(**changes: Any) -> PrivacyLedger:
     arguments: dict[str, Any] = {
         "delta": 1e-5,
         "population": 100,
         "adjacency": "zero_out",
         "sampling": Sampling("everyone"),
     }
-    return Ledger(**{**arguments, **changes})
+    return PrivacyLedger(**{**arguments, **changes})
 
 
-def filled(path: Path, rounds: int, **changes: Any) -> Ledger:
+def filled(path: Path, rounds: int, **changes: Any) -> PrivacyLedger:
     ledger = make(path=path, **changes)
     for number in range(1, rounds + 1):
         ledger.record(EVENT, round=number, participants=[number, 2**61 + number])
     return ledger
 
 
-def reopened(path: Path, **changes: Any) -> Ledger:
+def reopened(path: Path, **changes: Any) -> PrivacyLedger:
     ledger = make(path=path, **changes)
     ledger.close()
     return ledger
@@ -189,7 +189,7 @@ def test_the_population_is_declared_once_and_before_the_first_event(tmp_path: Pa
         lambda ledger: ledger.record(EVENT, round=22),
     ],
 )
-def test_rounds_are_numbered_on(call: Callable[[Ledger], None]) -> None:
+def test_rounds_are_numbered_on(call: Callable[[PrivacyLedger], None]) -> None:
     """A round inside a span would be charged as another sample of the same units."""
     ledger = make()
     ledger.record(EVENT, round=8)
@@ -266,7 +266,7 @@ def test_a10_a_file_that_was_cut_off_is_refused_wherever(rounds: int, tmp_path: 
     ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
     for size in sorted({*ends[:-1], *(end - 3 for end in ends), *range(40, len(data), 97)}):
         path.write_bytes(data[:size])
-        with pytest.raises(LedgerError, match="cut off"):
+        with pytest.raises(PrivacyLedgerError, match="cut off"):
             make(path=path)
         assert path.read_bytes() == data[:size], "and left as it is"
     # Nothing but the end of the last line is missing.
@@ -289,20 +289,20 @@ def test_a10_a_head_of_another_time_is_refused(rounds: int, tmp_path: Path) -> N
         assert len(reopened(path).events) == 2
         assert path.read_bytes() == b"".join([head, *lines])
     else:
-        with pytest.raises(LedgerError, match="another time"):
+        with pytest.raises(PrivacyLedgerError, match="another time"):
             make(path=path)
     filled(tmp_path / "other.jsonl", rounds).close()
     other = (tmp_path / "other.jsonl").read_bytes().splitlines(keepends=True)[0]
     for wrong, said in ((other, "another time"), (b"", "lacks its head"), (head.replace(b"  ", b" 1", 1), "damaged")):
         path.write_bytes(b"".join([wrong, *lines]))
-        with pytest.raises(LedgerError, match=said):
+        with pytest.raises(PrivacyLedgerError, match=said):
             make(path=path)
 
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def golden(path: Path) -> Ledger:
+def golden(path: Path) -> PrivacyLedger:
     """Write the stored ledger with this release."""
     ledger = make(sampling=Sampling("capped", cap=3), budget=8.0)
     ledger.run = "0123456789abcdef0123456789abcdef"
@@ -326,7 +326,7 @@ def test_a10_stored_files_are_read_and_say_what_is_unknown(
     stored = (GOLDEN / f"ledger_v{version}.jsonl").read_bytes()
     path.write_bytes(stored)
     ledger = make(sampling=Sampling("capped", cap=4), path=None)
-    with pytest.raises(LedgerError, match="sampling"):
+    with pytest.raises(PrivacyLedgerError, match="sampling"):
         ledger.open(path)
     ledger = make(sampling=Sampling("capped", cap=3), path=path)
     assert ledger.run == "0123456789abcdef0123456789abcdef"
@@ -349,7 +349,7 @@ def test_a10_stored_files_are_read_and_say_what_is_unknown(
 
 
 def test_a1_an_earlier_ledger_that_may_have_drawn_fixed_numbers_under_add_remove_is_refused() -> None:
-    def state_of(sampling: Sampling) -> tuple[dict[str, Any], Ledger]:
+    def state_of(sampling: Sampling) -> tuple[dict[str, Any], PrivacyLedger]:
         ledger = make(adjacency="add_remove", sampling=sampling)
         ledger.record(EVENT, round=1)
         state = ledger.state_dict()
@@ -358,7 +358,7 @@ def test_a1_an_earlier_ledger_that_may_have_drawn_fixed_numbers_under_add_remove
 
     for sampling in (Sampling("everyone"), Sampling("capped", cap=2)):
         state, again = state_of(sampling)
-        with pytest.raises(LedgerError, match="two bounds"):
+        with pytest.raises(PrivacyLedgerError, match="two bounds"):
             again.load_state_dict(state)
         state["entries"].clear()
         again.load_state_dict(state)
@@ -385,7 +385,7 @@ def test_a_damaged_file_is_refused(line: int, damage: str, tmp_path: Path) -> No
     else:
         lines[line], lines[line + 1] = lines[line + 1], lines[line]
     path.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerError):
+    with pytest.raises(PrivacyLedgerError):
         make(path=path)
     assert path.read_bytes() == b"".join(lines), "and left as it is"
 
@@ -396,7 +396,7 @@ def test_lines_of_another_run_do_not_fit(tmp_path: Path) -> None:
     filled(theirs, 3).close()
     lines, others = (path.read_bytes().splitlines(keepends=True) for path in (mine, theirs))
     mine.write_bytes(b"".join([*lines[:3], others[3], lines[4]]))
-    with pytest.raises(LedgerError, match="line 4"):
+    with pytest.raises(PrivacyLedgerError, match="line 4"):
         make(path=mine)
 
 
@@ -404,7 +404,7 @@ def test_lines_of_another_run_do_not_fit(tmp_path: Path) -> None:
 def test_a_foreign_file_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "privacy.jsonl"
     path.write_bytes(content)
-    with pytest.raises(LedgerError):
+    with pytest.raises(PrivacyLedgerError):
         make(path=path)
 
 
@@ -420,20 +420,20 @@ def test_a_foreign_file_is_refused(content: bytes, tmp_path: Path) -> None:
 )
 def test_what_was_promised_at_the_first_release_stands(changes: dict[str, Any], tmp_path: Path) -> None:
     filled(tmp_path / "privacy.jsonl", 1).close()
-    with pytest.raises(LedgerError, match=next(iter(changes))):
+    with pytest.raises(PrivacyLedgerError, match=next(iter(changes))):
         make(path=tmp_path / "privacy.jsonl", **changes)
 
 
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "privacy.jsonl"
     first = filled(path, 1)
-    with pytest.raises(LedgerError, match="open elsewhere"):
+    with pytest.raises(PrivacyLedgerError, match="open elsewhere"):
         make(path=path)
     child = os.fork()
     if child == 0:
         try:
             make(path=path)
-        except LedgerError:
+        except PrivacyLedgerError:
             os._exit(42)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
@@ -444,7 +444,7 @@ def test_two_writers_are_refused(tmp_path: Path) -> None:
 def test_a_closed_ledger_records_nothing(tmp_path: Path) -> None:
     ledger = filled(tmp_path / "privacy.jsonl", 1)
     ledger.close()
-    with pytest.raises(LedgerError, match="closed"):
+    with pytest.raises(PrivacyLedgerError, match="closed"):
         ledger.record(EVENT, round=2)
     assert len(ledger.events) == 1
 
@@ -457,10 +457,10 @@ def test_what_cannot_be_written_is_not_released(call: str, tmp_path: Path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(journal.os, call, fails)
-    with pytest.raises(LedgerError, match="No space left"):
+    with pytest.raises(PrivacyLedgerError, match="No space left"):
         ledger.record(EVENT, round=3)
     monkeypatch.undo()
-    with pytest.raises(LedgerError, match="could not be written before"):
+    with pytest.raises(PrivacyLedgerError, match="could not be written before"):
         ledger.record(EVENT, round=3)
     assert len(ledger.events) == 2
     ledger.close()
@@ -473,7 +473,7 @@ def test_what_cannot_be_written_is_not_released(call: str, tmp_path: Path, monke
 def test_a_file_that_somebody_else_touches_stops_the_run(change: Callable[[Path], None], tmp_path: Path) -> None:
     ledger = filled(tmp_path / "privacy.jsonl", 1)
     change(tmp_path / "privacy.jsonl")
-    with pytest.raises(LedgerError, match="somebody else"):
+    with pytest.raises(PrivacyLedgerError, match="somebody else"):
         ledger.record(EVENT, round=2)
 
 
@@ -498,7 +498,7 @@ def test_a_file_that_was_moved_away_is_not_written_to(tmp_path: Path) -> None:
     copy = path.read_bytes()
     path.rename(tmp_path / "moved.jsonl")
     path.write_bytes(copy)
-    with pytest.raises(LedgerError, match="moved or deleted"):
+    with pytest.raises(PrivacyLedgerError, match="moved or deleted"):
         ledger.record(EVENT, round=3)
     ledger.close()
     assert len(reopened(path).events) == 2
@@ -605,20 +605,20 @@ def test_a_run_kept_in_memory_may_get_a_file_later(order: str, tmp_path: Path) -
 
 def test_two_files_of_one_run_are_refused(tmp_path: Path) -> None:
     ledger = filled(tmp_path / "privacy.jsonl", 1)
-    with pytest.raises(LedgerError, match="a run has one ledger"):
+    with pytest.raises(PrivacyLedgerError, match="a run has one ledger"):
         ledger.open(tmp_path / "other.jsonl")
     ledger.open(tmp_path / "privacy.jsonl")
     state = ledger.state_dict()
     ledger.close()
     again = make()
     again.load_state_dict(state)
-    with pytest.raises(LedgerError, match="put the run's file back"):
+    with pytest.raises(PrivacyLedgerError, match="put the run's file back"):
         again.open(tmp_path / "new.jsonl")
     filled(tmp_path / "foreign.jsonl", 1).close()
-    with pytest.raises(LedgerError, match="another run"):
+    with pytest.raises(PrivacyLedgerError, match="another run"):
         again.open(tmp_path / "foreign.jsonl")
     new = make(path=tmp_path / "another.jsonl")
-    with pytest.raises(LedgerError, match="two different runs"):
+    with pytest.raises(PrivacyLedgerError, match="two different runs"):
         new.load_state_dict(state)
     new.close()
 
@@ -636,7 +636,7 @@ def test_a_checkpoint_that_says_something_else_is_refused(tmp_path: Path) -> Non
     ):
         state = json.loads(json.dumps(ledger.state_dict()))
         change(state)
-        with pytest.raises(LedgerError):
+        with pytest.raises(PrivacyLedgerError):
             ledger.load_state_dict(state)
     assert len(ledger.events) == 3
     ledger.close()
@@ -648,7 +648,7 @@ def test_a5_more_participants_than_the_population_are_refused(tmp_path: Path) ->
     ledger = make(population=4, sampling=sampling, path=tmp_path / "a")
     for number in range(4):
         ledger.record(EVENT, round=number, participants=[number])
-    with pytest.raises(LedgerError, match="5 different participants, the population was declared as 4"):
+    with pytest.raises(PrivacyLedgerError, match="5 different participants, the population was declared as 4"):
         ledger.record(EVENT, round=4, participants=[4])
     assert ledger.rounds == 4
     assert ledger.surplus([0, 4, 5]) == [4, 5]
@@ -659,14 +659,14 @@ def test_a5_more_participants_than_the_population_are_refused(tmp_path: Path) ->
         wrong.record(EVENT, round=number, participants=[number])
     state = wrong.state_dict()
     state["header"]["population"] = 4
-    with pytest.raises(LedgerError, match="50 different participants"):
+    with pytest.raises(PrivacyLedgerError, match="50 different participants"):
         make(population=4, delta=1e-3, sampling=sampling).load_state_dict(state)
 
 
 @pytest.mark.parametrize("sampling", [Sampling("everyone"), Sampling("capped", cap=3)])
 def test_a5_one_round_has_no_more_participants_than_the_population(sampling: Sampling) -> None:
     ledger = make(population=4, sampling=sampling)
-    with pytest.raises(LedgerError, match="5 participants"):
+    with pytest.raises(PrivacyLedgerError, match="5 participants"):
         ledger.record(EVENT, round=1, participants=range(5))
     ledger.record(EVENT, round=1, participants=range(4))
     assert ledger.rounds == 1
@@ -682,7 +682,7 @@ def test_a5_without_a_cap_other_ids_cost_nothing_and_are_named() -> None:
     assert ledger.surplus([7, 8]) == []
 
 
-def said_of(ledger: Ledger) -> str:
+def said_of(ledger: PrivacyLedger) -> str:
     figures = {"name": "sum", "bound": 1.0, "sensitivity": 1.0, "noise": "gaussian", "sigma": 1.0}
     return make_statement(ledger, trust="the server", protects="models", **figures).prose()
 

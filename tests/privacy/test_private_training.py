@@ -26,7 +26,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.privacy.dpsgd import METHODS, PoissonLoader, private_training
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import BudgetExceeded
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.optimizers import clip_rows, vote_rows
 from fedcomp.privacy.sampling import Sampling
@@ -267,7 +267,7 @@ def test_two_steps_on_one_batch_are_recorded_in_the_round_of_its_records() -> No
 def test_a_ledger_of_another_promise_is_refused() -> None:
     data, module = records(20), net()
     for sampling in (Sampling("capped", cap=3), Sampling("everyone")):
-        book = Ledger(delta=1e-5, population=1000, adjacency="add_remove", sampling=sampling, unit="record")
+        book = PrivacyLedger(delta=1e-5, population=1000, adjacency="add_remove", sampling=sampling, unit="record")
         if sampling.cap:
             # Three of a hundred steps would be counted.
             with pytest.raises(ConfigError, match="any record may be in any step"):
@@ -275,7 +275,9 @@ def test_a_ledger_of_another_promise_is_refused() -> None:
         else:
             with pytest.raises(ConfigError, match="is not the ledger's"):
                 training(module, data, ledger=book, adjacency="replace")
-    twice = Ledger(delta=1e-5, population=1000, adjacency="replace", sampling=Sampling("everyone"), unit="record")
+    twice = PrivacyLedger(
+        delta=1e-5, population=1000, adjacency="replace", sampling=Sampling("everyone"), unit="record"
+    )
     with training(module, data, ledger=twice, noise_multiplier=1.0) as t:
         assert t.optimizer.mechanism().sensitivity == 2 * t.optimizer.mechanism().bound
 

@@ -14,7 +14,7 @@ from fedcomp.privacy.accounting import compose
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.gaussian import gaussian_epsilon
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
@@ -22,8 +22,8 @@ from fedcomp.rng import Key
 NODES = [2**62 + 5 * n for n in range(400)]
 
 
-def make(sampling: Sampling) -> Ledger:
-    return Ledger(delta=1e-5, population=400, adjacency="zero_out", sampling=sampling)
+def make(sampling: Sampling) -> PrivacyLedger:
+    return PrivacyLedger(delta=1e-5, population=400, adjacency="zero_out", sampling=sampling)
 
 
 def seeded(seed: int) -> Entropy:
@@ -81,7 +81,7 @@ def test_an_empty_round_is_a_round() -> None:
 def test_a_round_that_is_drawn_twice_is_two_rounds() -> None:
     """As two events on one sample they would cost 0.009: with next to no noise two samples find twice as many units."""
     sampling = Sampling("poisson", rate=5e-4)
-    ledger = Ledger(delta=9e-4, population=1000, adjacency="zero_out", sampling=sampling)
+    ledger = PrivacyLedger(delta=9e-4, population=1000, adjacency="zero_out", sampling=sampling)
     event = Event("gaussian", 0.2, rate=5e-4)
     for _ in range(2):
         sampling.draw(NODES, ledger, 1, seeded(4))
@@ -169,8 +169,8 @@ def test_amplification_is_refused_where_it_does_not_hold() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling("everyone"), Sampling("capped", cap=3)])
 def test_a1_add_remove_with_fixed_count_is_refused(sampling: Sampling) -> None:
-    def ledger(adjacency: Adjacency) -> Ledger:
-        return Ledger(delta=1e-5, population=10, adjacency=adjacency, sampling=sampling)
+    def ledger(adjacency: Adjacency) -> PrivacyLedger:
+        return PrivacyLedger(delta=1e-5, population=10, adjacency=adjacency, sampling=sampling)
 
     with pytest.raises(ConfigError, match=r"takes its place.*sampling='poisson' with rate = count / population.*repl"):
         sampling.check("add_remove", count=9)
@@ -206,7 +206,7 @@ def test_a1_the_statement_for_replace_covers_a_removal_that_lets_another_take_th
     stated = {}
     for adjacency in ("add_remove", "replace"):
         mechanism = GridGaussian(clip=1.0, size=1, noise_multiplier=z, adjacency=adjacency)  # type: ignore[arg-type]
-        ledger = Ledger(delta=1e-5, population=10, adjacency=adjacency, sampling=sampling)  # type: ignore[arg-type]
+        ledger = PrivacyLedger(delta=1e-5, population=10, adjacency=adjacency, sampling=sampling)  # type: ignore[arg-type]
         ledger.record(mechanism.event(size=1), round=1)
         stated[adjacency] = ledger.epsilon()
     exact = {a: swapped_epsilon(a, units=10, count=9, z=z, delta=1e-5) for a in ("add_remove", "replace")}  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import make_entropy
 from fedcomp.privacy.events import Event
 from fedcomp.privacy.gaussian import gaussian_epsilon, lattice_delta, lattice_excess
-from fedcomp.privacy.ledger import Ledger
+from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.statement import Statement, make_statement
@@ -31,7 +31,7 @@ def made(
         "adjacency": "zero_out",
         "sampling": Sampling("everyone"),
     }
-    ledger = Ledger(**{**arguments, **changes})
+    ledger = PrivacyLedger(**{**arguments, **changes})
     rate = ledger.sampling.event_rate
     for number in range(1, rounds + 1):
         ledger.record(mechanism.event(size=100, rate=rate), round=number, participants=[1, 10 + number])
@@ -100,7 +100,7 @@ def test_a_seed_is_announced() -> None:
 
 
 def test_failures_beside_the_noise_are_named() -> None:
-    ledger = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("capped", cap=2))
+    ledger = PrivacyLedger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("capped", cap=2))
     for number in range(1, 6):
         ledger.record(Event("gaussian", 9.0, delta=1e-7), round=number)
     statement = make_statement(ledger, mechanism=MECHANISM, **SAID)
@@ -114,7 +114,7 @@ def test_float_noise_is_announced() -> None:
 
 
 def test_coarse_noise_is_accounted_for_what_it_is() -> None:
-    ledger = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
+    ledger = PrivacyLedger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     ledger.record(Event("discrete_gaussian", 1.0, grid_sigma=2.0), round=1)
     statement = make_statement(ledger, mechanism=Votes(noise_multiplier=1.0, k=4, shape=(10,)), **SAID)
     assert "coarse" in statement.finite_precision
@@ -122,14 +122,14 @@ def test_coarse_noise_is_accounted_for_what_it_is() -> None:
 
 
 def test_a6_what_the_accounting_of_integers_as_continuous_takes_off_delta_is_named() -> None:
-    ledger = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
+    ledger = PrivacyLedger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     for number in range(1, 5):
         ledger.record(Event("discrete_gaussian", 2.0, grid_sigma=10.0), round=number)
     statement = make_statement(ledger, mechanism=MECHANISM, **SAID)
     assert ledger.lattice == pytest.approx(lattice_excess(1.0, 1e-5 / 1.025, 10.0), rel=1e-3)
     assert "delta divided by 1 + 0.025" in statement.finite_precision
     assert ledger.epsilon() == gaussian_epsilon(1.0, lattice_delta(1.0, 1e-5, 10.0)) > gaussian_epsilon(1.0, 1e-5)
-    continuous = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
+    continuous = PrivacyLedger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     continuous.record(Event("gaussian", 2.0), round=1)
     assert continuous.lattice == 0.0
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_stated_is_refused(change: dict[str, Any]) -> None:
 
 
 def test_what_is_not_said_is_asked_for() -> None:
-    ledger = Ledger(delta=1e-5, population=50, adjacency="replace", sampling=Sampling("everyone"))
+    ledger = PrivacyLedger(delta=1e-5, population=50, adjacency="replace", sampling=Sampling("everyone"))
     with pytest.raises(ConfigError, match="trust"):
         make_statement(
             ledger, mechanism=GridGaussian(noise_multiplier=1.0, clip=1.0, size=4, adjacency="replace"), protects="x"
@@ -193,13 +193,15 @@ def test_what_is_not_said_is_asked_for() -> None:
         make_statement(ledger, **SAID)
     with pytest.raises(ConfigError, match="scaled for 'zero_out'"):
         make_statement(ledger, mechanism=MECHANISM, **SAID)
-    zeroed = Ledger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
+    zeroed = PrivacyLedger(delta=1e-5, population=50, adjacency="zero_out", sampling=Sampling("everyone"))
     with pytest.raises(ConfigError, match="clipp"):
         make_statement(zeroed, mechanism=MECHANISM, **SAID, clipp="a typo")
 
 
 def test_noise_that_does_not_come_from_a_mechanism_can_be_stated() -> None:
-    ledger = Ledger(delta=1e-5, population=5000, adjacency="add_remove", sampling=Sampling("everyone"), unit="record")
+    ledger = PrivacyLedger(
+        delta=1e-5, population=5000, adjacency="add_remove", sampling=Sampling("everyone"), unit="record"
+    )
     ledger.record(Event("gaussian", 1.1), round=1, times=3)
     statement = make_statement(
         ledger, name="DP-SGD", bound=1.0, sensitivity=1.0, noise="gaussian", noise_multiplier=1.1, sigma=1.1, **SAID

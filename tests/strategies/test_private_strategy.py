@@ -22,7 +22,7 @@ from fedcomp.flower.privacy import PRIVATE, Private, find_private
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout
 from fedcomp.privacy.accounting import gaussian_epsilon
-from fedcomp.privacy.errors import BudgetExceeded, LedgerError
+from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -135,7 +135,7 @@ def test_the_event_is_written_before_noise_is_drawn(monkeypatch, tmp_path: Path)
     play(strategy, vectors(3), server_round=2)
     assert seen == [3, 4]  # head, header and one event, then one more
     strategy.privacy.close()
-    with pytest.raises(LedgerError):
+    with pytest.raises(PrivacyLedgerError):
         play(strategy, vectors(3), server_round=3)
     assert seen == [3, 4]
 
