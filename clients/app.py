@@ -50,7 +50,7 @@ def train(msg: Message, context: Context) -> Message:
     A partition without examples raises :class:`fedcomp.tasks.base.EmptyPartition`: the server gets an error reply with
     its advice, and goes on with the other clients.
     """
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     task = job.task()
     data = task.client(job.partition, job.clients)
     name, model = job.model(task, msg)
@@ -63,7 +63,7 @@ def train(msg: Message, context: Context) -> Message:
 @_app.evaluate()
 def evaluate(msg: Message, context: Context) -> Message:
     """Evaluate the message's model on this node's share of the held-out examples; reply the metrics."""
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     task = job.task()
     _, model = job.model(task, msg)
     metrics = task.evaluate(model, task.client_test(job.partition, job.clients))
@@ -76,20 +76,20 @@ def evaluate(msg: Message, context: Context) -> Message:
 def query(msg: Message, context: Context) -> Message:
     """Answer the roll call: which partition this node holds. Loads nothing."""
     reply = RecordDict()
-    put_node(reply, Job.read(msg, context).partition)
+    put_node(reply, NodeJob.read(msg, context).partition)
     return Message(reply, reply_to=msg)
 
 
 def linear_rows(msg: Message, context: Context, partitions: int) -> LinearRows:
     """Return this node's own examples for coded gradient descent: the first ``partitions`` nodes hold the data."""
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     task = job.task()
     return LinearRows(*task.linear_rows(task.client(job.partition, partitions)), task.linear_loss)
 
 
 def local_objective(msg: Message, context: Context, setup: Setup) -> LocalObjective:
     """Return this node's own part of the task, for decentralised learning; a batch size of 0 takes all examples."""
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     return _objective(
         job.task(), job.partition, job.clients, job.seed, _integer(job.config, "batch_size", 0), setup.dtype
     )
@@ -105,7 +105,7 @@ def _objective(task: Task, partition: int, clients: int, seed: int, batch_size: 
 
 def teachers(msg: Message, context: Context, request: TrainingRequest) -> Ensemble:
     """Return this node's teachers, each with its own part of the node's records, for a DataLens run."""
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     return _ensemble(
         job.task(), job.partition, job.clients, request.teachers, request.lr, request.decay, request.batch, request.seed
     )
@@ -128,13 +128,13 @@ def _ensemble(
 
 def graph_part(msg: Message, context: Context) -> Part:
     """Return what this node owns of the task's graph; the task keeps it for the next message."""
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     return _graph(job.task()).part(job.partition, job.clients)
 
 
 def graph_learner(msg: Message, context: Context) -> Learner:
     """Return the message's model, and how the task has it learn."""
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     task = _graph(job.task())
     name, model = job.model(task, msg)
     return Learner(name, model, functools.partial(task.objective, model), task.correct, job.rates())
@@ -152,7 +152,7 @@ def _graph(task: Task) -> GraphTask:
 
 def trainee(msg: Message, context: Context) -> Trainee:
     """Return the message's model and this node's records, for training with noise."""
-    job = Job.read(msg, context)
+    job = NodeJob.read(msg, context)
     task = job.task(noised=True)
     data = task.client(job.partition, job.clients)
     name, model = job.model(task, msg)
@@ -171,7 +171,7 @@ app = client(
 
 
 @dataclass(frozen=True)
-class Job:
+class NodeJob:
     """What one message asks of this node.
 
     Attributes
@@ -194,7 +194,7 @@ class Job:
     guarded: bool = False
 
     @classmethod
-    def read(cls, msg: Message, context: Context) -> Job:
+    def read(cls, msg: Message, context: Context) -> NodeJob:
         """Read the message and the node's configuration.
 
         Raises

@@ -137,9 +137,9 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
     left behind. Gradients are scaled by the step size, as updates are.
     """
     from fedcomp.codecs import TopK
+    from fedcomp.codecs.feedback import ErrorFeedback
     from fedcomp.codecs.positional import stretches
     from fedcomp.experiments.central import Separate
-    from fedcomp.feedback import ErrorFeedback
     from fedcomp.layout import Layout, SmallDense, Update
 
     task = source.task()
@@ -178,8 +178,8 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
 def search(data: str, size: int, key: Key) -> dict[str, dict[str, list[float]]]:
     """Return by rule the stages and the mean of achieved over wanted of every period, on fresh draws of ``data``."""
     from fedcomp.codecs import SIDCo
+    from fedcomp.codecs.feedback import ErrorFeedback
     from fedcomp.codecs.sidco import PERIOD
-    from fedcomp.feedback import ErrorFeedback
     from fedcomp.layout import Layout, Update
 
     density, layout, scales = 0.001, Layout.flat(size), key.at(purpose="scales")

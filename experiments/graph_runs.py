@@ -19,7 +19,7 @@ from fedcomp.flower.logs import quiet
 
 if TYPE_CHECKING:
     # Listing the experiments needs no Flower: it is imported when one is run.
-    from fedcomp.flower.ledger import Ledger
+    from fedcomp.flower.ledger import TrafficLedger
 
 SYSTEM: Final = "skewed-gcn"
 
@@ -123,7 +123,7 @@ def _figure(record: RoundRecord, name: str) -> int:
     return int(record.metrics.get(where + name, 0))
 
 
-def _against_ledger(result: RunResult, ledger: Ledger, sums: Mapping[str, int]) -> dict[str, Any]:
+def _against_ledger(result: RunResult, ledger: TrafficLedger, sums: Mapping[str, int]) -> dict[str, Any]:
     """Compare the strategy's own figures with the payloads of the messages, which the ledger took when they were sent.
 
     What is left of the messages to those who train or evaluate when the model is taken out are rows. Where adjacency

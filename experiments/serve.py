@@ -40,7 +40,7 @@ from fedcomp.timing import parse_link, simulated_seconds
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy
 
-    from fedcomp.flower.ledger import Ledger
+    from fedcomp.flower.ledger import TrafficLedger
     from fedcomp.tasks.base import Task
     from fedcomp.timing import Link
 
@@ -439,7 +439,7 @@ class _Clock:
         """Start the next lap now."""
         self._at = float(self._grid.clock) if self._own else 0.0
 
-    def lap(self, ledger: Ledger, server_round: int) -> float:
+    def lap(self, ledger: TrafficLedger, server_round: int) -> float:
         """Return the duration of the round that has just ended, 0 when there is no link."""
         if self._link is None:
             return 0.0
@@ -449,7 +449,7 @@ class _Clock:
         return self._at - before
 
 
-def _rows(ledger: Ledger, server_round: int) -> list[dict[str, Any]]:
+def _rows(ledger: TrafficLedger, server_round: int) -> list[dict[str, Any]]:
     """Return the ledger's messages of one round as the rows the link model reads: those on the links to the server."""
     columns, tables = ledger.columns(), ledger.tables()
     rows = []

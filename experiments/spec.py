@@ -24,7 +24,7 @@ from fedcomp.errors import ConfigError, StateError, nearest
 from fedcomp.strategies.parts import Scalar
 
 if TYPE_CHECKING:
-    from fedcomp.flower.ledger import Ledger
+    from fedcomp.flower.ledger import TrafficLedger
 
 SETTINGS_KEY: Final = "settings"
 """The run-configuration key that carries all settings as text. Flower refuses overrides of keys that are not in
@@ -268,7 +268,7 @@ class RunResult:
         In order, round 0 (the initial model) first.
     arrays : dict of str to ndarray
         The final global model.
-    ledger : Ledger
+    ledger : TrafficLedger
         Every message's bytes.
     seconds, simulated_seconds : float
         Duration on this machine and on the simulated links.
@@ -279,7 +279,7 @@ class RunResult:
     spec: RunSpec
     rounds: list[RoundRecord]
     arrays: dict[str, NDArray[Any]]
-    ledger: Ledger
+    ledger: TrafficLedger
     seconds: float
     simulated_seconds: float
     notes: dict[str, Any] = field(default_factory=dict)
@@ -360,7 +360,7 @@ class RunResult:
         StateError
             When ``directory`` holds no complete result.
         """
-        from fedcomp.flower.ledger import Ledger  # brings Flower, which a spec alone does not need
+        from fedcomp.flower.ledger import TrafficLedger  # brings Flower, which a spec alone does not need
 
         folder = Path(directory)
         path = folder / RESULT_FILE
@@ -373,7 +373,7 @@ class RunResult:
             spec=RunSpec.from_json(document["spec"]),
             rounds=[RoundRecord.from_json(record) for record in document["rounds"]],
             arrays=arrays,
-            ledger=Ledger.from_json(document["ledger"]),
+            ledger=TrafficLedger.from_json(document["ledger"]),
             seconds=document["seconds"],
             simulated_seconds=document["simulated_seconds"],
             notes=document["notes"],

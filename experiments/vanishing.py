@@ -22,7 +22,7 @@ from fedcomp.timing.links import Link
 if TYPE_CHECKING:
     # Listing the experiments needs no Flower: it is imported when one is run.
     from fedcomp.flower.faults import Fault, Kind
-    from fedcomp.flower.vanishing import RoundLog, Trained
+    from fedcomp.flower.vanishing import RoundTrace, Trained
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Life:
     Attributes
     ----------
     result : RunResult
-    log : mapping of int to RoundLog
+    log : mapping of int to RoundTrace
     included : mapping of int to tuple of int
         By round: the partitions whose updates are in the sum.
     """
 
     result: RunResult
-    log: Mapping[int, RoundLog]
+    log: Mapping[int, RoundTrace]
     included: Mapping[int, tuple[int, ...]]
 
     @property

@@ -29,7 +29,7 @@ class PlainError(FedcompError, ValueError):
     """Plain data are not what the declared type says; the message names where."""
 
 
-class Rule(Protocol):
+class ValueRule(Protocol):
     """What an annotated value may be, as in ``Annotated[int, Range(0)]``; ``str()`` states the rule."""
 
     def read(self, value: Any) -> Any:
@@ -133,9 +133,9 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     ----------
     kind : type
         A class or annotation: bool, int, float, str, bytes, None, Any, Literal, unions, lists, tuples, sets, mappings
-        with keys that are int or str, ``Annotated`` ones with a :class:`Rule`, arrays (``NDArray[np.float32]`` of that
-        dtype alone), dataclasses with such fields, and classes with a ``from_json`` of their own. Of any other class
-        the value has to be an instance.
+        with keys that are int or str, ``Annotated`` ones with a :class:`ValueRule`, arrays (``NDArray[np.float32]`` of
+        that dtype alone), dataclasses with such fields, and classes with a ``from_json`` of their own. Of any other
+        class the value has to be an instance.
     where : str
         What errors call the value.
 

@@ -18,7 +18,7 @@ _IDENTITY = "identity"
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """State that is no plain attribute: that of an object which stays the one it is, or has to be made first.
 
     Attributes
@@ -33,7 +33,7 @@ class Part:
     load: Callable[[Any, Any], None]
 
 
-def nested(attribute: str) -> Part:
+def nested(attribute: str) -> StatePart:
     """Return the part for an attribute that holds a :class:`Stateful`, or None for as long as the owner exists."""
 
     def save(owner: Any) -> Any:
@@ -47,10 +47,10 @@ def nested(attribute: str) -> Part:
         if held is not None:
             held.load_state_dict(state)
 
-    return Part(save, load)
+    return StatePart(save, load)
 
 
-def each(attribute: str, make: Callable[[Any, int], Stateful]) -> Part:
+def each(attribute: str, make: Callable[[Any, int], Stateful]) -> StatePart:
     """Return the part for an attribute that maps numbers to :class:`Stateful`.
 
     Parameters
@@ -68,7 +68,7 @@ def each(attribute: str, make: Callable[[Any, int], Stateful]) -> Part:
         for key, value in found.items():
             make(owner, key).load_state_dict(value)
 
-    return Part(save, load)
+    return StatePart(save, load)
 
 
 class Stateful:
@@ -76,7 +76,7 @@ class Stateful:
 
     Attributes
     ----------
-    STATE : mapping of str to type or Part
+    STATE : mapping of str to type or StatePart
         What is state, in the order in which it is restored: attributes by their names, with the type
         :func:`fedcomp.plain.from_plain` reads, and parts. That of base classes comes first.
 
@@ -131,7 +131,7 @@ class Stateful:
         identity = to_plain(self.identity())
         state = {} if identity is None else {_IDENTITY: identity}
         for name, kind in self.declared_state().items():
-            state[_key(name)] = kind.save(self) if isinstance(kind, Part) else to_plain(getattr(self, name))
+            state[_key(name)] = kind.save(self) if isinstance(kind, StatePart) else to_plain(getattr(self, name))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,11 +158,11 @@ class Stateful:
         values = {
             name: from_plain(kind, state[_key(name)], f"{what}.{_key(name)}")
             for name, kind in declared.items()
-            if not isinstance(kind, Part)
+            if not isinstance(kind, StatePart)
         }
         self.check_state(values)
         for name, kind in declared.items():
-            if isinstance(kind, Part):
+            if isinstance(kind, StatePart):
                 kind.load(self, state[_key(name)])
         for name, value in values.items():
             setattr(self, name, value)

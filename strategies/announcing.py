@@ -21,7 +21,7 @@ from fedcomp.plain import Count
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.intake import Intake
-from fedcomp.strategies.replies import Peer, Sent
+from fedcomp.strategies.replies import Peer, SentMessage
 from fedcomp.strategies.statistics import warn_of_missing_names
 from fedcomp.versions import Broadcast
 
@@ -42,7 +42,7 @@ class Announcer(Stateful):
     ----------
     layout : Layout
         That of the model the last messages were made from.
-    sent : list of Sent
+    sent : list of SentMessage
         The messages of the current exchange.
     broadcast : Broadcast or None
         The versions of the model that were sent; None without a downlink.
@@ -54,7 +54,7 @@ class Announcer(Stateful):
 
     def __init__(self, downlink: Codec | None, policy: DensityPolicy | None, record: str | None, seed: int) -> None:
         self.layout = Layout(())
-        self.sent: list[Sent] = []
+        self.sent: list[SentMessage] = []
         self._downlink = downlink
         self._policy = policy
         self._record = record
@@ -87,7 +87,7 @@ class Announcer(Stateful):
 
     def pass_through(self, messages: list[Message]) -> list[Message]:
         """Note messages that go out as they are."""
-        self.sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
+        self.sent = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
         return messages
 
     def address(
@@ -156,7 +156,7 @@ class Announcer(Stateful):
                 content, node, metadata.message_type, ttl=metadata.ttl, group_id=metadata.group_id or None
             )
             base = to_arrays(record) if id(record) in own else None
-            self.sent.append(Sent(addressed, node, fields.get("sequence", 0), base, name))
+            self.sent.append(SentMessage(addressed, node, fields.get("sequence", 0), base, name))
         return [sent.message for sent in self.sent]
 
     def intake(self, report: Report, codec: Codec, weight_key: str | None, *, updates_only: bool) -> Intake:

@@ -15,8 +15,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedcomp.codecs import Codec, get_codec
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.report import Reports

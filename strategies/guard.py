@@ -13,7 +13,7 @@ from typing import Protocol
 from fedcomp.errors import ConfigError
 
 
-class Measured(Protocol):
+class MeasuredRound(Protocol):
     """What is known of a round, by node: a :class:`fedcomp.flower.report.Report`."""
 
     norms: dict[int, float]
@@ -66,14 +66,14 @@ class Norms:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ConfigError(f"window={self.window!r} is not valid: give a whole number of rounds >= 1")
 
-    def outliers(self, report: Measured, past: Sequence[Measured]) -> dict[int, str]:
+    def outliers(self, report: MeasuredRound, past: Sequence[MeasuredRound]) -> dict[int, str]:
         """Return the nodes whose replies are to be refused, with the reason.
 
         Parameters
         ----------
-        report : Measured
+        report : MeasuredRound
             Of this round, with norms and weights of all replies that can be used otherwise.
-        past : sequence of Measured
+        past : sequence of MeasuredRound
             Of the rounds before it, in their order.
         """
         recent = past[-self.window :]

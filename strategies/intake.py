@@ -30,7 +30,7 @@ from fedcomp.strategies.replies import (
     Arrays,
     Arrival,
     Rejected,
-    Sent,
+    SentMessage,
     beside,
     integer,
     strip,
@@ -46,7 +46,7 @@ class Intake:
     Attributes
     ----------
     report : Report
-    sent : sequence of Sent
+    sent : sequence of SentMessage
     layout : Layout
     model : mapping of name to ndarray
         The server's model, against which buffers and plain arrays are checked.
@@ -72,7 +72,7 @@ class Intake:
     """
 
     report: Report
-    sent: Sequence[Sent]
+    sent: Sequence[SentMessage]
     layout: Layout
     model: Arrays
     codec: Codec
@@ -110,7 +110,7 @@ class Intake:
         """Layout of what :meth:`update` returns."""
         return self.layout
 
-    def read(self, sent: Sent, reply: Message, *, measured: bool = True, takes_plain: bool = True) -> Arrival:
+    def read(self, sent: SentMessage, reply: Message, *, measured: bool = True, takes_plain: bool = True) -> Arrival:
         """Check ``reply`` completely and return it.
 
         Parameters
@@ -168,7 +168,7 @@ class Intake:
             len(array.data) for record in beside_models for array in record.values()
         )
 
-    def _opened(self, sent: Sent, reply: Message, measured: bool) -> Arrival:
+    def _opened(self, sent: SentMessage, reply: Message, measured: bool) -> Arrival:
         content, codec, layout = reply.content, self.codec, self.layout
         header = content.config_records.get(NODE_RECORD, ConfigRecord())
         metrics_name, weight = weight_of(content, self.weight_key)
@@ -203,7 +203,7 @@ class Intake:
         arrival.unsupported = unsupported if isinstance(unsupported, str) else ""
         return arrival
 
-    def _whole_model(self, sent: Sent, reply: Message, rest: RecordDict) -> Arrival:
+    def _whole_model(self, sent: SentMessage, reply: Message, rest: RecordDict) -> Arrival:
         name, layout = _model_in(sent, reply), self.layout
         record = reply.content.array_records[name]
         if set(record) != set(layout.order):
@@ -213,7 +213,7 @@ class Intake:
         require_finite(plain, layout)
         return Arrival(sent, reply, rest, name, exact, plain=plain)
 
-    def _bare_model(self, sent: Sent, reply: Message) -> Arrival:
+    def _bare_model(self, sent: SentMessage, reply: Message) -> Arrival:
         """Return a dense reply's tensors of the vector, with the server's buffers; what else it holds is not read."""
         records = reply.content.array_records
         if len(records) != 1:
@@ -264,7 +264,7 @@ def _note_memory(arrival: Arrival, header: ConfigRecord) -> None:
         arrival.remark = shorten(f"a client's memory ratio is {memory!r}, expected a finite number >= 0; left out")
 
 
-def _model_in(sent: Sent, reply: Message) -> str:
+def _model_in(sent: SentMessage, reply: Message) -> str:
     """Return the name of the model in a dense reply: the message's own, or the only one."""
     found = models(reply.content)
     if sent.record in found:

@@ -104,7 +104,7 @@ def uplink(settings: Settings, name: str) -> Codec:
         For parameters that it does not have.
     """
     from fedcomp.codecs import get_codec
-    from fedcomp.feedback import ErrorFeedback
+    from fedcomp.codecs.feedback import ErrorFeedback
 
     codec = get_codec(_nested(name, below(settings, CODEC_PREFIX)))
     memory = below(settings, FEEDBACK_PREFIX)

@@ -36,7 +36,7 @@ from fedcomp.strategies.replies import (
     Arrival,
     Peer,
     Rejected,
-    Sent,
+    SentMessage,
     Usual,
     agreeing,
     match_replies,
@@ -45,7 +45,7 @@ from fedcomp.strategies.replies import (
     weight_of,
 )
 from fedcomp.strategies.round_log import RoundLog, require_usable
-from fedcomp.strategies.sinks import Rule
+from fedcomp.strategies.sinks import UpdateRule
 from fedcomp.strategies.statistics import hold_in_record
 
 T = TypeVar("T")
@@ -109,10 +109,10 @@ class Reception(Stateful):
 
     def received(
         self,
-        sent: Sequence[Sent],
+        sent: Sequence[SentMessage],
         replies: Iterable[Message],
         report: Report,
-        read: Callable[[Sent, Message], T],
+        read: Callable[[SentMessage, Message], T],
         errors: list[Message] | None = None,
         *,
         role: str = "",
@@ -140,7 +140,7 @@ class Reception(Stateful):
                 continue
             yield item
 
-    def _refuse_error(self, sent: Sent, reply: Message) -> None:
+    def _refuse_error(self, sent: SentMessage, reply: Message) -> None:
         if not reply.has_error():
             return
         reason = f"error {reply.error.code}: {reply.error.reason}"
@@ -148,7 +148,7 @@ class Reception(Stateful):
             self.peers.setdefault(sent.node, Peer()).version = 0
         raise Rejected(reason)
 
-    def note_version(self, sent: Sent, reply: Message, current: int) -> None:
+    def note_version(self, sent: SentMessage, reply: Message, current: int) -> None:
         """Note whether the sender of a reply says that it holds the model of version ``current``."""
         version = reply.content.config_records.get(NODE_RECORD, ConfigRecord()).get("version", 0)
         known = isinstance(version, int) and version == current
@@ -169,7 +169,7 @@ class Reception(Stateful):
         self.acknowledge((a.sent.node, a.sequence, a.generation) for a in arrivals if a.outlier)
         return kept
 
-    def aggregate(self, intake: Intake, replies: Iterable[Message], rule: Rule) -> Outcome:
+    def aggregate(self, intake: Intake, replies: Iterable[Message], rule: UpdateRule) -> Outcome:
         """Check the replies of a training exchange and let ``rule``'s strategy aggregate them.
 
         A reply that cannot be used is reported and left out; its sender is not acknowledged, so that a client with
@@ -183,7 +183,7 @@ class Reception(Stateful):
         began = time.perf_counter()
         report = self.reports[intake.report.round] = intake.report
 
-        def read(sent: Sent, reply: Message) -> Arrival:
+        def read(sent: SentMessage, reply: Message) -> Arrival:
             arrival = intake.read(sent, reply, measured=rule.measured, takes_plain=rule.takes_plain)
             self.note_version(sent, reply, intake.version)
             return arrival
@@ -199,7 +199,7 @@ class Reception(Stateful):
         report.seconds += time.perf_counter() - began
         return self.conclude(report, arrays, rule), metrics
 
-    def _added(self, intake: Intake, arrivals: list[Arrival], rule: Rule) -> Outcome:
+    def _added(self, intake: Intake, arrivals: list[Arrival], rule: UpdateRule) -> Outcome:
         report = intake.report
         if not arrivals and not rule.updates_only:
             return None, None
@@ -223,7 +223,12 @@ class Reception(Stateful):
         return model, None if model is None else metrics
 
     def accept(
-        self, intake: Intake, rule: Rule, arrays: ArrayRecord, consumed: Sequence[Consumed], sent: Sequence[Arrays]
+        self,
+        intake: Intake,
+        rule: UpdateRule,
+        arrays: ArrayRecord,
+        consumed: Sequence[Consumed],
+        sent: Sequence[Arrays],
     ) -> ArrayRecord | None:
         """Return an aggregate as the new model, in the model's dtypes; None when it cannot be one.
 
@@ -247,7 +252,7 @@ class Reception(Stateful):
         mean: Vector | None,
         consumed: Sequence[Consumed],
         contents: Sequence[RecordDict],
-        rule: Rule,
+        rule: UpdateRule,
     ) -> Outcome:
         """Take an update that was averaged elsewhere: nobody's own is here, and ``rule``'s mean runs once.
 
@@ -287,7 +292,7 @@ class Reception(Stateful):
         model = None if arrays is None else self.accept(intake, rule, arrays, consumed, [])
         return self.conclude(report, model, rule), None if model is None else metrics
 
-    def conclude(self, report: Report, model: ArrayRecord | None, rule: Rule | None = None) -> ArrayRecord | None:
+    def conclude(self, report: Report, model: ArrayRecord | None, rule: UpdateRule | None = None) -> ArrayRecord | None:
         """End a training round: log it, and withhold what may not be known; return ``model``.
 
         Raises
@@ -307,7 +312,7 @@ class Reception(Stateful):
     def evaluate(
         self,
         report: Report,
-        sent: Sequence[Sent],
+        sent: Sequence[SentMessage],
         replies: Iterable[Message],
         weight_key: str | None,
         current: int,
@@ -325,7 +330,7 @@ class Reception(Stateful):
         report.asked = len(sent)
         errors: list[Message] = []
 
-        def read(each: Sent, reply: Message) -> tuple[Sent, Message]:
+        def read(each: SentMessage, reply: Message) -> tuple[SentMessage, Message]:
             weight_of(reply.content, weight_key)
             self.note_version(each, reply, current)
             if NODE_RECORD in reply.content:

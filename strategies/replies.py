@@ -75,7 +75,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentMessage:
     """One message of the current exchange.
 
     ``base`` is set when the node got a model of its own; ``record`` is the name of the model in the message.
@@ -91,7 +91,7 @@ class Sent:
 class Weighed(Protocol):
     """What a guard looks at of what came from one client."""
 
-    sent: Sent
+    sent: SentMessage
     weight: float
     norm: float | None
     outlier: bool
@@ -106,7 +106,7 @@ class Arrival:
     know it; an ``outlier`` is one that a guard refused.
     """
 
-    sent: Sent
+    sent: SentMessage
     message: Message
     content: RecordDict
     record: str
@@ -133,8 +133,8 @@ class Usual:
 
 
 def match_replies(
-    sent: list[Sent], replies: Iterable[Message], report: Report, holders: Holders
-) -> Iterator[tuple[Sent, Message]]:
+    sent: list[SentMessage], replies: Iterable[Message], report: Report, holders: Holders
+) -> Iterator[tuple[SentMessage, Message]]:
     """Yield each message with its first reply, in the order of partition ids; count the rest in ``report``.
 
     Replies are joined by the id of the message they answer: the source of an error made by a SuperLink is the
@@ -149,7 +149,7 @@ def match_replies(
     """
     by_id = {s.message.metadata.message_id: s for s in sent if s.message.metadata.message_id}
     by_node = {s.node: s for s in sent}
-    first: dict[int, tuple[Sent, Message]] = {}
+    first: dict[int, tuple[SentMessage, Message]] = {}
     for reply in replies:
         match = by_id.get(reply.metadata.reply_to_message_id)
         if match is None and not by_id:
@@ -175,7 +175,7 @@ def match_replies(
             report.refuse(node, excess)
             del first[node]
 
-    def place(pair: tuple[Sent, Message]) -> tuple[bool, int, int]:
+    def place(pair: tuple[SentMessage, Message]) -> tuple[bool, int, int]:
         partition = take_node(pair[1])
         return partition is None, partition or 0, order[pair[0].node]
 

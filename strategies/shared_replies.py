@@ -21,7 +21,7 @@ from fedcomp.flower.protocol import EXACT, PROBE, UPDATE
 from fedcomp.flower.report import Report
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.strategies.replies import Rejected, Sent
+from fedcomp.strategies.replies import Rejected, SentMessage
 from fedcomp.wire import Frame
 
 
@@ -31,7 +31,7 @@ class Client:
 
     Attributes
     ----------
-    sent : Sent
+    sent : SentMessage
         The last message it answered.
     content : RecordDict
         Its metrics and whatever else its app replied.
@@ -45,7 +45,7 @@ class Client:
         Of its values; an ``outlier`` is one that a guard refused.
     """
 
-    sent: Sent
+    sent: SentMessage
     content: RecordDict
     weight: float
     generation: int
@@ -64,7 +64,7 @@ class Client:
 
 
 @dataclass
-class Round:
+class SupportRound:
     """The moving parts of one round.
 
     Attributes

@@ -56,13 +56,13 @@ from fedcomp.strategies.replies import (
     NOT_FINITE,
     Peer,
     Rejected,
-    Sent,
+    SentMessage,
     integer,
     strip,
     text,
     weight_of,
 )
-from fedcomp.strategies.shared_replies import Client, Round
+from fedcomp.strategies.shared_replies import Client, SupportRound
 from fedcomp.strategies.sinks import WeightedSum
 from fedcomp.strategies.statistics import hold_in_step, warn_of_missing_names
 from fedcomp.strategies.system import System, arguments, codec_settings, settings_of
@@ -275,8 +275,8 @@ class SharedSupport(ExchangeStrategy, Stateful):
             return None
         return self.evaluate_metrics_aggr_fn([strip(reply.content) for reply in kept], self.weighted_by_key)
 
-    def _round(self, report: Report, codec: ScaleCom) -> Round:
-        return Round(report.round, codec, self.seed, self._layout, self._model, report)
+    def _round(self, report: Report, codec: ScaleCom) -> SupportRound:
+        return SupportRound(report.round, codec, self.seed, self._layout, self._model, report)
 
     def _nodes(self, grid: Grid, kind: str, fraction: float, least: int, server_round: int) -> list[int]:
         """Return the nodes that take part, in the order of their partitions."""
@@ -321,7 +321,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
             known.adopt(vector, exact, layout)
             self._holds = {}
 
-    def _asks(self, now: Round) -> int:
+    def _asks(self, now: SupportRound) -> int:
         """Return what is asked of the leader: this round's support unless it is known, and the next one's.
 
         A dense round leaves nothing in the memory to choose the next support from.
@@ -332,13 +332,13 @@ class SharedSupport(ExchangeStrategy, Stateful):
     def _message(
         self,
         node: int,
-        now: Round,
+        now: SupportRound,
         config: ConfigRecord,
         kind: str,
         *,
         leader: int = 0,
         frames: Mapping[str, Frame] | None = None,
-    ) -> Sent:
+    ) -> SentMessage:
         """Return one message with its announcement; training and evaluation carry the model as steps or whole."""
         peer = self.reception.peers.setdefault(node, Peer())
         content = RecordDict({self.configrecord_key: ConfigRecord(dict(config))})
@@ -362,7 +362,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
             put_frame(content, key, frame)
         announce(content, Announcement(record=self.arrayrecord_key, round=now.number, seed=self.seed, **fields))
         message = Message(content, node, kind, group_id=str(now.number))
-        return Sent(message, node, fields.get("sequence", 0))
+        return SentMessage(message, node, fields.get("sequence", 0))
 
     def _fill_model(self, content: RecordDict, node: int, peer: Peer) -> dict[str, Any]:
         broadcast = self._broadcast
@@ -381,11 +381,13 @@ class SharedSupport(ExchangeStrategy, Stateful):
         base = 0 if steps is None else peer.version
         return {"version": broadcast.version, "base": base, "digest": broadcast.digest}
 
-    def _take_trained(self, sent: list[Sent], replies: Iterable[Message], now: Round, appointed: int | None) -> None:
+    def _take_trained(
+        self, sent: list[SentMessage], replies: Iterable[Message], now: SupportRound, appointed: int | None
+    ) -> None:
         """Check the answers to training; take the leader's support, or everybody's values where it was known before."""
         known = now.supports is not None
 
-        def read(each: Sent, reply: Message) -> tuple[Client, Message]:
+        def read(each: SentMessage, reply: Message) -> tuple[Client, Message]:
             client = self._trained(each, reply, now)
             if known:
                 now.take_values(client, reply)
@@ -398,7 +400,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
                 arrived.append((client, "", client.content))
         now.clients = self.reception.agreeing(arrived, now.report, lambda client: client.sent.node, "train")
 
-    def _trained(self, sent: Sent, reply: Message, now: Round) -> Client:
+    def _trained(self, sent: SentMessage, reply: Message, now: SupportRound) -> Client:
         """Return what a client says after training.
 
         Raises
@@ -431,7 +433,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
             self._acknowledge([client])
         return client
 
-    def _note_header(self, client: Client, reply: Message, now: Round) -> None:
+    def _note_header(self, client: Client, reply: Message, now: SupportRound) -> None:
         header = reply.content.config_records[NODE_RECORD]
         node = client.sent.node
         if header.get("rolled-back") is True and node not in now.report.rolled_back:
@@ -440,7 +442,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
         if isinstance(ratio, float) and 0.0 <= ratio < float("inf"):
             now.report.memory[node] = ratio
 
-    def _take_lead(self, client: Client, reply: Message, now: Round) -> bool:
+    def _take_lead(self, client: Client, reply: Message, now: SupportRound) -> bool:
         """Take the supports a leader chose, for this round unless it is known, and for the next with ``stale_leader``.
 
         Return whether the client's own values can be used; what cannot is reported.
@@ -468,7 +470,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
                 now.report.notes.append(shorten(text))
         return True
 
-    def _elect(self, now: Round) -> Exchanges[None]:
+    def _elect(self, now: SupportRound) -> Exchanges[None]:
         """Ask a few of those that trained, one after the other from the turn on, to lead until one does.
 
         Each that stays silent costs a timeout; a round in which several in a row do is better given up.
@@ -486,7 +488,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
             if now.supports is not None:
                 return
 
-    def _gather(self, now: Round) -> Exchanges[None]:
+    def _gather(self, now: SupportRound) -> Exchanges[None]:
         """Send the index block to those that have not sent their values, and take their answers."""
         waiting = {c.sent.node: c for c in now.clients if c.frame is None and c.sent.node not in now.silent}
         if not waiting:
@@ -494,20 +496,20 @@ class SharedSupport(ExchangeStrategy, Stateful):
         asked = [self._query(client, now, leader=False) for client in waiting.values()]
         replies = yield [each.message for each in asked]
 
-        def read(each: Sent, reply: Message) -> None:
+        def read(each: SentMessage, reply: Message) -> None:
             client, _ = self._checked(now, waiting, each, reply)
             now.take_values(client, reply)
 
         for _ in self.reception.received(asked, replies, now.report, read):
             pass
 
-    def _query(self, client: Client, now: Round, *, leader: bool) -> Sent:
+    def _query(self, client: Client, now: SupportRound, *, leader: bool) -> SentMessage:
         frames = {} if leader else {SUPPORT: now.block}
         asks = self._asks(now) if leader else 0
         return self._message(client.sent.node, now, ConfigRecord(), "query", leader=asks, frames=frames)
 
     def _checked(
-        self, now: Round, clients: Mapping[int, Client], asked: Sent, reply: Message
+        self, now: SupportRound, clients: Mapping[int, Client], asked: SentMessage, reply: Message
     ) -> tuple[Client, Message]:
         """Check the header of an answer to a query; from now on the client's sequence is the query's."""
         client = clients[asked.node]
@@ -523,7 +525,7 @@ class SharedSupport(ExchangeStrategy, Stateful):
         self._note_header(client, reply, now)
         return client, reply
 
-    def _aggregate(self, now: Round) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def _aggregate(self, now: SupportRound) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Sum the values in partition order, make the mean the next step, acknowledge what was used."""
         report = now.report
         arrived = now.senders

@@ -1,8 +1,8 @@
 """Where the updates of a round go: a mean in one buffer, replies as arrays, or whatever a strategy declares itself.
 
-A :class:`Rule` says what a strategy needs of updates, once for each strategy; :meth:`Rule.begin` opens a :class:`Sink`
-for one round. Flower's own strategies get their rule from :func:`rule_of`, which looks at their aggregation alone;
-any other strategy may declare one by a method ``update_rule()``, as private strategies do.
+An :class:`UpdateRule` says what a strategy needs of updates, once for each strategy; :meth:`UpdateRule.begin` opens a
+:class:`Sink` for one round. Flower's own strategies get their rule from :func:`rule_of`, which looks at their
+aggregation alone; any other strategy may declare one by a method ``update_rule()``, as private strategies do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Released = Callable[[ArrayRecord, int], Layout]
 
 
 class Sink(ABC):
-    """Where the updates of one round go, in partition order; see :meth:`Rule.begin`."""
+    """Where the updates of one round go, in partition order; see :meth:`UpdateRule.begin`."""
 
     @abstractmethod
     def add(self, arrival: Arrival) -> None:
@@ -52,7 +52,7 @@ class Sink(ABC):
         """Let the strategy make its step; return its model and metrics, None and None where it made none."""
 
 
-class Rule(ABC):
+class UpdateRule(ABC):
     """What a strategy needs of a round's updates.
 
     Parameters
@@ -133,19 +133,19 @@ class Rule(ABC):
 class Declares(Protocol):
     """A strategy that says itself what it needs of updates."""
 
-    def update_rule(self) -> Rule:
+    def update_rule(self) -> UpdateRule:
         """Return the rule."""
         ...
 
 
-def rule_of(strategy: Strategy) -> Rule:
+def rule_of(strategy: Strategy) -> UpdateRule:
     """Return what a strategy needs: its own word, a mean for Flower's weighted means, else every reply as arrays."""
     if isinstance(strategy, Declares):
         return strategy.update_rule()
     return MeanRule(strategy) if is_mean(strategy) else RepliesRule(strategy)
 
 
-class RepliesRule(Rule):
+class RepliesRule(UpdateRule):
     """Every update as an ordinary reply, which any strategy with Flower's hooks understands."""
 
     def check(self, codec: Codec, guard: Norms | None) -> None:
@@ -163,7 +163,7 @@ class RepliesRule(Rule):
         return RepliesSink(self.strategy, intake)
 
 
-class MeanRule(Rule):
+class MeanRule(UpdateRule):
     """The weighted mean alone: frames are added to one buffer."""
 
     @property

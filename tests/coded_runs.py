@@ -15,7 +15,7 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 
@@ -40,7 +40,7 @@ def run(
 ) -> tuple[Result, MeteredGrid]:
     """Run ``strategy`` in process."""
     with InProcessGrid(app or coded_app(), nodes, **{"seed": 3, "fault": fault, **engine}) as inner:
-        grid = MeteredGrid(inner, Ledger())
+        grid = MeteredGrid(inner, TrafficLedger())
         return fit(strategy, grid, initial or model(), rounds, timeout=timeout), grid
 
 

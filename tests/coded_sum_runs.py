@@ -15,7 +15,7 @@ from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
@@ -70,7 +70,7 @@ class Tap(MeteredGrid):
 
 def grid_of(nodes: int = NODES, *, client=None, recorder=None, fault=None, **options) -> Tap:
     mods = [coded(), *([recorder] if recorder else []), compression()]
-    return Tap(InProcessGrid(client or client_app(mods), nodes, seed=4, fault=fault, **options), Ledger())
+    return Tap(InProcessGrid(client or client_app(mods), nodes, seed=4, fault=fault, **options), TrafficLedger())
 
 
 def coded_sum(codec: Codec = CODEC, inner=None, **options) -> CodedFedAvg:

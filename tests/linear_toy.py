@@ -13,7 +13,7 @@ from fedcomp.clients.coded.linear import LinearRows, linear_device
 from fedcomp.coding.stream import SplitMix64
 from fedcomp.flower import linear
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.strategies.coded.linear import CodedLinearGD
 
@@ -48,7 +48,7 @@ def vector(arrays: ArrayRecord) -> np.ndarray:
 
 
 def metered(nodes: int, *, fault=None, app: Callable | None = None, **options) -> MeteredGrid:
-    return MeteredGrid(InProcessGrid(app or client(), nodes, seed=4, fault=fault, **options), Ledger())
+    return MeteredGrid(InProcessGrid(app or client(), nodes, seed=4, fault=fault, **options), TrafficLedger())
 
 
 def uncoded(partitions: int, moves: list[bool], loss: str = "logistic", lr: float = 0.5, l2: float = 0.0) -> np.ndarray:

@@ -17,14 +17,14 @@ from fedcomp.flower.schema import (
     REQUIRED,
     Data,
     Document,
-    Entry,
+    Field,
+    FieldRule,
     Frames,
     Int,
     Many,
     OneOf,
     Options,
     Real,
-    Rule,
     Schema,
     Text,
     TextSchema,
@@ -321,7 +321,7 @@ def with_entries(message: Schema, entries: dict[str, Any]) -> RecordDict | None:
     return content
 
 
-def damages(message: Schema, entry: Entry) -> Iterator[tuple[str, RecordDict]]:
+def damages(message: Schema, entry: Field) -> Iterator[tuple[str, RecordDict]]:
     """Yield everything that may be wrong with one field of a message: what it is, and the content with it."""
     for what, change in _changes(type(message), entry, message.values().get(entry.name)):
         if isinstance(entry.rule, Frames):
@@ -364,7 +364,7 @@ def whole_damages(message: Schema) -> Iterator[tuple[str, RecordDict]]:
         yield "a record of another kind", content
 
 
-def _changes(schema: type[Schema], entry: Entry, value: Any) -> Iterator[tuple[str, Any]]:
+def _changes(schema: type[Schema], entry: Field, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(entry.rule, Frames):
         yield from _frame_changes(entry.rule)
         return
@@ -383,7 +383,7 @@ def _changes(schema: type[Schema], entry: Entry, value: Any) -> Iterator[tuple[s
     yield from _beyond(entry.rule)
 
 
-def _beyond(rule: Rule) -> Iterator[tuple[str, Any]]:
+def _beyond(rule: FieldRule) -> Iterator[tuple[str, Any]]:
     """Yield values of the right type that break a rule."""
     if isinstance(rule, Int):
         yield from ((f"is {n}", n) for n in (rule.least - 1, rule.most + 1) if -LARGEST - 1 <= n <= LARGEST)
@@ -417,7 +417,7 @@ def _beyond(rule: Rule) -> Iterator[tuple[str, Any]]:
             yield "is in descending order", [item + 1, item]
 
 
-def _valid(rule: Rule) -> Any:
+def _valid(rule: FieldRule) -> Any:
     if isinstance(rule, Int):
         return rule.least
     if isinstance(rule, Real):

@@ -12,7 +12,7 @@ from toy import client_app, fedavg
 
 from fedcomp.flower._private import claim_identity, release_identity
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.layout import Layout
 from fedcomp.strategies.private.strategy import PrivateStrategy
@@ -107,4 +107,4 @@ def federation(mods, nodes: int, *, change=None, culprit: int = 1, fault=None, m
 
     options = {} if fault is None else {"fault": fault}
     grid = InProcessGrid(app, nodes, seed=4, **options)
-    return MeteredGrid(grid, Ledger()) if metered else grid
+    return MeteredGrid(grid, TrafficLedger()) if metered else grid

@@ -18,9 +18,9 @@ from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.record_dp import Account, Plan
 from fedcomp.flower.rounds import fit
@@ -184,4 +184,4 @@ def run(path: Path, rounds: int, *, metered: bool = True, **engine: Any) -> tupl
     with InProcessGrid(path.app(), NODES, seed=4, **engine) as grid:
         if not metered:
             return strategy, strategy.start(grid, arrays, num_rounds=rounds, timeout=9.0)
-        return strategy, fit(strategy, MeteredGrid(grid, Ledger()), arrays, rounds, timeout=9.0)
+        return strategy, fit(strategy, MeteredGrid(grid, TrafficLedger()), arrays, rounds, timeout=9.0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedcomp.codecs import QSGD, Codec, Identity, RandomK, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

@@ -14,7 +14,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.votes import TopkSign, topk_stochastic_sign
@@ -74,7 +74,7 @@ def run(
 ) -> tuple[np.ndarray, Result, MeteredGrid]:
     """Run in process; return the final model as one vector, Flower's result and the metered grid."""
     with InProcessGrid(client or app(), nodes, **{"seed": 3, **engine}) as grid:
-        metered = MeteredGrid(grid, Ledger())
+        metered = MeteredGrid(grid, TrafficLedger())
         result = fit(chosen, metered, initial or model(), rounds, timeout=9.0)
     return flat(result.arrays), result, metered
 

@@ -16,8 +16,8 @@ from flwr.app import Message, MetricRecord
 from numpy.typing import NDArray
 
 from fedcomp.codecs import TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.experiments.audits import cases
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.adaptive import AdaptiveClip, NormBits

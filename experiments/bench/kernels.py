@@ -16,10 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 from fedcomp.codecs import TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.experiments.bench.readpass import LAYERS, Times, Vector, layered, read_pass
 from fedcomp.experiments.bench.sparsifiers import sparsifiers
 from fedcomp.experiments.findings import Claim
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import feedback_step, scatter_add, select_topk, warm
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key

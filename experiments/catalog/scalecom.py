@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Curves, Findings, mean
 from fedcomp.experiments.kit import Say, claim, curves, table
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

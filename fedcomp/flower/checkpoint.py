@@ -29,10 +29,10 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedcomp.errors import LayoutError
 from fedcomp.flower import store
 from fedcomp.flower.grid import in_process
-from fedcomp.flower.ledger import Ledger, LedgerError
+from fedcomp.flower.ledger import TrafficLedger, TrafficLedgerError
 from fedcomp.flower.records import read_array
 from fedcomp.plain import PlainError
-from fedcomp.stateful import Part
+from fedcomp.stateful import StatePart
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ class Checkpoint:
         The model after it.
     result : Result
         Metrics of all rounds so far.
-    ledger : Ledger or None
-        The byte ledger so far.
+    ledger : TrafficLedger or None
+        The traffic ledger so far.
     extra : dict
         Whatever plain data the caller added.
     strategy_state, grid_state
@@ -72,7 +72,7 @@ class Checkpoint:
     server_round: int
     arrays: ArrayRecord
     result: Result
-    ledger: Ledger | None = None
+    ledger: TrafficLedger | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     strategy_state: dict[str, Any] | None = None
     grid_state: bytes | None = None
@@ -112,7 +112,7 @@ def save(
     arrays: ArrayRecord,
     strategy: Any = None,
     grid: Grid | None = None,
-    ledger: Ledger | None = None,
+    ledger: TrafficLedger | None = None,
     result: Result | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
@@ -130,7 +130,7 @@ def save(
         Its ``state_dict()`` is stored if it has one, else all attributes that are plain data.
     grid : Grid, optional
         An in-process grid, possibly metered, is stored whole. Of other engines nothing can be.
-    ledger : Ledger, optional
+    ledger : TrafficLedger, optional
         Default: the grid's, if it has one.
     result : Result, optional
         Metrics so far.
@@ -187,7 +187,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             server_round=server_round,
             arrays=arrays,
             result=Result(arrays=arrays, **{name: _history(value["result"][name], name) for name in _HISTORY}),
-            ledger=None if stored is None else Ledger.from_columns(stored["columns"], stored["tables"]),
+            ledger=None if stored is None else TrafficLedger.from_columns(stored["columns"], stored["tables"]),
             extra=_typed(value, "extra", dict),
             strategy_state=None if value["strategy"] is None else _typed(value, "strategy", dict),
             grid_state=None if value["grid"] is None else _typed(value, "grid", bytes),
@@ -200,7 +200,7 @@ def _checked(what: str) -> Iterator[None]:
     try:
         with store.reading(what):
             yield
-    except (store.StoreError, LayoutError, LedgerError, PlainError) as error:
+    except (store.StoreError, LayoutError, TrafficLedgerError, PlainError) as error:
         # A grid's own errors say what to do by themselves.
         raise CheckpointError(f"{what} cannot be used: {error}") from error
 
@@ -283,7 +283,7 @@ def restore_strategy(strategy: Any, state: Mapping[str, Any]) -> None:
             restore_strategy(_own(strategy, name), inner)
 
 
-INNER: Final = Part(
+INNER: Final = StatePart(
     lambda owner: capture_strategy(owner.inner), lambda owner, state: restore_strategy(owner.inner, state)
 )
 """The state of the strategy that another one holds as ``inner``."""

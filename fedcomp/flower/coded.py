@@ -17,7 +17,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedcomp.flower._private import content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PARTITIONS, PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import Data, Document, Flag, Int, Many, OneOf, Schema, Text, Version
+from fedcomp.flower.schema import Bool, Data, Document, Int, Many, OneOf, Schema, Text, Version
 
 CODED: Final = "fedcomp.coded"
 """Key of the ConfigRecord with the plan or the header. Records with the prefix ``fedcomp.`` are never the app's."""
@@ -73,7 +73,7 @@ Sizes = Annotated[tuple[int, ...], Many(Int(most=1 << 40), 1 << 20)]
 Signed = Annotated[int, Int(least=-(2**63))]
 Addresses = Annotated[tuple[str, ...], Many(Text(), MOST_SHARDS)]
 Metric = Annotated[str, Text()]
-Switch = Annotated[bool, Flag()]
+Switch = Annotated[bool, Bool()]
 SumDocument = Annotated[dict[str, Any], Document(4096)]
 Row = Annotated[int, Int(most=2**16 - 1)]
 
@@ -260,7 +260,7 @@ class CollectFresh(_Code, Collect):
     """And make ``fresh`` more packets of what this node shared as ``source``; ``sum``: of the sum of a group."""
 
     source: Index
-    sum: Annotated[bool, Flag(absent=False)] = False
+    sum: Annotated[bool, Bool(absent=False)] = False
     fresh: Annotated[int, Int(1, MOST_SHARDS)]
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import StateError
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.schema import Flag, Int, Real, Schema, Text
+from fedcomp.flower.schema import Bool, Int, Real, Schema, Text
 from fedcomp.rng import Key
 
 ACTION: Final = "datalens"
@@ -88,14 +88,14 @@ class TrainingRequest(Schema, key=HEADER):
     teachers: Annotated[int, Int(1, 1 << 16)]
     k: Annotated[int, Int(1, 1 << 24)]
     saturation: Annotated[float, Real(least=0.0)]
-    stochastic: Annotated[bool, Flag()]
+    stochastic: Annotated[bool, Bool()]
     steps: Steps
     pretrain: Steps
     batch: Annotated[int, Int(1, 1 << 31)]
     lr: Annotated[float, Real()]
     decay: Annotated[float, Real()]
     seed: Word
-    pad: Annotated[bool, Flag()] = True
+    pad: Annotated[bool, Bool()] = True
 
     @property
     def rows(self) -> int:

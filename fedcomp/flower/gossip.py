@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import to_arrays
-from fedcomp.flower.schema import Document, Flag, Frames, Int, Many, OneOf, Real, Schema, Text
+from fedcomp.flower.schema import Bool, Document, Frames, Int, Many, OneOf, Real, Schema, Text
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.protocol import ACTIONS, STARTS, Answer, Instruction, Parts
 from fedcomp.gossip.vector import GossipPolicy
@@ -62,7 +62,7 @@ MOST_MESSAGES: Final = 65_536
 
 Name = Annotated[str, Text(256, least=1)]
 Count = Annotated[int, Int(absent=0)]
-Switch = Annotated[bool, Flag(absent=False)]
+Switch = Annotated[bool, Bool(absent=False)]
 Nodes = Annotated[tuple[int, ...], Many(Int(), MOST_MESSAGES)]
 Weights = Annotated[tuple[float, ...], Many(Real(), MOST_MESSAGES)]
 Texts = Annotated[tuple[str, ...], Many(Text(1 << 12), MOST_MESSAGES)]

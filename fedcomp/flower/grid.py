@@ -36,7 +36,7 @@ from fedcomp.flower._private import (
     unpack,
 )
 from fedcomp.flower.faults import NO_FAULT, Delivery, Fault, FaultPlan, corrupt, resolve
-from fedcomp.flower.nodes import GridError, Links, Node, NodeConfig, NodeLinks, Nodes
+from fedcomp.flower.nodes import GridError, GridNodes, Links, Node, NodeConfig, NodeLinks
 from fedcomp.flower.payload import round_of
 from fedcomp.logs import log
 from fedcomp.rng import Key
@@ -146,7 +146,7 @@ class InProcessGrid(Grid):
         self._expiry = expiry
         self._pulls = 0
         self._run_id = self._key.at(purpose="run-id").u64() >> 2
-        self._nodes = Nodes(num_nodes, self._run_id, self._key, run_config or {}, node_config)
+        self._nodes = GridNodes(num_nodes, self._run_id, self._key, run_config or {}, node_config)
         self._flight: dict[str, _Flight] = {}
         self._sizes: WeakKeyDictionary[Message, int] = WeakKeyDictionary()
         self._claim: IdentityClaim | None = None

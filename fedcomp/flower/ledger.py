@@ -1,4 +1,4 @@
-"""The byte ledger: what every message cost, counted on serialised bytes.
+"""The traffic ledger: what every message cost, counted on serialised bytes.
 
 Two figures per message, never mixed. *Payload* is what a codec produced (frames and array data). *Wire* is what a
 deployment moves for it: every deflated object, the tree of their ids, and the metadata. The wire figure agrees with
@@ -30,7 +30,7 @@ _TYPECODES: Final = {"<u2": "H", "<u4": "I", "<u8": "Q"}
 _FORMAT: Final = "fedcomp.ledger/1"
 
 
-class LedgerError(FedcompError, ValueError):
+class TrafficLedgerError(FedcompError, ValueError):
     """A stored ledger cannot be read."""
 
 
@@ -44,7 +44,7 @@ def wire_bytes(message: Message) -> int:
     return Packer().pack(message).wire
 
 
-class Ledger:
+class TrafficLedger:
     """One row per message, 26 bytes each, with totals by any column.
 
     Nodes are known by partition id where that is known (:meth:`identify`), by node id until then: node ids are drawn
@@ -62,13 +62,13 @@ class Ledger:
         return len(self._columns["round"])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self.to_json() == other.to_json()
+        return isinstance(other, TrafficLedger) and self.to_json() == other.to_json()
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return (
-            f"Ledger({len(self)} messages, {self.total('wire', direction='up', link='hub')} bytes up, "
+            f"TrafficLedger({len(self)} messages, {self.total('wire', direction='up', link='hub')} bytes up, "
             f"{self.total('wire', direction='down', link='hub')} bytes down, "
             f"{self.total('wire', link='peer')} bytes between peers)"
         )
@@ -184,7 +184,7 @@ class Ledger:
         figures["wire_peer"] = self.total("wire", link="peer")
         return figures
 
-    def merge(self, other: Ledger) -> None:
+    def merge(self, other: TrafficLedger) -> None:
         """Append all rows of ``other``; nodes and kinds are matched by name."""
         nodes = np.array([self._index_of(name) for name in other._nodes], np.uint32)
         for kind in other._kinds:
@@ -208,12 +208,12 @@ class Ledger:
         return {"nodes": list(self._nodes), "kinds": [list(kind) for kind in self._kinds]}
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> Ledger:
+    def from_columns(cls, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> TrafficLedger:
         """Return the ledger whose :meth:`columns` and :meth:`tables` were given.
 
         Raises
         ------
-        LedgerError
+        TrafficLedgerError
             When columns are missing, of unequal length, out of range, or point outside the tables.
         """
         try:
@@ -222,20 +222,22 @@ class Ledger:
             ledger._kinds = [(str(d), str(t), str(link)) for d, t, link in tables["kinds"]]
             given = {name: np.asarray(columns[name]) for name in _COLUMNS}
         except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(f"stored ledger is incomplete: {error!r}") from error
+            raise TrafficLedgerError(f"stored ledger is incomplete: {error!r}") from error
         lengths = {len(column) for column in given.values()}
         if len(lengths) != 1:
-            raise LedgerError(f"columns of the stored ledger have different lengths {sorted(lengths)}")
+            raise TrafficLedgerError(f"columns of the stored ledger have different lengths {sorted(lengths)}")
         for name, dtype in _COLUMNS.items():
             column = given[name]
             if len(column) and (column.dtype.kind not in "iu" or column.min() < 0):
-                raise LedgerError(f"column {name!r} of the stored ledger does not hold non-negative integers")
+                raise TrafficLedgerError(f"column {name!r} of the stored ledger does not hold non-negative integers")
             if len(column) and int(column.max()) > np.iinfo(dtype).max:
-                raise LedgerError(f"column {name!r} of the stored ledger exceeds {dtype}")
+                raise TrafficLedgerError(f"column {name!r} of the stored ledger exceeds {dtype}")
             ledger._columns[name].frombytes(column.astype(dtype).tobytes())
         for name, table in (("node", ledger._nodes), ("kind", ledger._kinds)):
             if len(given[name]) and int(given[name].max()) >= len(table):
-                raise LedgerError(f"column {name!r} of the stored ledger points outside its table of {len(table)}")
+                raise TrafficLedgerError(
+                    f"column {name!r} of the stored ledger points outside its table of {len(table)}"
+                )
         ledger._node_index = {node: index for index, node in enumerate(ledger._nodes)}
         ledger._kind_index = {kind: index for index, kind in enumerate(ledger._kinds)}
         return ledger
@@ -246,19 +248,19 @@ class Ledger:
         return {"format": _FORMAT, **self.tables(), "columns": columns}
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Ledger:
+    def from_json(cls, document: Mapping[str, Any]) -> TrafficLedger:
         """Return the ledger :meth:`to_json` described.
 
         Raises
         ------
-        LedgerError
+        TrafficLedgerError
             When the document is not one, or damaged.
         """
         if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
-            raise LedgerError(f"not a ledger document: expected format {_FORMAT!r}")
+            raise TrafficLedgerError(f"not a ledger document: expected format {_FORMAT!r}")
         columns = document.get("columns")
         if not isinstance(columns, Mapping):
-            raise LedgerError("stored ledger has no columns")
+            raise TrafficLedgerError("stored ledger has no columns")
         return cls.from_columns(columns, document)
 
     def _index_of(self, node: int) -> int:

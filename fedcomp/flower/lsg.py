@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
-from fedcomp.flower.schema import Flag, Int, Real, Schema, Text
+from fedcomp.flower.schema import Bool, Int, Real, Schema, Text
 from fedcomp.layout import Layout
 from fedcomp.privacy.lsg import Carriers, Plan, count_kept, kept
 from fedcomp.rng import Key
@@ -62,7 +62,7 @@ class Ask(Schema, key=HEADER):
     share: Annotated[float, Real(above=0.0, most=1.0)]
     draw: Annotated[int, Int(least=-(2**63))]
     clip: Annotated[float, Real(above=0.0)]
-    chosen: Annotated[bool, Flag()]
+    chosen: Annotated[bool, Bool()]
 
     def plan(self, layout: Layout) -> Plan:
         """Return how the model of ``layout`` is shortened."""

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import store
 from fedcomp.flower._private import SUPERLINK_NODE_ID, Packer, Run, set_source
-from fedcomp.flower.ledger import Direction, Ledger
+from fedcomp.flower.ledger import Direction, TrafficLedger
 from fedcomp.flower.payload import payload_bytes, round_of, take_node
 from fedcomp.flower.privacy import is_secret
 from fedcomp.logs import log
@@ -97,7 +97,7 @@ class MeteredGrid(Grid):
     ----------
     inner : Grid
         Any engine.
-    ledger : Ledger, optional
+    ledger : TrafficLedger, optional
         Where the rows go; a new one by default.
     poll_seconds : float
         How long to wait between two looks for replies on an engine that runs by itself. Flower's own deployment grid
@@ -120,10 +120,10 @@ class MeteredGrid(Grid):
     not believed while another node online holds that partition; the node then goes on under its node id.
     """
 
-    def __init__(self, inner: Grid, ledger: Ledger | None = None, poll_seconds: float = 0.1) -> None:
+    def __init__(self, inner: Grid, ledger: TrafficLedger | None = None, poll_seconds: float = 0.1) -> None:
         self.inner = inner
         self.poll_seconds = poll_seconds
-        self.ledger = Ledger() if ledger is None else ledger
+        self.ledger = TrafficLedger() if ledger is None else ledger
         self._round: int | None = None
         self._sent: dict[str, _Sent] = {}
         self._partitions: dict[int, int] = {}

@@ -54,7 +54,7 @@ class Node:
         self.state = context_to_bytes(context)
 
 
-class Nodes:
+class GridNodes:
     """All nodes of a grid, by id; they join and leave.
 
     Parameters

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fedcomp.errors import FedcompError
-from fedcomp.flower.schema import Flag, Int, OneOf, Options, Real, Schema, Text, TextSchema
+from fedcomp.flower.schema import Bool, Int, OneOf, Options, Real, Schema, Text, TextSchema
 from fedcomp.privacy.events import ADJACENCIES, NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
@@ -66,7 +66,7 @@ class Plan(TextSchema, key=RECORD_DP):
     adjacency: Annotated[Adjacency, OneOf(*ADJACENCIES)] = "add_remove"
     budget: Annotated[float, Real(least=0.0)] = 0.0
     noise: Annotated[str, OneOf(*NOISES)] = "discrete_gaussian"
-    insecure: Annotated[bool, Flag()] = False
+    insecure: Annotated[bool, Bool()] = False
     options: Annotated[Mapping[str, Any], Options(16)] = field(default_factory=dict)
 
     @classmethod

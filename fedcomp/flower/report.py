@@ -1,7 +1,7 @@
 """What happened in a round: one report that every strategy writes, to which systems add fields.
 
 A :class:`Report` has what all rounds have: who was asked, whose update is used, what was refused and why, bytes and
-seconds, and figures by node. A system declares what it has beside that as a :class:`Section`, a dataclass of
+seconds, and figures by node. A system declares what it has beside that as a :class:`ReportSection`, a dataclass of
 :func:`figure` fields, found in the report by its name: ``report.coded.included``. A field says once how it is written
 into a run's records and whether a private run may show it; nobody else keeps lists of names.
 """
@@ -20,7 +20,7 @@ from fedcomp.layout import Layout
 from fedcomp.plain import PlainError, fields_of, from_fields, from_plain
 from fedcomp.wire import Frame, tensor_bytes
 
-S = TypeVar("S", bound="Section")
+S = TypeVar("S", bound="ReportSection")
 
 MAX_REASON: Final = 300
 """Characters of a reason that a report keeps."""
@@ -112,7 +112,7 @@ class _Figures:
 
 
 @dataclass
-class Section(_Figures):
+class ReportSection(_Figures):
     """What one system reports of a round beside what all have: a dataclass whose fields are :func:`figure`.
 
     Attributes
@@ -122,7 +122,7 @@ class Section(_Figures):
     Examples
     --------
     >>> @dataclass
-    ... class Waiting(Section, name="waiting"):
+    ... class Waiting(ReportSection, name="waiting"):
     ...     waves: int = figure(unit="exchanges", public=True)
     >>> report = Report(1)
     >>> report.section(Waiting).waves += 2
@@ -131,7 +131,7 @@ class Section(_Figures):
     """
 
     name: ClassVar[str] = ""
-    known: ClassVar[dict[str, type[Section]]] = {}
+    known: ClassVar[dict[str, type[ReportSection]]] = {}
 
     round: int = figure(show="none")
 
@@ -139,7 +139,7 @@ class Section(_Figures):
         """Make the section known by its name, which reports are restored by; without a name it is a base of others."""
         cls.name = name
         if name:
-            Section.known[name] = cls
+            ReportSection.known[name] = cls
 
     def figures(self, *, public: bool = False) -> dict[str, Any]:
         """Return what a run's record shows of the section; with ``public`` that alone which a private run may show."""
@@ -163,7 +163,7 @@ class Section(_Figures):
 
 
 @dataclass
-class EventSection(Section):
+class EventSection(ReportSection):
     """A section in which things happen that are named by their kind.
 
     Attributes
@@ -231,7 +231,7 @@ class Report(_Figures):
         Euclidean norm of each update as it arrived (of a vote, of the vote), and the weight it was given with: of all
         that could be used, those a guard then refused included. Empty in private rounds that bound every update (all
         but those of local privacy), and where sums are decoded instead of updates.
-    sections : dict of str to Section
+    sections : dict of str to ReportSection
         What systems report beside this, by name; ``report.coded`` is the section "coded".
     """
 
@@ -260,12 +260,12 @@ class Report(_Figures):
     seconds: float = figure(0.0, unit="seconds", show="seconds")
     norms: dict[int, float] = figure(dict, show="none")
     weights: dict[int, float] = figure(dict, show="none")
-    sections: dict[str, Section] = field(default_factory=dict)
+    sections: dict[str, ReportSection] = field(default_factory=dict)
     concluded: bool = field(default=False, init=False, repr=False, compare=False)
 
     if not TYPE_CHECKING:  # or no attribute of this class would be checked
 
-        def __getattr__(self, name: str) -> Section:
+        def __getattr__(self, name: str) -> ReportSection:
             """Return the section of a name."""
             sections = self.__dict__.get("sections", {})
             if name not in sections:
@@ -348,10 +348,10 @@ class Report(_Figures):
         """
         given = dict(value)
         sections = from_plain(dict[str, dict], given.get("sections"), "sections")
-        if unknown := sorted(set(sections) - set(Section.known)):
-            raise PlainError(f"the report has unknown sections {unknown[:5]}; known: {sorted(Section.known)}")
+        if unknown := sorted(set(sections) - set(ReportSection.known)):
+            raise PlainError(f"the report has unknown sections {unknown[:5]}; known: {sorted(ReportSection.known)}")
         report = from_fields(cls, {**given, "sections": {}}, "report")
-        report.sections = {name: from_fields(Section.known[name], part, name) for name, part in sections.items()}
+        report.sections = {name: from_fields(ReportSection.known[name], part, name) for name, part in sections.items()}
         return report
 
 

@@ -73,7 +73,7 @@ class OtherVersion(SchemaError):
     version: int = -1
 
 
-class Rule:
+class FieldRule:
     """What a field's value may be. ``str()`` states the rule."""
 
     @property
@@ -91,7 +91,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Number(Rule):
+class Number(FieldRule):
     """A number or flag; ``absent`` is the value that is not written, for one that most messages have."""
 
     absent: Any = field(default=REQUIRED, kw_only=True)
@@ -154,7 +154,7 @@ class Real(Number):
 
 
 @dataclass(frozen=True)
-class Version(Rule):
+class Version(FieldRule):
     """The version of a protocol. It is read before anything else: fields of another version may mean something else."""
 
     number: int
@@ -169,7 +169,7 @@ class Version(Rule):
 
 
 @dataclass(frozen=True)
-class Flag(Number):
+class Bool(Number):
     """True or false."""
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ class Flag(Number):
 
 
 @dataclass(frozen=True)
-class Text(Rule):
+class Text(FieldRule):
     """A text of ``least`` to ``most`` characters."""
 
     most: int = 512
@@ -201,7 +201,7 @@ class Text(Rule):
         return value
 
 
-class OneOf(Rule):
+class OneOf(FieldRule):
     """One of some texts; where the empty text is one of them, it is what an absent entry stands for."""
 
     def __init__(self, *choices: str) -> None:
@@ -221,7 +221,7 @@ class OneOf(Rule):
 
 
 @dataclass(frozen=True)
-class Data(Rule):
+class Data(FieldRule):
     """From ``least`` to ``most`` bytes."""
 
     most: int
@@ -241,17 +241,17 @@ class Data(Rule):
 
 
 @dataclass(frozen=True)
-class Many(Rule):
+class Many(FieldRule):
     """A list of ``least`` to ``most`` values that follow a rule; a tuple in the dataclass.
 
     Parameters
     ----------
-    each : Rule
+    each : FieldRule
     ascending : bool
         No value is smaller than, or the same as, the one before it.
     """
 
-    each: Rule
+    each: FieldRule
     most: int
     least: int = 0
     ascending: bool = False
@@ -277,7 +277,7 @@ class Many(Rule):
 
 
 @dataclass(frozen=True)
-class Frames(Rule):
+class Frames(FieldRule):
     """Up to ``most`` byte strings, each of them one frame beside the record."""
 
     most: int
@@ -287,7 +287,7 @@ class Frames(Rule):
 
 
 @dataclass(frozen=True)
-class Document(Rule):
+class Document(FieldRule):
     """A small dictionary (the description of a codec) as JSON of at most ``most`` characters; {} travels as nothing.
 
     Parameters
@@ -324,7 +324,7 @@ class Document(Rule):
 
 
 @dataclass(frozen=True)
-class Options(Rule):
+class Options(FieldRule):
     """A dictionary of at most ``most`` names with plain values (texts, numbers, flags), in a :class:`TextSchema`."""
 
     most: int
@@ -345,19 +345,19 @@ class Options(Rule):
 
 
 @dataclass(frozen=True)
-class Entry:
+class Field:
     """A field of a schema and the entry that holds it.
 
     Attributes
     ----------
     field, name : str
         Of the dataclass; in the record.
-    rule : Rule
+    rule : FieldRule
     """
 
     field: str
     name: str
-    rule: Rule
+    rule: FieldRule
 
 
 class Schema:
@@ -399,11 +399,11 @@ class Schema:
 
     @classmethod
     @functools.cache
-    def entries(cls) -> tuple[Entry, ...]:
+    def entries(cls) -> tuple[Field, ...]:
         """Return the fields with their rules, in the order in which they are written."""
         hints = get_type_hints(cls, include_extras=True)
         return tuple(
-            Entry(f.name, cls.PREFIX + f.name.rstrip("_").replace("_", cls.SEPARATOR), _rule(cls, f.name, hints))
+            Field(f.name, cls.PREFIX + f.name.rstrip("_").replace("_", cls.SEPARATOR), _rule(cls, f.name, hints))
             for f in dataclasses.fields(cls)
         )
 
@@ -513,7 +513,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _read(entry: Entry, values: Mapping[str, Any], where: str) -> Any:
+def _read(entry: Field, values: Mapping[str, Any], where: str) -> Any:
     if entry.name not in values:
         if entry.rule.missing is REQUIRED:
             raise SchemaError(f"field {entry.name!r} of record {where} is missing, expected {entry.rule}", entry.name)
@@ -527,7 +527,7 @@ def _read(entry: Entry, values: Mapping[str, Any], where: str) -> Any:
         ) from error
 
 
-def _require_version(entry: Entry, value: Any, where: str) -> None:
+def _require_version(entry: Field, value: Any, where: str) -> None:
     try:
         entry.rule.read(value)
     except ValueError as error:
@@ -537,23 +537,25 @@ def _require_version(entry: Entry, value: Any, where: str) -> None:
         raise other from error
 
 
-def _rule(cls: type[Schema], field: str, hints: Mapping[str, Any]) -> Rule:
+def _rule(cls: type[Schema], field: str, hints: Mapping[str, Any]) -> FieldRule:
     hint = hints[field]
-    rules = [extra for extra in get_args(hint)[1:] if isinstance(extra, Rule)] if get_origin(hint) is Annotated else []
+    rules = (
+        [extra for extra in get_args(hint)[1:] if isinstance(extra, FieldRule)] if get_origin(hint) is Annotated else []
+    )
     if len(rules) != 1:
         raise TypeError(f"field {field!r} of {cls.__name__} has {len(rules)} rules; annotate it with exactly one")
     return rules[0]
 
 
-def _frame_name(key: str, entry: Entry, place: int) -> str:
+def _frame_name(key: str, entry: Field, place: int) -> str:
     return f"{key}/{entry.name}/{place}"
 
 
-def _frame_names(content: RecordDict, key: str, entry: Entry) -> list[str]:
+def _frame_names(content: RecordDict, key: str, entry: Field) -> list[str]:
     return [name for name in content if name.startswith(f"{key}/{entry.name}/")]
 
 
-def _frames(content: RecordDict, key: str, entry: Entry) -> tuple[bytes, ...]:
+def _frames(content: RecordDict, key: str, entry: Field) -> tuple[bytes, ...]:
     """Return the frames of a field.
 
     Raises

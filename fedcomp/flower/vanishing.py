@@ -33,7 +33,7 @@ SETUP: Final = ("query", "query.coded_hello")
 
 
 @dataclass
-class RoundLog:
+class RoundTrace:
     """What became of the messages of one round.
 
     Attributes
@@ -80,7 +80,7 @@ class VanishingGrid(Grid):
     ----------
     clock : float
         Simulated seconds of all rounds so far.
-    log : dict of int to RoundLog
+    log : dict of int to RoundTrace
 
     Notes
     -----
@@ -101,7 +101,7 @@ class VanishingGrid(Grid):
         shared: Shared | None = None,
     ) -> None:
         self.inner = inner
-        self.log: dict[int, RoundLog] = {0: RoundLog()}
+        self.log: dict[int, RoundTrace] = {0: RoundTrace()}
         self._failures = failures
         self._compute = compute
         self._server = server
@@ -134,7 +134,7 @@ class VanishingGrid(Grid):
         self.inner.round = value
         self._before, self._now = self.clock, 0.0
         self._round = value
-        self.log[value] = RoundLog()
+        self.log[value] = RoundTrace()
         self._situation = self._begin()
 
     def send_and_receive(

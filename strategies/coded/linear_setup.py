@@ -32,7 +32,7 @@ from fedcomp.flower import linear
 from fedcomp.flower.coded import NO_HANDLER
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.payload import put_frame, take_frame, take_node
-from fedcomp.flower.report import Section, figure, shorten
+from fedcomp.flower.report import ReportSection, figure, shorten
 from fedcomp.flower.rounds import Enough, Exchanges, Push
 from fedcomp.flower.schema import Schema
 from fedcomp.plain import Count
@@ -45,7 +45,7 @@ TRANSPORTS: Final = ("hub", "peers")
 
 
 @dataclass
-class Descent(Section, name="linear"):
+class Descent(ReportSection, name="linear"):
     """What one step of coded gradient descent was made of. Devices are numbered by partition id.
 
     Attributes

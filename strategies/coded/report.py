@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedcomp.flower.logs import log
-from fedcomp.flower.report import MAX_REASONS, Section, figure, shorten
+from fedcomp.flower.report import MAX_REASONS, ReportSection, figure, shorten
 
 
 @dataclass
-class Coding(Section, name="coded"):
+class Coding(ReportSection, name="coded"):
     """What was coded in one round, by node id.
 
     Attributes

@@ -37,7 +37,7 @@ from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
 from fedcomp.layout import Layout
 from fedcomp.plain import Count, from_plain
-from fedcomp.stateful import Part, Stateful
+from fedcomp.stateful import Stateful, StatePart
 from fedcomp.strategies.gossip.report import Iterations, Observed, answer_of, difference, figures_of, mean_of
 from fedcomp.strategies.partitions import contest
 from fedcomp.strategies.round_log import RoundLog
@@ -97,7 +97,9 @@ class GossipRelay(ExchangeStrategy, Stateful):
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
-        "_relay": Part(lambda strategy: strategy._save_relay(), lambda strategy, state: strategy._load_relay(state)),
+        "_relay": StatePart(
+            lambda strategy: strategy._save_relay(), lambda strategy, state: strategy._load_relay(state)
+        ),
         "_met": dict[int, int | None],
         "_node_of": dict[int, int],
         "_dismissed": set[int],

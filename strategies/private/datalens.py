@@ -36,7 +36,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import LENGTHS, SECRET
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.report import Report, Reports, Section, figure
+from fedcomp.flower.report import Report, Reports, ReportSection, figure
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.plain import Count
 from fedcomp.privacy.entropy import Entropy, make_entropy
@@ -50,7 +50,7 @@ from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
-from fedcomp.strategies.replies import Sent, match_replies
+from fedcomp.strategies.replies import SentMessage, match_replies
 from fedcomp.strategies.round_log import RoundLog
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -87,7 +87,7 @@ StudentOf = Callable[[Mapping[str, Any]], Student]
 
 
 @dataclass
-class Voted(Section, name="datalens"):
+class Voted(ReportSection, name="datalens"):
     """What the votes of a round came to, for the server; not for release.
 
     Attributes
@@ -332,7 +332,7 @@ class DataLens(ExchangeStrategy, Stateful):
         holders.meet(grid)
         replies = yield Push(messages, self.deadline)
         total = PrivateSum(self.mechanism((self.votes.images, request.pixels)), (self.votes.images, request.pixels))
-        sent = [Sent(message, message.metadata.dst_node_id, request.sequence) for message in messages]
+        sent = [SentMessage(message, message.metadata.dst_node_id, request.sequence) for message in messages]
         whole = self.reports.begin(server_round)
         whole.asked = len(sent)
         votes = self._collect(total, request, match_replies(sent, replies, whole, holders), whole)
@@ -405,7 +405,7 @@ class DataLens(ExchangeStrategy, Stateful):
         return Message(content, node, datalens.TYPE)
 
     def _collect(
-        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[Sent, Message]], whole: Report
+        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[SentMessage, Message]], whole: Report
     ) -> Voted:
         """Add the votes of every reply that can be verified; whoever sent another one is left out whole."""
         votes = whole.section(Voted)

@@ -27,9 +27,9 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec, params
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.coding.sumcode import Summed, SumPlan
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.rounds import Exchanges
 from fedcomp.layout import Layout

@@ -36,7 +36,7 @@ from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.private.strategy import Contribution, PrivateStrategy
-from fedcomp.strategies.replies import Arrival, Sent
+from fedcomp.strategies.replies import Arrival, SentMessage
 
 DECAY = 0.9
 """Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
@@ -62,7 +62,7 @@ class KeptIntake(Intake):
         """Layout of the kept coordinates."""
         return Layout.flat(int(self.kept.size))
 
-    def read(self, sent: Sent, reply: Message, *, measured: bool = True, takes_plain: bool = True) -> Arrival:
+    def read(self, sent: SentMessage, reply: Message, *, measured: bool = True, takes_plain: bool = True) -> Arrival:
         """Check ``reply`` and return it; see :meth:`Intake.read`."""
         frame = take_frame(reply.content, UPDATE)
         if frame is None:

@@ -40,7 +40,7 @@ from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
 from fedcomp.strategies.private.nodes import Shown, online
 from fedcomp.strategies.receiving import Reception
-from fedcomp.strategies.replies import Sent
+from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.sinks import rule_of
 
 NOT_COVERED: Final = (
@@ -123,7 +123,7 @@ class RecordDp(Strategy, Stateful):
         self._claimed: dict[int, dict[str, int]] = {}
         self._parties: dict[int, int] = {}
         self._asked: list[int] = []
-        self._sent: list[Sent] = []
+        self._sent: list[SentMessage] = []
         self._size = 0
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
@@ -263,7 +263,7 @@ class RecordDp(Strategy, Stateful):
             messages = list(self.inner.configure_train(server_round, arrays, config, shown))
         for message in messages[:1]:
             self._record_name = next(iter(message.content.array_records), self._record_name)
-        self._sent = [Sent(message, message.metadata.dst_node_id, 0) for message in messages]
+        self._sent = [SentMessage(message, message.metadata.dst_node_id, 0) for message in messages]
         return messages
 
     def aggregate_train(

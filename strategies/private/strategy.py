@@ -43,8 +43,8 @@ from fedcomp.strategies.private.promise import NOT_COVERED, Promise
 from fedcomp.strategies.private.release import Contribution
 from fedcomp.strategies.private.sums import Nothing, PrivateSink
 from fedcomp.strategies.receiving import Reception
-from fedcomp.strategies.replies import Arrival, Sent
-from fedcomp.strategies.sinks import Released, Rule
+from fedcomp.strategies.replies import Arrival, SentMessage
+from fedcomp.strategies.sinks import Released, UpdateRule
 from fedcomp.wire import FILLED
 
 __all__ = ["NOT_COVERED", "Contribution", "Outcome", "PrivateStrategy"]
@@ -100,7 +100,7 @@ class PrivateStrategy(Promise, Stateful):
         self._model: dict[str, NDArray[Any]] = {}
         self._record_name = "arrays"
         self._open: int | None = None
-        self._sent: list[Sent] = []
+        self._sent: list[SentMessage] = []
 
     @property
     def reports(self) -> Reports:
@@ -202,7 +202,9 @@ class PrivateStrategy(Promise, Stateful):
                     f"{sorted(record.array_records)}; a private round exchanges the model and nothing else"
                 )
             self._record_name = next(iter(record.array_records), self._record_name)
-        self._sent = [Sent(message, message.metadata.dst_node_id, 0, record=self._record_name) for message in messages]
+        self._sent = [
+            SentMessage(message, message.metadata.dst_node_id, 0, record=self._record_name) for message in messages
+        ]
         return messages
 
     def closing(self, report: Report) -> bool:
@@ -294,7 +296,7 @@ class PrivateStrategy(Promise, Stateful):
         }
 
 
-class PrivateRule(Rule):
+class PrivateRule(UpdateRule):
     """What every private strategy needs: the update alone, bounded.
 
     Parameters

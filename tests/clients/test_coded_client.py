@@ -47,7 +47,7 @@ from fedcomp.flower.coded import (
 )
 from fedcomp.flower.gradients import GradientPlan
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
@@ -417,7 +417,7 @@ def test_a_fresh_process_for_every_message_gives_the_same_run() -> None:
 @pytest.mark.long
 def test_two_servers_in_turn_do_not_mix_what_their_clients_keep() -> None:
     with InProcessGrid(coded_app(), 4, seed=3) as inner:
-        grid = MeteredGrid(inner, Ledger())
+        grid = MeteredGrid(inner, TrafficLedger())
         for _ in range(2):
             strategy = CodedFedAvg(Compressed(fedavg(), QSGD(levels=4)), symbols=2)
             strategy.start(grid, model(), num_rounds=2, timeout=9)

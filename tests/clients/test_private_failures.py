@@ -24,8 +24,8 @@ from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import Codec, TopK, chain
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.lsg import Ask

@@ -16,7 +16,7 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.local_dp import local_privacy
 from fedcomp.clients.private.mod import STAYS, private
 from fedcomp.codecs import Identity, TopK, chain
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.payload import NODE_RECORD, frames, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import EXACT, UPDATE, Announcement, announce

@@ -29,7 +29,7 @@ from fedcomp.codecs import (
     TopK,
     chain,
 )
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign

@@ -40,7 +40,7 @@ from fedcomp.codecs import (
     Threshold,
     TopK,
 )
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

@@ -28,7 +28,7 @@ from fedcomp.codecs import (
     TernGrad,
     TopK,
 )
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.layout import Layout
 
 

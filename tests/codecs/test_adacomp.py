@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fedcomp import wire
 from fedcomp.codecs import AdaComp
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 

@@ -11,8 +11,8 @@ from codec_examples import LAYOUTS, update
 
 from fedcomp.codecs import Chain, Clip, Identity, TopK, Transform, chain
 from fedcomp.codecs.base import State
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

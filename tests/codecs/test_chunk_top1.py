@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fedcomp import wire
 from fedcomp.codecs import ChunkTop1, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

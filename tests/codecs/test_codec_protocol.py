@@ -13,8 +13,8 @@ from codec_examples import EXAMPLES, LAYOUTS, update
 import fedcomp.codecs
 from fedcomp import wire
 from fedcomp.codecs import Clip, Codec, PositionalCodec, TopK, chain, get_codec, known
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import LayoutError, NonFiniteUpdate
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
 from fedcomp.privacy.votes import TopkSign

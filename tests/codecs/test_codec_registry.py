@@ -19,9 +19,9 @@ import pytest
 
 from fedcomp.codecs import Chain, Clip, Identity, TopK, UnknownCodec, get_codec, known, registry
 from fedcomp.codecs.base import Codec
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.registry import Registry
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -286,7 +286,7 @@ except ConfigError as error:
     print(error)
 print(type(get_codec({"id": "feedback", "codec": {"id": "identity"}})).__name__)
 register(Mine, replace=True)
-import fedcomp.feedback
+import fedcomp.codecs.feedback
 print(type(get_codec({"id": "feedback"})).__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

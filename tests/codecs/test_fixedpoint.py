@@ -22,8 +22,8 @@ from fedcomp.codecs import (
     fixed_point_of,
     get_codec,
 )
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, LayoutError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

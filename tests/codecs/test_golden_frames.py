@@ -10,7 +10,7 @@ import pytest
 from golden_frames import KEY, LAYOUT, given, load
 
 from fedcomp.codecs import Clip, TopK, chain, get_codec, known
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 
 ENTRIES = load()
 

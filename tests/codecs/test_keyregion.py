@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fedcomp import wire
 from fedcomp.codecs import KeyRegion, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.keyregion import BLOCK, COUNTERS, _entropy, _quantile
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 

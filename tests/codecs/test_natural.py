@@ -10,8 +10,8 @@ from codec_examples import update
 
 from fedcomp import wire
 from fedcomp.codecs import NaturalCompression
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import NonFiniteUpdate
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

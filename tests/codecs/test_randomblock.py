@@ -10,8 +10,8 @@ from codec_examples import model, update
 
 from fedcomp import wire
 from fedcomp.codecs import RandomBlock, RandomK, chain
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 from fedcomp.wire import seeded_block

@@ -11,8 +11,8 @@ from codec_examples import model, update
 
 from fedcomp import wire
 from fedcomp.codecs import ScaledSign
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 

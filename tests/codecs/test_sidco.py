@@ -14,9 +14,9 @@ from codec_examples import model, update
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, SIDCo, TopK, chain
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.sidco import EVENTS, Estimate, estimate_threshold
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import Exceedances, select_above
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key

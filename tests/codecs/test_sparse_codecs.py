@@ -8,10 +8,10 @@ from codec_examples import model, update
 
 from fedcomp import wire
 from fedcomp.codecs import ChunkTop1, Codec, RandomK, SIDCo, TopK, chain
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.listed import INDICES
 from fedcomp.codecs.params import count
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 

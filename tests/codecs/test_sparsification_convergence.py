@@ -39,8 +39,8 @@ from fedcomp.codecs import (
     SIDCo,
     TopK,
 )
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.experiments.central import Led
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 

@@ -86,7 +86,7 @@ from fedcomp.codecs import (
     known,
     topk,
 )
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.kernels import select_topk, tiers
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint

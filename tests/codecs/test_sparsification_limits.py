@@ -46,10 +46,10 @@ from fedcomp.codecs import (
     TopK,
     chain,
 )
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.scalecom import FixedSupport
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.experiments.central import Led
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key

@@ -8,8 +8,8 @@ from codec_examples import LAYOUTS, model, update
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Threshold, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 

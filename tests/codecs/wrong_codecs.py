@@ -14,8 +14,8 @@ import pytest
 
 from fedcomp import wire
 from fedcomp.codecs import QSGD, STC, AdaComp, RandomK, ScaleCom, ScaledSign, SIDCo, TernGrad, TopK, params
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, expected_sparse
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.kernels import select_above
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key

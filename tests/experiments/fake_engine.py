@@ -35,7 +35,7 @@ class FakeEngine:
         privacy: Path | None = None,
     ) -> RunResult:
         # Brings Flower in, which has to wait until the command line has switched its telemetry off.
-        from fedcomp.flower.ledger import Ledger
+        from fedcomp.flower.ledger import TrafficLedger
 
         records: list[RoundRecord] = []
         if checkpoint is not None and checkpoint.exists():
@@ -53,7 +53,7 @@ class FakeEngine:
             spec=spec,
             rounds=records,
             arrays={"weight": np.full(3, records[-1].accuracy, np.float32)},
-            ledger=Ledger(),
+            ledger=TrafficLedger(),
             seconds=0.25 * len(records),
             simulated_seconds=sum(record.simulated_seconds for record in records),
             notes={"task": {"data": DATA}},

@@ -80,9 +80,9 @@ def results(specs: Sequence[RunSpec]) -> dict[str, RunResult]:
 
 def recorded(spec: RunSpec, records: list[RoundRecord]) -> RunResult:
     """Return a result of these rounds and nothing else."""
-    from fedcomp.flower.ledger import Ledger
+    from fedcomp.flower.ledger import TrafficLedger
 
-    return RunResult(spec, records, {}, Ledger(), seconds=0.0, simulated_seconds=0.0)
+    return RunResult(spec, records, {}, TrafficLedger(), seconds=0.0, simulated_seconds=0.0)
 
 
 def facts(experiment: Experiment = TINY, **changed: Any) -> dict[str, Any]:

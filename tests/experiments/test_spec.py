@@ -121,9 +121,9 @@ def test_objects_are_not_stored(tmp_path):
 
 
 def test_a_result_survives_its_folder(tmp_path):
-    from fedcomp.flower.ledger import Ledger
+    from fedcomp.flower.ledger import TrafficLedger
 
-    ledger = Ledger()
+    ledger = TrafficLedger()
     ledger.record(round=1, node=7, direction="up", message_type="train", payload=10, wire=20)
     spec = RunSpec("topk", settings={"codec.density": 0.01})
     rounds = [

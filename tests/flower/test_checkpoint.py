@@ -30,7 +30,7 @@ from fedcomp.flower import checkpoint, store
 from fedcomp.flower.checkpoint import CheckpointError
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.nodes import GridError
 from fedcomp.flower.payload import STYPE
@@ -178,7 +178,7 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
 def test_every_damaged_byte_is_noticed_or_harmless(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     arrays = ArrayRecord({"w": Array(np.arange(60, dtype=np.float32))})
-    ledger = Ledger()
+    ledger = TrafficLedger()
     ledger.record(1, 2, "up", "train", wire=5)
     checkpoint.save(path, server_round=3, arrays=arrays, strategy=fedavg(), ledger=ledger)
     whole = path.read_bytes()
@@ -265,7 +265,7 @@ def test_plain_data_survives_exactly() -> None:
 
 def test_an_unknown_engine_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
-    ledger = Ledger()
+    ledger = TrafficLedger()
     grid = MeteredGrid(object(), ledger)  # type: ignore[arg-type]
     ledger.record(1, 0, "up", "train", wire=3)
     checkpoint.save(path, server_round=1, arrays=model(), grid=grid)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fedcomp.errors import ConfigError
-from fedcomp.flower.ledger import Ledger, LedgerError
+from fedcomp.flower.ledger import TrafficLedger, TrafficLedgerError
 
 
-def filled() -> Ledger:
-    ledger = Ledger()
+def filled() -> TrafficLedger:
+    ledger = TrafficLedger()
     for round_ in (1, 2):
         for node in (0, 1, 2):
             ledger.record(round_, node, "down", "train", payload=100, wire=1000)
@@ -56,7 +56,7 @@ def test_a_total_equals_the_sum_of_its_parts() -> None:
 
 
 def test_node_ids_become_partitions_backwards_and_forwards() -> None:
-    ledger = Ledger()
+    ledger = TrafficLedger()
     node_id = 2**61 + 12345
     ledger.record(1, node_id, "down", "train", wire=5)
     assert ledger.by("node") == {node_id: 5}
@@ -70,7 +70,7 @@ def test_node_ids_become_partitions_backwards_and_forwards() -> None:
 
 
 def test_a_node_that_changes_its_partition_takes_no_rows_of_others_along() -> None:
-    ledger = Ledger()
+    ledger = TrafficLedger()
     ledger.record(1, 3, "up", "train", wire=100)
     stranger = 2**61 + 7
     ledger.identify(stranger, 3)
@@ -81,7 +81,7 @@ def test_a_node_that_changes_its_partition_takes_no_rows_of_others_along() -> No
 
 
 def test_large_numbers_are_exact() -> None:
-    ledger = Ledger()
+    ledger = TrafficLedger()
     for _ in range(3):
         ledger.record(1, 0, "up", "train", payload=2**53 + 1, wire=2**60)
     assert ledger.total("payload") == 3 * (2**53 + 1)
@@ -91,13 +91,13 @@ def test_large_numbers_are_exact() -> None:
 def test_json_and_column_round_trips() -> None:
     ledger = filled()
     ledger.identify(2, 42)
-    again = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+    again = TrafficLedger.from_json(json.loads(json.dumps(ledger.to_json())))
     assert again == ledger
     assert again.by("node", "messages") == ledger.by("node", "messages")
-    assert Ledger.from_columns(ledger.columns(), ledger.tables()) == ledger
+    assert TrafficLedger.from_columns(ledger.columns(), ledger.tables()) == ledger
     again.record(3, 42, "up", "train", wire=1)
     assert again.total("wire", node=42) == ledger.total("wire", node=42) + 1
-    assert Ledger.from_json(Ledger().to_json()) == Ledger()
+    assert TrafficLedger.from_json(TrafficLedger().to_json()) == TrafficLedger()
 
 
 def test_a_view_of_a_ledger_does_not_forbid_growing_it() -> None:
@@ -109,13 +109,13 @@ def test_a_view_of_a_ledger_does_not_forbid_growing_it() -> None:
 
 
 def test_merge_matches_nodes_and_kinds_by_name() -> None:
-    first, second = Ledger(), Ledger()
+    first, second = TrafficLedger(), TrafficLedger()
     first.record(1, 5, "up", "train", wire=1)
     first.record(1, 6, "down", "train", wire=2)
     second.record(2, 6, "up", "evaluate", wire=10)
     second.record(2, 5, "up", "train", wire=20)
     first.merge(second)
-    first.merge(Ledger())
+    first.merge(TrafficLedger())
     assert first.by("node") == {5: 21, 6: 12}
     assert first.by("message_type") == {"evaluate": 10, "train": 23}
     assert first.per_round() == {1: 3, 2: 30}
@@ -131,7 +131,7 @@ def test_merge_matches_nodes_and_kinds_by_name() -> None:
     ],
 )
 def test_wrong_rows_are_refused(arguments: tuple, match: str) -> None:
-    ledger = Ledger()
+    ledger = TrafficLedger()
     with pytest.raises(ConfigError, match=match):
         ledger.record(*arguments)
     assert len(ledger) == 0
@@ -156,13 +156,13 @@ def test_damaged_ledgers_are_refused() -> None:
         {"columns": {k: v for k, v in good["columns"].items() if k != "round"}},
         {"kinds": [["up", "train"]]},
     ):
-        with pytest.raises(LedgerError):
-            Ledger.from_json({**good, **damage})
+        with pytest.raises(TrafficLedgerError):
+            TrafficLedger.from_json({**good, **damage})
 
 
 def test_a_long_run_of_many_nodes_stays_small() -> None:
     rounds, nodes = 200, 200
-    ledger = Ledger()
+    ledger = TrafficLedger()
     for round_ in range(rounds):
         for node in range(nodes):
             ledger.record(round_, node, "up", "train", payload=round_ * node, wire=round_ * node + 1000)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from fedcomp.flower.report import WITHHELD, EventSection, Report, Reports, Section, figure
+from fedcomp.flower.report import WITHHELD, EventSection, Report, Reports, ReportSection, figure
 from fedcomp.plain import PlainError
 
 
@@ -92,8 +92,8 @@ def test_no_field_of_any_system_that_is_public_shows_texts_or_figures_of_single_
     import fedcomp.strategies.gossip.report
     import fedcomp.strategies.private.datalens  # noqa: F401
 
-    assert {"coded", "linear", "gcn", "gossip", "datalens"} <= set(Section.known)
-    for kind in (Report, *Section.known.values()):
+    assert {"coded", "linear", "gcn", "gossip", "datalens"} <= set(ReportSection.known)
+    for kind in (Report, *ReportSection.known.values()):
         for each in fields(kind):
             if each.metadata.get("public"):
                 assert each.metadata["show"] in ("value", "count", "reasons", "table", "total"), (kind, each.name)

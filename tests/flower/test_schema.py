@@ -14,7 +14,7 @@ from message_examples import CONFLICTS, EXAMPLES, content_of, damages, taken, wh
 
 from fedcomp.flower._private import adopt_identity, content_from_bytes, content_to_bytes
 from fedcomp.flower.payload import PayloadError
-from fedcomp.flower.schema import Document, Entry, Frames, Int, Many, OtherVersion, Real, Schema, SchemaError, Text
+from fedcomp.flower.schema import Document, Field, Frames, Int, Many, OtherVersion, Real, Schema, SchemaError, Text
 
 GOLDEN = json.loads(Path(__file__).with_name("messages.json").read_text())
 """Per message: the serialised content of its example, and the rules of its fields. Written once; a change of either is
@@ -54,7 +54,7 @@ FIELDS = [pytest.param(name, entry, id=f"{name} {entry.name}") for name, m in EX
 
 
 @pytest.mark.parametrize(("name", "entry"), FIELDS)
-def test_a_damaged_field_is_refused_by_its_name(name: str, entry: Entry) -> None:
+def test_a_damaged_field_is_refused_by_its_name(name: str, entry: Field) -> None:
     message = EXAMPLES[name]
     tried = 0
     for what, content in damages(message, entry):

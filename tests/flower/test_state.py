@@ -7,7 +7,7 @@ import pytest
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedcomp.codecs import QSGD, TopK
-from fedcomp.feedback import ErrorFeedback
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import PROTOCOL, UPDATE, Announcement
 from fedcomp.flower.state import Replica, StaleMessage, Uplink, lineage

@@ -14,8 +14,8 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK, chain, get_codec, get_transform
 from fedcomp.codecs.clip import Clip
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update

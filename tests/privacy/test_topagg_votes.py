@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fedcomp import wire
 from fedcomp.codecs import get_codec, known
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.layout import DENSE, Layout, Update
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.mechanism import Votes

@@ -15,10 +15,10 @@ from toy import SHAPES, client_app, fedavg, model, stack, update
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import FixedPoint, RandomK, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.coding.partial import PartialSum
 from fedcomp.coding.transport import HEADER_BYTES
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.coded import SUM, take_bundle
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid

@@ -29,7 +29,7 @@ from fedcomp.coding.spool import Spool
 from fedcomp.flower import linear
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.strategies.coded.linear import CodedLinearGD
@@ -56,7 +56,7 @@ class Weighed(MeteredGrid):
 @pytest.mark.parametrize("code", ["mds", "balanced"])
 def test_set_up_bytes_are_those_handed_over_through_the_hub(code: str) -> None:
     strategy = CodedLinearGD(partitions=6, parities=4, code=code)
-    grid = Weighed(InProcessGrid(client(), 10, seed=4), Ledger())
+    grid = Weighed(InProcessGrid(client(), 10, seed=4), TrafficLedger())
     run(strategy, grid, 3)
     sizes = [29 + 8 * data(j).x.size for j in range(6)]
     transfers = strategy.plan.transfers
@@ -89,7 +89,7 @@ def test_partitions_that_go_from_peer_to_peer_give_the_same_bits_and_pass_no_ser
     results = {}
     for transport in ("hub", "peers"):
         strategy = CodedLinearGD(partitions=6, parities=4, code="balanced", transport=transport)
-        grid = Weighed(InProcessGrid(client(), 10, seed=4), Ledger())
+        grid = Weighed(InProcessGrid(client(), 10, seed=4), TrafficLedger())
         results[transport] = vector(run(strategy, grid, 3).arrays).tobytes()
     assert results["hub"] == results["peers"]
     assert grid.weighed == {"down": 0, "up": 0}

@@ -33,7 +33,7 @@ from fedcomp.flower import linear
 from fedcomp.flower._private import acting_as
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.flower.rounds import fit
@@ -243,7 +243,7 @@ def test_a_second_node_for_the_same_partition_does_not_replace_the_first() -> No
 
     strategy = CodedLinearGD(partitions=3, parities=2, code="mds", lr=0.5)
     within = InProcessGrid(liar, 5, seed=4, fault=twins)
-    result = run(strategy, Blind(within, Ledger()), 2)
+    result = run(strategy, Blind(within, TrafficLedger()), 2)
     assert f"only node {within.node_id_of(1)}" in strategy.reports[2].linear.refused[1]
     assert moves(strategy) == [True, True]
     assert np.abs(vector(result.arrays) - uncoded(3, [True] * 2)).max() < 1e-10

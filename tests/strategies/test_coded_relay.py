@@ -17,16 +17,16 @@ from toy import client_app, fedavg, model, stack, with_halves
 from fedcomp.clients.coded.mod import coded
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.coding.packet import Packet, PacketLimits
 from fedcomp.coding.sealing import OVERHEAD
 from fedcomp.coding.transport import HEADER_BYTES, SpoolTransport
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower import checkpoint
 from fedcomp.flower.coded import take_bundle
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
@@ -474,7 +474,7 @@ def test_conservation_with_clients_that_vanish_before_and_after_sharing(transpor
 def test_a_run_that_is_interrupted_and_resumed_gives_the_same_bits(tmp_path) -> None:
     def build(transport):
         faults = RandomFaults(Key(3, "resume"), {"lost_reply": 0.1, "silent": 0.05})
-        grid = MeteredGrid(InProcessGrid(coded_app(), 6, seed=3, fault=faults), Ledger())
+        grid = MeteredGrid(InProcessGrid(coded_app(), 6, seed=3, fault=faults), TrafficLedger())
         strategy = CodedFedAvg(pair(TopK(density=0.1)), symbols=3, transport=transport, seed=4, collect_timeout=3.0)
         return strategy, grid
 
@@ -504,7 +504,7 @@ def test_a_run_that_is_interrupted_and_resumed_gives_the_same_bits(tmp_path) -> 
 @pytest.mark.long
 def test_a_node_that_joins_is_greeted_once_and_takes_part_in_the_next_round() -> None:
     with InProcessGrid(coded_app(), 5, seed=3) as inner:
-        grid = MeteredGrid(inner, Ledger())
+        grid = MeteredGrid(inner, TrafficLedger())
         strategy = CodedFedAvg(pair(), symbols=3)
 
         def join(server_round, arrays, outcome) -> None:
@@ -525,7 +525,7 @@ def test_a_node_that_lost_its_state_says_its_new_key_and_is_a_relay_again() -> N
             if server_round == 1:
                 inner.wipe(2)
 
-        result = fit(strategy, MeteredGrid(inner, Ledger()), model(), 3, timeout=9, on_round=wipe)
+        result = fit(strategy, MeteredGrid(inner, TrafficLedger()), model(), 3, timeout=9, on_round=wipe)
     assert [len(strategy.reports[r].coded.included) for r in (1, 2, 3)] == [6, 6, 6]
     assert any("does not open" in reason for reason in strategy.reports[2].coded.refused)
     assert strategy.reports[3].coded.refused == []

@@ -25,10 +25,10 @@ from toy import client_app, fedavg, model, stack, update
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
@@ -40,7 +40,7 @@ ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 def run(strategy, app=None, *, nodes=4, rounds=3, counter=False, initial=None, **grid_options):
     """Run a strategy on a metered in-process Grid; return the result and the ledger."""
     app = client_app([compression()]) if app is None else app
-    ledger = Ledger()
+    ledger = TrafficLedger()
     grid = MeteredGrid(InProcessGrid(app, nodes, **grid_options), ledger)
     result = strategy.start(grid, initial or model(counter=counter), num_rounds=rounds, timeout=60)
     return result, ledger

@@ -13,11 +13,11 @@ from toy import client_app, fingerprint, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import NoUsableReply
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.faults import Delivery, RandomFaults, ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
@@ -154,7 +154,7 @@ def test_without_acknowledgement_mass_is_lost() -> None:
     grid = InProcessGrid(client_app([compression()]), 2, seed=5, fault=plan)
     ErrorFeedback.rollback = Forgetful.rollback  # type: ignore[method-assign]
     try:
-        strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=20, timeout=9)
+        strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=20, timeout=9)
     finally:
         ErrorFeedback.rollback = original  # type: ignore[method-assign]
     missing = 0.0
@@ -173,7 +173,7 @@ def test_replicas_never_diverge_silently() -> None:
     grid = InProcessGrid(client_app([compression()]), 10, seed=6, fault=plan)
     inner = Sum()
     strategy = Compressed(inner, TopK(density=0.02), downlink=TopK(density=0.05))
-    metered = MeteredGrid(grid, Ledger())
+    metered = MeteredGrid(grid, TrafficLedger())
     arrays = model()
     nodes = list(grid.get_node_ids())
     full = 0
@@ -216,7 +216,7 @@ def test_a_tampered_replica_is_noticed() -> None:
 
     grid = InProcessGrid(tampering, 3, seed=6)
     strategy = Compressed(Sum(), TopK(density=0.02), downlink=TopK(density=0.05))
-    strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=4, timeout=9)
+    strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=4, timeout=9)
     assert [len(r.refused) for r in strategy.reports.values()] == [0, 0, 1, 0]
     assert "digests differ" in next(iter(strategy.reports[3].refused.values()))
 
@@ -235,7 +235,7 @@ def test_handler_that_raises_leaves_the_state_untouched() -> None:
 
         grid = InProcessGrid(failing, 1, seed=1, error_state=mode)
         strategy = Compressed(Sum(), TopK(density=0.02))
-        metered = MeteredGrid(grid, Ledger())
+        metered = MeteredGrid(grid, TrafficLedger())
         strategy.start(metered, model(), num_rounds=1, timeout=9)
         node = next(iter(grid.get_node_ids()))
         before = dict(grid.context(node).state.items())
@@ -255,7 +255,7 @@ def test_each_fault_alone_conserves(kind: str) -> None:
     grid = InProcessGrid(client_app([compression()]), 1, seed=2, fault=plan)
     inner = Sum()
     strategy = Compressed(inner, TopK(density=0.01))
-    strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=9, timeout=9)
+    strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=9, timeout=9)
     node = next(iter(grid.get_node_ids()))
     context = grid.context(node)
     made = context.state.array_records["toy.sum"]["sum"].numpy()
@@ -286,6 +286,6 @@ def test_statistics_that_were_lost_are_not_applied_twice() -> None:
     faults = {(server_round, 0): "lost_reply" for server_round in (1, 2, 3)}
     grid = InProcessGrid(app, 2, seed=1, fault=ScriptedFaults(faults))
     strategy = Compressed(FedAvg(**ONE, fraction_evaluate=0.0), TopK(density=1.0))
-    result = strategy.start(MeteredGrid(grid, Ledger()), initial, num_rounds=4, timeout=9)
+    result = strategy.start(MeteredGrid(grid, TrafficLedger()), initial, num_rounds=4, timeout=9)
     np.testing.assert_array_equal(result.arrays["bn.running_var"].numpy(), np.full(2048, 0.625, np.float32))
     np.testing.assert_array_equal(result.arrays["weight"].numpy(), np.full(4096, 2.0, np.float32))

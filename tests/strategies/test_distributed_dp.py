@@ -25,7 +25,7 @@ from fedcomp.flower.checkpoint import capture_strategy, restore_strategy
 from fedcomp.flower.coded import SUM
 from fedcomp.flower.faults import Delivery
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.protocol import UPDATE
@@ -41,7 +41,7 @@ CLIP = 500.0
 
 def grid_of(*, recorder=None, fault=None, client=None, nodes: int = NODES) -> Tap:
     mods = [coded(), *([recorder] if recorder else []), compression()]
-    return Tap(InProcessGrid(client or client_app(mods), nodes, seed=4, fault=fault), Ledger())
+    return Tap(InProcessGrid(client or client_app(mods), nodes, seed=4, fault=fault), TrafficLedger())
 
 
 def distributed(inner=None, **options) -> DistributedDp:

@@ -10,10 +10,10 @@ from toy import client_app, fedavg, model, stack
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, RandomK, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.report import Report
 from fedcomp.strategies.compressed import Compressed
@@ -22,7 +22,7 @@ DENSE = 4 * 1212
 
 
 def start(strategy, app=None, *, nodes=4, rounds=4, counter=False, **options):
-    ledger = Ledger()
+    ledger = TrafficLedger()
     grid = InProcessGrid(app or client_app([compression()]), nodes, seed=3, **options)
     result = strategy.start(MeteredGrid(grid, ledger), model(counter=counter), num_rounds=rounds, timeout=9)
     return result, ledger, grid

@@ -15,8 +15,8 @@ from fedcomp.clients.compressed import compression
 from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, Identity, RandomBlock, RandomK, SignSGD, TopK, chain
 from fedcomp.codecs.clip import Clip
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout
 from fedcomp.privacy.mechanism import GridGaussian

@@ -21,8 +21,8 @@ from toy import stack, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Clip, Codec, Identity, RandomK, TopK, chain
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, NoUsableReply
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key

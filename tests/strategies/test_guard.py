@@ -22,7 +22,7 @@ from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import QSGD, FixedPoint, Identity, RandomK, ScaleCom, SignSGD, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
@@ -72,7 +72,7 @@ def broken(mods: Any, when: int = 2, *, value: float = 1e25, weight: int | None 
 def play(strategy: Any, app: Client, rounds: int = 3, nodes: int = 5) -> tuple[ArrayRecord, int]:
     """Run; return the model and the id of the node of partition 1."""
     with InProcessGrid(app, nodes, seed=4) as grid:
-        return fit(strategy, MeteredGrid(grid, Ledger()), model(), rounds, timeout=9).arrays, grid.node_id_of(
+        return fit(strategy, MeteredGrid(grid, TrafficLedger()), model(), rounds, timeout=9).arrays, grid.node_id_of(
             min(1, nodes - 1)
         )
 
@@ -135,7 +135,7 @@ def test_d2_without_a_guard_the_report_names_the_norm_and_with_it_the_reply_is_r
 def test_d2_norms_and_weights_are_those_of_the_updates(path: str) -> None:
     strategy = FRAMES[path][0]()
     with InProcessGrid(app_of(path, when=9), 5, seed=4) as grid:
-        fit(strategy, MeteredGrid(grid, Ledger()), model(), 1, timeout=9)
+        fit(strategy, MeteredGrid(grid, TrafficLedger()), model(), 1, timeout=9)
         for p in ALL:
             node = grid.node_id_of(p)
             parts = [update(1, p, SHAPES[name], layer) for layer, name in enumerate(SHAPES)]

@@ -17,7 +17,7 @@ from fedcomp.clients.private.mod import private
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import Identity, RandomK, ScaleCom, TopK
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
@@ -42,7 +42,7 @@ def run(strategy, evil, *, nodes=4, rounds=2, culprit=1, mods=True, kind="train"
                 reply.content = changed
         return reply
 
-    grid = MeteredGrid(InProcessGrid(client, nodes, seed=4), Ledger())
+    grid = MeteredGrid(InProcessGrid(client, nodes, seed=4), TrafficLedger())
     return strategy.start(grid, initial or model(), num_rounds=rounds, timeout=9)
 
 
@@ -231,7 +231,7 @@ def test_finite_updates_whose_sum_is_not_leave_the_model_as_it_was() -> None:
     honest = client_app([compression()])
     for downlink in (None, TopK(density=0.1)):
         strategy = Compressed(fedavg(), TopK(density=1.0), downlink=downlink)
-        grid = MeteredGrid(InProcessGrid(app, 4, seed=4), Ledger())
+        grid = MeteredGrid(InProcessGrid(app, 4, seed=4), TrafficLedger())
         result = strategy.start(grid, model(3e38), num_rounds=2, timeout=9)
         assert len(result.arrays) == 0, "no round produced a model"
         assert all("not finite" in r.notes[0] for r in strategy.reports.values())

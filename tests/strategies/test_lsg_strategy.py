@@ -21,7 +21,7 @@ from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.lsg import UPDATE, Ask, drawn, pack, take_carriers, take_kept
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import PayloadError, put_frame
@@ -64,7 +64,7 @@ def app() -> ClientApp:
 
 def run(chosen: Any, *, rounds: int = 1, client: App | None = None, initial: Any = None, **engine: Any) -> tuple:
     with InProcessGrid(client or app(), NODES, **{"seed": 3, **engine}) as grid:
-        metered = MeteredGrid(grid, Ledger())
+        metered = MeteredGrid(grid, TrafficLedger())
         result = fit(chosen, metered, initial or start(), rounds, timeout=9.0)
     return flat(result.arrays), result, metered
 

@@ -11,10 +11,10 @@ from toy import client_app, fedavg, model, stack, with_halves
 
 from fedcomp.clients.compressed import compression
 from fedcomp.codecs import QSGD, Identity, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import DENSE, SmallDense
@@ -41,7 +41,7 @@ def adding(step: float = 0.5, *, mods=True) -> ClientApp:
 
 
 def go(strategy, initial, app=None, *, rounds=6, nodes=3, seed=3, grid=None):
-    grid = grid or MeteredGrid(InProcessGrid(app or adding(), nodes, seed=seed), Ledger())
+    grid = grid or MeteredGrid(InProcessGrid(app or adding(), nodes, seed=seed), TrafficLedger())
     return strategy.start(grid, initial, num_rounds=rounds, timeout=9)
 
 
@@ -125,7 +125,7 @@ def test_a_strategy_that_copies_the_model_still_gets_the_downlink() -> None:
 
     ledgers = []
     for inner in (FedAvg, Copying):
-        ledger = Ledger()
+        ledger = TrafficLedger()
         grid = MeteredGrid(InProcessGrid(adding(), 3, seed=3), ledger)
         strategy = Compressed(inner(**ONE, fraction_evaluate=0.0), TopK(density=0.1), downlink=TopK(density=0.1))
         go(strategy, record(w=np.zeros(2000, np.float32)), grid=grid)
@@ -204,7 +204,7 @@ def test_a_node_that_does_not_know_the_downlink_codec_takes_part_with_full_model
 
 def test_a_second_run_on_the_same_nodes_does_not_replay_the_first() -> None:
     """Sequence numbers begin anew in a new strategy object; the session tells the clients."""
-    grid = MeteredGrid(InProcessGrid(client_app([compression()]), 3, seed=3), Ledger())
+    grid = MeteredGrid(InProcessGrid(client_app([compression()]), 3, seed=3), TrafficLedger())
     first = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
     one = fit(first, grid, model(), 1, timeout=9)
     second = Compressed(fedavg(fraction_evaluate=0.0), TopK(density=1.0))
@@ -230,7 +230,7 @@ def test_parameters_may_change_even_after_a_lost_reply(then) -> None:
     """The lost frame is rolled back with the codec that made it; no node is locked out."""
     grid = InProcessGrid(client_app([compression()]), 3, seed=3, fault=lambda d: "lost_reply" if d.round == 2 else None)
     strategy = Compressed(fedavg(fraction_evaluate=0.0), ErrorFeedback(TopK(density=0.1)))
-    metered = MeteredGrid(grid, Ledger())
+    metered = MeteredGrid(grid, TrafficLedger())
     fit(strategy, metered, model(), 2, timeout=9)
     strategy.codec = then
     fit(strategy, metered, model(), 5, start_round=3, timeout=9)
@@ -240,7 +240,7 @@ def test_parameters_may_change_even_after_a_lost_reply(then) -> None:
 
 def test_a_round_without_memory_in_between_does_not_count_an_update_twice() -> None:
     grid = InProcessGrid(client_app([compression()]), 1, seed=3)
-    metered = MeteredGrid(grid, Ledger())
+    metered = MeteredGrid(grid, TrafficLedger())
     feedback = ErrorFeedback(TopK(density=0.1))
     strategy = Compressed(fedavg(fraction_evaluate=0.0), feedback)
     arrays = model()

@@ -27,7 +27,7 @@ from fedcomp.clients.compressed import compression
 from fedcomp.codecs import Identity, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import find_private
 from fedcomp.flower.rounds import fit, own_loop
@@ -98,7 +98,7 @@ def norm(server_round: int, arrays: ArrayRecord) -> MetricRecord:
 def play(strategy, path: Path, mods=(), **options):
     """The part of a ServerApp that an application does not want to change."""
     strategy.set_path(path)
-    grid = MeteredGrid(InProcessGrid(client_app(mods), 4, seed=4), Ledger())
+    grid = MeteredGrid(InProcessGrid(client_app(mods), 4, seed=4), TrafficLedger())
     result = strategy.start(
         grid=grid,
         initial_arrays=model(),

@@ -22,7 +22,7 @@ from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import FixedPoint, Identity, RandomK, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
@@ -54,7 +54,7 @@ def play(
     strategy: Any, grid: InProcessGrid, rounds: int, *, start: int = 1, arrays: ArrayRecord | None = None
 ) -> ArrayRecord:
     initial = model() if arrays is None else arrays
-    return fit(strategy, MeteredGrid(grid, Ledger()), initial, rounds, start_round=start, timeout=9).arrays
+    return fit(strategy, MeteredGrid(grid, TrafficLedger()), initial, rounds, start_round=start, timeout=9).arrays
 
 
 def mean(*rounds_and_partitions: tuple[int, tuple[int, ...]]) -> np.ndarray:
@@ -155,7 +155,7 @@ def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: 
     def played(copied: tuple[int, ...]) -> Voted:
         strategy = datalens_toy.strategy(teachers=teachers, adjacency="replace" if teachers > 1 else "zero_out")
         config = lambda p: {"partition-id": 0 if p in copied else p}  # noqa: E731
-        grid = MeteredGrid(Blind(datalens_toy.client(), 4, seed=2, node_config=config), Ledger())
+        grid = MeteredGrid(Blind(datalens_toy.client(), 4, seed=2, node_config=config), TrafficLedger())
         strategy.start(grid, datalens_toy.model(), num_rounds=1, timeout=9)
         return strategy.reports[1].datalens
 
@@ -172,10 +172,10 @@ def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: 
 def test_d1_in_a_round_of_datalens_the_holder_of_an_earlier_round_is_not_preferred() -> None:
     strategy = datalens_toy.strategy(adjacency="zero_out", clients=4)
     grid = Blind(datalens_toy.client(), 3, seed=2, node_config=lambda p: {"partition-id": 2 if p >= TWIN else p})
-    fit(strategy, MeteredGrid(grid, Ledger()), datalens_toy.model(), 1, timeout=9)
+    fit(strategy, MeteredGrid(grid, TrafficLedger()), datalens_toy.model(), 1, timeout=9)
     assert strategy.reports[1].datalens.answered == 3
     grid.add_node(TWIN)
-    fit(strategy, MeteredGrid(grid, Ledger()), datalens_toy.model(), 2, start_round=2, timeout=9)
+    fit(strategy, MeteredGrid(grid, TrafficLedger()), datalens_toy.model(), 2, start_round=2, timeout=9)
     assert (strategy.reports[2].datalens.answered, len(strategy.reports[2].datalens.refused)) == (2, 2)
 
 
@@ -197,7 +197,7 @@ def test_d1_in_a_coded_round_twins_take_no_part(kind: str) -> None:
     strategy = CODED[kind]()
     grid = grid_of(coded_app(), 6)
     twins = {grid.node_id_of(2), grid.add_node(TWIN)}
-    fitted = fit(strategy, MeteredGrid(grid, Ledger()), model(), 1, timeout=9)
+    fitted = fit(strategy, MeteredGrid(grid, TrafficLedger()), model(), 1, timeout=9)
     arrays, report = fitted.arrays, strategy.reports[1].coded
     assert {node for node, reason in report.excluded.items() if "declare partition 2" in reason} == twins
     assert report.planned == 5

@@ -19,10 +19,10 @@ from fedcomp.clients.private.lsg import lsg
 from fedcomp.clients.private.mod import private
 from fedcomp.clients.private.topagg import votes_only
 from fedcomp.codecs import QSGD, Codec, Identity, RandomK, TernGrad, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.privacy import LENGTHS
 from fedcomp.privacy.votes import TopkSign
@@ -68,7 +68,7 @@ def app_of(mods: list[Any]) -> ClientApp:
 
 def lengths(strategy: Any, app: Callable, model: ArrayRecord, rounds: int = 2) -> list[tuple[set[int], set[int]]]:
     """Return, per round, the distinct payload and wire bytes of the clients' training replies."""
-    ledger = Ledger()
+    ledger = TrafficLedger()
     grid = MeteredGrid(InProcessGrid(app, NODES, seed=4), ledger)
     strategy.start(grid, model, num_rounds=rounds, timeout=9)
     found = []

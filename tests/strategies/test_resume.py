@@ -14,7 +14,7 @@ from fedcomp.codecs import QSGD, TopK
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
@@ -25,7 +25,7 @@ ONE = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
 def build(inner, codec, downlink):
     faults = RandomFaults(Key(3, "resume"), {"lost_reply": 0.2, "raise": 0.1})
-    grid = MeteredGrid(InProcessGrid(client_app([compression()]), 4, seed=3, fault=faults), Ledger())
+    grid = MeteredGrid(InProcessGrid(client_app([compression()]), 4, seed=3, fault=faults), TrafficLedger())
     return Compressed(inner(), codec, downlink), grid
 
 

@@ -20,7 +20,7 @@ from fedcomp.codecs import Identity, ScaleCom, TopK
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.report import Report
 from fedcomp.privacy.sampling import Sampling
@@ -58,7 +58,7 @@ def shown() -> Iterator[Shown]:
 
 def run(strategy, app=None, *, nodes=4, rounds=2, ledger=None, **options):
     app = client_app([compression()]) if app is None else app
-    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4, **options), Ledger() if ledger is None else ledger)
+    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4, **options), TrafficLedger() if ledger is None else ledger)
     return strategy.start(grid, model(), num_rounds=rounds, timeout=9)
 
 
@@ -77,7 +77,7 @@ def failing(rounds, partitions, reason="disk full"):
 
 @pytest.mark.long
 def test_b1_a_round_is_one_line_with_the_bytes_of_the_ledger(shown: Shown) -> None:
-    ledger = Ledger()
+    ledger = TrafficLedger()
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.05))
     run(strategy, nodes=10, rounds=3, ledger=ledger)
     lines = shown.lines("Compressed(FedAvg), round")
@@ -260,7 +260,7 @@ def test_b1_rounds_on_a_shared_support_have_their_line_too(shown: Shown) -> None
 
 
 def test_b1_bytes_and_ratio_of_a_shared_support_are_those_of_both_exchanges(shown: Shown) -> None:
-    ledger = Ledger()
+    ledger = TrafficLedger()
     strategy = SharedSupport(ScaleCom(density=0.05), fraction_evaluate=0.0)
     run(strategy, client_app([shared_support(), compression()]), rounds=1, ledger=ledger)
     report = strategy.reports[1]

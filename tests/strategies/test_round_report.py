@@ -16,7 +16,7 @@ from fedcomp.codecs import Identity, RandomK, TopK
 from fedcomp.experiments import engines
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.protocol import UPDATE
@@ -39,7 +39,7 @@ def run(strategy, evil=None, *, nodes=4, rounds=2, mods=True, initial=None, fram
             reply.content = evil(reply.content) or reply.content
         return reply
 
-    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4), Ledger())
+    grid = MeteredGrid(InProcessGrid(app, nodes, seed=4), TrafficLedger())
     return strategy.start(grid, initial or model(), num_rounds=rounds, timeout=9)
 
 
@@ -73,7 +73,7 @@ def test_changed_of_whole_models_is_counted_against_the_model(inner: str, mods: 
         return Message(RecordDict({"arrays": record, "m": MetricRecord({"num-examples": 1})}), reply_to=msg)
 
     strategy = Compressed(INNER[inner](), Identity() if mods else TopK(0.05))
-    grid = MeteredGrid(InProcessGrid(app, 2, seed=4), Ledger())
+    grid = MeteredGrid(InProcessGrid(app, 2, seed=4), TrafficLedger())
     strategy.start(grid, model(3.0), num_rounds=1, timeout=9)
     assert (strategy.reports[1].compressed, strategy.reports[1].plain) == ((2, 0) if mods else (0, 2))
     assert strategy.reports[1].changed == 15 * 30

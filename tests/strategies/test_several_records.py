@@ -15,7 +15,7 @@ from fedcomp.codecs import QSGD, Identity, TopK
 from fedcomp.errors import ConfigError, NoUsableReply
 from fedcomp.flower.faults import ScriptedFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -87,7 +87,7 @@ def controlled_app(mods=()) -> ClientApp:
 
 
 def play(strategy, mods=(), *, rounds=3, nodes=3, **options):
-    ledger = Ledger()
+    ledger = TrafficLedger()
     grid = MeteredGrid(InProcessGrid(controlled_app(mods), nodes, seed=4, **options), ledger)
     return strategy.start(grid, model(), num_rounds=rounds, timeout=9), ledger
 
@@ -201,7 +201,7 @@ def test_b9_a_reply_that_lacks_what_the_others_have_costs_its_own_update_only() 
         return reply
 
     strategy = Compressed(Controlled(fraction_evaluate=0.0), TopK(0.05), record="arrays")
-    grid = MeteredGrid(InProcessGrid(app, 3, seed=4), Ledger())
+    grid = MeteredGrid(InProcessGrid(app, 3, seed=4), TrafficLedger())
     strategy.start(grid, model(), num_rounds=1, timeout=9)
     assert strategy.reports[1].compressed == 2
     (reason,) = strategy.reports[1].refused.values()

@@ -15,13 +15,13 @@ from fedcomp import wire
 from fedcomp.clients.compressed import compression
 from fedcomp.clients.shared_support import shared_support
 from fedcomp.codecs import ScaleCom, TopK
+from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.scalecom import support_frame
 from fedcomp.errors import ConfigError, StateError
-from fedcomp.feedback import ErrorFeedback
 from fedcomp.flower import checkpoint
 from fedcomp.flower.faults import Delivery, RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import SUPPORT, UPDATE
@@ -41,7 +41,7 @@ def app() -> ClientApp:
 
 
 def metered(nodes: int, *, fault=None, client=None, **options) -> MeteredGrid:
-    return MeteredGrid(InProcessGrid(client or app(), nodes, seed=4, fault=fault, **options), Ledger())
+    return MeteredGrid(InProcessGrid(client or app(), nodes, seed=4, fault=fault, **options), TrafficLedger())
 
 
 def run(strategy: SharedSupport, nodes: int = 4, rounds: int = 6, **options):

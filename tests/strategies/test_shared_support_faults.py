@@ -21,7 +21,7 @@ from fedcomp.codecs.scalecom import support_frame, support_id_of
 from fedcomp.errors import NoUsableReply
 from fedcomp.flower.faults import FaultPlan
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import NEXT_SUPPORT, SUPPORT, UPDATE
@@ -383,6 +383,8 @@ def test_a_mask_survives_a_client_of_weight_zero_in_the_drop_in_pair() -> None:
     mask = np.array([0.0, -np.inf, 0.0], np.float32)
     initial = ArrayRecord({"weight": Array(np.ones(2000, np.float32)), "mask": Array(mask)})
     strategy = Compressed(fedavg(fraction_evaluate=0.0), TopK(0.1))
-    result = strategy.start(MeteredGrid(InProcessGrid(app, 2, seed=1), Ledger()), initial, num_rounds=2, timeout=9)
+    result = strategy.start(
+        MeteredGrid(InProcessGrid(app, 2, seed=1), TrafficLedger()), initial, num_rounds=2, timeout=9
+    )
     assert [r.compressed for r in strategy.reports.values()] == [2, 2]
     np.testing.assert_array_equal(result.arrays["mask"].numpy(), mask)

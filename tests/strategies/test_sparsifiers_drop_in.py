@@ -35,7 +35,7 @@ from fedcomp.codecs import (
 )
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.protocol import UPDATE
@@ -230,7 +230,7 @@ def test_a_client_cannot_go_on_with_the_first_rounds_density() -> None:
 
     grid = InProcessGrid(app, 3, seed=4)
     strategy = Compressed(fedavg(fraction_evaluate=0.0), DGC(0.01, warmup=1))
-    strategy.start(MeteredGrid(grid, Ledger()), model(), num_rounds=3, timeout=9)
+    strategy.start(MeteredGrid(grid, TrafficLedger()), model(), num_rounds=3, timeout=9)
     assert [r.compressed for r in strategy.reports.values()] == [3, 2, 2]
     reasons = [reason for r in strategy.reports.values() for reason in r.refused.values()]
     assert all("120 values, round" in reason and "allows 12" in reason for reason in reasons)

@@ -24,7 +24,7 @@ from fedcomp.codecs import Clip, ErrorFeedback, ScaledSign, SignSGD, TopK, chain
 from fedcomp.errors import ConfigError
 from fedcomp.flower.faults import RandomFaults
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.ledger import Ledger
+from fedcomp.flower.ledger import TrafficLedger
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import UPDATE
@@ -36,7 +36,7 @@ STEP = np.float32(0.25)
 
 
 def run(strategy, app=None, *, nodes=5, rounds=3, **options):
-    grid = MeteredGrid(InProcessGrid(app or client_app([compression()]), nodes, seed=4, **options), Ledger())
+    grid = MeteredGrid(InProcessGrid(app or client_app([compression()]), nodes, seed=4, **options), TrafficLedger())
     return strategy.start(grid, model(), num_rounds=rounds, timeout=9).arrays
 
 
@@ -152,7 +152,7 @@ def test_a_plain_reply_that_cannot_vote_costs_itself_only() -> None:
         return reply
 
     strategy = voting()
-    grid = MeteredGrid(InProcessGrid(app, 4, seed=4), Ledger())
+    grid = MeteredGrid(InProcessGrid(app, 4, seed=4), TrafficLedger())
     result = strategy.start(grid, model(-3e38), num_rounds=1, timeout=9)
     report = strategy.reports[1]
     assert (report.compressed, report.plain) == (3, 0)
