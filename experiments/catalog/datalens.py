@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.experiments.datalens_published import DELTA, PUBLISHED, agreement, dealt, packed, published
+from fedcomp.experiments.ballots import DELTA, PUBLISHED, dealt, packed, published, surviving_signs
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, Pictures, Say, Series, Table, largest, mean, spread
 from fedcomp.experiments.kit import judged
@@ -162,7 +162,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     told = say.cell("published", published)
     deal = say.cell("records", dealt)
     sizes = say.cell("packed", packed)
-    signs = say.cell("agreement", lambda: agreement(int(config.settings["pixels"]), say))
+    signs = say.cell("agreement", lambda: surviving_signs(int(config.settings["pixels"]), say))
     pictures = say.cell("pictures", lambda: _pictures(config, results))
     held = say.cell("held", lambda: _held(config, results))
     values |= told["values"] | {"published twice": float(deal["twice"]), "held twice": float(held[2])}

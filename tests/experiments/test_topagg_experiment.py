@@ -9,8 +9,8 @@ import pytest
 
 import fedcomp.experiments.catalog.topagg as module
 from fedcomp.experiments import engines
-from fedcomp.experiments.ballots import PUBLISHED, Published, agreement, drawn_difference, passing
-from fedcomp.experiments.catalog.topagg import EPSILONS, EXPERIMENT, FEDAVG, METHODS, SENT, multiplier
+from fedcomp.experiments.ballots import PUBLISHED, agreement, drawn_difference, passing
+from fedcomp.experiments.catalog.topagg import EPSILONS, EXPERIMENT, FEDAVG, METHODS, SENT, claims, multiplier
 from fedcomp.experiments.findings import Findings, Say
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.events import FINE
@@ -23,47 +23,54 @@ SMALL = ("seeds=1", "workers=1", "task.hidden=", "delta=0.01", "epochs=1", "agre
 @pytest.fixture(scope="module")
 def tiny():
     """Six clients, one round, three methods: whether everything fits together, not whether anything is learnt."""
+    measured = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "METHODS", METHODS[:3])
+        patch.setattr(module, "claims", lambda *figures: measured.append(figures) or claims(*figures))
         config = EXPERIMENT.configure(clients=6, rounds=1, assignments=SMALL)
         results = {spec.label: engines.run(spec) for spec in EXPERIMENT.specs(config)}
-        yield config, results, EXPERIMENT.measure(config, results, Say())
+        yield results, EXPERIMENT.measure(config, results, Say()), measured[0]
 
 
 @pytest.mark.long
 def test_a_tiny_run_keeps_every_claim_but_that_it_learns(tiny) -> None:
-    config, results, findings = tiny
+    results, findings, _ = tiny
     again = Findings.from_json(findings.to_json())
-    claims = module.claims(config, results, again)
-    failed = {claim.name for claim in claims if claim.gate and not claim.ok}
+    failed = {claim.name for claim in again.claims if claim.gate and not claim.ok}
     # Of six clients nobody learns anything, and rounding a frame to bytes weighs more on 650 coordinates.
     assert {name for name in failed if "longest vote" not in name} <= {"TopAgg learns at epsilon 10: accuracy"}
-    assert len(claims) > 30
-    assert sum("differ from the run with messages" in claim.name for claim in claims) == 2 * len(results) == 8
+    assert len(again.claims) > 30
+    assert sum("differ from the run with messages" in claim.name for claim in again.claims) == 2 * len(results) == 8
 
 
 def test_claims_catch_a_crossed_epsilon_longer_votes_and_other_bits(tiny) -> None:
-    config, results, findings = tiny
+    _, findings, (trained, votes, differ, drawn) = tiny
     label, sent = METHODS[2].name(3.0), METHODS[0].name(SENT)
-    wrong = {
-        f"{label}: epsilon": 3.01,
-        f"{label}: longest over entropy": 1.06,
-        f"{sent}: bytes of the model that differ": 1.0,
-        f"{sent}: bytes of frames that differ": 1.0,
-        f"{sent}: difference in epsilon": 1e-9,
-        "closed form against draws": 0.02,
-    }
-    assert all(c.ok for c in module.claims(config, results, findings) if "epsilon of the statement" in c.name)
-    for name, value in wrong.items():
-        forged = replace(findings, values={**findings.values, name: value})
-        caught = [c for c in module.claims(config, results, forged) if c.gate and not c.ok and c.value == value]
-        assert len(caught) == 1, name
-        missing = replace(findings, values={**findings.values, name: math.nan})
-        assert any(c.gate and math.isnan(c.value) and not c.ok for c in module.claims(config, results, missing))
+    assert all(c.ok for c in findings.claims if "epsilon of the statement" in c.name)
+
+    def caught(trained=trained, votes=votes, differ=differ, drawn=drawn) -> list[str]:
+        return [c.name for c in claims(trained, votes, differ, drawn) if c.gate and not c.ok]
+
+    def figures(all_of, name, value) -> dict:
+        return {**all_of, label: {**all_of[label], name: value}}
+
+    def longest(times: float) -> dict:
+        return figures(votes, "longest", votes[label]["header"] + times * votes[label]["entropy"])
+
+    kept = caught(votes={name: {**vote, "longest": vote["header"]} for name, vote in votes.items()})
+    assert set(kept) <= {"TopAgg learns at epsilon 10: accuracy"}
+    for value in (3.01, math.nan):
+        assert f"{label}: epsilon of the statement" in caught(trained=figures(trained, "worst", value))
+    assert f"{label}: longest vote without the header, times its entropy" in caught(votes=longest(1.06))
+    assert f"{label}: longest vote without the header, times its entropy" not in caught(votes=longest(1.04))
+    for name, value in (("model", 1), ("frames", 1), ("epsilon", 1e-9)):
+        new = set(caught(differ={**differ, sent: replace(differ[sent], **{name: value})})) - set(caught())
+        assert [claim.partition(": ")[0] for claim in new] == [sent], name
+    assert set(caught(drawn=0.02)) - set(caught()) == {"pass probability, closed form less draws of the integer noise"}
 
 
 def test_every_private_training_has_its_statement(tiny) -> None:
-    _, _, findings = tiny
+    _, findings, _ = tiny
     assert set(findings.statements) == {m.name(e) for m in METHODS[:3] for e in EPSILONS}
     for method in METHODS[:3]:
         for epsilon in EPSILONS:
@@ -87,7 +94,7 @@ def test_a_budget_ends_what_is_measured_as_it_ends_rows(monkeypatch) -> None:
         assert [said[epsilon]["rounds"] for epsilon in EPSILONS] == [2, 1, 0, 2]
         assert all(said[epsilon]["epsilon"] <= 2.0 for epsilon in EPSILONS[:-1])
         assert results[method.name(SENT)].notes["privacy"]["epsilon"] == said[SENT]["epsilon"]
-    failed = {claim.name for claim in module.claims(config, results, findings) if claim.gate and not claim.ok}
+    failed = {claim.name for claim in findings.claims if claim.gate and not claim.ok}
     assert not any("differ" in name or "epsilon of the statement" in name for name in failed)
     assert "uplink of dense over votes, the longest of all settings" in failed, (
         "a training without a round has no bytes"
@@ -130,7 +137,7 @@ def test_1_6_4_the_published_thresholds_in_closed_form() -> None:
     assert (round(min(noise[4:]), 2), round(max(noise[4:]), 2)) == (0.15, 0.32)
     assert min(right[4:]) > 0.99
     assert drawn_difference(PUBLISHED[0], 20_000, Key(3)) < 0.02
-    halved = Published("wrong sigma", 4000, 200, 2500.0, 0.7)
+    halved = replace(PUBLISHED[0], sigma=2500.0)
     assert abs(halved.passes[0] - PUBLISHED[0].passes[0]) > 0.2
 
 
