@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, Final
 
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest, mean, spread
-from fedcomp.experiments.kit import Record, judged, named, repetitions, workers
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, largest, mean, spread
+from fedcomp.experiments.kit import Record, claim, curves, named, repetitions, table, workers
 from fedcomp.experiments.record_training import TASK, RecordCell
 from fedcomp.experiments.spec import RunResult
 
@@ -124,7 +125,8 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     return Findings(
         tables=tables,
         figures=[_against_epsilon(outcomes), _against_bytes(outcomes)],
-        values=_values(config, outcomes, choice),
+        claims=claims(outcomes, choice),
+        answer=answer(outcomes),
         tasks=[get_task(TASK, hidden=str(config.settings["task.hidden"])).record()],
         statements={name: runs[0].statement for name, runs in outcomes.items() if runs[0].statement},
     )
@@ -192,13 +194,12 @@ def _choose(
     config: Config, multipliers: Mapping[float, float], tried: Mapping[str, Record]
 ) -> dict[str, list[Options]]:
     """Return the best of each grid; of equally good ones the first."""
-    choice: dict[str, list[Options]] = {}
-    for method in METHODS:
-        choice[method] = []
-        for target in TARGETS:
-            accuracies = _validated(config, multipliers, tried, method, target)
-            choice[method].append(grid(method, target)[accuracies.index(max(accuracies))])
-    return choice
+
+    def best(method: str, target: float) -> Options:
+        accuracies = _validated(config, multipliers, tried, method, target)
+        return grid(method, target)[accuracies.index(max(accuracies))]
+
+    return {method: [best(method, target) for target in TARGETS] for method in METHODS}
 
 
 def _shown(options: Options) -> str:
@@ -208,35 +209,37 @@ def _shown(options: Options) -> str:
 Outcomes = Mapping[str, Sequence[Record]]
 
 
+def _accuracy(outcomes: Outcomes, method: str, target: float) -> float:
+    return mean(run.accuracy for run in outcomes[label(method, target)])
+
+
 def _accuracy_table(outcomes: Outcomes) -> Table:
-    rows: list[list[Any]] = []
-    for method in METHODS:
-        row: list[Any] = [method]
-        for target in TARGETS:
-            accuracies = [run.accuracy for run in outcomes[label(method, target)]]
-            row += [mean(accuracies), spread(accuracies)]
-        rows.append(row)
-    columns = ["method", *(name for target in TARGETS for name in (f"epsilon {target:g}", f"± at {target:g}"))]
-    return Table(
+    columns: dict[str, Any] = {"method": str}
+    for t in TARGETS:
+        columns[f"epsilon {t:g}"] = lambda m, t=t: _accuracy(outcomes, m, t)
+        columns[f"± at {t:g}"] = lambda m, t=t: spread(run.accuracy for run in outcomes[label(m, t)])
+    return table(
         "Accuracy on the test split after the last step",
         columns,
-        rows,
+        METHODS,
         "Means over the seeds; ±: half the distance between the best and the worst. Never the best step: the last one.",
     )
 
 
 def _message_table(outcomes: Outcomes) -> Table:
-    rows: list[list[Any]] = []
-    for method in METHODS:
-        for target in TARGETS[:-1]:
-            run = outcomes[label(method, target)][0]
-            dense = outcomes[label(DP_SGD, target)][0].frame
-            accuracy = mean(r.accuracy for r in outcomes[label(method, target)])
-            rows.append([label(method, target), run.coordinates, run.frame, dense / run.frame, run.downlink, accuracy])
-    return Table(
+    first = {pair: outcomes[label(*pair)][0] for pair in product(METHODS, TARGETS[:-1])}
+    columns: dict[str, Any] = {
+        "training": lambda pair: label(*pair),
+        "coordinates with noise": lambda pair: first[pair].coordinates,
+        "message, bytes": lambda pair: first[pair].frame,
+        "dense over it": lambda pair: first[DP_SGD, pair[1]].frame / first[pair].frame,
+        "carriers down, bytes": lambda pair: first[pair].downlink,
+        "accuracy": lambda pair: _accuracy(outcomes, *pair),
+    }
+    return table(
         "What one contribution would cost as a client's message",
-        ("training", "coordinates with noise", "message, bytes", "dense over it", "carriers down, bytes", "accuracy"),
-        rows,
+        columns,
+        first,
         "Lengths of real frames: of one vote, or of as many floats as have noise on them. Carriers go down with the "
         "model. In a training on one machine nothing is sent.",
     )
@@ -245,40 +248,37 @@ def _message_table(outcomes: Outcomes) -> Table:
 def _settings_table(
     outcomes: Outcomes, choice: Mapping[str, Sequence[Options]], multipliers: Mapping[float, float]
 ) -> Table:
-    rows: list[list[Any]] = []
-    for method in METHODS:
-        for i, target in enumerate(TARGETS):
-            runs = outcomes[label(method, target)]
-            plain = runs[0].statement.get("epsilon_unamplified")
-            rows.append(
-                [
-                    label(method, target),
-                    _shown(choice[method][i]),
-                    multipliers[target],
-                    runs[0].releases,
-                    largest(run.epsilon for run in runs),
-                    largest(run.rdp for run in runs),
-                    plain if isinstance(plain, float) else None,
-                ]
-            )
-    return Table(
+    def unsampled(name: str) -> float | None:
+        plain = outcomes[name][0].statement.get("epsilon_unamplified")
+        return plain if isinstance(plain, float) else None
+
+    trainings = {label(m, t): (choice[m][i], multipliers[t]) for m in METHODS for i, t in enumerate(TARGETS)}
+    columns: dict[str, Any] = {
+        "training": str,
+        "settings": lambda name: _shown(trainings[name][0]),
+        "noise multiplier": lambda name: trainings[name][1],
+        "releases": lambda name: outcomes[name][0].releases,
+        "epsilon": lambda name: largest(run.epsilon for run in outcomes[name]),
+        "by Rényi alone": lambda name: largest(run.rdp for run in outcomes[name]),
+        "without sampling": unsampled,
+    }
+    return table(
         "Settings, and what the ledger says",
-        ("training", "settings", "noise multiplier", "releases", "epsilon", "by Rényi alone", "without sampling"),
-        rows,
+        columns,
+        trainings,
         "Epsilon of the run's ledger at its delta, the largest over the seeds; the last column is what holds without "
         "the assumption that nobody knows which records were drawn. Empty: infinite.",
     )
 
 
 def _tuning_table(config: Config, multipliers: Mapping[float, float], tried: Mapping[str, Record]) -> Table:
-    rows: list[list[Any]] = []
-    for method in METHODS:
-        for target in TARGETS:
-            accuracies = _validated(config, multipliers, tried, method, target)
-            rows += [
-                [f"{label(method, target)}, {_shown(options)}", accuracy]
-                for options, accuracy in zip(grid(method, target), accuracies, strict=True)
-            ]
+    rows = [
+        (f"{label(method, target)}, {_shown(options)}", accuracy)
+        for method, target in product(METHODS, TARGETS)
+        for options, accuracy in zip(
+            grid(method, target), _validated(config, multipliers, tried, method, target), strict=True
+        )
+    ]
     return Table(
         "Accuracy on the validation split",
         ("settings", "accuracy"),
@@ -288,142 +288,116 @@ def _tuning_table(config: Config, multipliers: Mapping[float, float], tried: Map
 
 
 def _against_epsilon(outcomes: Outcomes) -> Curves:
-    targets = TARGETS[:-1]
-    series = [Series(m, targets, [mean(r.accuracy for r in outcomes[label(m, t)]) for t in targets]) for m in METHODS]
-    caption = "Means over the seeds, at the target that the noise was made for; the ledger's epsilon is just below."
-    return Curves("Accuracy against epsilon", "epsilon", "test accuracy", series, log_x=True, caption=caption)
+    return curves(
+        "Accuracy against epsilon",
+        product(METHODS, TARGETS[:-1]),
+        lambda pair: pair[1],
+        lambda pair: _accuracy(outcomes, *pair),
+        lambda pair: pair[0],
+        x_label="epsilon",
+        y_label="test accuracy",
+        log_x=True,
+        caption="Means over the seeds, at the target that the noise was made for; the ledger's epsilon is just below.",
+    )
 
 
 def _against_bytes(outcomes: Outcomes) -> Curves:
-    series = []
-    for target in TARGETS[:-1]:
-        points = sorted(
-            (outcomes[label(m, target)][0].frame, mean(r.accuracy for r in outcomes[label(m, target)])) for m in METHODS
-        )
-        series.append(Series(f"epsilon {target:g}", *zip(*points, strict=True)))
-    return Curves(
+    points = sorted(
+        (t, outcomes[label(m, t)][0].frame, _accuracy(outcomes, m, t)) for m, t in product(METHODS, TARGETS[:-1])
+    )
+    return curves(
         "Accuracy against the bytes of one contribution",
-        "bytes of a client's message",
-        "test accuracy",
-        series,
+        points,
+        lambda point: point[1],
+        lambda point: point[2],
+        lambda point: f"epsilon {point[0]:g}",
+        x_label="bytes of a client's message",
+        y_label="test accuracy",
         log_x=True,
         x_bytes=True,
         caption="One point per method and epsilon, in the order of their bytes.",
     )
 
 
-def _values(config: Config, outcomes: Outcomes, choice: Mapping[str, Sequence[Options]]) -> dict[str, float]:
-    from fedcomp.privacy.votes import entropy_bits
-
-    promised = [run for runs in outcomes.values() for run in runs if run.statement]
-    values = {f"{name}: accuracy": mean(run.accuracy for run in runs) for name, runs in outcomes.items()}
-    for target in TARGETS[:-1]:
-        runs = [r for method in METHODS for r in outcomes[label(method, target)]]
-        values[f"epsilon {target:g}: largest of the ledgers"] = largest(r.epsilon for r in runs)
-    votes = []
-    voting = [method for method, name in METHODS.items() if name == METHODS[TOPAGG]]
-    for method in voting:
-        for i, target in enumerate(TARGETS):
-            for run in outcomes[label(method, target)]:
-                k = min(int(choice[method][i]["k"]), run.coordinates)
-                bound = math.ceil(1.05 * entropy_bits(run.coordinates, k) / 8.0 + run.header)
-                votes.append(run.frame / bound)
-    return values | {
-        "largest PRV over Rényi": largest(run.epsilon / run.rdp for run in promised if run.steps),
-        "fewest releases over steps": min((r.releases / r.steps for r in promised if r.steps), default=math.nan),
-        "trainings with a statement": len(promised) / (len(METHODS) * 3.0 * int(config.settings["seeds"])),
-        "largest vote over its bound": largest(votes),
-        "votes: dense over vote, least": min(
-            outcomes[label(DP_SGD, t)][0].frame / outcomes[label(method, t)][0].frame
-            for t in TARGETS
-            for method in voting
-        ),
-    }
-
-
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+def claims(outcomes: Outcomes, choice: Mapping[str, Sequence[Options]]) -> list[Claim]:
     """Every epsilon is kept; a random mask is no worse where noise is large; votes lose accuracy and save bytes."""
-    values = findings.values
-    made = [
-        Claim(
-            f"epsilon {target:g}: the largest of all ledgers",
-            values[f"epsilon {target:g}: largest of the ledgers"],
-            "<=",
-            target,
-            "the noise was calibrated on the safe side",
-        )
-        for target in TARGETS[:-1]
-    ]
-    made += [
-        Claim(
+    private = [run for method, target in product(METHODS, TARGETS[:-1]) for run in outcomes[label(method, target)]]
+    promised = [run for run in private if run.statement]
+
+    def over(method: str, target: float, source: str) -> Claim:
+        name = f"{method} over {DP_SGD} at epsilon {target:g}: accuracy"
+        gained = _accuracy(outcomes, method, target) - _accuracy(outcomes, DP_SGD, target)
+        return claim(name, gained, ">= 0", source, gate=False)
+
+    return [
+        *(
+            claim(
+                f"epsilon {target:g}: the largest of all ledgers",
+                largest(run.epsilon for method in METHODS for run in outcomes[label(method, target)]),
+                f"<= {target}",
+                "the noise was calibrated on the safe side",
+            )
+            for target in TARGETS[:-1]
+        ),
+        claim(
             "PRV over Rényi, the largest of all trainings",
-            values["largest PRV over Rényi"],
-            "<=",
-            1.0,
+            largest(run.epsilon / run.rdp for run in promised if run.steps),
+            "<= 1.0",
             "theory: the tighter analysis is not above the looser one",
         ),
-        Claim(
+        claim(
             "releases recorded, over steps made",
-            values["fewest releases over steps"],
-            "==",
-            1.0,
+            min((run.releases / run.steps for run in promised if run.steps), default=math.nan),
+            "== 1",
             "one event a step, batches without records included",
         ),
-        Claim(
-            "private trainings that have a statement",
-            values["trainings with a statement"],
-            "==",
-            1.0,
-            "no epsilon without one",
+        claim(
+            "private trainings that have a statement", len(promised) / len(private), "== 1", "no epsilon without one"
         ),
-        Claim(
+        claim(
             "votes: bytes over 1.05 times the entropy bound plus header, the largest",
-            values["largest vote over its bound"],
-            "<=",
-            1.0,
+            _largest_vote(outcomes, choice),
+            "<= 1.0",
             "entropy of the support and the signs, in whole bytes",
         ),
-        Claim(
+        claim(
             f"{DP_SGD} without noise: accuracy",
-            values[f"{label(DP_SGD, math.inf)}: accuracy"],
-            ">=",
-            0.9,
+            _accuracy(outcomes, DP_SGD, math.inf),
+            ">= 0.9",
             "own measurement, other settings: 0.954",
         ),
+        *(
+            over(MASK, target, f"goal; own measurement on another model, two seeds, tuned on test: {before:+.3f}")
+            for target, before in ((1.0, 0.015), (3.0, 0.013))
+        ),
+        *(
+            over(votes, target, "goal; the abstract of the paper: better in most cases")
+            for votes, target in product((TOPAGG, PLAIN), TARGETS[:-1])
+        ),
     ]
-    made += [
-        Claim(
-            f"{MASK} over {DP_SGD} at epsilon {target:g}: accuracy",
-            values[f"{label(MASK, target)}: accuracy"] - values[f"{label(DP_SGD, target)}: accuracy"],
-            ">=",
-            0.0,
-            f"goal; own measurement on another model, two seeds, tuned on test: {before:+.3f}",
-            gate=False,
-        )
-        for target, before in ((1.0, 0.015), (3.0, 0.013))
-    ]
-    made += [
-        Claim(
-            f"{votes} over {DP_SGD} at epsilon {target:g}: accuracy",
-            values[f"{label(votes, target)}: accuracy"] - values[f"{label(DP_SGD, target)}: accuracy"],
-            ">=",
-            0.0,
-            "goal; the abstract of the paper: better in most cases",
-            gate=False,
-        )
-        for votes in (TOPAGG, PLAIN)
-        for target in TARGETS[:-1]
-    ]
-    return made
 
 
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
+def _largest_vote(outcomes: Outcomes, choice: Mapping[str, Sequence[Options]]) -> float:
+    """Return the bytes of a vote over its bound, the largest."""
+    from fedcomp.privacy.votes import entropy_bits
+
+    def ratio(run: Record, k: int) -> float:
+        bits = entropy_bits(run.coordinates, min(k, run.coordinates))
+        return float(run.frame / math.ceil(1.05 * bits / 8.0 + run.header))
+
+    return largest(
+        ratio(run, int(choice[method][i]["k"]))
+        for method in (TOPAGG, PLAIN)
+        for i, target in enumerate(TARGETS)
+        for run in outcomes[label(method, target)]
+    )
+
+
+def answer(outcomes: Outcomes) -> str:
     """Return what came out, in this run's figures."""
     said = []
     for target in TARGETS[:-1]:
-        votes, plain, dense = (
-            f"{100 * findings.values[f'{label(method, target)}: accuracy']:.1f} %" for method in (TOPAGG, PLAIN, DP_SGD)
-        )
+        votes, plain, dense = (f"{100 * _accuracy(outcomes, m, target):.1f} %" for m in (TOPAGG, PLAIN, DP_SGD))
         said.append(f"{votes} (plain signs {plain}) against {dense} at epsilon {target:g}")
     return f"Votes instead of whole gradients in DP-SGD, accuracy: {', '.join(said)}."
 
@@ -466,6 +440,6 @@ EXPERIMENT = Experiment(
     ),
     notes=NOTES,
     engines=("inprocess",),
-    measure=judged(measure, claims, answer),
+    measure=measure,
     measures_privately=True,
 )

@@ -21,11 +21,13 @@ from fedcomp.experiments.catalog.topagg_dpsgd import (
     STEPS,
     TARGETS,
     TOPAGG,
+    claims,
     grid,
     label,
 )
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Claim, Findings, Say
+from fedcomp.experiments.findings import Findings, Say
+from fedcomp.experiments.kit import Record
 from fedcomp.experiments.record_training import RecordCell, RecordOutcome
 from fedcomp.privacy.accounting import noise_multiplier_for
 from fedcomp.privacy.statement import Statement
@@ -38,7 +40,8 @@ SMALL = ("seeds=1", "workers=1", "task.hidden=6", "rate=1.0", "delta=1e-4")
 class Small:
     config: Config
     findings: Findings
-    claims: list[Claim]
+    measured: tuple[dict[str, list[Record]], Any]
+    """What the claims are made of."""
     used: set[str]
 
 
@@ -46,8 +49,11 @@ def run(*assignments: str, say: Say | None = None, rounds: int = 2) -> Small:
     config = EXPERIMENT.configure(rounds=rounds, assignments=(*SMALL, *assignments))
     settings = Read(config.settings)
     config = dataclasses.replace(config, settings=settings)
-    findings = EXPERIMENT.measure(config, {}, say or Say())
-    return Small(config, findings, module.claims(config, {}, findings), settings.read)
+    measured = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "claims", lambda *figures: measured.append(figures) or claims(*figures))
+        findings = EXPERIMENT.measure(config, {}, say or Say())
+    return Small(config, findings, measured[0], settings.read)
 
 
 @pytest.fixture(scope="module")
@@ -122,30 +128,34 @@ def test_epsilons_are_kept_and_nothing_is_promised_without_noise(small: Small) -
         for target in TARGETS[:-1]:
             assert 0.98 * target < rows[label(method, target)][4] <= target
         assert rows[label(method, math.inf)][4] is None
-    holds = {claim.name: claim.ok for claim in small.claims}
+    holds = {claim.name: claim.ok for claim in small.findings.claims}
     assert all(holds[f"epsilon {target:g}: the largest of all ledgers"] for target in TARGETS[:-1])
 
 
 def test_a_budget_that_was_crossed_and_a_missing_event_would_be_seen(small: Small) -> None:
     """Each gate reads a figure of its own: good figures pass, one bad figure fails one gate."""
-    figures = {
-        "epsilon 3: largest of the ledgers": (2.999, 3.001),
-        "fewest releases over steps": (1.0, 0.5),
-        "trainings with a statement": (1.0, 0.9),
-        "largest vote over its bound": (0.99, 1.01),
-        "largest PRV over Rényi": (0.9, 1.1),
-        f"{label(DP_SGD, math.inf)}: accuracy": (0.95, 0.5),
+    outcomes, choice = small.measured
+    learnt = {
+        name: [Record({**run, "accuracy": 0.95, "rdp": 1.1 * run.epsilon, "frame": 1}) for run in runs]
+        for name, runs in outcomes.items()
     }
-    good = {**small.findings.values, **{key: right for key, (right, _) in figures.items()}}
 
-    def failed(values: dict[str, float]) -> list[str]:
-        findings = dataclasses.replace(small.findings, values=values)
-        return [c.name for c in module.claims(small.config, {}, findings) if c.gate and not c.ok]
+    def failed(name: str = label(TOPAGG, 3.0), **figures: Any) -> list[str]:
+        forged = {**learnt, name: [Record({**run, **figures}) for run in learnt[name]]}
+        return [claim.name for claim in claims(forged, choice) if claim.gate and not claim.ok]
 
-    assert failed(good) == []
-    seen = [failed({**good, key: wrong}) for key, (_, wrong) in figures.items()]
-    assert [len(names) for names in seen] == [1] * len(figures)
-    assert len({names[0] for names in seen}) == len(figures)
+    assert failed() == []
+    assert failed(epsilon=2.999) == []
+    seen = [
+        failed(epsilon=3.001),
+        failed(releases=1),
+        failed(statement={}),
+        failed(frame=1e4),
+        failed(rdp=0.9 * learnt[label(TOPAGG, 3.0)][0].epsilon),
+        failed(label(DP_SGD, math.inf), accuracy=0.5),
+    ]
+    assert [len(names) for names in seen] == [1] * 6
+    assert len({names[0] for names in seen}) == 6
 
 
 @pytest.mark.long
@@ -160,7 +170,7 @@ def test_a_budget_ends_every_training_that_promises_something_before_it_is_cross
         assert [rows[label(method, target)][3] for target in (3.0, 10.0)] == [1, 0]
         assert 1.0 < rows[label(method, 3.0)][4] <= 2.5
         assert rows[label(method, math.inf)][:4] == whole[label(method, math.inf)][:4]
-    holds = {claim.name: claim.ok for claim in module.claims(config, {}, ended)}
+    holds = {claim.name: claim.ok for claim in ended.claims}
     assert holds["releases recorded, over steps made"]
     assert holds["private trainings that have a statement"]
 
@@ -190,7 +200,7 @@ def test_what_is_finished_is_kept(small: Small) -> None:
     run("seeds=1", say=Say(keep=kept.__setitem__))
     again = run("seeds=1", say=Say(kept=kept, keep=pytest.fail))
     assert len(kept) == 3 + len(METHODS) * len(TARGETS)
-    assert again.findings.values.keys() == small.findings.values.keys()
+    assert [claim.name for claim in again.findings.claims] == [claim.name for claim in small.findings.claims]
 
 
 @pytest.mark.long
@@ -198,11 +208,10 @@ def test_choosing_takes_the_best_on_the_validation_split(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "TARGETS", (3.0, math.inf))
     monkeypatch.setattr(module, "STEPS", {3.0: (1e-9, 0.5), math.inf: (1e-9, 0.5)})
     monkeypatch.setattr(module, "VARIANTS", {**dict.fromkeys(METHODS, ({},)), TOPAGG: ({"k": 20},)})
-    monkeypatch.setattr(
-        module,
-        "METHODS",
-        {DP_SGD: "dp-sgd", TOPAGG: "topagg"},
-    )
+    monkeypatch.setattr(module, "METHODS", {DP_SGD: "dp-sgd", TOPAGG: "topagg"})
+    # Both speak of all methods.
+    monkeypatch.setattr(module, "claims", lambda *figures: [])
+    monkeypatch.setattr(module, "answer", lambda outcomes: "")
     kept: dict[str, Any] = {}
     config = EXPERIMENT.configure(rounds=4, assignments=(*SMALL, "tune=true", "seeds=1"))
     findings = module.measure(config, {}, Say(keep=kept.__setitem__))
