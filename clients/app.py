@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fedcomp.flower.datalens import TrainingRequest
-    from fedcomp.flower.gossip import Setup
+    from fedcomp.flower.gossip import GossipSetup
     from fedcomp.graphs.base import Part
     from fedcomp.tasks.base import Task
     from fedcomp.tasks.generator import Ensemble
@@ -87,7 +87,7 @@ def linear_rows(msg: Message, context: Context, partitions: int) -> LinearRows:
     return LinearRows(*task.linear_rows(task.client(job.partition, partitions)), task.linear_loss)
 
 
-def local_objective(msg: Message, context: Context, setup: Setup) -> LocalObjective:
+def local_objective(msg: Message, context: Context, setup: GossipSetup) -> LocalObjective:
     """Return this node's own part of the task, for decentralised learning; a batch size of 0 takes all examples."""
     job = NodeJob.read(msg, context)
     return _objective(

@@ -34,7 +34,7 @@ Arrays = Mapping[str, NDArray[Any]]
 _NOTHING: Final = Layout((), (), ())
 
 
-class Problem(Objective, Protocol):
+class NodeProblem(Objective, Protocol):
     """What a node learns from, such as :class:`fedcomp.tasks.local.LocalObjective`.
 
     Arrays come and go by the names of the initial model; its float tensors have the run's dtype.
@@ -45,7 +45,7 @@ class Problem(Objective, Protocol):
         ...
 
 
-ProblemOf = Callable[[Message, Context, gossip.Setup], Problem]
+ProblemOf = Callable[[Message, Context, gossip.GossipSetup], NodeProblem]
 """``problem(message, context, setup)``: called only where an instruction needs a gradient or figures."""
 
 
@@ -100,7 +100,7 @@ class _Lazy:
     """A node's own data, loaded when they are first needed: the closing iterations, and answers from memory, are not
     worth an import of torch in a process of their own."""
 
-    def __init__(self, make: Callable[[], Problem], layout: Layout, own: Arrays) -> None:
+    def __init__(self, make: Callable[[], NodeProblem], layout: Layout, own: Arrays) -> None:
         self._make = make
         self._layout = layout
         self._own = own
@@ -122,9 +122,9 @@ class _Lazy:
 
 def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     """Carry out an instruction, keep what came of it, answer."""
-    setup, instruction = gossip.Setup.take(msg), _instruction(msg, context)
+    setup, instruction = gossip.GossipSetup.take(msg), _instruction(msg, context)
     algorithm = get_algorithm(setup.algorithm)
-    kept = gossip.Kept.load(context)
+    kept = gossip.NodeStore.load(context)
     if instruction.start in ("common", "empty"):
         arrays = gossip.take_model(msg)
         layout = Layout.of(arrays, setup.policy)
@@ -142,16 +142,16 @@ def _carry_out(msg: Message, context: Context, problem: ProblemOf) -> Message:
     put_node(reply, instruction.node)
     out = Message(reply, reply_to=msg)
     if memory is not None and (kept is None or memory is not kept.memory):
-        gossip.Kept(memory, layout, local.own).save(context)
+        gossip.NodeStore(memory, layout, local.own).save(context)
     return out
 
 
 def _observe(msg: Message, context: Context, problem: ProblemOf) -> Message:
     """Tell the model as it is after the inbox that waits for this node, and its figures; change nothing."""
-    setup, instruction = gossip.Setup.take(msg), _instruction(msg, context)
+    setup, instruction = gossip.GossipSetup.take(msg), _instruction(msg, context)
     if instruction.action != "observe":
         raise StateError(f"an observation asks to {instruction.action!r}; it must not change anything")
-    kept = gossip.Kept.load(context)
+    kept = gossip.NodeStore.load(context)
     memory, layout = (None, _NOTHING) if kept is None else (kept.memory, kept.layout)
     start = flatten({}, _NOTHING, setup.dtype)
     _, answer = handle(get_algorithm(setup.algorithm), memory, instruction, None, start, layout)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import State
-from fedcomp.gossip.central import Settings, simulate
+from fedcomp.gossip.central import SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.topology import Topology
 from fedcomp.layout import Layout
@@ -180,7 +180,7 @@ def average(
                 rounds,
                 layout=layout,
                 seed=seed,
-                settings=Settings(common=np.zeros(values.shape[1]), every=every, observe=look, watch=False),
+                settings=SimulationSettings(common=np.zeros(values.shape[1]), every=every, observe=look, watch=False),
             )
     except (Diverged, NonFiniteUpdate):
         return Track([k for k, _ in seen], [e for _, e in seen])

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, NonFiniteUpdate
-from fedcomp.experiments.decentralised import Record
+from fedcomp.experiments.decentralised import Recorder
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import Settings, simulate
+from fedcomp.gossip.central import SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged, Saturated
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import Topology
-from fedcomp.gossip.traffic import Traffic
+from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, unflatten
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
@@ -194,11 +194,11 @@ def error_curve(
     """
     edges = len(topology.edges())
 
-    def look(iteration: int, models: Mapping[int, Real], traffic: Traffic) -> tuple[float, float, float]:
+    def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> tuple[float, float, float]:
         count = traffic.edge["train"]
         return problem.distance(models.values()), 8 * count.bytes / edges, 8 * count.bodies / edges
 
-    record = Record(look)
+    record = Recorder(look)
     outcome, stopped, saturated = None, "", False
     try:
         # Numbers that leave the range are what ends a run that diverges.
@@ -211,7 +211,7 @@ def error_curve(
                 iterations,
                 layout=problem.layout,
                 seed=seed,
-                settings=Settings(every=1, observe=record.observe, before=record.before, watch=watch),
+                settings=SimulationSettings(every=1, observe=record.observe, before=record.before, watch=watch),
             )
     except (Diverged, NonFiniteUpdate) as error:
         stopped, saturated = f"{type(error).__name__}: {error}", isinstance(error, Saturated)
@@ -230,7 +230,7 @@ class ErrorCurve:
         :meth:`Convex.distance` after every iteration, the initial models first.
     bits, payload_bits : ndarray, shape (iterations + 1,)
         Bits per directed edge so far, mean over edges: of whole letters, and of their bodies without headers.
-    traffic : Traffic
+    traffic : GossipTraffic
     invariants : dict of str to float
         What the algorithm conserves over all nodes, after the last iteration.
     stopped : str
@@ -242,7 +242,7 @@ class ErrorCurve:
     errors: Real
     bits: Real
     payload_bits: Real
-    traffic: Traffic
+    traffic: GossipTraffic
     invariants: Mapping[str, float]
     stopped: str = ""
     saturated: bool = False

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.experiment import Option
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import FaultPlan, Nodes, Settings, simulate
+from fedcomp.gossip.central import FaultPlan, SimulatedNodes, SimulationSettings, simulate
 from fedcomp.gossip.errors import Diverged
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import Topology, topology_of
-from fedcomp.gossip.traffic import Traffic
+from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
 from fedcomp.layout import Layout
 
@@ -37,7 +37,7 @@ Real = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """One decentralised training.
 
     Parameters
@@ -65,7 +65,7 @@ class Plan:
     patience : int
         See :class:`fedcomp.gossip.relay.Relay`.
     watch : bool
-        Whether a run whose innovations grow is ended (:class:`fedcomp.gossip.tuning.Watch`).
+        Whether a run whose innovations grow is ended (:class:`fedcomp.gossip.tuning.DivergenceWatch`).
     """
 
     task: Task
@@ -97,7 +97,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Point:
+class Evaluation:
     """The nodes' models after some iteration, all letters of it delivered.
 
     Attributes
@@ -132,9 +132,9 @@ class Trained:
     Attributes
     ----------
     accuracy, worst, average, loss, consensus : float
-        Of the last point, see :class:`Point`; NaN and infinite loss when the run diverged.
-    points : list of Point
-    traffic : Traffic
+        Of the last point, see :class:`Evaluation`; NaN and infinite loss when the run diverged.
+    points : list of Evaluation
+    traffic : GossipTraffic
     invariants : dict of str to float
         What the algorithm conserves over all nodes, after the last iteration.
     events : dict of str to int
@@ -148,8 +148,8 @@ class Trained:
     average: float
     loss: float
     consensus: float
-    points: Sequence[Point]
-    traffic: Traffic
+    points: Sequence[Evaluation]
+    traffic: GossipTraffic
     invariants: Mapping[str, float]
     events: Mapping[str, int]
     diverged: str = ""
@@ -162,20 +162,20 @@ class Trained:
     def from_json(cls, document: Mapping[str, Any]) -> Trained:
         """Read what a sweep's record holds, beside its axes."""
         values = {f.name: document[f.name] for f in fields(cls)}
-        values["traffic"] = Traffic.from_dict(values["traffic"])
-        values["points"] = [Point(**point) for point in values["points"]]
+        values["traffic"] = GossipTraffic.from_dict(values["traffic"])
+        values["points"] = [Evaluation(**point) for point in values["points"]]
         return cls(**values)
 
 
-class Record:
+class Recorder:
     """Takes part in a simulation: keeps its relay, and what was seen, also when the run is ended by an error."""
 
-    def __init__(self, look: Callable[[int, Mapping[int, Real], Traffic], Any]) -> None:
+    def __init__(self, look: Callable[[int, Mapping[int, Real], GossipTraffic], Any]) -> None:
         self.seen: list[Any] = []
         self.relay: Relay | None = None
         self._look = look
 
-    def before(self, relay: Relay, nodes: Nodes) -> None:
+    def before(self, relay: Relay, nodes: SimulatedNodes) -> None:
         """Know the relay."""
         self.relay = relay
 
@@ -184,22 +184,22 @@ class Record:
         self.seen.append(self._look(iteration, models, self.traffic))
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> GossipTraffic:
         """What was sent so far."""
-        return Traffic() if self.relay is None else self.relay.traffic
+        return GossipTraffic() if self.relay is None else self.relay.traffic
 
 
-def train(plan: Plan) -> Trained:
+def train(plan: TrainingPlan) -> Trained:
     """Run ``plan`` in this process. A run that diverges is an outcome, not an error."""
     objectives = plan.objectives
     start = objectives[0].start()
     layout = Layout.of(start, plan.policy)
     home = {t.name: start[t.name] for t in layout.exact}
 
-    def look(iteration: int, models: Mapping[int, Real], traffic: Traffic) -> Point:
+    def look(iteration: int, models: Mapping[int, Real], traffic: GossipTraffic) -> Evaluation:
         return _point(iteration, models, traffic, objectives, layout, home)
 
-    record = Record(look)
+    record = Recorder(look)
     rates = {"silent": plan.drop / 2, "lost_reply": plan.drop / 2}
     outcome, diverged = None, ""
     try:
@@ -213,7 +213,7 @@ def train(plan: Plan) -> Trained:
                 plan.iterations,
                 layout=layout,
                 seed=plan.seed,
-                settings=Settings(
+                settings=SimulationSettings(
                     faults=FaultPlan(plan.seed, rates) if plan.drop else None,
                     skew_rounds=plan.skew_rounds,
                     every=plan.every,
@@ -243,17 +243,17 @@ def train(plan: Plan) -> Trained:
 def _point(
     iteration: int,
     models: Mapping[int, Real],
-    traffic: Traffic,
+    traffic: GossipTraffic,
     objectives: Sequence[LocalObjective],
     layout: Layout,
     home: Mapping[str, Real],
-) -> Point:
+) -> Evaluation:
     found = [objectives[node].evaluate({**unflatten(models[node], layout), **home}) for node in sorted(models)]
     stack = np.stack([models[node] for node in sorted(models)]).astype(np.float64)
     mean = stack.mean(axis=0)
     averaged = unflatten(mean.astype(objectives[0].dtype), layout)
     spread = math.sqrt(float(np.mean(np.sum((stack - mean) ** 2, axis=1))))
-    return Point(
+    return Evaluation(
         iteration=iteration,
         accuracy=math.fsum(f["accuracy"] for f in found) / len(found),
         worst=min(f["accuracy"] for f in found),
@@ -284,8 +284,8 @@ class GossipCell:
     nodes, iterations, seed : int
     task, options : str, mapping
     training : mapping
-        What else a :class:`Plan` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``, ``patience``,
-        ``watch``; and a policy's ``dense_below`` and ``buffers``.
+        What else a :class:`TrainingPlan` has: ``batch_size``, ``dtype``, ``skew_rounds``, ``every``, ``drop``,
+        ``patience``, ``watch``; and a policy's ``dense_below`` and ``buffers``.
     validation : bool
         Judge by a part of the training examples that nobody trains on, in place of the test split: for tuning.
     """
@@ -300,7 +300,7 @@ class GossipCell:
     training: Mapping[str, Any] = field(default_factory=dict)
     validation: bool = False
 
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """Return what is to be run."""
         from fedcomp.gossip import get_algorithm
         from fedcomp.tasks import get_task
@@ -308,7 +308,7 @@ class GossipCell:
         training = dict(self.training)
         policy = {key: training.pop(key) for key in ("dense_below", "buffers") if key in training}
         task = get_task(self.task, **self.options)
-        return Plan(
+        return TrainingPlan(
             task.validating() if self.validation else task,
             get_algorithm(dict(self.algorithm)),
             topology_of(self.topology, self.nodes, self.seed),
@@ -323,19 +323,19 @@ class GossipCell:
         return train(self.plan()).to_json()
 
 
-def per_letter(traffic: Traffic, *, headers: bool) -> float:
+def per_letter(traffic: GossipTraffic, *, headers: bool) -> float:
     """Return the mean bytes of a letter on an edge while training, without closing iterations and whole estimates."""
     count = traffic.edge["train"]
     return (count.bytes if headers else count.bodies) / count.messages if count.messages else math.nan
 
 
-def ratio(traffic: Traffic, dense: Traffic, *, headers: bool = False) -> float:
+def ratio(traffic: GossipTraffic, dense: GossipTraffic, *, headers: bool = False) -> float:
     """Return how many times smaller a letter is than the letter of ``dense``, a run that was measured without
     compression."""
     return per_letter(dense, headers=headers) / per_letter(traffic, headers=headers)
 
 
-def honest_ratio(traffic: Traffic, dense: Traffic) -> float:
+def honest_ratio(traffic: GossipTraffic, dense: GossipTraffic) -> float:
     """Return how many times fewer edge bytes the whole run took than ``dense`` letters on the same edges would have.
 
     Headers, closing iterations and whole estimates count here; the baseline has headers and no closing iterations.
@@ -387,7 +387,7 @@ class Energy:
         """Joules of a byte that is sent once and received once, None without both figures."""
         return None if self.sent is None or self.received is None else 8.0 * (self.sent + self.received)
 
-    def joules(self, traffic: Traffic) -> float | None:
+    def joules(self, traffic: GossipTraffic) -> float | None:
         """Return the energy of all letters on edges, None without both figures."""
         if self.sent is None or self.received is None:
             return None
@@ -420,14 +420,16 @@ COST_CAPTION: Final = (
 )
 
 
-def cost_cells(traffic: Traffic, dense: Traffic, energy: Energy | None = None) -> dict[str, float | int | None]:
+def cost_cells(
+    traffic: GossipTraffic, dense: GossipTraffic, energy: Energy | None = None
+) -> dict[str, float | int | None]:
     """Return figures by the names of :data:`COST_COLUMNS`.
 
     Parameters
     ----------
-    traffic : Traffic
+    traffic : GossipTraffic
         Of the run.
-    dense : Traffic
+    dense : GossipTraffic
         Of a run whose letters carry whole models, with the same graph.
     energy : Energy, optional
     """

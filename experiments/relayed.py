@@ -41,7 +41,7 @@ def without_messages(spec: RunSpec) -> Central:
     ConfigError
         When the system is no gossip algorithm.
     """
-    from fedcomp.gossip.central import Settings, simulate
+    from fedcomp.gossip.central import SimulationSettings, simulate
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.vector import flatten, unflatten
     from fedcomp.layout import Layout
@@ -74,7 +74,7 @@ def without_messages(spec: RunSpec) -> Central:
         spec.rounds,
         layout=layout,
         seed=spec.seed,
-        settings=Settings(skew_rounds=strategy.skew_rounds),
+        settings=SimulationSettings(skew_rounds=strategy.skew_rounds),
     )
     models = []
     for i in sorted(outcome.models):

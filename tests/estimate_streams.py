@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedcomp.gossip.base import GossipMessage, State, View, messages_of
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.dyna_cold import Sign
-from fedcomp.gossip.estimates import Sent, broadcast, open_estimates
+from fedcomp.gossip.estimates import WrittenMessages, broadcast, open_estimates
 from fedcomp.rng import Key
 
 D, SPLIT, N = 40, 34, 5
@@ -77,11 +77,11 @@ def frozen(state: State) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in state.items()}
 
 
-def message(sent: Sent, source: int = 0, to: int = 1) -> GossipMessage:
+def message(sent: WrittenMessages, source: int = 0, to: int = 1) -> GossipMessage:
     return next(one for one in messages_of(source, sent.outbox) if one.destination == to)
 
 
-def write(state: State, iteration: int, compressor: Compressor = TOP, **options: Any) -> Sent:
+def write(state: State, iteration: int, compressor: Compressor = TOP, **options: Any) -> WrittenMessages:
     view = options.pop("view", None) or pair_view(0, iteration, options.pop("resync", ()))
     target = draw("target", 0, iteration, str(state["z.start"].dtype))
     return broadcast(state, {"z": target}, compressor, view, **options)

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
-from fedcomp.gossip.central import Nodes, Outcome, Settings, simulate
+from fedcomp.gossip.central import GossipOutcome, SimulatedNodes, SimulationSettings, simulate
 from fedcomp.gossip.node import Memory
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
@@ -78,12 +78,12 @@ class Mass:
     common: Real | None = None
     seen: list[tuple[float, Real]] = field(default_factory=list)
 
-    def __call__(self, relay: Relay, nodes: Nodes) -> None:
+    def __call__(self, relay: Relay, nodes: SimulatedNodes) -> None:
         rounds = relay.report.rounds
         if rounds < 40 or rounds % 16 == 0 or relay.finishing:
             self.seen.append(self.total(relay, nodes))
 
-    def total(self, relay: Relay, nodes: Nodes) -> tuple[float, Real]:
+    def total(self, relay: Relay, nodes: SimulatedNodes) -> tuple[float, Real]:
         box = relay._mailbox
         there = sorted(relay._members | relay._departing)
         waiting: dict[int, list[GossipMessage]] = {i: [] for i in there}
@@ -137,10 +137,10 @@ class Mass:
         )
 
 
-def both(*hooks: Callable[[Relay, Nodes], None]) -> Callable[[Relay, Nodes], None]:
+def both(*hooks: Callable[[Relay, SimulatedNodes], None]) -> Callable[[Relay, SimulatedNodes], None]:
     """Return a hook that calls all of ``hooks``."""
 
-    def call(relay: Relay, nodes: Nodes) -> None:
+    def call(relay: Relay, nodes: SimulatedNodes) -> None:
         for hook in hooks:
             hook(relay, nodes)
 
@@ -217,7 +217,7 @@ def name_of(config: Any) -> str:
     return f"{config['name']}-{config['estimates']}" if "estimates" in config else str(config["name"])
 
 
-def average(config: dict[str, Any], graph: str, iterations: int, **options: Any) -> tuple[Outcome, Mass]:
+def average(config: dict[str, Any], graph: str, iterations: int, **options: Any) -> tuple[GossipOutcome, Mass]:
     """Average starting points without gradients; the account is taken before every round."""
     algorithm = get_algorithm(config)
     n = options.pop("n", N)
@@ -232,12 +232,14 @@ def average(config: dict[str, Any], graph: str, iterations: int, **options: Any)
         iterations,
         layout=LAYOUT,
         seed=0,
-        settings=Settings(common=np.zeros_like(starts[0]), before=both(mass, before) if before else mass, **options),
+        settings=SimulationSettings(
+            common=np.zeros_like(starts[0]), before=both(mass, before) if before else mass, **options
+        ),
     )
     return outcome, mass
 
 
-def learn(config: dict[str, Any], graph: str, iterations: int, dtype: str = "float32", **options: Any) -> Outcome:
+def learn(config: dict[str, Any], graph: str, iterations: int, dtype: str = "float32", **options: Any) -> GossipOutcome:
     """Train on quadratics with different optima, noisy gradients."""
     locals = options.pop("locals", [Quadratic(centre) for centre in vectors(N, D, dtype)])
     return simulate(
@@ -248,9 +250,9 @@ def learn(config: dict[str, Any], graph: str, iterations: int, dtype: str = "flo
         iterations,
         layout=LAYOUT,
         seed=0,
-        settings=Settings(**options),
+        settings=SimulationSettings(**options),
     )
 
 
-def error(outcome: Outcome, mean: Real) -> float:
+def error(outcome: GossipOutcome, mean: Real) -> float:
     return max(float(np.abs(model - mean).max()) for model in outcome.models.values())

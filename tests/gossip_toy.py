@@ -11,12 +11,12 @@ from flwr.clientapp import ClientApp
 from toy import with_halves
 
 from fedcomp.clients.gossip import gossip_node
-from fedcomp.flower.gossip import Kept, Setup
+from fedcomp.flower.gossip import GossipSetup, NodeStore
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.central import Faults, Outcome, Settings, simulate
+from fedcomp.gossip.central import Faults, GossipOutcome, SimulationSettings, simulate
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
 from fedcomp.gossip.vector import GossipPolicy, flatten
@@ -61,7 +61,7 @@ def model() -> ArrayRecord:
     return ArrayRecord({name: Array(a) for name, a in (arrays | {COUNTER: np.array(0, np.int64)}).items()})
 
 
-def pull(message: Message, context: Context, setup: Setup) -> Pull:
+def pull(message: Message, context: Context, setup: GossipSetup) -> Pull:
     return Pull(int(context.node_config["partition-id"]))
 
 
@@ -87,7 +87,9 @@ def grid(app: Callable | None = None, nodes: int = NODES, **options: Any) -> Met
     return MeteredGrid(InProcessGrid(app or client(), nodes, **{"seed": 2, **options}))
 
 
-def central(algorithm: Algorithm, *, dtype: str = "float32", faults: Faults | None = None, **options: Any) -> Outcome:
+def central(
+    algorithm: Algorithm, *, dtype: str = "float32", faults: Faults | None = None, **options: Any
+) -> GossipOutcome:
     named = {name: array.numpy() for name, array in model().items()}
     layout = Layout.of(named, GossipPolicy(DENSE_BELOW))
     home = {t.name: named[t.name] for t in layout.exact}
@@ -99,12 +101,12 @@ def central(algorithm: Algorithm, *, dtype: str = "float32", faults: Faults | No
         options.pop("iterations", ROUNDS),
         layout=layout,
         seed=SEED,
-        settings=Settings(faults=faults, **options),
+        settings=SimulationSettings(faults=faults, **options),
     )
 
 
-def kept(grid: MeteredGrid, partition: int) -> Kept:
-    found = Kept.load(grid.context(partition))
+def kept(grid: MeteredGrid, partition: int) -> NodeStore:
+    found = NodeStore.load(grid.context(partition))
     assert found is not None
     return found
 
@@ -117,5 +119,5 @@ def states(grid: MeteredGrid) -> dict[int, dict[str, Any]]:
     return {partition: bits(kept(grid, partition).memory.state) for partition in grid.partitions}
 
 
-def states_of(outcome: Outcome) -> dict[int, dict[str, Any]]:
+def states_of(outcome: GossipOutcome) -> dict[int, dict[str, Any]]:
     return {node: bits(memory.state) for node, memory in outcome.memories.items()}

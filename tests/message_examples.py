@@ -116,7 +116,9 @@ EXAMPLES: dict[str, Schema] = {
         options={"k": 3},
     ),
     "record_dp.Account": record_dp.Account("a", 2, 9),
-    "gossip.Setup": gossip.Setup({"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"),
+    "gossip.GossipSetup": gossip.GossipSetup(
+        {"id": "choco", "gamma": 0.5, "compressor": {"id": "topk"}}, "float64", 32, "local"
+    ),
     "gossip.InstructionRecord": _INSTRUCTION,
     "gossip.InstructionRecord/plain": replace(plain(_INSTRUCTION), serial=3),
     "gossip.AnswerRecord": _ANSWER,

@@ -17,9 +17,9 @@ import numpy as np
 from fedcomp.experiments.findings import Claim
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View
-from fedcomp.gossip.central import Nodes, Settings, simulate
+from fedcomp.gossip.central import SimulatedNodes, SimulationSettings, simulate
 from fedcomp.gossip.compressor import Compressor, get_compressor
-from fedcomp.gossip.node import Local
+from fedcomp.gossip.node import NodeData
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
 from fedcomp.layout import Layout
@@ -130,7 +130,7 @@ class _Clock:
     def __init__(self) -> None:
         self.ticks: list[float] = []
 
-    def __call__(self, relay: Relay, nodes: Nodes) -> None:
+    def __call__(self, relay: Relay, nodes: SimulatedNodes) -> None:
         self.ticks.append(time.process_time())
 
     @property
@@ -151,7 +151,7 @@ def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradie
         iterations,
         layout=layout,
         seed=0,
-        settings=Settings(before=clock),
+        settings=SimulationSettings(before=clock),
     )
     seconds = time.perf_counter() - begin
     edges = outcome.traffic.messages / iterations
@@ -168,14 +168,14 @@ def _whole_run(graph: str, algorithm: Algorithm, n: int, iterations: int, gradie
     }
 
 
-def _synthetic(n: int) -> tuple[Real, Layout, Sequence[Local]]:
+def _synthetic(n: int) -> tuple[Real, Layout, Sequence[NodeData]]:
     locals = [
         _Synthetic((Key(0, "bench-gossip", partition=i).uniform(SIZE) - 0.5).astype(np.float32)) for i in range(n)
     ]
     return np.zeros(SIZE, np.float32), Layout.flat(SIZE), locals
 
 
-def _torch(n: int) -> tuple[Real, Layout, Sequence[Local]]:
+def _torch(n: int) -> tuple[Real, Layout, Sequence[NodeData]]:
     from fedcomp.gossip.local import FlatObjective
     from fedcomp.gossip.vector import GossipPolicy, flatten
     from fedcomp.tasks import get_task
@@ -256,6 +256,13 @@ def _bare(graph: str, n: int, iterations: int, say: Callable[[str], None]) -> di
     clock = _Clock()
     topology = topology_of(graph, n, 0)
     simulate(
-        _Idle(), topology, None, np.zeros(1), iterations, layout=Layout.flat(1), seed=0, settings=Settings(before=clock)
+        _Idle(),
+        topology,
+        None,
+        np.zeros(1),
+        iterations,
+        layout=Layout.flat(1),
+        seed=0,
+        settings=SimulationSettings(before=clock),
     )
     return {"protocol": "alone", "graph": graph, "nodes": n, "us_per_node": 1e6 * clock.median / n}

@@ -143,7 +143,7 @@ class Group:
         return any(run.diverged for run in self.runs)
 
     def late(self, name: str) -> float:
-        """Return a figure of :class:`fedcomp.experiments.decentralised.Point`, mean over the last third of the
+        """Return a figure of :class:`fedcomp.experiments.decentralised.Evaluation`, mean over the last third of the
         evaluations.
 
         NaN when a run diverged. Nodes' own models go up and down with their last batches: one look is not enough.

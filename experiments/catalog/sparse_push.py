@@ -14,8 +14,8 @@ from fedcomp.experiments.decentralised import (
     COST_OPTIONAL,
     ENERGY_OPTIONS,
     Energy,
+    Evaluation,
     GossipCell,
-    Point,
     Trained,
     cost_cells,
     honest_ratio,
@@ -300,7 +300,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     )
 
 
-def before_closing(trained: Trained, iterations: int) -> Point:
+def before_closing(trained: Trained, iterations: int) -> Evaluation:
     """Return what the nodes held after the last iteration with a gradient."""
     return next(point for point in trained.points if point.iteration == iterations)
 

@@ -28,7 +28,7 @@ from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.schema import Bool, Document, Frames, Int, Many, OneOf, Real, Schema, Text
 from fedcomp.gossip.node import Memory
-from fedcomp.gossip.protocol import ACTIONS, STARTS, Answer, Instruction, Parts
+from fedcomp.gossip.protocol import ACTIONS, STARTS, Instruction, NodeAnswer, Parts
 from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout, TensorSpec
 
@@ -141,7 +141,7 @@ _STYPE: Final = "fedcomp.arrays"
 
 
 @dataclass(frozen=True)
-class Setup(Schema, key=SETUP, separator="-"):
+class GossipSetup(Schema, key=SETUP, separator="-"):
     """What every instruction says of the run: enough for a process that knows nothing of it.
 
     Attributes
@@ -188,12 +188,12 @@ def take_instruction(message: Message) -> Instruction:
     return Instruction.from_parts(InstructionRecord.take(message).to_parts())
 
 
-def put_answer(content: RecordDict, answer: Answer) -> None:
+def put_answer(content: RecordDict, answer: NodeAnswer) -> None:
     """Write an answer without its model: its header, and one frame per gossip message."""
     AnswerRecord.from_parts(answer.to_parts()).put(content)
 
 
-def take_answer(message: Message) -> Answer:
+def take_answer(message: Message) -> NodeAnswer:
     """Return the answer a reply carries.
 
     Raises
@@ -201,11 +201,11 @@ def take_answer(message: Message) -> Answer:
     PayloadError, AnswerError
         When it carries none, or what it says is not of an answer's form.
     """
-    return Answer.from_parts(AnswerRecord.take(message).to_parts())
+    return NodeAnswer.from_parts(AnswerRecord.take(message).to_parts())
 
 
 @dataclass(frozen=True)
-class Kept:
+class NodeStore:
     """All that a node has in its ``context.state``.
 
     Attributes
@@ -223,7 +223,7 @@ class Kept:
     own: Mapping[str, NDArray[Any]]
 
     @classmethod
-    def load(cls, context: Context) -> Kept | None:
+    def load(cls, context: Context) -> NodeStore | None:
         """Return what this node keeps; None when it keeps nothing. Modifies nothing.
 
         Raises

@@ -15,11 +15,11 @@ import numpy as np
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, Real, State
 from fedcomp.gossip.errors import StaleInstruction
-from fedcomp.gossip.node import Local, Memory, handle
-from fedcomp.gossip.protocol import Answer, Instruction, largest_message
-from fedcomp.gossip.relay import Observer, Relay, Report
+from fedcomp.gossip.node import Memory, NodeData, handle
+from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
+from fedcomp.gossip.relay import Observer, Relay, RelayReport
 from fedcomp.gossip.topology import Topology
-from fedcomp.gossip.traffic import Traffic
+from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -75,7 +75,7 @@ class FaultPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GossipOutcome:
     """What came of a run.
 
     Attributes
@@ -85,8 +85,8 @@ class Outcome:
     states : dict of int to State
     curve : list of (int, Any)
         Iterations begun, and what ``observe`` returned; the last one is of the final models.
-    traffic : Traffic
-    report : Report
+    traffic : GossipTraffic
+    report : RelayReport
     memories : dict of int to Memory
         Also of nodes that have left or were given up.
     """
@@ -94,18 +94,18 @@ class Outcome:
     models: dict[int, Real]
     states: dict[int, State]
     curve: list[tuple[int, Any]]
-    traffic: Traffic
-    report: Report
+    traffic: GossipTraffic
+    report: RelayReport
     memories: dict[int, Memory] = field(repr=False)
 
 
-class Nodes:
+class SimulatedNodes:
     """All nodes of a run in one process, and the faults between them and the relay.
 
     Parameters
     ----------
     algorithm : Algorithm
-    locals : sequence of Local, or None
+    locals : sequence of NodeData, or None
         By node; None, as a whole or for one node: no gradients.
     starts : ndarray or sequence of ndarray
         One model for all, or one each.
@@ -118,7 +118,7 @@ class Nodes:
     def __init__(
         self,
         algorithm: Algorithm,
-        locals: Sequence[Local | None] | None,
+        locals: Sequence[NodeData | None] | None,
         starts: Real | Sequence[Real],
         layout: Layout,
         *,
@@ -136,20 +136,20 @@ class Nodes:
 
     def carry_out(
         self, instructions: Mapping[int, Instruction], attempt: int
-    ) -> tuple[dict[int, Answer], dict[int, str]]:
+    ) -> tuple[dict[int, NodeAnswer], dict[int, str]]:
         """Deliver instructions and return the answers that arrive, and why others do not."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, NodeAnswer] = {}
         errors: dict[int, str] = {}
         for node, instruction in instructions.items():
             kind = "none" if self.faults is None else self.faults(node, attempt)
             answer = self._deliver(node, instruction, kind)
-            if isinstance(answer, Answer):
+            if isinstance(answer, NodeAnswer):
                 answers[node] = answer
             else:
                 errors[node] = answer
         return answers, errors
 
-    def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+    def _deliver(self, node: int, instruction: Instruction, kind: str) -> NodeAnswer | str:
         if kind == "silent":
             return "no connection"
         if kind == "wiped":
@@ -173,7 +173,7 @@ class Nodes:
                     raise AssertionError(f"node {node} carried out instruction {older.serial} after a newer one")
         return "the answer was lost" if kind == "lost_reply" else answer
 
-    def _handle(self, node: int, instruction: Instruction, *, keep: bool = True) -> Answer:
+    def _handle(self, node: int, instruction: Instruction, *, keep: bool = True) -> NodeAnswer:
         local = None if self.locals is None else self.locals[node]
         memory, answer = handle(
             self.algorithm,
@@ -195,7 +195,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SimulationSettings:
     """How :func:`simulate` runs, beside what it runs.
 
     Parameters
@@ -220,7 +220,7 @@ class Settings:
     skew_rounds: int | Literal["auto"] = 0
     every: int = 0
     observe: Callable[[int, Mapping[int, Real]], Any] | None = None
-    before: Callable[[Relay, Nodes], None] | None = None
+    before: Callable[[Relay, SimulatedNodes], None] | None = None
     patience: int = 5
     members: Collection[int] | None = None
     watch: Observer | bool = True
@@ -230,20 +230,20 @@ class Settings:
 def simulate(
     algorithm: Algorithm,
     topology: Topology,
-    locals: Sequence[Local | None] | None,
+    locals: Sequence[NodeData | None] | None,
     starts: Real | Sequence[Real],
     iterations: int,
     *,
     layout: Layout,
     seed: int,
-    settings: Settings | None = None,
-) -> Outcome:
+    settings: SimulationSettings | None = None,
+) -> GossipOutcome:
     """Run an algorithm on a graph.
 
     Parameters
     ----------
     algorithm, topology : Algorithm, Topology
-    locals : sequence of Local, or None
+    locals : sequence of NodeData, or None
         By node; None, as a whole or for one node: no gradients.
     starts : ndarray, shape (d,), or sequence of ndarray
         One model for all, or one each; float32 or float64.
@@ -253,7 +253,7 @@ def simulate(
         The model's.
     seed : int
         The run's.
-    settings : Settings, optional
+    settings : SimulationSettings, optional
         Faults, observers, and how long the nodes wait for each other.
 
     Raises
@@ -263,11 +263,11 @@ def simulate(
     Diverged, Saturated
         When the iterates grow, are not finite, or leave a given scale.
     """
-    how = Settings() if settings is None else settings
+    how = SimulationSettings() if settings is None else settings
     every, observe = how.every, how.observe
     _check_starts(starts, topology.n, how.common)
     algorithm = algorithm.fitted(topology)
-    nodes = Nodes(algorithm, locals, starts, layout, common=how.common, faults=how.faults)
+    nodes = SimulatedNodes(algorithm, locals, starts, layout, common=how.common, faults=how.faults)
     relay = Relay(
         algorithm,
         topology,
@@ -297,7 +297,7 @@ def simulate(
     if observe is not None:
         total = relay.iterations + relay.skew_rounds
         curve.append((total, observe(total, models)))
-    return Outcome(models, states, curve, relay.traffic, relay.report, nodes.memories)
+    return GossipOutcome(models, states, curve, relay.traffic, relay.report, nodes.memories)
 
 
 def _check_starts(starts: Real | Sequence[Real], n: int, common: Real | None) -> None:

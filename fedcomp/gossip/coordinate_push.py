@@ -43,7 +43,7 @@ from fedcomp.gossip.base import (
     real,
 )
 from fedcomp.gossip.errors import MessageError
-from fedcomp.gossip.packet import Flag, all_finite, pack, peek, require_finite, unpack
+from fedcomp.gossip.packet import MessageFlag, all_finite, pack, peek, require_finite, unpack
 from fedcomp.gossip.pushsum import heirs
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout
@@ -238,7 +238,7 @@ class CoordinatePush(Algorithm):
                 body = entries.tobytes()
             else:
                 body = self._section(split, pairs).write(_Pairs(entries[:head]), at[:head]) + entries[head:].tobytes()
-            flags = Flag.DENSE if view.dense else Flag(0)
+            flags = MessageFlag.DENSE if view.dense else MessageFlag(0)
             outbox.append(Multicast((j,), pack(view.iteration, 0, flags, z.dtype, body)))
             taken = share.astype(np.float64)
             x[at] -= taken * value.astype(np.float64)
@@ -261,7 +261,7 @@ class CoordinatePush(Algorithm):
         now = state
         for message in messages:
             header = peek(message.payload)
-            mark, seen = 2 * header.iteration + bool(header.flags & Flag.LEAVING), f"seen/{message.source}"
+            mark, seen = 2 * header.iteration + bool(header.flags & MessageFlag.LEAVING), f"seen/{message.source}"
             if seen in now and mark <= int(now[seen]):
                 continue
             credited = self._credited(now, message)
@@ -303,9 +303,9 @@ class CoordinatePush(Algorithm):
         n, split = state["x"].size, int(state["split"])
         dtype = state["announced"].dtype
         header, body = unpack(message.payload, most=20 * n + 64 + n // 8, dtype=dtype)
-        if header.flags not in (Flag(0), Flag.DENSE, Flag.DENSE | Flag.LEAVING):
+        if header.flags not in (MessageFlag(0), MessageFlag.DENSE, MessageFlag.DENSE | MessageFlag.LEAVING):
             raise MessageError(f"node {message.source} sent flags {header.flags!r}; {self.name} has none like it")
-        leaving, dense = bool(header.flags & Flag.LEAVING), bool(header.flags & Flag.DENSE)
+        leaving, dense = bool(header.flags & MessageFlag.LEAVING), bool(header.flags & MessageFlag.DENSE)
         share, value = (np.dtype("<f8"),) * 2 if leaving else (_SHARE, self._travels(dtype))
         pairs = np.dtype([("share", share), ("value", value)])
         end = 0 if dense else len(body) - (n - split) * pairs.itemsize
@@ -352,7 +352,7 @@ class CoordinatePush(Algorithm):
             # The last one takes what is left, so that nothing is made or lost by rounding.
             entries["share"], entries["value"] = (left, rest) if j == max(parts) else (weights * part, x * part)
             left, rest = left - entries["share"], rest - entries["value"]
-            flags = Flag.DENSE | Flag.LEAVING
+            flags = MessageFlag.DENSE | MessageFlag.LEAVING
             outbox.append(Multicast((j,), pack(view.iteration, 0, flags, state["announced"].dtype, entries.tobytes())))
         shown = self.model(state)
         return {**state, "x": np.zeros_like(x), "weights": np.zeros_like(weights), "announced": shown}, tuple(outbox)

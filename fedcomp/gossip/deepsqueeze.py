@@ -22,7 +22,7 @@ import numpy as np
 from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, real
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import MessageError
-from fedcomp.gossip.packet import Flag, pack, unpack
+from fedcomp.gossip.packet import MessageFlag, pack, unpack
 from fedcomp.gossip.steps import (
     BEGUN,
     Compressing,
@@ -92,7 +92,7 @@ class DeepSqueeze(Compressing):
         wanted = finite(x + state["error"], "the model with what was not sent of it")
         data = self._compressor.encode(wanted, int(state["split"]), _key(view.seed, view.iteration, view.node))
         q = self._read(memoryview(data), state, _key(view.seed, view.iteration, view.node))
-        payload = pack(view.iteration, 0, Flag(0), x.dtype, data)
+        payload = pack(view.iteration, 0, MessageFlag(0), x.dtype, data)
         outbox = (Multicast(tuple(view.column), payload),) if view.column else ()
         return {**state, "error": wanted - q, **begun(view, announced=q)}, outbox
 

@@ -12,7 +12,7 @@ geometric
     ``s_k = s0 * rho**k``, the published one. The error falls at exactly ``rho``, if that is slower than the algorithm
     itself. If it is not, innovations leave the box for good and errors grow: an innovation of more than ``tolerance``
     times the scale marks the state, which every node reports (``"saturated"``). When most nodes do, a
-    :class:`~fedcomp.gossip.tuning.Watch` ends the run with :class:`~fedcomp.gossip.errors.Saturated`.
+    :class:`~fedcomp.gossip.tuning.DivergenceWatch` ends the run with :class:`~fedcomp.gossip.errors.Saturated`.
 zoom
     One bit more, in the message's header: the innovation left the box. Then both ends multiply s by ``factor`` before
     this message; otherwise by ``rho`` after it. Derived here: neither s0 nor the smoothness need to be known.
@@ -37,7 +37,7 @@ from fedcomp.gossip.cold import COLD, ESTIMATE
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.estimates import absorb, broadcast, copy_key, missed
 from fedcomp.gossip.exact import share
-from fedcomp.gossip.packet import Flag, Header
+from fedcomp.gossip.packet import MessageFlag, MessageHeader
 from fedcomp.gossip.primal_dual import DECISION
 from fedcomp.gossip.steps import incoming
 from fedcomp.layout import Layout
@@ -164,7 +164,7 @@ class DynaCOLD(COLD):
         outside = reach > scale
         if self.scale == "zoom" and outside:
             scale *= self.factor
-        flags = Flag.ZOOM if self.scale == "zoom" and outside else Flag(0)
+        flags = MessageFlag.ZOOM if self.scale == "zoom" and outside else MessageFlag(0)
         q = self._compressor.scaled(scale / 2.0)
         sent = broadcast(state, {ESTIMATE: z}, q, view, flags=flags, digest_every=self.digest_every)
         noise = _ROUNDING * np.finfo(z.dtype).eps * float(np.max(np.abs(z), initial=0.0))
@@ -183,12 +183,12 @@ class DynaCOLD(COLD):
             return state
         age, used = int(state["age"]), {}
 
-        def scaled(source: int, header: Header) -> Compressor:
-            whole = bool(header.flags & Flag.RESYNC)
+        def scaled(source: int, header: MessageHeader) -> Compressor:
+            whole = bool(header.flags & MessageFlag.RESYNC)
             known = np.array(self.s0) if whole else state.get(_scale_key(source), np.array(self.s0))
             before = None if whole else state.get(copy_key(ESTIMATE, source), state[f"{ESTIMATE}.start"])
             used[source] = self._scale_of(known, age, before)
-            if header.flags & Flag.ZOOM:
+            if header.flags & MessageFlag.ZOOM:
                 used[source] *= self.factor
             return self._compressor.scaled(used[source] / 2.0)
 
@@ -196,7 +196,7 @@ class DynaCOLD(COLD):
         new = {**absorbed.state, "age": np.array(age + 1)}
         if self.scale == "zoom":
             for message in absorbed.received:
-                outside = bool(message.header.flags & Flag.ZOOM)
+                outside = bool(message.header.flags & MessageFlag.ZOOM)
                 scale = self._next(used[message.source], outside, message.estimates[ESTIMATE])
                 new[_scale_key(message.source)] = np.array(scale)
         return self._mixed(new)

@@ -54,7 +54,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import GossipMessage, Multicast, Outbox, Real, State, View
 from fedcomp.gossip.compressor import Compressor, Delta
 from fedcomp.gossip.errors import MessageError, OutOfStep
-from fedcomp.gossip.packet import Flag, Header, peek, require_finite
+from fedcomp.gossip.packet import MessageFlag, MessageHeader, peek, require_finite
 from fedcomp.gossip.streams import (
     DIGEST_BYTES,
     NO_FLAGS,
@@ -78,7 +78,7 @@ __all__ = [
     "DIGEST_BYTES",
     "Absorbed",
     "Received",
-    "Sent",
+    "WrittenMessages",
     "absorb",
     "along_edge",
     "broadcast",
@@ -93,7 +93,7 @@ __all__ = [
 ]
 
 
-class Sent(NamedTuple):
+class WrittenMessages(NamedTuple):
     """What a node knows after it has written.
 
     Attributes
@@ -116,7 +116,7 @@ class Received(NamedTuple):
     Attributes
     ----------
     source : int
-    header : Header
+    header : MessageHeader
     extra : bytes
         The algorithm's own bytes of the message.
     deltas : dict of str to Delta
@@ -127,7 +127,7 @@ class Received(NamedTuple):
     """
 
     source: int
-    header: Header
+    header: MessageHeader
     extra: bytes
     deltas: dict[str, Delta]
     estimates: dict[str, Real]
@@ -194,10 +194,10 @@ def broadcast(
     *,
     to: Iterable[int] | None = None,
     extra: bytes | Mapping[int, bytes] = b"",
-    flags: Flag = NO_FLAGS,
+    flags: MessageFlag = NO_FLAGS,
     digest_every: int = 50,
     alpha: float = 1.0,
-) -> Sent:
+) -> WrittenMessages:
     """Advance the own estimates towards ``targets`` and write the messages that advance every copy by the same.
 
     Parameters
@@ -215,7 +215,7 @@ def broadcast(
         Destinations; default the keys of ``view.column``.
     extra : bytes, or mapping of destination to bytes
         Put in front of the body. Destinations with the same bytes share one multicast.
-    flags : Flag
+    flags : MessageFlag
         Further flags of the header (ZOOM, ...).
     digest_every : int
         Messages 0, R, 2R, ... of the stream carry a digest; 0: none does.
@@ -251,7 +251,7 @@ def broadcast(
         new[f"{first}.sent/{j}"] = np.array(number + 1, np.int64)
     new[f"{first}.seq"] = np.array(number + 1, np.int64)
     outbox = tuple(Multicast(tuple(destinations), payload) for payload, destinations in groups.items())
-    return Sent(new, outbox, message.deltas)
+    return WrittenMessages(new, outbox, message.deltas)
 
 
 def missed(state: State, name: str, to: int) -> bool:
@@ -267,7 +267,7 @@ def along_edge(
     to: int,
     *,
     extra: bytes = b"",
-    flags: Flag = NO_FLAGS,
+    flags: MessageFlag = NO_FLAGS,
     digest_every: int = 50,
 ) -> tuple[State, Multicast, dict[str, Delta]]:
     """The same along one directed edge: advance ``z>to`` and write the one message.
@@ -341,7 +341,7 @@ def absorb(
     received: list[Received] = []
     for message in messages:
         header = peek(message.payload)
-        whole = Flag.RESYNC in header.flags
+        whole = MessageFlag.RESYNC in header.flags
         seen = new.get(f"{names[0]}.seq/{message.source}")
         if not follows(header, seen, message.source):
             continue

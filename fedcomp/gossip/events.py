@@ -11,7 +11,7 @@ Event = tuple[int, int, str]
 
 
 @dataclass(slots=True)
-class Report:
+class RelayReport:
     """What happened beside plain iterations. Events are ``[round, node, reason]``, rounds counted from 1.
 
     Attributes
@@ -51,7 +51,7 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Report:
+    def from_dict(cls, values: Mapping[str, Any]) -> RelayReport:
         """Recreate the report from :meth:`to_dict`."""
         report = cls()
         for name, value in values.items():

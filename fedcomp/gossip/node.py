@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import NonFiniteUpdate, StateError
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Outbox, Real, State, View
 from fedcomp.gossip.errors import Diverged, MessageError, OutOfStep, StaleInstruction
-from fedcomp.gossip.protocol import Answer, Instruction, Parts
+from fedcomp.gossip.protocol import Instruction, NodeAnswer, Parts
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -27,7 +27,7 @@ _STATE: Final = "state/"
 _CHANGE: Final = "change"
 
 
-class Local(Protocol):
+class NodeData(Protocol):
     """A node's own data."""
 
     def gradient(self, z: Real, key: Key) -> Real:
@@ -50,7 +50,7 @@ class Memory:
         Of the last instruction carried out.
     state : State
         The algorithm's.
-    answer : Answer
+    answer : NodeAnswer
         Its last answer, repeated when it is asked again.
     change : ndarray, optional
         What the last forward pass did to running statistics; becomes part of the model when its iteration is finished.
@@ -60,7 +60,7 @@ class Memory:
     serial: int
     epoch: int
     state: State
-    answer: Answer
+    answer: NodeAnswer
     change: Real | None = None
 
     def to_parts(self) -> tuple[dict[str, NDArray[Any]], Parts]:
@@ -86,7 +86,7 @@ class Memory:
                 serial=int(parts["serial"]),
                 epoch=int(parts["epoch"]),
                 state={n.removeprefix(_STATE): np.asarray(a) for n, a in arrays.items() if n.startswith(_STATE)},
-                answer=Answer.from_parts(
+                answer=NodeAnswer.from_parts(
                     {n.removeprefix("answer."): v for n, v in parts.items() if n.startswith("answer.")}
                 ),
                 change=arrays.get(_CHANGE),
@@ -99,12 +99,12 @@ def handle(
     algorithm: Algorithm,
     memory: Memory | None,
     instruction: Instruction,
-    local: Local | None,
+    local: NodeData | None,
     start: Real,
     layout: Layout,
     *,
     common: Real | None = None,
-) -> tuple[Memory | None, Answer]:
+) -> tuple[Memory | None, NodeAnswer]:
     """Carry out one instruction. Pure: ``memory`` is not modified, and nothing else remembers anything.
 
     Parameters
@@ -115,7 +115,7 @@ def handle(
         What the last call returned.
     instruction : Instruction
         From the relay; trusted as far as its numbers go, its messages are not.
-    local : Local or None
+    local : NodeData or None
         None: there is no gradient (consensus only).
     start : ndarray, shape (d,), float32 or float64
         The model with which this node begins or joins a run.
@@ -151,7 +151,7 @@ def handle(
         change = None
     elif memory is None or not _continues(memory, instruction):
         # Of a copy restored after a crash the relay has newer messages: going on with it would send a share twice.
-        return memory, Answer(instruction.session, instruction.serial, fresh=True)
+        return memory, NodeAnswer(instruction.session, instruction.serial, fresh=True)
     else:
         state, change = memory.state, memory.change
     return _carry_out(algorithm, state, change, instruction, local, layout)
@@ -167,9 +167,9 @@ def _carry_out(
     state: State,
     change: Real | None,
     instruction: Instruction,
-    local: Local | None,
+    local: NodeData | None,
     layout: Layout,
-) -> tuple[Memory, Answer]:
+) -> tuple[Memory, NodeAnswer]:
     view = instruction.view
     noticed = algorithm.noticed(state, instruction.inbox)
     state, change, refused, lost = _settled(algorithm, state, change, instruction)
@@ -185,7 +185,7 @@ def _carry_out(
             change = None if local is None or view.dense else local.change()
         except (NonFiniteUpdate, Diverged) as error:
             failed = str(error) or type(error).__name__
-    answer = Answer(
+    answer = NodeAnswer(
         instruction.session,
         instruction.serial,
         multicasts=tuple(outbox),
@@ -254,17 +254,17 @@ def _shifted(algorithm: Algorithm, state: State, change: Real | None) -> State:
     return state if change is None else algorithm.shift(state, change)
 
 
-def _gradient(local: Local | None, view: View) -> Gradient | None:
+def _gradient(local: NodeData | None, view: View) -> Gradient | None:
     if local is None or view.dense:
         return None
     key = view.key("gradient")
     return lambda z: local.gradient(z, key)
 
 
-def _observed(algorithm: Algorithm, memory: Memory | None, instruction: Instruction) -> Answer:
+def _observed(algorithm: Algorithm, memory: Memory | None, instruction: Instruction) -> NodeAnswer:
     if memory is None or memory.serial != instruction.serial or memory.epoch != instruction.epoch:
-        return Answer(instruction.session, instruction.serial, fresh=True)
+        return NodeAnswer(instruction.session, instruction.serial, fresh=True)
     state, _, refused, _ = _settled(algorithm, memory.state, memory.change, instruction)
     failed = "; ".join(refused.values()) if refused and not algorithm.asynchronous else ""
     model = None if failed else algorithm.model(state)
-    return Answer(instruction.session, instruction.serial, failed=failed, facts=algorithm.facts(state), model=model)
+    return NodeAnswer(instruction.session, instruction.serial, failed=failed, facts=algorithm.facts(state), model=model)

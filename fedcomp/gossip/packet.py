@@ -4,7 +4,7 @@ Little-endian throughout::
 
     iteration  u32   of the whole run
     seq        u16   number of this message in its sender's stream, modulo 65536
-    flags      u8    :class:`Flag`; unknown bits are refused
+    flags      u8    :class:`MessageFlag`; unknown bits are refused
     dtype      u8    of the sender's vectors: 1 float32, 2 float64
     body             to the end of the message
 
@@ -33,7 +33,7 @@ _DTYPES: Final[dict[int, Dtype]] = {1: np.dtype("<f4"), 2: np.dtype("<f8")}
 _CODES: Final[dict[Dtype, int]] = {dtype: code for code, dtype in _DTYPES.items()}
 
 
-class Flag(IntFlag):
+class MessageFlag(IntFlag):
     """What a message is. Bits of one byte; part of the format."""
 
     RESYNC = 1
@@ -48,12 +48,14 @@ class Flag(IntFlag):
     """The sender's last message: all it has."""
 
 
-_ALL_FLAGS: Final = int(Flag.RESYNC | Flag.DIGEST | Flag.DENSE | Flag.ZOOM | Flag.LEAVING)
-_FLAGS: Final = tuple(map(Flag, range(_ALL_FLAGS + 1)))
+_ALL_FLAGS: Final = int(
+    MessageFlag.RESYNC | MessageFlag.DIGEST | MessageFlag.DENSE | MessageFlag.ZOOM | MessageFlag.LEAVING
+)
+_FLAGS: Final = tuple(map(MessageFlag, range(_ALL_FLAGS + 1)))
 """By value: looked up several times per message, where making one costs as much as the rest of the header."""
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """The first eight bytes.
 
     Attributes
@@ -62,14 +64,14 @@ class Header(NamedTuple):
         In which the message was written, modulo nothing: below 2**32.
     seq : int
         Modulo 65536.
-    flags : Flag
+    flags : MessageFlag
     dtype : numpy.dtype
         float32 or float64, little-endian.
     """
 
     iteration: int
     seq: int
-    flags: Flag
+    flags: MessageFlag
     dtype: Dtype
 
 
@@ -82,7 +84,7 @@ def pack(iteration: int, seq: int, flags: int, dtype: Any, body: bytes) -> bytes
         Below 2**32.
     seq : int
         Any non-negative integer; it travels modulo 65536.
-    flags : Flag
+    flags : MessageFlag
     dtype : dtype-like
         float32 or float64: that of the sender's vectors.
     body : bytes
@@ -101,7 +103,7 @@ def pack(iteration: int, seq: int, flags: int, dtype: Any, body: bytes) -> bytes
     return _HEADER.pack(iteration, seq & 0xFFFF, flags, code) + body
 
 
-def unpack(payload: bytes, *, most: int, dtype: Any = None) -> tuple[Header, memoryview]:
+def unpack(payload: bytes, *, most: int, dtype: Any = None) -> tuple[MessageHeader, memoryview]:
     """Return the header and the body (a view) of a message.
 
     Parameters
@@ -128,7 +130,7 @@ def unpack(payload: bytes, *, most: int, dtype: Any = None) -> tuple[Header, mem
     return header, memoryview(payload)[HEADER_BYTES:]
 
 
-def peek(payload: bytes) -> Header:
+def peek(payload: bytes) -> MessageHeader:
     """Return the header of a message, to see which kind it is.
 
     Raises
@@ -141,7 +143,7 @@ def peek(payload: bytes) -> Header:
     iteration, seq, flags, code = _HEADER.unpack_from(payload)
     if flags > _ALL_FLAGS or code not in _DTYPES:
         raise MessageError(f"a message has flags {flags:#x} and dtype {code}; known: within {_ALL_FLAGS:#x}, 1 or 2")
-    return Header(iteration, seq, _FLAGS[flags], _DTYPES[code])
+    return MessageHeader(iteration, seq, _FLAGS[flags], _DTYPES[code])
 
 
 def put_real(vector: Real) -> bytes:

@@ -50,7 +50,7 @@ from fedcomp.gossip.base import (
     real,
 )
 from fedcomp.gossip.errors import MessageError
-from fedcomp.gossip.packet import Flag, Header, pack, put_real, take_real, unpack
+from fedcomp.gossip.packet import MessageFlag, MessageHeader, pack, put_real, take_real, unpack
 from fedcomp.gossip.steps import (
     BEGUN,
     begun,
@@ -188,9 +188,9 @@ class PowerGossip(Algorithm):
             turn, factor = self._edge(state, j, view)
             basis = matrices.bases(factor, turn, _stream(view, j), x.dtype)
             projected = matrices.project(announced, basis, turn).astype(travels)
-            check, flags = b"", Flag.RESYNC if turn == 0 else Flag(0)
+            check, flags = b"", MessageFlag.RESYNC if turn == 0 else MessageFlag(0)
             if factor is not None and self.digest_every and turn % self.digest_every == 0:
-                check, flags = _digest(factor), flags | Flag.DIGEST
+                check, flags = _digest(factor), flags | MessageFlag.DIGEST
             body = check + put_real(projected) + put_real(vectors)
             payload = pack(view.iteration, turn % _TURNS, flags, travels, body)
             multicasts.append(Multicast((j,), payload))
@@ -406,7 +406,7 @@ def _digest(factor: Real) -> bytes:
 class _Said:
     """A message, read."""
 
-    header: Header
+    header: MessageHeader
     check: bytes
     projected: Real
     vectors: Real
@@ -421,9 +421,9 @@ def _read(payload: bytes, matrices: Matrices, dtype: np.dtype[Any], source: int)
     vectors = matrices.rest_size
     most = (max(matrices.projected_size(0), matrices.projected_size(1)) + vectors) * dtype.itemsize + _DIGEST_BYTES
     header, body = unpack(payload, most=most, dtype=dtype)
-    if header.flags & ~(Flag.DIGEST | Flag.RESYNC):
+    if header.flags & ~(MessageFlag.DIGEST | MessageFlag.RESYNC):
         raise MessageError(f"node {source} sent {header}, which is no power step")
-    start = _DIGEST_BYTES if header.flags & Flag.DIGEST else 0
+    start = _DIGEST_BYTES if header.flags & MessageFlag.DIGEST else 0
     count = matrices.projected_size(header.seq)
     values = take_real(body[start:], count + vectors, dtype)
     return _Said(header, bytes(body[:start]), values[:count], values[count:])

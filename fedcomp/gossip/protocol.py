@@ -134,7 +134,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class NodeAnswer:
     """What a node says to an instruction. Kept by the node until the next instruction, which acknowledges it.
 
     Attributes
@@ -195,7 +195,7 @@ class Answer:
         }
 
     @classmethod
-    def from_parts(cls, parts: Mapping[str, Any], model: Real | None = None) -> Answer:
+    def from_parts(cls, parts: Mapping[str, Any], model: Real | None = None) -> NodeAnswer:
         """Recreate an answer; types are checked here, what it says is checked by the relay.
 
         Raises
@@ -245,7 +245,7 @@ def largest_message(algorithm: Algorithm, size: int, itemsize: int) -> int:
     return algorithm.vectors_per_message * size * (itemsize + 12) + 1024
 
 
-def check(instruction: Instruction, answer: Answer, largest: int, *, synchronous: bool) -> None:
+def check(instruction: Instruction, answer: NodeAnswer, largest: int, *, synchronous: bool) -> None:
     """Refuse an answer that cannot be one to ``instruction``.
 
     Raises

@@ -36,8 +36,8 @@ from fedcomp.gossip.base import (
 )
 from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import (
-    Flag,
-    Header,
+    MessageFlag,
+    MessageHeader,
     all_finite,
     pack,
     peek,
@@ -63,7 +63,7 @@ _ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalStep:
     """What a node holds after its local step.
 
     Attributes
@@ -150,7 +150,7 @@ class PushSum(Algorithm):
                 share = share_of(body, message.source)
             except MessageError:
                 continue
-            kind = message.source, Flag.DENSE in header.flags
+            kind = message.source, MessageFlag.DENSE in header.flags
             if mark_of(header) <= last.get(kind, self._counted(state, *kind)):
                 found[message.source] = f"its message of iteration {header.iteration} came again and is ignored"
             elif share <= _NOTHING:
@@ -226,7 +226,7 @@ class PushSum(Algorithm):
         """Return the state after the model moved by ``change``: the numerator moves by ``w * change``."""
         return {**state, "x": state["x"] + float(state["w"]) * change}
 
-    def _local(self, state: State, gradient: Gradient | None, view: View) -> Local | None:
+    def _local(self, state: State, gradient: Gradient | None, view: View) -> LocalStep | None:
         """Make the local step. None for a node that may only receive: its weight is below ``w_min``.
 
         Raises
@@ -244,7 +244,7 @@ class PushSum(Algorithm):
                 state = {**state, **moved, "x": state["x"] - step}
                 z = self._debiased(state)
         require_finite(z, f"node {view.node}, iteration {view.iteration}: the de-biased model")
-        return Local(state, z, w)
+        return LocalStep(state, z, w)
 
     def _rate(self, iteration: int) -> float:
         """Return the step size of an iteration: half a cosine from ``lr`` to zero, if it is to fall."""
@@ -279,7 +279,7 @@ class PushSum(Algorithm):
         seen = {f"seen/{message.source}": np.array(mark_of(header), np.int64)}
         return {**self._received(state, x, share, message.source), **seen}
 
-    def _push_whole(self, local: Local, view: View) -> tuple[State, Outbox]:
+    def _push_whole(self, local: LocalStep, view: View) -> tuple[State, Outbox]:
         """Push P[j, i] of everything to every active out-neighbour j: plain push-sum, models whole."""
         x, left = local.state["x"], local.w
         shares = {j: view.column[j] * local.w for j in sorted(view.column)}
@@ -288,7 +288,7 @@ class PushSum(Algorithm):
             x, left = x - share * z, left - share
         body = put_real(local.z)
         outbox = tuple(
-            Multicast(to, pack(view.iteration, 0, Flag.DENSE, local.z.dtype, put_scalars(share) + body))
+            Multicast(to, pack(view.iteration, 0, MessageFlag.DENSE, local.z.dtype, put_scalars(share) + body))
             for share, to in grouped(shares).items()
         )
         return {**local.state, "x": x, "w": np.array(left)}, outbox
@@ -313,13 +313,15 @@ class PushSum(Algorithm):
             share, moved = (left, rest) if j == max(parts) else (w * part, x * part)
             left, rest = left - share, rest - moved
             body = put_scalars(share) + put_real(moved)
-            outbox.append(Multicast((j,), pack(view.iteration, 0, Flag.DENSE | Flag.LEAVING, moved.dtype, body)))
+            outbox.append(
+                Multicast((j,), pack(view.iteration, 0, MessageFlag.DENSE | MessageFlag.LEAVING, moved.dtype, body))
+            )
         return self._guarded({**state, "x": np.zeros_like(x), "w": np.array(0.0)}, state), tuple(outbox)
 
 
-def mark_of(header: Header) -> int:
+def mark_of(header: MessageHeader) -> int:
     """Return a number that grows from one message of an edge to the next."""
-    return 2 * header.iteration + bool(header.flags & Flag.LEAVING)
+    return 2 * header.iteration + bool(header.flags & MessageFlag.LEAVING)
 
 
 def part_of(model: Real, share: float) -> Real:
@@ -385,10 +387,10 @@ def share_of(data: memoryview | bytes, source: int) -> float:
 
 def is_whole(message: GossipMessage) -> bool:
     """Whether a message carries a whole model or numerator and concerns no estimate."""
-    return Flag.DENSE in peek(message.payload).flags
+    return MessageFlag.DENSE in peek(message.payload).flags
 
 
-def read_whole(message: GossipMessage, who: int, state: State) -> tuple[Header, float, Real]:
+def read_whole(message: GossipMessage, who: int, state: State) -> tuple[MessageHeader, float, Real]:
     """Return header, share of w, and what the message adds to the numerator: float64 of shape (d,).
 
     Raises
@@ -398,9 +400,9 @@ def read_whole(message: GossipMessage, who: int, state: State) -> tuple[Header, 
     """
     size = state["x"].size
     header, body = unpack(message.payload, most=SHARE_BYTES + 8 * size)
-    leaving = Flag.LEAVING in header.flags
+    leaving = MessageFlag.LEAVING in header.flags
     dtype = np.dtype(np.float64) if leaving else state["dtype"].dtype
-    if header.flags not in (Flag.DENSE, Flag.DENSE | Flag.LEAVING) or header.dtype != dtype:
+    if header.flags not in (MessageFlag.DENSE, MessageFlag.DENSE | MessageFlag.LEAVING) or header.dtype != dtype:
         raise MessageError(
             f"node {who} sent a message with flags {header.flags!r} and {header.dtype} vectors; expected a whole model "
             f"in {dtype}; all nodes must run one algorithm with models of one dtype"

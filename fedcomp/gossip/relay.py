@@ -24,12 +24,12 @@ from typing import Any, Final, Literal, Protocol
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import Algorithm, GossipMessage, Multicast, View
 from fedcomp.gossip.errors import AnswerError, Diverged, MessageError
-from fedcomp.gossip.events import Report
+from fedcomp.gossip.events import RelayReport
 from fedcomp.gossip.mailbox import Blobs, Mailbox, Pending, numbered, unnumbered
-from fedcomp.gossip.protocol import Action, Answer, Instruction, Start, check
+from fedcomp.gossip.protocol import Action, Instruction, NodeAnswer, Start, check
 from fedcomp.gossip.topology import Topology
-from fedcomp.gossip.traffic import Phase, Traffic
-from fedcomp.gossip.tuning import Watch
+from fedcomp.gossip.traffic import GossipTraffic, Phase
+from fedcomp.gossip.tuning import DivergenceWatch
 from fedcomp.logs import log
 
 _REASON: Final = 300
@@ -41,7 +41,7 @@ ENDLESS: Final = 2**32 - 1
 
 
 class Observer(Protocol):
-    """What is told the nodes' figures after every iteration; :class:`fedcomp.gossip.tuning.Watch` is one."""
+    """What is told the nodes' figures after every iteration; :class:`fedcomp.gossip.tuning.DivergenceWatch` is one."""
 
     def __call__(self, iteration: int, facts: Mapping[int, Mapping[str, float]]) -> Mapping[int, str] | None:
         """Take note; return nodes that are not believed, with the reason, for the report. Raises
@@ -91,7 +91,7 @@ class Relay:
         Who takes part from the beginning; default: every vertex.
     watch : Observer or bool
         Is told the nodes' figures of every iteration and ends the run by raising Diverged; True: a
-        :class:`~fedcomp.gossip.tuning.Watch`, False: nobody.
+        :class:`~fedcomp.gossip.tuning.DivergenceWatch`, False: nobody.
 
     Raises
     ------
@@ -130,11 +130,11 @@ class Relay:
         self.algorithm, self.topology, self.session, self.seed = algorithm, topology, session, seed
         self.iterations, self.skew_rounds, self.largest, self.patience = iterations, skew_rounds, largest, patience
         self.rejoin = rejoin
-        self.watch: Observer | None = Watch() if watch is True else (watch or None)
+        self.watch: Observer | None = DivergenceWatch() if watch is True else (watch or None)
         self.iteration = 0
         self.epoch = 0
-        self.traffic = Traffic()
-        self.report = Report()
+        self.traffic = GossipTraffic()
+        self.report = RelayReport()
         self._members = set(range(topology.n)) if members is None else set(members)
         if not self._members or not self._members <= set(range(topology.n)):
             raise ConfigError(f"members {members} are not valid: vertices of a graph of {topology.n}, at least one")
@@ -321,12 +321,12 @@ class Relay:
         )
         self._open[node] = Open(instruction, pending)
 
-    def take(self, answers: Mapping[int, Answer], errors: Mapping[int, str] | None = None) -> None:
+    def take(self, answers: Mapping[int, NodeAnswer], errors: Mapping[int, str] | None = None) -> None:
         """Settle a round.
 
         Parameters
         ----------
-        answers : mapping of int to Answer
+        answers : mapping of int to NodeAnswer
             By node. Who is missing is asked again. An answer that cannot be one is as good as none.
         errors : mapping of int to str, optional
             Why some are missing, for the report.
@@ -389,7 +389,7 @@ class Relay:
             self._torn = self._torn or not self.algorithm.asynchronous
             self._end(node, ())
 
-    def _settle(self, node: int, answer: Answer) -> None:
+    def _settle(self, node: int, answer: NodeAnswer) -> None:
         for multicast in answer.multicasts:
             self.traffic.up.add(len(multicast.payload))
         entry = self._open.get(node)
@@ -413,7 +413,7 @@ class Relay:
         del self._open[node]
         self._accept(node, entry, answer)
 
-    def _accept(self, node: int, entry: Open, answer: Answer) -> None:
+    def _accept(self, node: int, entry: Open, answer: NodeAnswer) -> None:
         instruction = entry.instruction
         for source, reason in zip(answer.needs, answer.reasons, strict=True):
             self._note(self.report.needed, node, f"messages of node {source}: {reason}")
@@ -628,7 +628,7 @@ class Relay:
                 pending = tuple(Pending(message, life) for message, life in zip(instruction.inbox, lives, strict=True))
                 self._open[instruction.node] = Open(instruction, pending, attempts, error)
             self._mailbox.set_state(state["mailbox"], messages)
-            self.traffic = Traffic.from_dict(state["traffic"])
-            self.report = Report.from_dict(state["report"])
+            self.traffic = GossipTraffic.from_dict(state["traffic"])
+            self.report = RelayReport.from_dict(state["report"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StateError(f"this is no relay's state: {type(error).__name__}: {error}") from error

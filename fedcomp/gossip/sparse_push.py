@@ -38,7 +38,7 @@ from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import OutOfStep
 from fedcomp.gossip.estimates import absorb, along_edge, broadcast, open_estimates, own_key, retract
 from fedcomp.gossip.packet import peek, put_scalars, unpack
-from fedcomp.gossip.pushsum import SHARE_BYTES, Local, PushSum, credited, is_whole, part_of, read_whole, share_of
+from fedcomp.gossip.pushsum import SHARE_BYTES, LocalStep, PushSum, credited, is_whole, part_of, read_whole, share_of
 from fedcomp.layout import Layout
 
 _NAME: Final = "h"
@@ -198,7 +198,7 @@ class SparsePush(PushSum):
         return {**state, "x": x, "w": np.array(w)}, outbox
 
     def _push_along_edges(
-        self, local: Local, shares: Mapping[int, float], view: View
+        self, local: LocalStep, shares: Mapping[int, float], view: View
     ) -> tuple[State, Outbox, dict[int, Real]]:
         """Write the message of every edge; return the estimates the shares refer to, by destination.
 
@@ -221,7 +221,7 @@ class SparsePush(PushSum):
         return state, tuple(Multicast(to, payload) for payload, to in written.items()), known
 
     def _push_broadcast(
-        self, local: Local, shares: Mapping[int, float], view: View
+        self, local: LocalStep, shares: Mapping[int, float], view: View
     ) -> tuple[State, Outbox, dict[int, Real]]:
         """Write one message for all; shares that differ make the first bytes differ."""
         sent = broadcast(

@@ -15,7 +15,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import Algorithm, GossipMessage, Gradient, Multicast, Outbox, Real, State, View, parameters
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import MessageError
-from fedcomp.gossip.packet import Flag, pack, put_real, require_finite, take_real, unpack
+from fedcomp.gossip.packet import MessageFlag, pack, put_real, require_finite, take_real, unpack
 
 BEGUN: Final = "begun."
 
@@ -151,7 +151,7 @@ def whole(model: Real, view: View) -> Outbox:
     """
     if not view.column:
         return ()
-    return (Multicast(tuple(view.column), pack(view.iteration, 0, Flag.DENSE, model.dtype, put_real(model))),)
+    return (Multicast(tuple(view.column), pack(view.iteration, 0, MessageFlag.DENSE, model.dtype, put_real(model))),)
 
 
 def pull(state: State, announced: Real, messages: Sequence[GossipMessage]) -> Real:
@@ -179,7 +179,7 @@ def whole_of(payload: bytes, like: Real, iteration: int, source: int) -> Real:
         When it is not one of this iteration, of ``like``'s dtype and size, or not finite.
     """
     header, body = unpack(payload, most=like.nbytes, dtype=like.dtype)
-    if header.flags != Flag.DENSE or header.iteration != iteration:
+    if header.flags != MessageFlag.DENSE or header.iteration != iteration:
         raise MessageError(f"node {source} sent {header}, expected a whole model of iteration {iteration}")
     return take_real(body, like.size, like.dtype)
 

@@ -15,17 +15,27 @@ from fedcomp.errors import StateError
 from fedcomp.gossip.base import GossipMessage, Real, State, View
 from fedcomp.gossip.compressor import Compressor, Delta
 from fedcomp.gossip.errors import MessageError, OutOfStep
-from fedcomp.gossip.packet import Flag, Header, all_finite, pack, peek, put_real, require_finite, take_real, unpack
+from fedcomp.gossip.packet import (
+    MessageFlag,
+    MessageHeader,
+    all_finite,
+    pack,
+    peek,
+    put_real,
+    require_finite,
+    take_real,
+    unpack,
+)
 from fedcomp.rng import Key
 from fedcomp.wire.bits import put_varint, take_varint
 from fedcomp.wire.errors import WireError
 
 DIGEST_BYTES: Final = 8
-NO_FLAGS: Final = Flag(0)
+NO_FLAGS: Final = MessageFlag(0)
 _PREFIX: Final = 10
 """Longest length in front of a section."""
 
-Compressors = Compressor | Callable[[int, Header], Compressor]
+Compressors = Compressor | Callable[[int, MessageHeader], Compressor]
 
 
 class Draft:
@@ -41,7 +51,7 @@ class Draft:
         compressor: Compressor,
         view: View,
         to: int | None,
-        flags: Flag,
+        flags: MessageFlag,
         alpha: float,
     ) -> None:
         self.header = (view.iteration, flags)
@@ -77,7 +87,7 @@ class Draft:
     def write(self, number: int, extra: bytes, whole: bool) -> bytes:
         """Return message ``number`` of the stream."""
         iteration, flags = self.header
-        flags |= (Flag.DIGEST if self.digest else NO_FLAGS) | (Flag.RESYNC if whole else NO_FLAGS)
+        flags |= (MessageFlag.DIGEST if self.digest else NO_FLAGS) | (MessageFlag.RESYNC if whole else NO_FLAGS)
         wholes = b"".join(map(put_real, self.before.values())) if whole else b""
         dtype = next(iter(self.before.values())).dtype
         return pack(iteration, number, flags, dtype, extra + self.digest + wholes + self.sections)
@@ -117,15 +127,15 @@ class Reader:
             compressor = compressor(message.source, header)
             most = self._most(compressor)
         _, body = unpack(message.payload, most=most, dtype=self.dtype)
-        if Flag.DENSE in header.flags or Flag.LEAVING in header.flags:
+        if MessageFlag.DENSE in header.flags or MessageFlag.LEAVING in header.flags:
             raise MessageError(f"a message with flags {header.flags!r} came where a change of an estimate was expected")
-        signed = Flag.DIGEST in header.flags
+        signed = MessageFlag.DIGEST in header.flags
         if signed and not self.copies:
             raise MessageError("a message has a digest, which a sum of copies cannot be compared with")
         extra, body = _cut(body, self.extra)
         digest, body = _cut(body, DIGEST_BYTES if signed else 0)
         wholes = {}
-        for name in self.names if Flag.RESYNC in header.flags else ():
+        for name in self.names if MessageFlag.RESYNC in header.flags else ():
             data, body = _cut(body, self.size * self.dtype.itemsize)
             wholes[name] = take_real(data, self.size, self.dtype)
         deltas = {}
@@ -151,7 +161,7 @@ def _cut_prefixed(body: memoryview) -> tuple[memoryview, memoryview]:
     return _cut(body[start:], size)
 
 
-def follows(header: Header, seen: Any, source: int) -> bool:
+def follows(header: MessageHeader, seen: Any, source: int) -> bool:
     """Return whether a message is to be applied; False for one that was applied before.
 
     Raises
@@ -163,7 +173,7 @@ def follows(header: Header, seen: Any, source: int) -> bool:
     if header.iteration <= last:
         if (expected - 1 - header.seq) & 0xFFFF < min(applied, 1 << 15):
             return False
-    elif Flag.RESYNC in header.flags or header.seq == expected:
+    elif MessageFlag.RESYNC in header.flags or header.seq == expected:
         return True
     raise OutOfStep(
         source,

@@ -52,7 +52,7 @@ def _by_phase() -> dict[Phase, Count]:
 
 
 @dataclass(slots=True)
-class Traffic:
+class GossipTraffic:
     """What a run has sent so far.
 
     Attributes
@@ -126,7 +126,7 @@ class Traffic:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Traffic:
+    def from_dict(cls, values: Mapping[str, Any]) -> GossipTraffic:
         """Recreate the counters from :meth:`to_dict`."""
         return cls(
             edge={phase: Count(**values["edge"][phase]) for phase in PHASES},

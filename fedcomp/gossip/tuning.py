@@ -40,7 +40,7 @@ _APART: Final = 1e3
 data stay within a factor of 3 of the median (measured on three digits per node)."""
 
 
-class Watch:
+class DivergenceWatch:
     """Ends a run whose iterates grow instead of settling. Called once per iteration with every node's figures.
 
     What is watched is ``"innovation"``, the norm of what a message did not carry: in a run that works it rises in the
@@ -66,7 +66,7 @@ class Watch:
 
     Examples
     --------
-    >>> watch = Watch(window=10)
+    >>> watch = DivergenceWatch(window=10)
     >>> for k in range(100):
     ...     grown = 1.2 ** max(0, k - 50)
     ...     watch(k, {0: {"innovation": 1.0}, 1: {"innovation": grown}, 2: {"innovation": 0.9 * grown}})
@@ -241,10 +241,10 @@ def tune_gamma(
     make : callable
         From gamma to the algorithm, everything else as it will be used.
     pilot : callable
-        Runs a few hundred iterations of the algorithm on the real graph and data, with a :class:`Watch`. It fails by
-        :class:`Diverged` or :class:`~fedcomp.errors.NonFiniteUpdate`, or by returning NaN or infinity. A number it
-        returns is a loss, the less the better; after anything else there is nothing to compare, and the first gamma
-        that works is taken.
+        Runs a few hundred iterations of the algorithm on the real graph and data, with a :class:`DivergenceWatch`.
+        It fails by :class:`Diverged` or :class:`~fedcomp.errors.NonFiniteUpdate`, or by returning NaN or infinity. A
+        number it returns is a loss, the less the better; after anything else there is nothing to compare, and the first
+        gamma that works is taken.
     start, least : float
         First and smallest gamma tried.
 

@@ -16,7 +16,7 @@ from fedcomp.flower import gossip
 from fedcomp.flower.payload import PayloadError
 from fedcomp.flower.records import read_array
 from fedcomp.flower.report import EventSection, figure
-from fedcomp.gossip.protocol import Answer
+from fedcomp.gossip.protocol import NodeAnswer
 
 _MOST_FIGURES: Final = 32
 
@@ -153,7 +153,7 @@ def _sum(values: Sequence[float]) -> float:
         return sum(values)
 
 
-def answer_of(reply: Message) -> Answer:
+def answer_of(reply: Message) -> NodeAnswer:
     """Return the answer a reply carries.
 
     Raises

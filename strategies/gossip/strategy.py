@@ -31,7 +31,7 @@ from fedcomp.flower.report import Reports
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm
-from fedcomp.gossip.protocol import Answer, Instruction, largest_message
+from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
 from fedcomp.gossip.relay import ENDLESS, Observer, Relay
 from fedcomp.gossip.topology import Topology, topology_of
 from fedcomp.gossip.vector import flatten
@@ -47,7 +47,7 @@ __all__ = ["GossipRelay", "Iterations", "Observed", "figures_of", "mean_of"]
 
 _POLL_SECONDS: Final = 0.2
 _EVENTS: Final = ("gone", "joined", "left", "failed", "refused", "needed", "lost", "doubted", "noticed")
-"""What :class:`fedcomp.gossip.relay.Report` lists."""
+"""What :class:`fedcomp.gossip.relay.RelayReport` lists."""
 
 
 class GossipRelay(ExchangeStrategy, Stateful):
@@ -86,7 +86,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         "dense" mixes running statistics of normalisation layers, "local" leaves them to each node.
     watch : Observer or bool
         What is told the nodes' figures after every iteration and may end the run; True is
-        :class:`fedcomp.gossip.tuning.Watch`.
+        :class:`fedcomp.gossip.tuning.DivergenceWatch`.
     seed : int
         Of everything random in the algorithm, and of a random graph.
 
@@ -149,7 +149,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
             )
         self.skew_rounds, self.patience = skew_rounds, patience
         self.deadline, self.wait, self.observe_every = deadline, wait, observe_every
-        self.setup = gossip.Setup(self.algorithm.to_config(), dtype, dense_below, buffers)
+        self.setup = gossip.GossipSetup(self.algorithm.to_config(), dtype, dense_below, buffers)
         self.watch = watch
         self.seed = seed
         self.reports = Reports()
@@ -257,7 +257,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
             if vertex is not None and vertex >= count:
                 report.note("unknown", _outside(vertex, count))
 
-    def _announcement(self) -> gossip.Setup:
+    def _announcement(self) -> gossip.GossipSetup:
         """Return what the nodes are told of the run: the algorithm as it was fitted to the graph."""
         return replace(self.setup, algorithm=self.relay.algorithm.to_config())
 
@@ -355,7 +355,7 @@ class GossipRelay(ExchangeStrategy, Stateful):
         calls = {v: self._hello(self._node_of[v], config) for v in away if v not in messages}
         replies = yield Push([*messages.values(), *calls.values()], self.deadline)
         vertices = {m.metadata.message_id: v for v, m in (*messages.items(), *calls.items())}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, NodeAnswer] = {}
         for reply in replies:
             vertex = vertices[reply.metadata.reply_to_message_id]
             if vertex in calls:

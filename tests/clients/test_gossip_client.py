@@ -21,11 +21,11 @@ from fedcomp.flower.schema import Schema
 from fedcomp.gossip.base import GossipMessage, Multicast, View
 from fedcomp.gossip.errors import AnswerError, MessageError, StaleInstruction
 from fedcomp.gossip.node import Memory
-from fedcomp.gossip.protocol import Answer, Instruction
+from fedcomp.gossip.protocol import Instruction, NodeAnswer
 from fedcomp.gossip.vector import GossipPolicy
 from fedcomp.layout import Layout
 
-SETUP = gossip.Setup(made("sparse-push").to_config(), dense_below=12)
+SETUP = gossip.GossipSetup(made("sparse-push").to_config(), dense_below=12)
 VIEW = View(1, 0, column={2: 0.5}, row={0: 0.5}, seed=7)
 
 
@@ -38,7 +38,7 @@ def node(partition: int = 1) -> Context:
     return Context(1, 2, {"partition-id": partition, "num-partitions": 4}, RecordDict(), {})
 
 
-def message(instruction: Instruction, kind: str = gossip.EXCHANGE_TYPE, setup: gossip.Setup = SETUP) -> Message:
+def message(instruction: Instruction, kind: str = gossip.EXCHANGE_TYPE, setup: gossip.GossipSetup = SETUP) -> Message:
     content = RecordDict()
     setup.put(content)
     gossip.put_instruction(content, instruction)
@@ -59,7 +59,7 @@ def step(serial: int, iteration: int, **more) -> Message:
     return message(Instruction("s", serial, 0, "step", view, **more))
 
 
-def answer(reply: Message) -> Answer:
+def answer(reply: Message) -> NodeAnswer:
     return gossip.take_answer(reply)
 
 
@@ -245,7 +245,7 @@ def test_instructions_survive_the_way_through_a_message(column, row, inbox, retu
     st.booleans(),
 )
 def test_answers_survive_the_way_through_a_message(multicasts, needs, facts, fresh) -> None:
-    said = Answer(
+    said = NodeAnswer(
         "session",
         3,
         tuple(Multicast(tuple(to), data) for to, data in multicasts),
@@ -268,31 +268,31 @@ def test_a_memory_survives_the_context_to_the_bit() -> None:
         "seq": np.array(7, np.int64),
         "u": np.arange(6, dtype=np.float32).reshape(2, 3),
     }
-    said = Answer("s", 4, (Multicast((2, 3), b"abc"), Multicast((4,), b"d")), (1,), ("",), facts={"a": 0.5})
+    said = NodeAnswer("s", 4, (Multicast((2, 3), b"abc"), Multicast((4,), b"d")), (1,), ("",), facts={"a": 0.5})
     named = {name: array.numpy() for name, array in model().items()}
     layout = Layout.of(named, GossipPolicy(12))
     own = {COUNTER: np.array(9, np.int64)}
     context = node()
-    gossip.Kept(Memory("s", 4, 1, arrays, said, np.ones(3)), layout, own).save(context)
-    shorter = Answer("s", 5, (Multicast((2,), b"z"),))
+    gossip.NodeStore(Memory("s", 4, 1, arrays, said, np.ones(3)), layout, own).save(context)
+    shorter = NodeAnswer("s", 5, (Multicast((2,), b"z"),))
     for expected in (said, shorter):
-        found = gossip.Kept.load(context)
+        found = gossip.NodeStore.load(context)
         assert found is not None
         assert (found.memory.answer, found.layout, found.memory.epoch) == (expected, layout, 1)
         assert bits(found.memory.state) == bits(arrays)
         assert bits(found.own) == bits(own)
         # A shorter answer leaves nothing of the longer one behind.
-        gossip.Kept(Memory("s", 4, 1, arrays, shorter, np.ones(3)), layout, own).save(context)
+        gossip.NodeStore(Memory("s", 4, 1, arrays, shorter, np.ones(3)), layout, own).save(context)
     context.state["fedcomp.gossip.memory.arrays/own"] = ArrayRecord({"[]": next(iter(model().values()))})
     with pytest.raises(StateError, match="cannot be read"):
-        gossip.Kept.load(context)
+        gossip.NodeStore.load(context)
 
 
 def test_closing_iterations_load_no_data() -> None:
     """A deployment starts a process per message; what needs no gradient must not pay for one."""
     loaded: list[int] = []
 
-    def problem(message: Message, context: Context, setup: gossip.Setup) -> Pull:
+    def problem(message: Message, context: Context, setup: gossip.GossipSetup) -> Pull:
         loaded.append(int(message.content.config_records["config"]["server-round"]))
         return Pull(int(context.node_config["partition-id"]))
 

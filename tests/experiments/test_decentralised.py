@@ -16,8 +16,8 @@ from fedcomp.experiments.decentralised import (
     ENERGY_OPTIONS,
     Energy,
     GossipCell,
-    Plan,
     Trained,
+    TrainingPlan,
     cost_cells,
     honest_ratio,
     ratio,
@@ -29,7 +29,7 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.central import simulate
 from fedcomp.gossip.local import FlatObjective
 from fedcomp.gossip.topology import topology_of
-from fedcomp.gossip.traffic import Traffic
+from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
 from fedcomp.layout import Layout
 from fedcomp.tasks import get_task
@@ -112,7 +112,7 @@ def test_an_unstable_run_ends_and_says_why(problem: Convex) -> None:
 
 def _curve(errors: list[float]) -> ErrorCurve:
     values = np.array(errors)
-    return ErrorCurve(values, values, values, Traffic(), {})
+    return ErrorCurve(values, values, values, GossipTraffic(), {})
 
 
 def test_the_fit_finds_the_rate_of_a_geometric_sequence_between_its_limits() -> None:
@@ -189,7 +189,7 @@ def test_lost_messages_cost_no_mass_and_are_counted() -> None:
     assert found.events["repeated"] > 10
     assert found.events["gone"] == 0
     with pytest.raises(ConfigError, match=r"drop=1\.0"):
-        Plan(get_task("digits"), get_algorithm(SGP), topology_of("ring", 4), 1, drop=1.0)
+        TrainingPlan(get_task("digits"), get_algorithm(SGP), topology_of("ring", 4), 1, drop=1.0)
 
 
 def test_a_diverged_training_is_an_outcome_that_can_be_kept() -> None:
@@ -210,12 +210,12 @@ def test_cells_that_are_kept_read_as_they_were() -> None:
     first = [Trained.from_json(record) for record in sweep(Say(keep=kept.__setitem__))]
     again = [Trained.from_json(record) for record in sweep(Say(kept=kept, keep=pytest.fail))]
     assert again == first
-    assert isinstance(again[0].traffic, Traffic)
+    assert isinstance(again[0].traffic, GossipTraffic)
     assert again[0].points[-1].edge_bytes == first[0].traffic.edge_bytes
 
 
-def _traffic(letters: int, body: int, closing: int = 0) -> Traffic:
-    traffic = Traffic()
+def _traffic(letters: int, body: int, closing: int = 0) -> GossipTraffic:
+    traffic = GossipTraffic()
     for _ in range(letters):
         traffic.post(8 + body, {"train": 1})
     for _ in range(closing):

@@ -24,13 +24,13 @@ from fedcomp.experiments.catalog.power_gossip import (
     TUNED,
     Group,
 )
-from fedcomp.experiments.decentralised import Point, Trained
+from fedcomp.experiments.decentralised import Evaluation, Trained
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Claim, Findings, Say
 from fedcomp.experiments.relayed import beside, without_messages
 from fedcomp.experiments.spec import RunResult
 from fedcomp.gossip.power_gossip import PowerGossip
-from fedcomp.gossip.traffic import Traffic
+from fedcomp.gossip.traffic import GossipTraffic
 
 SMALL = (
     "gammas=0.1,0.3",
@@ -115,8 +115,8 @@ def test_tables_figures_and_claims_are_whole(small: Small) -> None:
 
 
 def run_with(accuracy: float, diverged: str = "") -> Trained:
-    point = Point(1, accuracy, 0.8, 0.95, 0.1, 0.0, 10)
-    traffic = Traffic()
+    point = Evaluation(1, accuracy, 0.8, 0.95, 0.1, 0.0, 10)
+    traffic = GossipTraffic()
     traffic.post(100, {"train": 2})
     return Trained(accuracy, 0.8, 0.95, 0.1, 0.0, [point], traffic, {}, {}, diverged)
 

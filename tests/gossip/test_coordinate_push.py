@@ -9,7 +9,7 @@ from push_sum_runs import UNBALANCED, by_matrices, opened, rounds, starts, views
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.gossip import AVERAGING, get_algorithm
 from fedcomp.gossip.base import GossipMessage, View, messages_of
-from fedcomp.gossip.central import FaultPlan, Settings, simulate
+from fedcomp.gossip.central import FaultPlan, SimulationSettings, simulate
 from fedcomp.gossip.coordinate_push import CoordinatePush
 from fedcomp.gossip.errors import MessageError, TopologyError
 from fedcomp.gossip.packet import HEADER_BYTES
@@ -91,7 +91,7 @@ def test_a_run_with_faults_ends_at_the_mean():
         120,
         layout=SPLIT,
         seed=0,
-        settings=Settings(
+        settings=SimulationSettings(
             common=np.zeros(D),
             faults=FaultPlan(
                 2, {"silent": 0.05, "lost_reply": 0.05, "duplicate": 0.05, "late_duplicate": 0.05}, until=60

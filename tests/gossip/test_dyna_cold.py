@@ -23,8 +23,8 @@ from fedcomp.gossip.dyna_cold import DynaCOLD
 from fedcomp.gossip.errors import OutOfStep, Saturated
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.nids import NIDS
-from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
-from fedcomp.gossip.tuning import Watch
+from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
+from fedcomp.gossip.tuning import DivergenceWatch
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 from fedcomp.wire import Expected, Tensor
@@ -61,7 +61,7 @@ def test_zoom_costs_no_byte_more(d: int) -> None:
         _, outbox = algorithm.send(state, lambda z: np.ones(d), view_of(RING, 0, 0))
         (message, _) = messages_of(0, outbox)
         assert len(message.payload) == HEADER_BYTES + math.ceil(d / 8)
-        assert bool(peek(message.payload).flags & Flag.ZOOM) == (algorithm.s0 < 1.0)
+        assert bool(peek(message.payload).flags & MessageFlag.ZOOM) == (algorithm.s0 < 1.0)
 
 
 @pytest.mark.long
@@ -71,7 +71,7 @@ def test_7_11_a_schedule_that_is_too_fast_is_reported_and_ends_the_run() -> None
     lr = 1.0 / task.smoothness
     fast = replace(GEOMETRIC, lr=lr, rho=0.9, s0=lr * largest * 1.001)
     saturated: list[float] = []
-    watch = Watch()
+    watch = DivergenceWatch()
 
     def look(k: int, states: Any) -> None:
         facts = dict(enumerate(map(fast.facts, states)))
@@ -87,7 +87,7 @@ def test_7_11_a_schedule_that_is_too_fast_is_reported_and_ends_the_run() -> None
 
 
 def test_a_first_scale_that_is_too_small_is_told_from_a_fast_schedule() -> None:
-    small, watch = replace(GEOMETRIC, s0=NORM / L / 100), Watch()
+    small, watch = replace(GEOMETRIC, s0=NORM / L / 100), DivergenceWatch()
     with pytest.raises(Saturated, match=r"in iteration 0 .*raise s0"):
         run(small, TASK, 3, watch=lambda k, states: watch(k, dict(enumerate(map(small.facts, states)))))
 
@@ -175,8 +175,8 @@ def test_after_a_whole_estimate_all_neighbours_begin_at_the_first_scale() -> Non
             view = replace(view_of(RING, i, 30), resync=frozenset({(i + 1) % TASK.n}))
             sent.append(algorithm.send(state, lambda z, i=i: TASK.gradient(i, z), view))
         inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(sent)})
-        flags = {peek(message.payload).flags & Flag.RESYNC for inbox in inboxes.values() for message in inbox}
-        assert flags == {Flag.RESYNC}
+        flags = {peek(message.payload).flags & MessageFlag.RESYNC for inbox in inboxes.values() for message in inbox}
+        assert flags == {MessageFlag.RESYNC}
         after = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(sent)]
         for i, state in enumerate(after):
             assert np.array_equal(state[f"h/{(i + 1) % TASK.n}"], after[(i + 1) % TASK.n]["h"])

@@ -35,7 +35,7 @@ from fedcomp.gossip.estimates import (
     open_estimates,
     own_key,
 )
-from fedcomp.gossip.packet import Flag
+from fedcomp.gossip.packet import MessageFlag
 from fedcomp.rng import Key
 
 
@@ -161,7 +161,7 @@ def test_messages_with_another_model_or_of_the_closing_phase_are_refused() -> No
         absorb(fresh(), [GossipMessage(0, 1, one.payload + bytes(2000))], ("z",), IDENTITY, complete=False)
     with pytest.raises(MessageError, match="float64"):
         absorb(fresh("float32"), [one], ("z",), IDENTITY, complete=False)
-    for flag in (Flag.DENSE, Flag.LEAVING):
+    for flag in (MessageFlag.DENSE, MessageFlag.LEAVING):
         other = message(write(fresh(), 0, IDENTITY, flags=flag))
         with pytest.raises(MessageError, match="a change of an estimate was expected"):
             absorb(fresh(), [other], ("z",), IDENTITY, complete=False)

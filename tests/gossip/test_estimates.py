@@ -28,7 +28,7 @@ from fedcomp.gossip.base import GossipMessage, State, View, messages_of
 from fedcomp.gossip.compressor import Compressor
 from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.estimates import (
-    Sent,
+    WrittenMessages,
     absorb,
     along_edge,
     broadcast,
@@ -40,7 +40,7 @@ from fedcomp.gossip.estimates import (
     own_key,
     retract,
 )
-from fedcomp.gossip.packet import Flag, Header, peek
+from fedcomp.gossip.packet import MessageFlag, MessageHeader, peek
 from fedcomp.rng import Key
 
 
@@ -59,7 +59,7 @@ def test_7_15_digests_are_equal_at_both_ends_in_every_iteration(c: Compressor, d
             inbox = [one for box in outboxes for one in box if one.destination == i]
             done = absorb(states[i], inbox, ("z",), c)
             states[i] = stored(done.state) if k % 5 == 2 else done.state
-            assert all(peek(one.payload).flags == Flag.DIGEST for one in inbox)
+            assert all(peek(one.payload).flags == MessageFlag.DIGEST for one in inbox)
         found = [digests(state, ("z",)) for state in states]
         for i in range(N):
             for j in ((i - 1) % N, (i + 1) % N):
@@ -80,7 +80,7 @@ def test_7_15_digests_are_equal_on_edges_that_rest_and_come_back(dtype: str) -> 
             inbox = messages_of(0, (multicast,))
             back[j] = absorb(stored(back[j]), inbox, ("z",), RANDOM, complete=False).state
             assert digests(out, ("z",))[f"z>{j}"] == digests(back[j], ("z",))["z/0"]
-            assert not peek(multicast.payload).flags & Flag.RESYNC
+            assert not peek(multicast.payload).flags & MessageFlag.RESYNC
     assert digests(out, ("z",))["z>1"] != digests(out, ("z",))["z>2"]
     assert own_key("z", 1) in out
     assert "z" not in out
@@ -154,14 +154,14 @@ def test_a_gap_is_refused_until_the_whole_estimate_comes() -> None:
     assert caught.value.source == 0
     assert frozen(receiver) == before
     whole = write(sent[2].state, 3, resync=(1,))
-    assert peek(message(whole).payload).flags & Flag.RESYNC
+    assert peek(message(whole).payload).flags & MessageFlag.RESYNC
     receiver = absorb(receiver, [message(whole)], ("z",), TOP, complete=False).state
     assert digests(receiver, ("z",))["z/0"] == digests(whole.state, ("z",))["z"]
     # A message from before the whole one was never applied: it is no duplicate, and what it carries must not vanish.
     with pytest.raises(OutOfStep):
         absorb(receiver, [message(sent[1])], ("z",), TOP, complete=False)
     following = write(whole.state, 4)
-    assert not peek(message(following).payload).flags & Flag.RESYNC
+    assert not peek(message(following).payload).flags & MessageFlag.RESYNC
     receiver = absorb(receiver, [message(whole), message(following)], ("z",), TOP, complete=False).state
     assert digests(receiver, ("z",))["z/0"] == digests(following.state, ("z",))["z"]
 
@@ -229,7 +229,7 @@ def test_a_neighbour_that_missed_messages_of_a_broadcast_gets_the_whole_estimate
         sender = sent.state
         for one in messages_of(0, sent.outbox):
             j = one.destination
-            kinds[j].append(bool(peek(one.payload).flags & Flag.RESYNC))
+            kinds[j].append(bool(peek(one.payload).flags & MessageFlag.RESYNC))
             copies[j] = absorb(copies[j], [one], ("z",), TOP, complete=False).state
             assert digests(copies[j], ("z",))["z/0"] == digests(sender, ("z",))["z"]
     assert kinds == {1: [False] * 6, 2: [False, False, True, False, False], 3: [True, False]}
@@ -250,15 +250,15 @@ def test_alpha_scales_what_both_ends_add_and_not_what_they_see(dtype: str) -> No
 def test_a_compressor_may_depend_on_sender_and_message() -> None:
     asked = []
 
-    def scaled(source: int, header: Header) -> Compressor:
+    def scaled(source: int, header: MessageHeader) -> Compressor:
         asked.append((source, header.iteration, header.flags))
-        return SIGN.scaled(1.0 if header.flags & Flag.ZOOM else 0.5)
+        return SIGN.scaled(1.0 if header.flags & MessageFlag.ZOOM else 0.5)
 
-    one = write(fresh(), 0, SIGN.scaled(1.0), flags=Flag.ZOOM)
+    one = write(fresh(), 0, SIGN.scaled(1.0), flags=MessageFlag.ZOOM)
     two = write(one.state, 1, SIGN.scaled(0.5))
     done = absorb(fresh(), [message(one), message(one), message(two)], ("z",), scaled, complete=False)
     assert done.state["z/0"].tobytes() == two.state["z"].tobytes()
-    assert asked == [(0, 0, Flag.ZOOM | Flag.DIGEST), (0, 1, Flag(0))]
+    assert asked == [(0, 0, MessageFlag.ZOOM | MessageFlag.DIGEST), (0, 1, MessageFlag(0))]
 
 
 def test_estimates_of_received_messages_are_those_right_after_each() -> None:
@@ -269,7 +269,7 @@ def test_estimates_of_received_messages_are_those_right_after_each() -> None:
 
 
 def test_a_synchronous_iteration_takes_exactly_the_messages_it_needs() -> None:
-    def node(i: int, k: int, state: State) -> Sent:
+    def node(i: int, k: int, state: State) -> WrittenMessages:
         return broadcast(state, {"z": draw("x", i, k)}, TOP, ring_view(i, k))
 
     first = [node(i, 0, fresh()) for i in range(N)]
@@ -418,11 +418,11 @@ def test_messages_of_an_edge_that_come_back_are_undone_newest_first() -> None:
     single = retract(retract(state, sent[3:], ("z",), TOP, extra=2).state, sent[1:3], ("z",), TOP, extra=2)
     assert frozen(single.state) == frozen(back.state)
     state, multicast, _ = along_edge(back.state, {"z": draw("x", 0, 9)}, TOP, pair_view(0, 9), 1, extra=b"ab")
-    assert peek(multicast.payload).flags & Flag.RESYNC
+    assert peek(multicast.payload).flags & MessageFlag.RESYNC
     receiver = absorb(receiver, messages_of(0, (multicast,)), ("z",), TOP, extra=2, complete=False).state
     assert digests(receiver, ("z",))["z/0"] == digests(state, ("z",))["z>1"]
     state, multicast, _ = along_edge(state, {"z": draw("x", 0, 10)}, TOP, pair_view(0, 10), 1, extra=b"ab")
-    assert not peek(multicast.payload).flags & Flag.RESYNC
+    assert not peek(multicast.payload).flags & MessageFlag.RESYNC
 
 
 def test_a_whole_message_that_comes_back_is_undone_exactly() -> None:

@@ -12,7 +12,7 @@ from gossip_faults import EDGES, LAYOUT, SYNCHRONOUS, ZERO, D, N, Quadratic, lea
 from fedcomp.errors import ConfigError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real, State, deliver
-from fedcomp.gossip.central import KINDS, FaultPlan, Settings, simulate
+from fedcomp.gossip.central import KINDS, FaultPlan, SimulationSettings, simulate
 from fedcomp.gossip.errors import Saturated
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
@@ -55,7 +55,7 @@ def test_a_seed_decides_everything() -> None:
             15,
             seed=seed,
             layout=LAYOUT,
-            settings=Settings(faults=FaultPlan(seed, {"silent": 0.2}), patience=20, session="any"),
+            settings=SimulationSettings(faults=FaultPlan(seed, {"silent": 0.2}), patience=20, session="any"),
         )
         for seed in (1, 1, 2)
     ]
@@ -82,8 +82,10 @@ def test_nodes_may_begin_anywhere_when_estimates_have_a_common_start() -> None:
     with pytest.raises(ConfigError, match="common="):
         simulate(algorithm, ring, None, starts, 1, layout=LAYOUT, seed=0)
     with pytest.raises(ConfigError, match="2 models"):
-        simulate(algorithm, ring, None, starts[:2], 1, layout=LAYOUT, seed=0, settings=Settings(common=ZERO))
-    outcome = simulate(algorithm, ring, None, starts, 150, layout=LAYOUT, seed=0, settings=Settings(common=ZERO))
+        simulate(algorithm, ring, None, starts[:2], 1, layout=LAYOUT, seed=0, settings=SimulationSettings(common=ZERO))
+    outcome = simulate(
+        algorithm, ring, None, starts, 150, layout=LAYOUT, seed=0, settings=SimulationSettings(common=ZERO)
+    )
     np.testing.assert_allclose(outcome.models[3], np.mean(starts, axis=0), atol=2e-2)
     same = simulate(algorithm, ring, None, [ZERO] * N, 3, layout=LAYOUT, seed=0)
     assert not same.models[0].any()

@@ -12,10 +12,10 @@ from gossip_faults import EDGES, FAULTS, LAYOUT, SPREAD, SYNCHRONOUS, ZERO, D, N
 from fedcomp.errors import StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Real, State
-from fedcomp.gossip.central import FaultPlan, Faults, Nodes
+from fedcomp.gossip.central import FaultPlan, Faults, SimulatedNodes
 from fedcomp.gossip.mailbox import Pending
 from fedcomp.gossip.node import Memory
-from fedcomp.gossip.protocol import Answer, Instruction, largest_message
+from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
@@ -23,7 +23,9 @@ from fedcomp.rng import Key
 COLD = SYNCHRONOUS[0]
 
 
-def start(config: dict[str, Any], iterations: int = 4, graph: str = "complete", **options: Any) -> tuple[Relay, Nodes]:
+def start(
+    config: dict[str, Any], iterations: int = 4, graph: str = "complete", **options: Any
+) -> tuple[Relay, SimulatedNodes]:
     algorithm = get_algorithm(config)
     faults: Faults | None = options.pop("faults", None)
     locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
@@ -31,14 +33,14 @@ def start(config: dict[str, Any], iterations: int = 4, graph: str = "complete", 
     relay = Relay(
         algorithm, topology_of(graph, N, 0), iterations=iterations, session="s", seed=0, largest=largest, **options
     )
-    return relay, Nodes(algorithm, locals, ZERO, LAYOUT, faults=faults)
+    return relay, SimulatedNodes(algorithm, locals, ZERO, LAYOUT, faults=faults)
 
 
-def exchange(relay: Relay, nodes: Nodes) -> None:
+def exchange(relay: Relay, nodes: SimulatedNodes) -> None:
     relay.take(*nodes.carry_out(relay.ask(), relay.report.rounds))
 
 
-def run(relay: Relay, nodes: Nodes) -> None:
+def run(relay: Relay, nodes: SimulatedNodes) -> None:
     while not relay.done:
         exchange(relay, nodes)
 
@@ -129,10 +131,10 @@ def test_a_run_that_lost_all_mass_or_every_model_ends_with_a_reason(at: int) -> 
 
 
 def test_why_a_node_that_says_something_else_was_given_up_stands_in_the_report() -> None:
-    class Elsewhere(Nodes):
-        def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+    class Elsewhere(SimulatedNodes):
+        def _deliver(self, node: int, instruction: Instruction, kind: str) -> NodeAnswer | str:
             answer = super()._deliver(node, instruction, kind)
-            return Answer("other", 7) if node == 3 and isinstance(answer, Answer) else answer
+            return NodeAnswer("other", 7) if node == 3 and isinstance(answer, NodeAnswer) else answer
 
     relay, plain = start({"name": "sgp"}, patience=2)
     run(relay, Elsewhere(plain.algorithm, plain.locals, ZERO, LAYOUT))
@@ -161,25 +163,25 @@ def test_a_message_damaged_for_good_costs_what_it_carried_and_not_its_sender(con
 
 
 def test_losses_of_what_did_not_come_back_are_refused() -> None:
-    class Liar(Nodes):
-        def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+    class Liar(SimulatedNodes):
+        def _deliver(self, node: int, instruction: Instruction, kind: str) -> NodeAnswer | str:
             answer = super()._deliver(node, instruction, kind)
-            assert isinstance(answer, Answer)
-            return Answer("s", answer.serial, answer.multicasts, lost=("x",)) if node == 3 else answer
+            assert isinstance(answer, NodeAnswer)
+            return NodeAnswer("s", answer.serial, answer.multicasts, lost=("x",)) if node == 3 else answer
 
     relay, plain = start({"name": "sgp"}, patience=2)
     run(relay, Liar(plain.algorithm, plain.locals, ZERO, LAYOUT))
     assert "1 messages lost that came back; 0 did" in relay.report.refused[0][2]
 
 
-class Chronicle(Nodes):
+class Chronicle(SimulatedNodes):
     """Remembers every state a node has ever stored, by the number of its instruction."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.states: dict[tuple[int, int], State] = {}
 
-    def _handle(self, node: int, instruction: Instruction, *, keep: bool = True) -> Answer:
+    def _handle(self, node: int, instruction: Instruction, *, keep: bool = True) -> NodeAnswer:
         answer = super()._handle(node, instruction, keep=keep)
         memory: Memory | None = self.memories.get(node)
         if keep and memory is not None:
@@ -207,7 +209,7 @@ class Chronicle(Nodes):
         return float(state["w"]), state["x"]
 
 
-def sum_of(relay: Relay, nodes: Nodes) -> float:
+def sum_of(relay: Relay, nodes: SimulatedNodes) -> float:
     weights = []
     for i, memory in nodes.memories.items():
         weights.append(float(relay.algorithm.receive(memory.state, [p.message for p in relay._mailbox.look(i)])["w"]))

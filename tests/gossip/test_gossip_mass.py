@@ -28,7 +28,7 @@ from gossip_faults import (
 
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import GossipMessage, Real
-from fedcomp.gossip.central import FaultPlan, Nodes, Settings, simulate
+from fedcomp.gossip.central import FaultPlan, SimulatedNodes, SimulationSettings, simulate
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.relay import Relay
 from fedcomp.gossip.topology import topology_of
@@ -67,7 +67,7 @@ def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[st
     """While other faults go on. Wiped: it is known at once, and the node joins again; silent: it is waited for."""
     held: list[tuple[float, Real]] = []
 
-    def remember(relay: Relay, nodes: Nodes) -> None:
+    def remember(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds == 19:
             # What it holds by its last answer: an instruction it may have carried out since then did not happen.
             entry, state = relay._open.get(2), nodes.memories[2].state
@@ -99,7 +99,7 @@ def test_a_lost_node_takes_its_own_mass_with_it_and_nothing_else(config: dict[st
 @pytest.mark.long
 @pytest.mark.parametrize("config", [{"name": "sgp"}, EDGES, SPREAD], ids=name_of)
 def test_7_06_a_node_that_leaves_takes_nothing_with_it(config: dict[str, Any]) -> None:
-    def leave(relay: Relay, nodes: Nodes) -> None:
+    def leave(relay: Relay, nodes: SimulatedNodes) -> None:
         return relay.leave(4) if relay.report.rounds == 10 else None
 
     graph = "exponential" if "estimates" in config else "digraph:0.5"
@@ -116,7 +116,7 @@ def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(confi
     """Its last messages, and what it had sent before: the vanished node takes no more with it than its own."""
     own: list[float] = []
 
-    def act(relay: Relay, nodes: Nodes) -> None:
+    def act(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds == 10:
             relay.leave(0)
             own.append(float(nodes.memories[1].state["w"]))
@@ -135,7 +135,7 @@ def test_7_06_what_a_leaving_node_sent_to_one_that_vanished_goes_to_others(confi
 def test_7_06_who_joins_brings_nothing_and_takes_part() -> None:
     for config, graph in (({"name": "sgp"}, "digraph:0.5"), (EDGES, "digraph:0.5"), (SPREAD, "exponential")):
 
-        def join(relay: Relay, nodes: Nodes) -> None:
+        def join(relay: Relay, nodes: SimulatedNodes) -> None:
             return relay.join(5) if relay.report.rounds == 20 else None
 
         starts = vectors(N, D)
@@ -151,7 +151,7 @@ def test_7_06_who_joins_brings_nothing_and_takes_part() -> None:
 
 @pytest.mark.long
 def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
-    def act(relay: Relay, nodes: Nodes) -> None:
+    def act(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds == 25:
             relay.leave(1)
         if relay.report.rounds == 35 and 1 not in relay.members:
@@ -177,7 +177,7 @@ def test_estimates_agree_after_nodes_were_wiped_left_and_came_back() -> None:
 def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
     """And messages of an edge arrive in their order, whatever happens to the nodes."""
 
-    def act(relay: Relay, nodes: Nodes) -> None:
+    def act(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds % 17 == 5 and len(relay.members) > 3:
             relay.leave(relay.members[relay.report.rounds % len(relay.members)])
         for node in set(range(N)) - set(relay.members) - relay._departing:
@@ -195,7 +195,7 @@ def test_no_message_counts_twice_or_is_both_delivered_and_returned() -> None:
             80,
             layout=LAYOUT,
             seed=seed,
-            settings=Settings(faults=plan, patience=3, before=act),
+            settings=SimulationSettings(faults=plan, patience=3, before=act),
         )
         got = {row for state in outcome.states.values() for row in map(tuple, state["got"])}
         back = {row for state in outcome.states.values() for row in map(tuple, state["back"])}
@@ -250,7 +250,7 @@ def test_c1_a_node_that_keeps_failing_is_excluded_from_push_sum_and_its_mail_goe
 @pytest.mark.long
 @pytest.mark.parametrize("config", [EDGES, SPREAD, {"name": "sgp"}], ids=name_of)
 def test_a_damaged_message_goes_back_and_the_next_one_carries_the_whole_estimate(config: dict[str, Any]) -> None:
-    def damage(relay: Relay, nodes: Nodes) -> None:
+    def damage(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.report.rounds == 10:
             box = relay._mailbox._boxes[3]
             # The sender gets the message as it wrote it: it is the receiver that cannot read it.

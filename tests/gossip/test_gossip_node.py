@@ -15,7 +15,7 @@ from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import GossipMessage, Multicast, Real, View
 from fedcomp.gossip.errors import AnswerError, MessageError, StaleInstruction
 from fedcomp.gossip.node import Memory, handle
-from fedcomp.gossip.protocol import Action, Answer, Instruction, Start
+from fedcomp.gossip.protocol import Action, Instruction, NodeAnswer, Start
 from fedcomp.layout import Layout
 from fedcomp.rng import Key
 
@@ -74,7 +74,7 @@ def test_an_older_instruction_is_refused() -> None:
 def test_a_node_that_cannot_go_on_says_so_and_does_nothing(memory: Memory | None, instruction: Instruction) -> None:
     local = Quadratic(START)
     after, answer = handle(SGP, memory, instruction, local, START, LAYOUT)
-    assert answer == Answer(instruction.session, instruction.serial, fresh=True)
+    assert answer == NodeAnswer(instruction.session, instruction.serial, fresh=True)
     assert after is memory
     assert not local.calls
 
@@ -245,11 +245,11 @@ def test_instructions_answers_and_memories_survive_a_journey_as_plain_values() -
     )
     assert Instruction.from_parts(instruction.to_parts()) == instruction
     assert list(Instruction.from_parts(instruction.to_parts()).view.column) == [1, 3]
-    answer = Answer(
+    answer = NodeAnswer(
         "run", 9, (Multicast((1, 3), b"abc"), Multicast((2,), b"")), (4,), ("because",), "no", {"w": 0.5, "nan": np.inf}
     )
-    assert Answer.from_parts(answer.to_parts()) == answer
-    assert Answer.from_parts(Answer("run", 1, fresh=True).to_parts()).fresh
+    assert NodeAnswer.from_parts(answer.to_parts()) == answer
+    assert NodeAnswer.from_parts(NodeAnswer("run", 1, fresh=True).to_parts()).fresh
     for parts in (instruction.to_parts(), answer.to_parts()):
         for value in parts.values():
             assert isinstance(value, (int, float, str, bool)) or all(type(v) is type(value[0]) for v in value)
@@ -274,7 +274,7 @@ def broken(parts: dict[str, Any]) -> list[dict[str, Any]]:
 def test_parts_that_are_none_are_refused() -> None:
     view = View(0, 7, {1: 0.25}, {2: 0.125}, resync=frozenset({1}))
     instruction = Instruction("run", 9, 2, "step", view, (GossipMessage(2, 0, b"m"),), (GossipMessage(0, 3, b"back"),))
-    answer = Answer("run", 9, (Multicast((1,), b"abc"),), (4,), ("because",), "no", {"w": 0.5})
+    answer = NodeAnswer("run", 9, (Multicast((1,), b"abc"),), (4,), ("because",), "no", {"w": 0.5})
     refused = 0
     for parts in broken(instruction.to_parts()):
         try:
@@ -288,10 +288,10 @@ def test_parts_that_are_none_are_refused() -> None:
         Instruction.from_parts({**instruction.to_parts(), "action": "jump"})
     for wrong in ({"postings.counts": [2]}, {"postings.counts": [-1]}, {"postings": ["text"]}, {"facts.values": ["x"]}):
         with pytest.raises(AnswerError):
-            Answer.from_parts({**answer.to_parts(), **wrong})
+            NodeAnswer.from_parts({**answer.to_parts(), **wrong})
     for name in answer.to_parts():
         with pytest.raises(AnswerError):
-            Answer.from_parts({k: v for k, v in answer.to_parts().items() if k != name})
+            NodeAnswer.from_parts({k: v for k, v in answer.to_parts().items() if k != name})
     arrays, parts = begun().to_parts()
     for name in parts:
         if name != "answer.session":

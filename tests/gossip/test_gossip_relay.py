@@ -33,12 +33,12 @@ from gossip_faults import (
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import Algorithm, GossipMessage, Multicast, Real, View
-from fedcomp.gossip.central import FaultPlan, Faults, Nodes
+from fedcomp.gossip.central import FaultPlan, Faults, SimulatedNodes
 from fedcomp.gossip.errors import Diverged, MessageError, TopologyError
 from fedcomp.gossip.estimates import digests
 from fedcomp.gossip.mailbox import Mailbox, Pending
 from fedcomp.gossip.node import Memory
-from fedcomp.gossip.protocol import Answer, Instruction, largest_message
+from fedcomp.gossip.protocol import Instruction, NodeAnswer, largest_message
 from fedcomp.gossip.relay import ENDLESS, Relay
 from fedcomp.gossip.topology import topology_of
 from fedcomp.rng import Key
@@ -74,7 +74,7 @@ def test_a_gradient_is_taken_again_only_when_it_was_not_kept() -> None:
 def test_7_15_digests_agree_after_every_fault_and_after_save_and_restore(config: dict[str, Any], dtype: str) -> None:
     seen: set[bytes] = set()
 
-    def compare(relay: Relay, nodes: Nodes) -> None:
+    def compare(relay: Relay, nodes: SimulatedNodes) -> None:
         for node, memory in nodes.memories.items():
             nodes.memories[node] = restored(memory)
         if relay.settled and nodes.memories:
@@ -90,7 +90,7 @@ def test_7_15_digests_agree_after_every_fault_and_after_save_and_restore(config:
 
 
 def both_ends_agree(
-    nodes: Nodes, inbox: dict[int, tuple[GossipMessage, ...]], neighbour: Callable[[int], int]
+    nodes: SimulatedNodes, inbox: dict[int, tuple[GossipMessage, ...]], neighbour: Callable[[int], int]
 ) -> set[bytes]:
     """Check what every node's neighbour holds of it once the messages under way have arrived; return the digests."""
     now = {i: nodes.algorithm.receive(nodes.memories[i].state, inbox[i]) for i in inbox}
@@ -117,7 +117,7 @@ def test_the_relay_goes_on_from_its_stored_state_as_if_nothing_had_been() -> Non
     after it had asked, so that nodes have carried out what it does not know it has issued."""
     for config, graph in ((SYNCHRONOUS[0], "ring"), (EDGES, "digraph:0.5")):
 
-        def replace_relay(relay: Relay, nodes: Nodes) -> None:
+        def replace_relay(relay: Relay, nodes: SimulatedNodes) -> None:
             state, messages = relay.get_state()
             state = json.loads(json.dumps(state))
             if relay.report.rounds % 3 == 1:
@@ -195,7 +195,7 @@ def test_leaving_a_synchronous_run_finishes_the_iteration_for_all() -> None:
     rest = np.mean([centre for i, centre in enumerate(vectors(N, D)) if i != 1], axis=0)
     locals = [Quadratic(centre, noise=0.0) for centre in vectors(N, D)]
 
-    def leave(relay: Relay, nodes: Nodes) -> None:
+    def leave(relay: Relay, nodes: SimulatedNodes) -> None:
         return relay.leave(1) if relay.iteration == 7 and relay.settled else None
 
     config = {"name": "nids", "lr": 0.5}
@@ -239,10 +239,10 @@ def test_c1_a_run_in_which_most_nodes_fail_has_diverged(name: str) -> None:
 
 
 def test_c1_a_node_whose_figures_cannot_be_is_named_in_report_and_log(caplog: pytest.LogCaptureFixture) -> None:
-    class Liar(Nodes):
-        def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+    class Liar(SimulatedNodes):
+        def _deliver(self, node: int, instruction: Instruction, kind: str) -> NodeAnswer | str:
             answer = super()._deliver(node, instruction, kind)
-            lies = node == 3 and instruction.iteration >= 4 and isinstance(answer, Answer)
+            lies = node == 3 and instruction.iteration >= 4 and isinstance(answer, NodeAnswer)
             return replace(answer, facts={"weight": np.nan, "saturated": 1.0}) if lies else answer
 
     relay = relay_of("choco", iterations=12)
@@ -256,7 +256,7 @@ def test_c1_a_node_whose_figures_cannot_be_is_named_in_report_and_log(caplog: py
 
 @pytest.mark.long
 def test_messages_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_does_not_help() -> None:
-    def damage(relay: Relay, nodes: Nodes) -> None:
+    def damage(relay: Relay, nodes: SimulatedNodes) -> None:
         if relay.iteration == 5 or (always and relay.iteration > 5):
             box = relay._mailbox._boxes[0]
             box[0] = Pending(replace(box[0].message, payload=b"\xff" * 40), box[0].life)
@@ -275,7 +275,7 @@ def test_messages_that_cannot_be_read_begin_a_new_epoch_and_end_a_run_when_that_
         learn(config, "complete", 80, "float64", locals=locals, before=damage, patience=3)
 
 
-def forge(answer: Answer, how: str) -> Answer:
+def forge(answer: NodeAnswer, how: str) -> NodeAnswer:
     first, *rest = answer.multicasts
     if how == "stranger":
         return replace(answer, multicasts=(Multicast((17,), first.payload), *rest))
@@ -308,11 +308,11 @@ HOSTILE = (
 @pytest.mark.parametrize("name", ["sgp", "dpsgd"])
 @pytest.mark.parametrize("how", HOSTILE)
 def test_an_answer_that_cannot_be_one_is_refused_and_harms_nobody(name: str, how: str) -> None:
-    class Forger(Nodes):
-        def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+    class Forger(SimulatedNodes):
+        def _deliver(self, node: int, instruction: Instruction, kind: str) -> NodeAnswer | str:
             answer = super()._deliver(node, instruction, kind)
             hostile = node == 3 and instruction.iteration == 4 and instruction.action == "step"
-            return forge(answer, how) if hostile and isinstance(answer, Answer) else answer
+            return forge(answer, how) if hostile and isinstance(answer, NodeAnswer) else answer
 
     algorithm = get_algorithm({"name": name})
     relay = relay_of(name, iterations=40, patience=3)
@@ -328,19 +328,19 @@ def test_an_answer_that_cannot_be_one_is_refused_and_harms_nobody(name: str, how
         assert sum(float(nodes.memories[i].state["w"]) for i in relay.members) < N - 0.01
 
 
-def run(relay: Relay, nodes: Nodes) -> None:
+def run(relay: Relay, nodes: SimulatedNodes) -> None:
     while not relay.done:
         relay.take(*nodes.carry_out(relay.ask(), relay.report.rounds))
 
 
-class Forger(Nodes):
+class Forger(SimulatedNodes):
     """Node 3 writes another share of w into its messages, or sends one of them again and again."""
 
     share: float | None = None
 
-    def _deliver(self, node: int, instruction: Instruction, kind: str) -> Answer | str:
+    def _deliver(self, node: int, instruction: Instruction, kind: str) -> NodeAnswer | str:
         answer = super()._deliver(node, instruction, kind)
-        if node != 3 or instruction.action != "step" or not isinstance(answer, Answer) or not answer.multicasts:
+        if node != 3 or instruction.action != "step" or not isinstance(answer, NodeAnswer) or not answer.multicasts:
             return answer
         if self.share is not None:
             bodies = [p.payload[:8] + np.float64(self.share).tobytes() + p.payload[16:] for p in answer.multicasts]
@@ -353,7 +353,9 @@ def forged(multicast: Multicast, payload: bytes) -> Multicast:
     return Multicast(multicast.destinations, payload)
 
 
-def pushed(config: dict[str, Any], share: float | None, caplog: pytest.LogCaptureFixture) -> tuple[Relay, Nodes]:
+def pushed(
+    config: dict[str, Any], share: float | None, caplog: pytest.LogCaptureFixture
+) -> tuple[Relay, SimulatedNodes]:
     graph = topology_of("exponential", N, 0)
     algorithm = get_algorithm(config).fitted(graph)
     largest = largest_message(algorithm, D, 8)
@@ -422,7 +424,7 @@ def test_c4_nothing_is_noticed_in_an_honest_run_with_faults() -> None:
 
 def test_an_answer_to_something_else_counts_as_none() -> None:
     relay = relay_of("sgp")
-    nodes = Nodes(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
+    nodes = SimulatedNodes(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
     asked = relay.ask()
     answers, _ = nodes.carry_out(asked, 1)
     wrong = {0: replace(answers[0], serial=2), 1: replace(answers[1], session="other"), 17: answers[2]}
@@ -434,7 +436,7 @@ def test_an_answer_to_something_else_counts_as_none() -> None:
 def test_an_instruction_is_repeated_verbatim_until_it_is_answered_or_its_node_given_up() -> None:
     for name in ("sgp", "dpsgd"):
         relay = relay_of(name, patience=4)
-        nodes = Nodes(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
+        nodes = SimulatedNodes(relay.algorithm, None, vectors(N, D), LAYOUT, common=ZERO)
         relay.take(nodes.carry_out(relay.ask(), 1)[0])
         seen = []
         for attempt in range(2, 6):
@@ -587,7 +589,7 @@ def test_a_finished_run_goes_on_as_if_it_had_never_stopped(config: dict[str, Any
     for stops in ((4, 7, 9), (9,)):
         largest = largest_message(algorithm, D, 8)
         relay = Relay(algorithm, graph, iterations=ENDLESS, session="s", seed=0, largest=largest)
-        nodes = Nodes(algorithm, locals, ZERO, LAYOUT)
+        nodes = SimulatedNodes(algorithm, locals, ZERO, LAYOUT)
         for stop in stops:
             relay.prolong(stop)
             run(relay, nodes)

@@ -9,7 +9,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip.errors import MessageError
 from fedcomp.gossip.packet import (
     HEADER_BYTES,
-    Flag,
+    MessageFlag,
     pack,
     peek,
     put_real,
@@ -24,10 +24,10 @@ GOLDEN = "785634120200030161"
 
 
 def test_a_message_is_these_bytes_for_ever() -> None:
-    message = pack(0x12345678, 65538, Flag.RESYNC | Flag.DIGEST, np.float32, b"a")
+    message = pack(0x12345678, 65538, MessageFlag.RESYNC | MessageFlag.DIGEST, np.float32, b"a")
     assert message.hex() == GOLDEN
     header, body = unpack(message, most=1)
-    assert header == (0x12345678, 2, Flag.RESYNC | Flag.DIGEST, np.dtype("float32"))
+    assert header == (0x12345678, 2, MessageFlag.RESYNC | MessageFlag.DIGEST, np.dtype("float32"))
     assert bytes(body) == b"a"
 
 

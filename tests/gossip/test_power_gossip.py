@@ -12,7 +12,7 @@ from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.gossip import get_algorithm
 from fedcomp.gossip.base import GossipMessage, State, View, deliver
 from fedcomp.gossip.errors import MessageError
-from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
+from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
 from fedcomp.gossip.power_gossip import PowerGossip, auto_rate, normals, orthonormal
 from fedcomp.gossip.topology import Complete, DirectedRing, RandomDigraph, Ring
 from fedcomp.layout import DENSE, Layout
@@ -213,7 +213,7 @@ def test_7_17_the_bytes_of_a_message(dtype: str, values: str, itemsize: int) -> 
             numbers = sum(r * side for r, side in zip(columns, sides[k % 2], strict=True)) + 32
             digest = 8 if k and k % 4 == 0 else 0
             assert len(payload) == HEADER_BYTES + digest + itemsize * numbers
-            assert bool(peek(payload).flags & Flag.DIGEST) == bool(digest)
+            assert bool(peek(payload).flags & MessageFlag.DIGEST) == bool(digest)
         inboxes = deliver({i: outbox for i, (_, outbox) in enumerate(begun)})
         states = [algorithm.receive(state, inboxes[i]) for i, (state, _) in enumerate(begun)]
 

@@ -14,7 +14,7 @@ from fedcomp.gossip.base import GossipMessage, View, messages_of
 from fedcomp.gossip.compressor import Compressor, get_compressor
 from fedcomp.gossip.errors import MessageError, OutOfStep
 from fedcomp.gossip.estimates import digests
-from fedcomp.gossip.packet import HEADER_BYTES, Flag, peek
+from fedcomp.gossip.packet import HEADER_BYTES, MessageFlag, peek
 from fedcomp.gossip.sgp import SGP
 from fedcomp.gossip.sparse_push import SparsePush, automatic_gamma
 from fedcomp.gossip.topology import Complete, DirectedRing, Exponential, RandomDigraph, Topology, topology_of
@@ -224,7 +224,9 @@ def test_messages_that_come_back_late_bring_back_what_they_took(estimates, dtype
     np.testing.assert_allclose(after, x, rtol=0, atol=1e-12)
     sender = 2
     _, outbox = algorithm.send(states[sender], None, views_of(graph)(sender, 30))
-    flags = {message.destination: peek(message.payload).flags & Flag.RESYNC for message in messages_of(sender, outbox)}
+    flags = {
+        message.destination: peek(message.payload).flags & MessageFlag.RESYNC for message in messages_of(sender, outbox)
+    }
     assert {to for to, whole in flags.items() if whole} == {3}
     states = rounds(algorithm, states, views_of(graph), range(30, 32))  # and node 3 can read it
     assert total(states)[1] == pytest.approx(w, abs=1e-13)

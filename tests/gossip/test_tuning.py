@@ -19,13 +19,13 @@ from fedcomp.gossip.deepsqueeze import DeepSqueeze
 from fedcomp.gossip.dyna_cold import DynaCOLD
 from fedcomp.gossip.errors import Diverged, Saturated
 from fedcomp.gossip.topology import Complete, DirectedRing, Ring
-from fedcomp.gossip.tuning import Watch, safe_gamma, tune_gamma
+from fedcomp.gossip.tuning import DivergenceWatch, safe_gamma, tune_gamma
 from fedcomp.rng import Key
 
 SPARSE = {"id": "topk", "density": 0.05}
 
 
-def watched(algorithm: Algorithm, iterations: int, watch: Watch) -> float:
+def watched(algorithm: Algorithm, iterations: int, watch: DivergenceWatch) -> float:
     """Run on the logistic problem with a watch on every node; return the last error."""
     task = problem(n=6, d=24)
 
@@ -42,16 +42,16 @@ def choco(gamma: float) -> CHOCO:
 def test_the_watch_ends_runs_that_diverge_and_says_what_to_do() -> None:
     lr = 0.1 / problem(n=6, d=24).smoothness
     with pytest.raises(Diverged, match=r"of most of 6 nodes grew from .* Halve gamma until the run settles"):
-        watched(DeepSqueeze(lr=lr, momentum=0.9, gamma=1.0, compressor=SPARSE), 200, Watch(window=20))
+        watched(DeepSqueeze(lr=lr, momentum=0.9, gamma=1.0, compressor=SPARSE), 200, DivergenceWatch(window=20))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("gamma", [0.25, 0.06])
 def test_the_watch_leaves_runs_alone_that_work(gamma: float) -> None:
-    assert watched(choco(gamma), 80, Watch(window=20)) < 1.3
+    assert watched(choco(gamma), 80, DivergenceWatch(window=20)) < 1.3
 
 
-def series(watch: Watch, values: Sequence[float]) -> int | None:
+def series(watch: DivergenceWatch, values: Sequence[float]) -> int | None:
     """Return the iteration at which ``watch`` ends a node whose innovations are ``values``; None if it does not."""
     for k, value in enumerate(values):
         try:
@@ -63,18 +63,18 @@ def series(watch: Watch, values: Sequence[float]) -> int | None:
 
 @pytest.mark.parametrize("rate", [1.03, 1.1, 1.5])
 def test_exponential_growth_is_seen_within_two_windows(rate: float) -> None:
-    assert series(Watch(), rate ** np.arange(300.0)) == 99
+    assert series(DivergenceWatch(), rate ** np.arange(300.0)) == 99
 
 
 def test_growth_from_rounding_is_seen_when_it_is_more() -> None:
     values = 1e-17 * 1.08 ** np.arange(1000.0)
-    assert series(Watch(), values) == np.searchsorted(values, 1e-6) + 99
+    assert series(DivergenceWatch(), values) == np.searchsorted(values, 1e-6) + 99
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("rate", "times"), [(1.01, 3.0), (1.0019, 100.0)])
 def test_slow_growth_is_seen_against_the_level_of_the_first_window(rate: float, times: float) -> None:
-    found = series(Watch(), rate ** np.arange(2600.0))
+    found = series(DivergenceWatch(), rate ** np.arange(2600.0))
     assert found is not None
     assert rate ** (found - 49) == pytest.approx(times, rel=0.02)
 
@@ -95,7 +95,7 @@ def test_slow_growth_is_seen_against_the_level_of_the_first_window(rate: float, 
     ids=["plateau", "decay", "wave", "noise", "root", "zero", "step", "rounding"],
 )
 def test_what_does_not_grow_without_end_is_no_divergence(values: np.ndarray) -> None:
-    assert series(Watch(), values) is None
+    assert series(DivergenceWatch(), values) is None
 
 
 def test_c1_a_doubling_far_below_the_level_of_the_beginning_is_no_divergence() -> None:
@@ -104,7 +104,7 @@ def test_c1_a_doubling_far_below_the_level_of_the_beginning_is_no_divergence() -
     rise = np.minimum(0.18 * 1.025 ** np.arange(60.0), 0.6)
     values = np.concatenate([fall, rise, 0.6 * 0.99 ** np.arange(300.0)])
     assert rise[45] > 3.0 * rise[0]
-    assert series(Watch(), values) is None
+    assert series(DivergenceWatch(), values) is None
 
 
 def figures(k: int, **liar: float) -> dict[int, dict[str, float]]:
@@ -125,7 +125,7 @@ def figures(k: int, **liar: float) -> dict[int, dict[str, float]]:
     ],
 )
 def test_c1_one_nodes_figure_ends_no_run_and_the_node_is_named_once(liar: dict[str, float]) -> None:
-    watch, named = Watch(window=10), []
+    watch, named = DivergenceWatch(window=10), []
     for k in range(60):
         named += watch(k, figures(k, **(liar if k >= 30 else {}))).items()
     assert [node for node, _ in named] == [4]
@@ -133,7 +133,7 @@ def test_c1_one_nodes_figure_ends_no_run_and_the_node_is_named_once(liar: dict[s
 
 
 def test_c1_one_node_that_grows_alone_is_named_and_ends_nothing() -> None:
-    watch, named = Watch(window=10), {}
+    watch, named = DivergenceWatch(window=10), {}
     for k in range(200):
         named |= watch(k, figures(k, innovation=1.2**k))
     assert list(named) == [4]
@@ -142,7 +142,7 @@ def test_c1_one_node_that_grows_alone_is_named_and_ends_nothing() -> None:
 @pytest.mark.parametrize("late", [{"innovation": 1e30}, {"innovation": np.nan}, {"saturated": 1.0}])
 def test_c1_figures_that_arrive_alone_are_not_judged_alone(late: dict[str, float]) -> None:
     """Of an asynchronous run: a node that answers late is the only one of its iteration."""
-    watch = Watch(window=10)
+    watch = DivergenceWatch(window=10)
     for k in range(100):
         watch(k, {i: f for i, f in figures(k).items() if i != 4})
         watch(k - 1, {4: late})
@@ -152,9 +152,9 @@ def test_c1_figures_that_arrive_alone_are_not_judged_alone(late: dict[str, float
 def test_c1_figures_of_most_nodes_that_are_not_finite_end_the_run_at_once(value: float) -> None:
     wrong = {i: {"weight": value if i < 4 else 1.0} for i in range(7)}
     with pytest.raises(Diverged, match=r"4 of 7 nodes: of node 0 its weight is .* in iteration 5"):
-        Watch()(5, wrong)
+        DivergenceWatch()(5, wrong)
     wrong[3] = {"weight": 1.0}
-    assert sorted(Watch()(5, wrong)) == [0, 1, 2]
+    assert sorted(DivergenceWatch()(5, wrong)) == [0, 1, 2]
 
 
 def digits(gamma: float, compressor: dict[str, object], iterations: int) -> str:
@@ -184,15 +184,15 @@ def test_7_11_a_scale_that_falls_too_fast_is_reported_as_saturated() -> None:
         algorithm = DynaCOLD(lr=1.0 / task.smoothness, gamma=0.5, scale="geometric", rho=rho, s0=2.0)
         if ends:
             with pytest.raises(Saturated, match=r"larger rho.*zoom"):
-                watched(algorithm, 60, Watch())
+                watched(algorithm, 60, DivergenceWatch())
         else:
-            watched(algorithm, 60, Watch())
+            watched(algorithm, 60, DivergenceWatch())
 
 
 @pytest.mark.long
 def test_tune_gamma_halves_from_one_until_a_pilot_works_and_on_while_it_gets_better() -> None:
     def pilot(algorithm: Algorithm) -> float:
-        return watched(algorithm, 60, Watch(window=20))
+        return watched(algorithm, 60, DivergenceWatch(window=20))
 
     found = tune_gamma(choco, pilot)
     assert 0.1 <= found.gamma <= 0.5
@@ -265,7 +265,7 @@ def test_the_proved_gamma_is_safe_and_far_too_small() -> None:
 def test_a_watch_of_no_use_is_refused() -> None:
     for wrong in ({"window": 4}, {"growth": 1.0}, {"ceiling": 0.5}, {"floor": -1.0}):
         with pytest.raises(ConfigError):
-            Watch(**wrong)
+            DivergenceWatch(**wrong)
 
 
 def test_the_example_runs() -> None:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedcomp.clients.client import client as around
 from fedcomp.clients.gossip import gossip_node
-from fedcomp.flower.gossip import Setup
+from fedcomp.flower.gossip import GossipSetup
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.gossip import get_algorithm
@@ -42,7 +42,7 @@ class Pull:
         return {"first": float(arrays["weight"].flat[0]), "partition": float(self.partition)}
 
 
-def pull(message: Message, context: Context, setup: Setup) -> Pull:
+def pull(message: Message, context: Context, setup: GossipSetup) -> Pull:
     return Pull(int(context.node_config["partition-id"]))
 
 
