@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from toy import with_halves
 
 from fedcomp.clients.private.datalens import datalens_teachers
-from fedcomp.flower.datalens import Kept, TrainingRequest
+from fedcomp.flower.datalens import TeacherMemory, TrainingRequest
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.rng import Key
@@ -103,8 +103,8 @@ def grid(app: Callable | None = None, nodes: int = NODES, **options: Any) -> Met
     return MeteredGrid(InProcessGrid(app or client(), nodes, **{"seed": 2, **options}))
 
 
-def kept(over: MeteredGrid, partition: int) -> Kept:
-    found = Kept.load(over.context(partition))
+def kept(over: MeteredGrid, partition: int) -> TeacherMemory:
+    found = TeacherMemory.load(over.context(partition))
     assert found is not None
     return found
 

@@ -100,9 +100,9 @@ EXAMPLES: dict[str, Schema] = {
         "s", 1, -5, 2, 3, 4, 1, 0.5, True, 3, 2, 8, 0.1, 0.2, -7, False
     ),
     "datalens.Answered": datalens.Answered("s", 3),
-    "lsg.Ask": lsg.Ask(2, "fc.*", 0.25, -9, 1.5, True),
-    "lsg.Ask/all": lsg.Ask(0, "", 1.0, 9, 1.5, False),
-    "record_dp.Plan": record_dp.Plan(
+    "lsg.LsgRequest": lsg.LsgRequest(2, "fc.*", 0.25, -9, 1.5, True),
+    "lsg.LsgRequest/all": lsg.LsgRequest(0, "", 1.0, 9, 1.5, False),
+    "record_dp.TrainingPlan": record_dp.TrainingPlan(
         method="topagg",
         noise_multiplier=1.25,
         clip=0.5,

@@ -19,7 +19,7 @@ from fedcomp.clients.half import ClientHalf
 from fedcomp.clients.private.mod import ABOUT_SETTINGS, discreet
 from fedcomp.errors import ConfigError
 from fedcomp.flower import datalens
-from fedcomp.flower.datalens import Kept, TrainingRequest
+from fedcomp.flower.datalens import TeacherMemory, TrainingRequest
 from fedcomp.flower.payload import PARTITION_KEY, put_frame, put_node
 from fedcomp.flower.state import StaleMessage
 from fedcomp.privacy.votes import encode_rows, longest_rows, topk_stochastic_sign
@@ -29,7 +29,7 @@ Arrays = Mapping[str, NDArray[Any]]
 Faker = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 
 
-class Teachers(Protocol):
+class TeacherGroup(Protocol):
     """Discriminators on this node's records, such as :class:`fedcomp.tasks.gan.Teachers`."""
 
     def start(self) -> Mapping[str, NDArray[Any]]:
@@ -47,7 +47,7 @@ class Teachers(Protocol):
         ...
 
 
-class Student(Protocol):
+class ImageSource(Protocol):
     """A generator to fill with the server's weights, such as :class:`fedcomp.tasks.gan.Student`."""
 
     def images(self, arrays: Arrays, key: Key, count: int) -> NDArray[np.float32]:
@@ -63,21 +63,21 @@ class Student(Protocol):
         ...
 
 
-class Ensemble(Protocol):
+class NodeTeachers(Protocol):
     """What a node has."""
 
     @property
-    def teachers(self) -> Teachers: ...
+    def teachers(self) -> TeacherGroup: ...
 
     @property
-    def student(self) -> Student: ...
+    def student(self) -> ImageSource: ...
 
 
-EnsembleOf = Callable[[Message, Context, TrainingRequest], Ensemble]
+TeachersOf = Callable[[Message, Context, TrainingRequest], NodeTeachers]
 """``ensemble(message, context, request)``: called only where a request is not answered from memory."""
 
 
-def datalens_teachers(ensemble: EnsembleOf) -> ClientHalf:
+def datalens_teachers(ensemble: TeachersOf) -> ClientHalf:
     """Return the client half of a DataLens run.
 
     What goes wrong while teachers are read, learn and vote stays on the node, unless it is about settings
@@ -90,7 +90,7 @@ def datalens_teachers(ensemble: EnsembleOf) -> ClientHalf:
     """
 
     def vote(msg: Message, context: Context) -> Message:
-        request, kept, partition = TrainingRequest.take(msg), Kept.load(context), _partition(context)
+        request, kept, partition = TrainingRequest.take(msg), TeacherMemory.load(context), _partition(context)
         if kept is not None and kept.session == request.session:
             if request.sequence < kept.sequence:
                 raise StaleMessage(
@@ -110,7 +110,7 @@ def datalens_teachers(ensemble: EnsembleOf) -> ClientHalf:
                 salt = Key(request.draw, "padding", partition=partition).digest()
                 answer = wire.pad(answer, longest + wire.FILLED, salt)
             reply = _reply(msg, answer, partition)
-            Kept(request.session, request.sequence, state, answer).save(context)
+            TeacherMemory(request.session, request.sequence, state, answer).save(context)
             return reply
 
         return discreet(msg, learn_and_vote, passing=ABOUT_SETTINGS)
@@ -119,7 +119,7 @@ def datalens_teachers(ensemble: EnsembleOf) -> ClientHalf:
 
 
 def study(
-    request: TrainingRequest, message: Message, own: Ensemble, state: Arrays | None, partition: int
+    request: TrainingRequest, message: Message, own: NodeTeachers, state: Arrays | None, partition: int
 ) -> tuple[Arrays, NDArray[np.int8]]:
     """Let the teachers learn and vote; return their state and the votes, int8 ``(teachers * B, pixels)``.
 

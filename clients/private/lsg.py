@@ -14,7 +14,7 @@ from fedcomp.clients.half import CallNext, ClientHalf
 from fedcomp.clients.messages import MOD_FAILED_PRECONDITION, reply_arrays
 from fedcomp.clients.private.mod import discreet, wants_private
 from fedcomp.errors import FedcompError, LayoutError
-from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, Ask, pack, take_carriers, take_kept
+from fedcomp.flower.lsg import CARRIERS, HEADER, KEPT, UPDATE, LsgRequest, pack, take_carriers, take_kept
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY, models, put_frame
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout
@@ -38,10 +38,10 @@ def lsg() -> ClientHalf:
 
     def lsg_mod(msg: Message, context: Context, call_next: CallNext) -> Message:
         try:
-            ask = Ask.find(msg)
+            request = LsgRequest.find(msg)
         except FedcompError as error:
             return _refuse(msg, str(error))
-        if ask is None:
+        if request is None:
             return call_next(msg, context)
         if msg.metadata.message_type.partition(".")[0] != "train" or not wants_private(msg.content):
             return _refuse(msg, "a shortened update is part of a private training message, which this is not")
@@ -51,9 +51,9 @@ def lsg() -> ClientHalf:
                 raise LayoutError(f"the message holds {len(found)} ArrayRecords, expected one, the model")
             before = to_arrays(next(iter(found.values())))
             layout = Layout.of(before)
-            plan = ask.plan(layout)
+            plan = request.plan(layout)
             pairs = take_carriers(msg.content, plan)
-            chosen = take_kept(msg.content, ask, plan.short)
+            chosen = take_kept(msg.content, request, plan.short)
         except FedcompError as error:
             return _refuse(msg, str(error))
         msg.content = RecordDict({name: record for name, record in msg.content.items() if name not in _OWN})
@@ -66,7 +66,7 @@ def lsg() -> ClientHalf:
             with np.errstate(over="ignore", invalid="ignore"):
                 moved = layout.flatten(after) - layout.flatten(before)
                 short = np.concatenate(plan.project(moved, pairs))[chosen]
-            (short,), _ = clip_arrays([short], ask.clip)
+            (short,), _ = clip_arrays([short], request.clip)
             content = RecordDict()
             node = reply.content.config_records.get(NODE_RECORD)
             if node is not None and PARTITION_KEY in node:

@@ -29,7 +29,7 @@ from fedcomp.privacy.distributed import DistributedSum
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, make_entropy
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.local import Privatise
-from fedcomp.privacy.lsg import Plan
+from fedcomp.privacy.lsg import LowRankPlan
 from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.optimizers import MaskedOptimizer, PrivateOptimizer, TopAggOptimizer
 from fedcomp.privacy.votes import encode_rows
@@ -113,7 +113,7 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Rounds:
 
     mean_ = cases.mean()
     floats = {name: array for name, array in cases.MODEL.items() if array.dtype.kind == "f"}
-    short = Plan.of({name: array.shape for name, array in floats.items()}, RANK).short
+    short = LowRankPlan.of({name: array.shape for name, array in floats.items()}, RANK).short
     # A zero model has carriers from the seed alone; every coordinate of the update is seen by some of them.
     rows = [Answer(update) for update in cases.updates(cases.NODES, cases.WIDTH, length=50.0 * cases.CLIP)]
     base = list(enumerate(rows[:-1]))

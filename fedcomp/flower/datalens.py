@@ -140,7 +140,7 @@ class Answered(Schema, key="fedcomp.datalens.kept"):
 
 
 @dataclass(frozen=True)
-class Kept:
+class TeacherMemory:
     """All that a teacher has in its ``context.state``.
 
     Attributes
@@ -159,7 +159,7 @@ class Kept:
     answer: bytes
 
     @classmethod
-    def load(cls, context: Context) -> Kept | None:
+    def load(cls, context: Context) -> TeacherMemory | None:
         """Return what this node keeps; None when it keeps nothing. Modifies nothing.
 
         Raises

@@ -1,7 +1,7 @@
 """What the server of an LSG run and its clients say to each other, beside the model.
 
-Down: an :class:`Ask`, the carriers, and the kept coordinates where the seed does not say which they are. Up: one frame
-with as many float32 as coordinates are kept, in their order; no indices, no metrics.
+Down: an :class:`LsgRequest`, the carriers, and the kept coordinates where the seed does not say which they are. Up: one
+frame with as many float32 as coordinates are kept, in their order; no indices, no metrics.
 
 Carriers travel, though a seed could name them: floating point differs between machines, and a client that projected
 onto slightly other carriers would be undone by the wrong ones.
@@ -20,7 +20,7 @@ from fedcomp import wire
 from fedcomp.flower.payload import PayloadError, put_frame, take_frame
 from fedcomp.flower.schema import Bool, Int, Real, Schema, Text
 from fedcomp.layout import Layout
-from fedcomp.privacy.lsg import Carriers, Plan, count_kept, kept
+from fedcomp.privacy.lsg import Carriers, LowRankPlan, count_kept, kept
 from fedcomp.rng import Key
 from fedcomp.wire import Expected
 from fedcomp.wire.limits import DENSE, SPARSE
@@ -38,7 +38,7 @@ SLACK: Final = 1e-5
 
 
 @dataclass(frozen=True)
-class Ask(Schema, key=HEADER):
+class LsgRequest(Schema, key=HEADER):
     """What every message of a round says.
 
     Attributes
@@ -64,9 +64,9 @@ class Ask(Schema, key=HEADER):
     clip: Annotated[float, Real(above=0.0)]
     chosen: Annotated[bool, Bool()]
 
-    def plan(self, layout: Layout) -> Plan:
+    def plan(self, layout: Layout) -> LowRankPlan:
         """Return how the model of ``layout`` is shortened."""
-        return Plan.of({t.name: t.shape for t in layout.tensors}, self.rank, self.whole.split())
+        return LowRankPlan.of({t.name: t.shape for t in layout.tensors}, self.rank, self.whole.split())
 
 
 def put_carriers(content: RecordDict, pairs: Carriers) -> None:
@@ -76,7 +76,7 @@ def put_carriers(content: RecordDict, pairs: Carriers) -> None:
         put_frame(content, CARRIERS, wire.encode([wire.dense(carrier) for carrier in carriers]))
 
 
-def take_carriers(content: RecordDict, plan: Plan) -> Carriers:
+def take_carriers(content: RecordDict, plan: LowRankPlan) -> Carriers:
     """Return the carriers that ``plan`` needs.
 
     Raises
@@ -101,7 +101,7 @@ def put_kept(content: RecordDict, size: int, chosen: NDArray[np.int64]) -> None:
     put_frame(content, KEPT, wire.encode([wire.sparse((size,), chosen, wire.Ones(chosen.size))]))
 
 
-def take_kept(content: RecordDict, ask: Ask, size: int) -> NDArray[np.int64]:
+def take_kept(content: RecordDict, request: LsgRequest, size: int) -> NDArray[np.int64]:
     """Return which of ``size`` coordinates are kept, ascending: drawn from the public word, or as they came.
 
     Raises
@@ -109,12 +109,12 @@ def take_kept(content: RecordDict, ask: Ask, size: int) -> NDArray[np.int64]:
     PayloadError, WireError
         When they should have come and have not, or are too many or too few.
     """
-    if not ask.chosen:
-        return drawn(ask, size)
+    if not request.chosen:
+        return drawn(request, size)
     frame = take_frame(content, KEPT)
     if frame is None:
         raise PayloadError("the message does not say which coordinates are kept, and no seed does")
-    count = count_kept(size, ask.share)
+    count = count_kept(size, request.share)
     expect = Expected("", (size,), max_k=count, kinds=frozenset({SPARSE}), value_codecs=frozenset({"ones"}))
     indices = wire.decode(frame, (expect,)).tensors[0].indices
     if indices is None or len(indices) != count:
@@ -122,9 +122,9 @@ def take_kept(content: RecordDict, ask: Ask, size: int) -> NDArray[np.int64]:
     return np.asarray(indices, np.int64)
 
 
-def drawn(ask: Ask, size: int) -> NDArray[np.int64]:
+def drawn(request: LsgRequest, size: int) -> NDArray[np.int64]:
     """Return the coordinates that the public word keeps of ``size``."""
-    return kept(size, ask.share, Key(ask.draw, "lsg/kept"))
+    return kept(size, request.share, Key(request.draw, "lsg/kept"))
 
 
 def pack(update: NDArray[np.float32]) -> bytes:

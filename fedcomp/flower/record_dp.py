@@ -33,7 +33,7 @@ class WrongAccount(FedcompError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(TextSchema, key=RECORD_DP):
+class TrainingPlan(TextSchema, key=RECORD_DP):
     """How every client trains.
 
     Attributes
@@ -70,7 +70,7 @@ class Plan(TextSchema, key=RECORD_DP):
     options: Annotated[Mapping[str, Any], Options(16)] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> Plan | None:
+    def read(cls, config: Mapping[str, Any]) -> TrainingPlan | None:
         """Return the plan of a training configuration, None where there is none.
 
         Raises

@@ -39,7 +39,7 @@ __all__ = [
     "MASKS",
     "SCHEDULES",
     "Carriers",
-    "Plan",
+    "LowRankPlan",
     "carriers",
     "count_kept",
     "fraction",
@@ -227,7 +227,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LowRankPlan:
     """Which tensors are factored with which rank, and how long a vector is before and after.
 
     Tensors of one dimension (biases, scales), and matrices whose smaller side is no larger than the rank, stay whole.
@@ -236,7 +236,7 @@ class Plan:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], rank: int, whole: Sequence[str] = ()) -> Plan:
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], rank: int, whole: Sequence[str] = ()) -> LowRankPlan:
         """Plan for tensors of these names and shapes, in this order.
 
         Parameters

@@ -32,7 +32,7 @@ from torch import Tensor
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
 from fedcomp.privacy.events import Adjacency
-from fedcomp.privacy.lsg import Carriers, Plan, check_fraction, check_mask, count_kept, fraction, kept
+from fedcomp.privacy.lsg import Carriers, LowRankPlan, check_fraction, check_mask, count_kept, fraction, kept
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism, Votes
 from fedcomp.privacy.votes import threshold as cut
 from fedcomp.rng import Key
@@ -550,7 +550,7 @@ class LsgOptimizer(MaskedOptimizer):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name}={value!r} is not valid: a whole number >= {least}")
         shapes = {label: tuple(p.shape) for label, p in zip(labels, tensors, strict=True)}
-        self.plan = Plan.of(shapes, rank, whole)
+        self.plan = LowRankPlan.of(shapes, rank, whole)
         self.history = history
         self.refresh = refresh
         self._pairs: Carriers | None = None

@@ -64,7 +64,7 @@ NOT_COVERED: Final = (
 """What the statement does not extend to."""
 
 
-class Student(Protocol):
+class StudentTrainer(Protocol):
     """The generator's side, such as :class:`fedcomp.tasks.gan.Student`."""
 
     def images(self, arrays: Arrays, key: Key, count: int) -> NDArray[np.float32]:
@@ -82,7 +82,7 @@ class Student(Protocol):
         ...
 
 
-StudentOf = Callable[[Mapping[str, Any]], Student]
+StudentOf = Callable[[Mapping[str, Any]], StudentTrainer]
 """``student(config)``: from the training configuration."""
 
 
@@ -118,7 +118,7 @@ class DataLens(ExchangeStrategy, Stateful):
     Parameters
     ----------
     student : callable
-        ``student(config)`` returns the generator's side, see :class:`Student`; called once, in the first round.
+        ``student(config)`` returns the generator's side, see :class:`StudentTrainer`; called once, in the first round.
     votes : VoteSettings
     teachers : TeacherSettings
     clients : int
@@ -202,7 +202,7 @@ class DataLens(ExchangeStrategy, Stateful):
         self._sequence = 0
         self._pixels = 0
         self._moments: Arrays | None = None
-        self._made: Student | None = None
+        self._made: StudentTrainer | None = None
         self._said: set[str] = set()
         if clients:
             self.declare(clients)
@@ -363,7 +363,7 @@ class DataLens(ExchangeStrategy, Stateful):
         return self.sampling.event_rate < 1.0
 
     def _request(
-        self, server_round: int, student: Student, generator: Arrays
+        self, server_round: int, student: StudentTrainer, generator: Arrays
     ) -> tuple[TrainingRequest, NDArray[np.float32]]:
         # Below 2**63, which is the largest integer a message carries.
         draw = Key(self.seed, "datalens/draw", server_round).u64() >> 1
@@ -442,7 +442,7 @@ class DataLens(ExchangeStrategy, Stateful):
             raise Unbounded(f"votes have shape {rows.shape}, expected {(request.rows, request.pixels)}")
         return rows.reshape(self.teaching.teachers, self.votes.images, request.pixels)
 
-    def _student(self, config: ConfigRecord) -> Student:
+    def _student(self, config: ConfigRecord) -> StudentTrainer:
         if self._made is None:
             self._made = self.student(dict(config))
         return self._made

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from fedcomp.codecs import Codec, params
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError
-from fedcomp.flower.lsg import SLACK, UPDATE, Ask, drawn, put_carriers, put_kept, unpack
+from fedcomp.flower.lsg import SLACK, UPDATE, LsgRequest, drawn, put_carriers, put_kept, unpack
 from fedcomp.flower.payload import take_frame
 from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.bounds import clip_arrays
 from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.lsg import Carriers, Plan, check_fraction, check_mask, count_kept, fraction, kept
+from fedcomp.privacy.lsg import Carriers, LowRankPlan, check_fraction, check_mask, count_kept, fraction, kept
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.intake import Intake
@@ -52,7 +52,7 @@ class KeptIntake(Intake):
         The round's: how tensors are factored, the carriers, which coordinates are kept, and the clip norm.
     """
 
-    plan: Plan = field(kw_only=True)
+    plan: LowRankPlan = field(kw_only=True)
     pairs: Carriers = field(kw_only=True)
     kept: NDArray[np.int64] = field(kw_only=True)
     clip: float = field(kw_only=True)
@@ -150,11 +150,11 @@ class Lsg(PrivateStrategy):
         self.history = params.integer("history", history, low=0)
         self._first: NDArray[np.float64] | None = None
         self._former: NDArray[np.float64] | None = None
-        self._plan: Plan | None = None
+        self._plan: LowRankPlan | None = None
         self._pairs: Carriers = ()
         self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
         super().__init__(inner, noise_multiplier=noise_multiplier, **promise)
-        self._ask: Ask | None = None
+        self._request: LsgRequest | None = None
         self._released = self._shorten
 
     def check_codec(self, codec: Codec) -> None:
@@ -166,7 +166,7 @@ class Lsg(PrivateStrategy):
         arrays_now = to_arrays(arrays)
         layout = Layout.of(arrays_now)
         # Factors and shares are of the round; only the model is the run's.
-        ask = self._ask = Ask(
+        request = self._request = LsgRequest(
             rank=self.rank,
             whole=self.whole,
             share=fraction(self.schedule, server_round - 1, self.schedule_rounds, self.keep),
@@ -174,18 +174,18 @@ class Lsg(PrivateStrategy):
             clip=self.clip,
             chosen=self.mask == "noisy_magnitude" and self._former is not None,
         )
-        plan = self._plan = ask.plan(layout)
+        plan = self._plan = request.plan(layout)
         model = layout.flatten(arrays_now).astype(np.float64)
         if self.history and self._first is None:
             self._first = model
         before = self._first if self.history and server_round > self.history else None
         self._pairs = plan.carriers(model, Key(self.seed, "lsg/carriers", server_round), before)
-        self._kept = drawn(ask, plan.short)
-        if ask.chosen:
+        self._kept = drawn(request, plan.short)
+        if request.chosen:
             assert self._former is not None
             magnitude = np.concatenate(plan.project(self._former, self._pairs))
-            self._kept = kept(plan.short, ask.share, Key(ask.draw, "lsg/kept"), magnitude)
-        return Layout.flat(count_kept(plan.short, ask.share))
+            self._kept = kept(plan.short, request.share, Key(request.draw, "lsg/kept"), magnitude)
+        return Layout.flat(count_kept(plan.short, request.share))
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -193,11 +193,11 @@ class Lsg(PrivateStrategy):
         """Ask the clients that were drawn, and tell them what to keep."""
         messages = list(super().configure_train(server_round, arrays, config, grid))
         for content in {id(message.content): message.content for message in messages}.values():
-            assert self._ask is not None
+            assert self._request is not None
             assert self._plan is not None
-            self._ask.put(content)
+            self._request.put(content)
             put_carriers(content, self._pairs)
-            if self._ask.chosen:
+            if self._request.chosen:
                 put_kept(content, self._plan.short, self._kept)
         return messages
 

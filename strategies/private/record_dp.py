@@ -26,7 +26,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import take_node
-from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, Plan, WrongAccount
+from fedcomp.flower.record_dp import METHODS, RECORD_DP, Account, TrainingPlan, WrongAccount
 from fedcomp.flower.records import to_arrays
 from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.schema import SchemaError
@@ -65,7 +65,7 @@ class RecordDp(Strategy, Stateful):
     inner : Strategy
         One of Flower's weighted means, made with ``fraction_evaluate=0.0``, or the drop-in pair around one. All replies
         weigh the same.
-    plan : Plan
+    plan : TrainingPlan
         How clients train.
     records : int
         Public number of records of all clients together. 0: learnt by :meth:`declare_records`, which whoever runs the
@@ -93,7 +93,7 @@ class RecordDp(Strategy, Stateful):
         "_asked": list[int],
     }
 
-    def __init__(self, inner: Strategy, plan: Plan, *, records: int = 0, guard: Norms | None = None) -> None:
+    def __init__(self, inner: Strategy, plan: TrainingPlan, *, records: int = 0, guard: Norms | None = None) -> None:
         mean = getattr(inner, "inner", inner)
         if not isinstance(mean, Strategy) or not is_mean(mean):
             raise ConfigError(
@@ -375,4 +375,4 @@ class RecordDp(Strategy, Stateful):
     def identity(self) -> str:
         """Return what must not change within a run; the budget may."""
         plan = self.plan
-        return Plan(**{**vars(plan), "budget": 0.0}).to_text()
+        return TrainingPlan(**{**vars(plan), "budget": 0.0}).to_text()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fedcomp.codecs import RandomK
 from fedcomp.errors import ConfigError
 from fedcomp.flower.privacy import find_private
-from fedcomp.flower.record_dp import Plan
+from fedcomp.flower.record_dp import TrainingPlan
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.sampling import Sampling
@@ -33,7 +33,7 @@ from fedcomp.strategies.parts import (
     make_inner,
     uplink,
 )
-from fedcomp.strategies.private.datalens import DataLens, Student
+from fedcomp.strategies.private.datalens import DataLens, StudentTrainer
 from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
@@ -137,7 +137,7 @@ def _datalens(settings: Settings, seed: int) -> Strategy:
         "a round is one step of a generator; use generator_lr, teacher_lr, teacher_steps, batch, and more rounds",
     )
 
-    def student(config: Mapping[str, Any]) -> Student:
+    def student(config: Mapping[str, Any]) -> StudentTrainer:
         from fedcomp.tasks import get_task
         from fedcomp.tasks.gan import Adam
         from fedcomp.tasks.generator import GeneratorTask
@@ -170,7 +170,7 @@ def _record_dp(settings: Settings, seed: int) -> Strategy:
         raise ConfigError(f"record_rate={rate!r} is not valid: a probability in (0, 1]")
     own: dict[str, Any] = {key: settings[key] for key in ("method", "noise_multiplier", "clip", "delta", "adjacency")}
     options = {"topagg": ("k",), "random-mask": ("keep",), "lsg": ("keep", "rank")}.get(str(settings["method"]), ())
-    plan = Plan(
+    plan = TrainingPlan(
         rate=rate,
         steps=int(settings["max_steps"]) or max(1, round(int(settings["epochs"]) / rate)),
         budget=budget_of(settings) or 0.0,
@@ -330,7 +330,7 @@ SYSTEMS: Final = (
             "codec": "",
             "feedback": False,
             "downlink": "",
-            **settings_of(Plan, "adjacency", "method", "clip"),
+            **settings_of(TrainingPlan, "adjacency", "method", "clip"),
             "record_rate": 0.1,
             "k": 100,
             "keep": 0.5,

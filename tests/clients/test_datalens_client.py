@@ -16,7 +16,7 @@ from fedcomp.clients.private.datalens import datalens_teachers
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower._private import adopt_identity
-from fedcomp.flower.datalens import Kept, TrainingRequest
+from fedcomp.flower.datalens import TeacherMemory, TrainingRequest
 from fedcomp.flower.payload import NODE_RECORD, PayloadError, take_frame
 from fedcomp.flower.records import to_record
 from fedcomp.flower.state import StaleMessage
@@ -56,7 +56,7 @@ def snapshot(context: Context) -> str:
 
 
 def learnt(context: Context) -> list[int]:
-    found = Kept.load(context)
+    found = TeacherMemory.load(context)
     assert found is not None
     return found.state["learnt"].tolist()
 
@@ -211,7 +211,7 @@ def test_the_generic_app_has_real_teachers_and_keeps_their_optimiser() -> None:
     frame = take_frame(first.content, datalens.VOTES)
     assert frame is not None
     assert (np.count_nonzero(decode_rows(frame, request.rows, 64, 28), axis=1) == 28).all()
-    kept = Kept.load(context)
+    kept = TeacherMemory.load(context)
     assert kept is not None
     assert kept.state["p/rows.weight"].shape == (TEACHERS, 64, 10)
     assert int(kept.state["t"]) == request.steps + request.pretrain

@@ -28,11 +28,11 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError, FedcompError, LayoutError, NonFiniteUpdate, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import TrainingRequest
-from fedcomp.flower.lsg import Ask
+from fedcomp.flower.lsg import LsgRequest
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import RESYNC, Announcement, announce
-from fedcomp.flower.record_dp import RECORD_DP, Plan
+from fedcomp.flower.record_dp import RECORD_DP, TrainingPlan
 from fedcomp.privacy.accounting import Unaccountable
 from fedcomp.privacy.bounds import round_conditionally
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyError, PrivacyLedgerError, Unbounded
@@ -120,7 +120,7 @@ def ask(path: str, act: Callable[[Message], Message]) -> Message:
     if codec is not None:
         announce(content, Announcement("arrays", 1, 0, codec=codec.to_config(), session=b"s", sequence=1))
     if path.startswith("lsg"):
-        Ask(0, "", 0.5, 5, 1.0, chosen=False).put(content)
+        LsgRequest(0, "", 0.5, 5, 1.0, chosen=False).put(content)
     with server():
         return app_of(mods, act)(Message(content, 1, "train"), node())
 
@@ -179,7 +179,7 @@ OF_DATA = (Unbounded, PrivacyError, Unaccountable, NonFiniteUpdate, FedcompError
 
 
 def with_record_level_privacy(act: Callable[[Message], Message]) -> Message:
-    plan = Plan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
+    plan = TrainingPlan(noise_multiplier=1.0, rate=0.1, steps=3, delta=1e-5).to_text()
     with server():
         message = Message(RecordDict({"config": ConfigRecord({RECORD_DP: plan})}), 1, "train")
         return app_of([compression(), private()], act)(message, node())

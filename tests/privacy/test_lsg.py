@@ -13,7 +13,7 @@ from torch import nn
 
 from fedcomp.errors import ConfigError, LayoutError, NonFiniteUpdate
 from fedcomp.privacy.audit import audit_canary
-from fedcomp.privacy.lsg import Plan, carriers, fraction, kept, project, reconstruct
+from fedcomp.privacy.lsg import LowRankPlan, carriers, fraction, kept, project, reconstruct
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
 
@@ -50,7 +50,7 @@ def test_2_6_square_carriers_lose_nothing() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_2_6_noise_energy_is_f_r_p_plus_q_minus_r(share: float) -> None:
-    plan = Plan.of({"w": (64, 32), "b": (64,)}, 4)
+    plan = LowRankPlan.of({"w": (64, 32), "b": (64,)}, 4)
     pairs = plan.carriers(normal(plan.size), Key(0))
     energy = []
     for draw in range(200):
@@ -95,7 +95,7 @@ def test_carriers_depend_on_public_matter_alone() -> None:
 
 
 def test_carriers_of_a_history_follow_the_way_the_model_went() -> None:
-    plan = Plan.of({"w": (20, 15)}, 1)
+    plan = LowRankPlan.of({"w": (20, 15)}, 1)
     before = normal(300)
     went = np.outer(normal(20, seed=5), normal(15, seed=6)).reshape(-1)
     # One that keeps the norm: the difference of the normed models is then the way itself.
@@ -111,7 +111,7 @@ def test_carriers_of_a_history_follow_the_way_the_model_went() -> None:
 
 def test_a_plan_factors_matrices_and_convolutions_and_leaves_the_rest_whole() -> None:
     shapes = {"conv": (16, 3, 5, 5), "bias": (16,), "last": (10, 16), "small": (3, 40), "scalar": ()}
-    plan = Plan.of(shapes, 3, whole=["la*"])
+    plan = LowRankPlan.of(shapes, 3, whole=["la*"])
     assert [piece.rank for piece in plan.pieces] == [3, 0, 0, 0, 0]
     assert plan.pieces[0].matrix == (16, 75)
     assert [piece.short for piece in plan.pieces] == [3 * 91, 16, 160, 120, 1]

@@ -22,13 +22,13 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower._private import adopt_identity
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.ledger import TrafficLedger
-from fedcomp.flower.lsg import UPDATE, Ask, drawn, pack, take_carriers, take_kept
+from fedcomp.flower.lsg import UPDATE, LsgRequest, drawn, pack, take_carriers, take_kept
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import PayloadError, put_frame
 from fedcomp.flower.privacy import Private, find_private
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout
-from fedcomp.privacy.lsg import Plan
+from fedcomp.privacy.lsg import LowRankPlan
 from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
@@ -36,7 +36,7 @@ from fedcomp.strategies.private.lsg import Lsg
 
 NODES, SIZE, CULPRIT = 8, 1212, 3
 SHAPES = {"weight": (40, 30), "bias": (12,)}
-PLAN = Plan.of(SHAPES, 5)
+PLAN = LowRankPlan.of(SHAPES, 5)
 CLIP = 2000.0
 """The toy's updates have norms of about 20000: all are clipped."""
 
@@ -89,8 +89,8 @@ def by_hand(
 ) -> tuple[np.ndarray, np.ndarray, tuple]:
     """Return the update of the model from the definition, the kept coordinates and the carriers."""
     pairs = PLAN.carriers(model_before, Key(7, "lsg/carriers", server_round))
-    ask = Ask(5, "", share, Key(7, "lsg", server_round).u64() >> 1, CLIP, chosen=False)
-    kept = drawn(ask, PLAN.short)
+    request = LsgRequest(5, "", share, Key(7, "lsg", server_round).u64() >> 1, CLIP, chosen=False)
+    kept = drawn(request, PLAN.short)
     total = np.zeros(PLAN.short)
     for partition in who:
         short = np.concatenate(PLAN.project(learnt(server_round, partition), pairs))[kept]
@@ -112,9 +112,9 @@ def test_the_model_moves_by_the_reconstructed_mean_of_clipped_coordinates() -> N
 def test_rank_zero_is_the_random_mask_alone() -> None:
     moved, *_ = run(strategy(rank=0, keep=0.25))
     changed = np.flatnonzero(np.abs(moved - flat(start())) > 1e-3)
-    ask = Ask(0, "", 0.25, Key(7, "lsg", 1).u64() >> 1, CLIP, chosen=False)
+    request = LsgRequest(0, "", 0.25, Key(7, "lsg", 1).u64() >> 1, CLIP, chosen=False)
     assert 0.9 * math.ceil(0.25 * SIZE) < changed.size <= math.ceil(0.25 * SIZE)
-    assert np.isin(changed, drawn(ask, SIZE)).all()
+    assert np.isin(changed, drawn(request, SIZE)).all()
 
 
 def test_2_6_everything_kept_of_nothing_factored_is_dp_fedavg_up_to_the_grid() -> None:
@@ -144,7 +144,7 @@ def test_2_6_noise_is_on_the_kept_coordinates_alone_and_its_energy_is_within_thr
                 outside = np.delete(moved, chosen._kept)
                 assert np.abs(outside).max() < 1e-5 < np.abs(moved).max()
     sigma = 2.0 * (2.0 if adjacency == "replace" else 1.0)
-    expected = sigma**2 * Plan.of(SHAPES, rank).energy(0.25)
+    expected = sigma**2 * LowRankPlan.of(SHAPES, rank).energy(0.25)
     assert np.mean(energy) == pytest.approx(expected, rel=0.03)
     assert {(e.noise_multiplier, e.rate) for e in chosen.privacy.events} == {(2.0, 1.0)}
     assert chosen.privacy.releases == rounds
@@ -217,9 +217,9 @@ def test_2_6_the_mask_is_independent_of_the_data_and_another_in_every_round() ->
 
         def watching(msg: Message, context: Context, seen: list = seen, shift: float = shift) -> Message:
             if context.node_config["partition-id"] == 0:
-                ask = Ask.take(msg)
-                assert ask is not None
-                seen.append((ask.draw, ask.share))
+                request = LsgRequest.take(msg)
+                assert request is not None
+                seen.append((request.draw, request.share))
             return client_app([lsg(), private(), shifting(shift)])(msg, context)
 
         run(strategy(schedule="linear", schedule_rounds=4, keep=0.25), rounds=4, client=watching)
@@ -341,13 +341,13 @@ def test_an_update_that_is_not_finite_is_answered_with_an_error_that_tells_nothi
 # The client's own door.
 
 
-def asked(said: Ask) -> RecordDict:
+def asked(said: LsgRequest) -> RecordDict:
     content = RecordDict({"arrays": start(), "config": ConfigRecord({"private": True, "server-round": 1})})
     said.put(content)
     return content
 
 
-ASK = Ask(0, "", 0.5, 5, 1.0, chosen=False)
+ASK = LsgRequest(0, "", 0.5, 5, 1.0, chosen=False)
 
 
 def test_a_client_refuses_what_it_cannot_read() -> None:
@@ -394,12 +394,12 @@ def test_carriers_and_kept_coordinates_arrive_as_they_were_sent_or_not_at_all() 
     put_frame(content, "fedcomp.lsg.carriers", wire.encode([wire.dense(np.zeros((40, 5), np.float32))]))
     with pytest.raises(wire.WireError):
         take_carriers(content, PLAN)
-    ask = Ask(5, "", 0.5, 5, 1.0, chosen=True)
+    request = LsgRequest(5, "", 0.5, 5, 1.0, chosen=True)
     for count in (PLAN.short // 2 - 1, PLAN.short // 2 + 3):
         frame = wire.encode([wire.sparse((PLAN.short,), np.arange(count), wire.Ones(count))])
         put_frame(content, "fedcomp.lsg.kept", frame)
         with pytest.raises((PayloadError, wire.WireError)):
-            take_kept(content, ask, PLAN.short)
+            take_kept(content, request, PLAN.short)
 
 
 # What survives, and what is refused.
@@ -462,4 +462,4 @@ def test_what_cannot_be_promised_is_refused(build: Callable[[], Any], words: str
 def test_a_layout_of_the_server_and_of_the_client_is_one() -> None:
     """Small tensors stand behind large ones in the vector, whatever their order in the model: both sides agree."""
     layout = Layout.of({"bias": np.zeros(12, np.float32), "weight": np.zeros((40, 30), np.float32)})
-    assert [p.name for p in Ask(5, "", 1.0, 1, 1.0, chosen=False).plan(layout).pieces] == ["weight", "bias"]
+    assert [p.name for p in LsgRequest(5, "", 1.0, 1, 1.0, chosen=False).plan(layout).pieces] == ["weight", "bias"]
