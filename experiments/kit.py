@@ -31,13 +31,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from fedcomp.experiments.experiment import Config, Option
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
 
 if TYPE_CHECKING:
     from fedcomp.experiments.experiment import Measure
     from fedcomp.experiments.spec import RunResult
+    from fedcomp.tasks.base import Task
 
-__all__ = ["Record", "Records", "Say", "Sweep", "claim", "curves", "named", "repetitions", "table", "workers"]
+__all__ = [
+    "Record",
+    "Records",
+    "Say",
+    "Sweep",
+    "claim",
+    "curves",
+    "named",
+    "repetitions",
+    "running_mean",
+    "table",
+    "train_losses",
+    "workers",
+]
 
 Field = str | Callable[[Any], Any]
 """What of a record stands in a column or on an axis: a field's name, or a function of the record."""
@@ -335,6 +349,32 @@ def workers(default: int = 1) -> Option:
     """Return the setting that says how many processes a sweep may use."""
     text = "processes that train side by side; changes nothing but the time"
     return Option(default, text, least=1, most=256, neutral=True)
+
+
+def train_losses(task: Task, results: Mapping[str, RunResult], say: Say) -> dict[str, float]:
+    """Return by label the mean objective of the final models on all training examples, in nats."""
+
+    def loss(result: RunResult) -> float:
+        from fedcomp.tasks.arrays import load_arrays
+
+        model = task.model(result.spec.seed)
+        load_arrays(model, result.arrays, cast=True)
+        return float(task.evaluate(model, task.train_split)["loss"])
+
+    say("train losses of the final models")
+    found: dict[str, float] = say.cell("losses", lambda: {label: loss(result) for label, result in results.items()})
+    return found
+
+
+def running_mean(x: Sequence[float], y: Sequence[float], width: int) -> tuple[list[float], list[float]]:
+    """Return the means of ``width`` points of a line, each at the last of them; points whose y is NaN are left out.
+
+    Of a line with fewer points it is the mean of all.
+    """
+    known = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if not math.isnan(b)]
+    width = min(width, len(known))
+    means = [mean(b for _, b in known[i : i + width]) for i in range(len(known) - width + 1)] if known else []
+    return [a for a, _ in known[max(0, width - 1) :]], means
 
 
 def repetitions(config: Config, setting: str = "seeds") -> range:

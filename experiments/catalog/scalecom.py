@@ -12,14 +12,16 @@ from fedcomp.codecs import Codec, RandomK, ScaleCom, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Curves, Findings, mean
-from fedcomp.experiments.kit import Say, claim, curves, table
-from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.experiments.kit import Say, claim, curves, running_mean, table
+from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
 TASK = "digits"
 DENSE = "FedAvg, 8 clients"
 FEDERATIONS = (2, 4, 8, 16, 32, 64)
+TURN = 8
+"""Rounds in which every client of a probed row leads once."""
 SETTLED = 3
 """First round that counts: before it, nodes get whole models."""
 
@@ -102,7 +104,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     }
 
     def over_rounds(title: str, name: str, words: str) -> Curves:
-        lines = [(label, *_smooth(results[label].rounds, f"similarity.{name}")) for label in probed]
+        lines = [(label, *_similarity(results[label], name)) for label in probed]
         x, y, by = ((lambda line, i=i: line[i]) for i in (1, 2, 0))
         return curves(title, lines, x, y, by, x_label="round", y_label=words)
 
@@ -237,12 +239,10 @@ def similarity(result: RunResult) -> dict[str, float]:
     return dict(zip(_SIMILAR, found, strict=True))
 
 
-def _smooth(records: list[RoundRecord], name: str, window: int = 8) -> tuple[list[float], list[float]]:
-    """Return rounds and the running mean of a metric over one turn of the eight leaders."""
-    found = [(record.round, record.metrics[name]) for record in records if name in record.metrics]
-    x = [float(number) for number, _ in found][window - 1 :]
-    y = [mean(value for _, value in found[i : i + window]) for i in range(len(found) - window + 1)]
-    return x, y
+def _similarity(result: RunResult, name: str) -> tuple[list[float], list[float]]:
+    """Return rounds and the running mean of a figure over one turn of the eight leaders."""
+    found = {r.round: r.metrics[f"similarity.{name}"] for r in result.rounds if f"similarity.{name}" in r.metrics}
+    return running_mean(list(found), list(found.values()), TURN)
 
 
 def memory_norms(rounds: int, say: Callable[[str], object] = lambda _text: None) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import Any, Final
 
-from fedcomp.experiments.catalog.adacomp import train_loss
 from fedcomp.experiments.estimates import (
     CHANGING,
     DENSITIES,
@@ -26,7 +25,7 @@ from fedcomp.experiments.estimates import (
 )
 from fedcomp.experiments.experiment import Config, Experiment, Option
 from fedcomp.experiments.findings import Claim, Curves, Findings, HeatMap, Say, Series, Table, mean
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.kit import Record, Records, Sweep, claim, curves, running_mean, table, train_losses
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.rng import Key
 
@@ -54,10 +53,8 @@ OPTIONS = {
 }
 
 _SHARED = ("task.", "lr", "batch_size")
-Searches = Mapping[str, Mapping[str, Sequence[float]]]
 GOAL: Final = "goal of this package"
 SEEDS: Final = "over seeds 0 to 2 with MNIST's files and 0 without"
-_EXTREMES: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"lowest": min, "highest": max}
 
 
 def rows(config: Config) -> list[RunSpec]:
@@ -82,44 +79,91 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
     settings, seed = config.settings, config.seed
     size, timed = int(settings["size"]), int(settings["timing_size"])
-    known: list[list[dict[str, float]]] = []
-    for draw in range(int(settings["draws"])):
-        say(f"estimates on synthetic vectors, draw {draw + 1} of {settings['draws']}")
-        known.append(say.cell(f"synthetic/{draw}", partial(on_synthetic, size, Key(seed, "draws", draw))))
-    captured: list[dict[str, Any]] = []
-    for source, density, scope in product(sources(config), DENSITIES, ("global", "layer")):
-        say(f"gradients of the {source.name} on {source.task_name}, density {density:g}, {scope}")
-        make = partial(on_gradients, source, density, scope, seed)
-        captured += say.cell(f"captured/{source.name}/{density:g}/{scope}", make)
-    searches: dict[str, Searches] = {}
-    for data in CHANGING:
-        say(f"search for the number of stages over {PERIODS} periods, {data}")
-        calls = Key(seed, "calls")
-        searches[data] = say.cell(f"search/{data}", partial(search, data, max(10_000, size // 5), calls))
-    say("time of one selection")
-    times = say.cell("times", partial(timing, timed, int(settings["repetitions"]), Key(seed, "timing")))
-    say("train losses of the final models")
-    task = get_task(TASK, hidden=settings["task.hidden"])
-    found = say.cell("losses", lambda: {label: train_loss(task, result) for label, result in results.items()})
-    losses = {label: math.nan if value is None else float(value) for label, value in found.items()}
+
+    def draw_of(draw: int) -> dict[str, Any]:
+        return {"cases": on_synthetic(size, Key(seed, "draws", draw))}
+
+    def capture(source: str, density: float, scope: str) -> dict[str, Any]:
+        return {"vectors": on_gradients(by_name[source], density, scope, seed)}
+
+    by_name = {source.name: source for source in sources(config)}
+    draws = Sweep(draw_of, {"draw": range(int(settings["draws"]))}, "estimates on synthetic vectors")(say)
+    axes = {"source": list(by_name), "density": DENSITIES, "scope": ("global", "layer")}
+    vectors = [v for r in Sweep(capture, axes, "captured gradients")(say) for v in r.vectors]
+    found = Measured(
+        losses=train_losses(get_task(TASK, hidden=settings["task.hidden"]), results, say),
+        known=[[dict(case) for case in r.cases] for r in draws],
+        captured=Records(Record({**v, "place": _place(v)}) for v in vectors),
+        searches=Sweep(
+            lambda data: {"rules": search(data, max(10_000, size // 5), Key(seed, "calls"))},
+            {"data": CHANGING},
+            f"search for the number of stages over {PERIODS} periods",
+        )(say),
+        times=say.cell("times", partial(timing, timed, int(settings["repetitions"]), Key(seed, "timing"))),
+    )
+    single, layers = found.extremes(layered=False), found.extremes(layered=True)
     return Findings(
         tables=[
-            _loss_table(results, losses),
-            _synthetic_table(known),
-            *_captured_tables(captured),
-            _search_table(searches),
-            _time_table(times),
+            _loss_table(results, found.losses),
+            _synthetic_table(found.known),
+            *_captured_tables(found.captured),
+            _search_table(found.searches),
+            _time_table(found.times),
         ],
-        figures=[_heat_map(captured), *_search_figures(searches), _bytes_figure(results)],
-        values={
-            **{f"loss/{label}": loss for label, loss in losses.items()},
-            **_synthetic_values(known),
-            **_captured_values(captured),
-            **_search_values(searches),
-            **{f"time/{name}": value for name, value in times.items()},
-        },
-        tasks=[source.task().record() for source in sources(config)],
+        figures=[_heat_map(found.captured), *_search_figures(found.searches), _bytes_figure(results)],
+        claims=claims(found),
+        answer=f"{fit_name(*DEFAULT)} selects {single[0]:.2f} to {single[1]:.2f} times what was asked for on data of "
+        f"one scale, {layers[0]:.2f} to {layers[1]:.2f} on layers of unlike scale; trained with it, the loss is "
+        f"{found.losses[PARETO] / found.losses[DENSE]:.2f} times the dense one.",
+        tasks=[source.task().record() for source in by_name.values()],
     )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the claims are made of. All ratios are selected over wanted.
+
+    Attributes
+    ----------
+    losses : mapping
+        Train loss of the final model by row.
+    known : sequence
+        By draw and by entry of :data:`~fedcomp.experiments.estimates.SYNTHETIC`, the ratio of every fit.
+    captured : Records
+        One vector each: where it is from (``place``, ``what``, ``step``, ``density``) and the ratio of every fit.
+    searches : Records
+        By data, the stages and ratios of every rule's periods.
+    times : mapping
+        Milliseconds by method and density.
+    """
+
+    losses: Mapping[str, float]
+    known: Sequence[Sequence[Mapping[str, float]]]
+    captured: Records
+    searches: Records
+    times: Mapping[str, float]
+
+    def extremes(self, *fits: str, layered: bool | None = None, data: str = "") -> tuple[float, float]:
+        """Return the lowest and the highest ratio of some fits, by default the codec's own, over all draws.
+
+        Of the data named, of layers of unlike scale, or of all other data.
+        """
+        ratios = [
+            case[fit]
+            for draw in self.known
+            for at, case in zip(SYNTHETIC, draw, strict=True)
+            for fit in fits or (fit_name(*DEFAULT),)
+            if (at == (data, 0.01) if data else at[0].startswith(LAYERED) == layered)
+        ]
+        return min(ratios), max(ratios)
+
+    def within(self, fit: str, what: str) -> float:
+        """Return the share of captured vectors of which a fit selects between half and twice what is wanted."""
+        return within(r.fits[fit] for r in self.captured.where(what=what))
+
+    def late(self, data: str, rule: str) -> float:
+        """Return the median ratio over the later periods of a search."""
+        return median(_late(self.searches.one(data=data).rules[rule]["achieved"]))
 
 
 def sources(config: Config) -> tuple[Source, ...]:
@@ -134,20 +178,19 @@ def sources(config: Config) -> tuple[Source, ...]:
 
 def _loss_table(results: Mapping[str, RunResult], losses: Mapping[str, float]) -> Table:
     exact = results[EXACT].uplink_payload_bytes
-    rows: list[list[Any]] = [
-        [
-            label,
-            losses[label],
-            losses[label] / losses[DENSE],
-            100 * result.accuracy,
-            None if label == DENSE else result.uplink_payload_bytes / exact,
-        ]
-        for label, result in results.items()
-    ]
-    return Table(
+    columns: dict[str, Any] = {
+        "row": lambda label: label,
+        "train loss, nats": lambda label: losses[label],
+        "times dense": lambda label: losses[label] / losses[DENSE],
+        "test accuracy, %": lambda label: 100 * results[label].accuracy,
+        "uplink, times exact top-k's": lambda label: (
+            None if label == DENSE else results[label].uplink_payload_bytes / exact
+        ),
+    }
+    return table(
         "Training on digits",
-        ("row", "train loss, nats", "times dense", "test accuracy, %", "uplink, times exact top-k's"),
-        rows,
+        columns,
+        results,
         "Loss of the final model on all training examples. SIDCo never sends more than twice what is wanted: such "
         "estimates are cut to the exact top k.",
     )
@@ -155,12 +198,10 @@ def _loss_table(results: Mapping[str, RunResult], losses: Mapping[str, float]) -
 
 def _synthetic_table(known: Sequence[Sequence[Mapping[str, float]]]) -> Table:
     names, chosen = [*(fit_name(*fit) for fit in FITS), "E, M = 8"], fit_name(*DEFAULT)
-    cases = range(len(SYNTHETIC))
-    rows: list[list[Any]] = [[name, *(known[0][i][name] for i in cases)] for name in names]
-    for which, of in _EXTREMES.items():
-        rows.append(
-            [f"{chosen}, {which} of {len(known)} draws", *(of([draw[i][chosen] for draw in known]) for i in cases)]
-        )
+    rows: list[list[Any]] = [[name, *(case[name] for case in known[0])] for name in names]
+    for which, of in (("lowest", min), ("highest", max)):
+        found = [of(case[chosen] for case in cases) for cases in zip(*known, strict=True)]
+        rows.append([f"{chosen}, {which} of {len(known)} draws", *found])
     return Table(
         "Selected over wanted, known tails",
         ("fit", *(f"{data}, {density:g}" for data, density in SYNTHETIC)),
@@ -171,57 +212,47 @@ def _synthetic_table(known: Sequence[Sequence[Mapping[str, float]]]) -> Table:
     )
 
 
-def _captured_tables(captured: Sequence[Mapping[str, Any]]) -> list[Table]:
+def _captured_tables(captured: Records) -> list[Table]:
     names = [fit_name(*fit) for fit in FITS]
-    summary: list[list[Any]] = []
-    for name in names:
-        row: list[Any] = [name]
-        for what in ("alone", "with memory"):
-            found = _of(captured, what, name)
-            row += [min(found), median(found), max(found), 100 * within(found)]
-        summary.append(row)
-    columns = ("lowest", "median", "highest", "% within 2x")
-    full: list[list[Any]] = [
-        [_place(row), row["what"], row["step"], row["density"], *(row["fits"][n] for n in names)] for row in captured
-    ]
+    summary: dict[str, Any] = {"fit": lambda name: name}
+    for what, kind in (("alone", "gradient"), ("with memory", "with memory")):
+        fits = captured.where(what=what).each("fits")
+        for column, of in (("lowest", min), ("median", median), ("highest", max)):
+            summary[f"{kind} {column}"] = lambda name, fits=fits, of=of: of(fit[name] for fit in fits)
+        summary[f"{kind} % within 2x"] = lambda name, fits=fits: 100 * within(fit[name] for fit in fits)
+    full: dict[str, Any] = {"network, layer": "place", "gradient": "what", "step": "step", "density": "density"}
+    full |= {name: (lambda row, name=name: row.fits[name]) for name in names}
     return [
-        Table(
+        table(
             "Selected over wanted, captured gradients",
-            ("fit", *(f"gradient {c}" for c in columns), *(f"with memory {c}" for c in columns)),
             summary,
+            names,
             f"Over both networks, three steps, densities {', '.join(f'{d:g}' for d in DENSITIES)}, all layers as one "
             f"vector and each by itself: {len(captured) // 2} vectors each. Within 2x: between half and twice what is "
             "wanted.",
         ),
-        Table(
+        table(
             "Every captured vector",
-            ("network, layer", "gradient", "step", "density", *names),
             full,
+            captured,
             "Selected over wanted. The memory is what exact top-k of the same density left, of the whole model or by "
             "layer as the vector.",
         ),
     ]
 
 
-def _of(captured: Sequence[Mapping[str, Any]], what: str, name: str) -> list[float]:
-    return [row["fits"][name] for row in captured if row["what"] == what]
-
-
 def _place(row: Mapping[str, Any]) -> str:
     return f"{row['source']} {row['part'].removesuffix('.weight')}"
 
 
-def _heat_map(captured: Sequence[Mapping[str, Any]]) -> HeatMap:
+def _heat_map(captured: Records) -> HeatMap:
     names = [fit_name(*fit) for fit in FITS]
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in captured:
-        if row["what"] == "with memory":
-            groups.setdefault(f"{_place(row)}, {row['density']:g}", []).append(row["fits"])
+    groups = captured.where(what="with memory").groups("place", "density")
     return HeatMap(
         "Selected over wanted, gradient with memory",
         names,
-        list(groups),
-        [[median(fits[name] for fits in found) for name in names] for found in groups.values()],
+        [f"{place}, {density:g}" for place, density in groups],
+        [[median(fits[name] for fits in found.each("fits")) for name in names] for found in groups.values()],
         "median over the steps",
         log=True,
         caption="1 is right, deeper is more than wanted, a gap in colour is nothing selected. By network, layer and "
@@ -229,17 +260,20 @@ def _heat_map(captured: Sequence[Mapping[str, Any]]) -> HeatMap:
     )
 
 
-def _search_table(searches: Mapping[str, Searches]) -> Table:
-    rows: list[list[Any]] = []
-    for data, found in searches.items():
-        for rule, series in found.items():
-            late = _late(series["achieved"])
-            stages = " ".join(f"{int(count)}" for count in series["stages"])
-            rows.append([data, rule, series["achieved"][0], min(late), median(late), max(late), stages])
-    return Table(
+def _search_table(searches: Records) -> Table:
+    columns: dict[str, Any] = {
+        "data": lambda line: line[0],
+        "rule": lambda line: line[1],
+        "first period": lambda line: line[2]["achieved"][0],
+        "later: lowest": lambda line: min(_late(line[2]["achieved"])),
+        "median": lambda line: median(_late(line[2]["achieved"])),
+        "highest": lambda line: max(_late(line[2]["achieved"])),
+        f"stages in {PERIODS} periods": lambda line: " ".join(f"{int(count)}" for count in line[2]["stages"]),
+    }
+    return table(
         "The search for the number of stages",
-        ("data", "rule", "first period", "later: lowest", "median", "highest", f"stages in {PERIODS} periods"),
-        rows,
+        columns,
+        [(found.data, rule, series) for found in searches for rule, series in found.rules.items()],
         "Selected over wanted, before any cut to k: in the first period of five calls, and in the second half of the "
         "periods. Density 0.001, a fresh draw for every call. The published rule takes a stage away after "
         "over-selection, so it never leaves one stage where that selects too many; a memory, which holds what was just "
@@ -252,24 +286,25 @@ def _late(series: Sequence[float]) -> Sequence[float]:
     return series[len(series) // 2 :]
 
 
-def _search_figures(searches: Mapping[str, Searches]) -> list[Curves]:
-    periods = list(range(1, PERIODS + 1))
+def _search_figures(searches: Records) -> list[Curves]:
     return [
-        Curves(
-            f"Search for the number of stages, {data}",
-            "period of five calls",
-            "selected over wanted",
-            [Series(name, periods, series["achieved"]) for name, series in found.items()],
+        curves(
+            f"Search for the number of stages, {found.data}",
+            found.rules.items(),
+            lambda line: range(1, PERIODS + 1),
+            lambda line: line[1]["achieved"],
+            lambda line: line[0],
+            x_label="period of five calls",
+            y_label="selected over wanted",
             log_y=True,
         )
-        for data, found in searches.items()
+        for found in searches
     ]
 
 
 def _time_table(times: Mapping[str, float]) -> Table:
-    names = list(dict.fromkeys(name.rpartition("/")[0] for name in times))
     rows: list[list[Any]] = []
-    for name in names:
+    for name in dict.fromkeys(name.rpartition("/")[0] for name in times):
         found = [(times[f"{name}/{d:g}"], times[f"exact/{d:g}"]) for d in DENSITIES]
         rows.append([name, *(cell for own, exact in found for cell in (own, own / exact))])
     return Table(
@@ -285,11 +320,8 @@ def _bytes_figure(results: Mapping[str, RunResult]) -> Curves:
     exact = {r.round: r.uplink_payload_bytes for r in results[EXACT].rounds if r.uplink_payload_bytes}
     series = []
     for label in (EXPONENTIAL, PARETO):
-        records = [r for r in results[label].rounds if r.round in exact]
-        sizes = [r.uplink_payload_bytes / exact[r.round] for r in records]
-        width = max(1, len(sizes) // 40)
-        x = [float(r.round) for r in records][width - 1 :]
-        series.append(Series(label, x, [mean(sizes[i : i + width]) for i in range(len(sizes) - width + 1)]))
+        sizes = {r.round: r.uplink_payload_bytes / exact[r.round] for r in results[label].rounds if r.round in exact}
+        series.append(Series(label, *running_mean(list(sizes), list(sizes.values()), max(1, len(sizes) // 40))))
     return Curves(
         "Uplink payload over exact top-k's",
         "round",
@@ -299,86 +331,61 @@ def _bytes_figure(results: Mapping[str, RunResult]) -> Curves:
     )
 
 
-def _synthetic_values(known: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    chosen, one = fit_name(*DEFAULT), fit_name("exponential", 1)
-    exponential = [fit_name("exponential", stages) for stages in (1, 2, 3, 4)]
-    cases = [(data, density, draw[i]) for draw in known for i, (data, density) in enumerate(SYNTHETIC)]
-    groups = {
-        "one scale": [fits[chosen] for data, _, fits in cases if not data.startswith(LAYERED)],
-        "layers": [fits[chosen] for data, _, fits in cases if data.startswith(LAYERED)],
-        "layers, one stage": [fits[one] for data, _, fits in cases if data.startswith(LAYERED)],
-        "Laplace": [
-            fits[name] for case in cases if case[:2] == SYNTHETIC[0] for fits in case[2:] for name in exponential
-        ],
-    }
-    return {f"{name}: {which}": of(found) for name, found in groups.items() for which, of in _EXTREMES.items()}
-
-
-def _captured_values(captured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    out: dict[str, float] = {}
-    for what, fit in product(("alone", "with memory"), FITS):
-        name = fit_name(*fit)
-        found = _of(captured, what, name)
-        out |= {f"{which}: {name}, {what}": of(found) for which, of in _EXTREMES.items()}
-        out[f"within: {name}, {what}"] = within(found)
-    return out
-
-
-def within(ratios: Sequence[float]) -> float:
+def within(ratios: Iterable[float]) -> float:
     """Return the share of ``ratios`` between one half and two."""
     return mean(float(0.5 <= ratio <= 2.0) for ratio in ratios)
 
 
-def _search_values(searches: Mapping[str, Searches]) -> dict[str, float]:
-    return {
-        f"search/{data}/{rule}": median(_late(series["achieved"]))
-        for data, found in searches.items()
-        for rule, series in found.items()
-    }
-
-
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+def claims(found: Measured) -> list[Claim]:
     """What training loses, where a fit suffices, what memory does to it, what the search finds, and the time."""
-    values = findings.values
     chosen, deep, single = fit_name(*DEFAULT), fit_name("pareto", 4), fit_name("exponential", 1)
     ratio, late, unlike = "selected over wanted", "median of the later periods", "layers of unlike scale"
     heavy, layered, remembered = CHANGING[0], CHANGING[2], CHANGING[3]
     published, reversing = (f"{rule}, E from 1" for rule in ("published", "reversing"))
-    worst = max(_factor(values[f"search/{data}/{reversing}"]) for data in CHANGING)
-    out = [
-        Claim(f"{label}: train loss over dense", values[f"loss/{label}"] / values[f"loss/{DENSE}"], "<=", 1.15, GOAL)
+    laplace = found.extremes(*(fit_name("exponential", stages) for stages in (1, 2, 3, 4)), data="Laplace")
+    one_scale, layers = found.extremes(layered=False), found.extremes(layered=True)
+    gates: list[tuple[str, float, str, str]] = [
+        (f"{label}: train loss over dense", found.losses[label] / found.losses[DENSE], "<= 1.15", GOAL)
         for label in (EXPONENTIAL, PARETO)
     ]
-    for name, group, low, high, source in (
-        ("Laplace at 0.01, E, M = 1 to 4", "Laplace", 0.95, 1.05, "theory: the right family; chance is 1 % of 10 000"),
-        (f"Laplace, normal, t(4), t(2.5), {chosen}", "one scale", 0.6, 1.3, GOAL),
-        (f"{unlike}, {chosen}", "layers", 0.6, 1.3, "goal; what one fit to sixty scales gives depends on them"),
-    ):
-        gate = group != "layers"
-        out.append(Claim(f"{ratio}, {name}: lowest", values[f"{group}: lowest"], ">=", low, source, gate))
-        out.append(Claim(f"{ratio}, {name}: highest", values[f"{group}: highest"], "<=", high, source, gate))
-    for text, name, op, bound, found in (
-        (f"{ratio}, {unlike}, {single}: lowest", "layers, one stage: lowest", ">=", 5.0, "20 to 23"),
-        (f"gradients, {chosen}: share within 2x", f"within: {chosen}, alone", ">=", 0.9, "0.97 to 0.98"),
-        (f"with memory, {deep}: share within 2x", f"within: {deep}, with memory", ">=", 0.95, "1"),
-        (f"with memory, {single}: share within 2x", f"within: {single}, with memory", "<=", 0.7, "0.43 to 0.49"),
-        (f"search on {heavy}, {published}: {late}", f"search/{heavy}/{published}", ">=", 2.0, "2.3"),
-        (f"search on {layered}, {published}: {late}", f"search/{layered}/{published}", ">=", 5.0, "23 to 30"),
-        (f"search on {remembered}, {published}: {late}", f"search/{remembered}/{published}", ">=", 0.5, "0.9"),
-    ):
-        out.append(Claim(text, values[name], op, bound, f"measured {found} {SEEDS}"))
-    out.append(
-        Claim(f"search, {reversing}: {late}, largest factor off", worst, "<=", 2.5, f"measured 1.2 to 1.9 {SEEDS}")
-    )
-    share, source = values[f"within: {chosen}, with memory"], f"goal; measured 0.76 to 0.83 {SEEDS}"
-    out.append(Claim(f"with memory, {chosen}: share within 2x", share, ">=", 0.9, source, gate=False))
+    family = "theory: the right family; chance is 1 % of 10 000"
+    gates += [
+        (f"{ratio}, Laplace at 0.01, E, M = 1 to 4: lowest", laplace[0], ">= 0.95", family),
+        (f"{ratio}, Laplace at 0.01, E, M = 1 to 4: highest", laplace[1], "<= 1.05", family),
+        (f"{ratio}, Laplace, normal, t(4), t(2.5), {chosen}: lowest", one_scale[0], ">= 0.6", GOAL),
+        (f"{ratio}, Laplace, normal, t(4), t(2.5), {chosen}: highest", one_scale[1], "<= 1.3", GOAL),
+    ]
+    depends = "goal; what one fit to sixty scales gives depends on them"
+    goals = [
+        (f"{ratio}, {unlike}, {chosen}: lowest", layers[0], ">= 0.6", depends),
+        (f"{ratio}, {unlike}, {chosen}: highest", layers[1], "<= 1.3", depends),
+    ]
+    worst = max(_factor(found.late(data, reversing)) for data in CHANGING)
+    measured = [
+        (f"{ratio}, {unlike}, {single}: lowest", found.extremes(single, layered=True)[0], ">= 5.0", "20 to 23"),
+        (f"gradients, {chosen}: share within 2x", found.within(chosen, "alone"), ">= 0.9", "0.97 to 0.98"),
+        (f"with memory, {deep}: share within 2x", found.within(deep, "with memory"), ">= 0.95", "1"),
+        (f"with memory, {single}: share within 2x", found.within(single, "with memory"), "<= 0.7", "0.43 to 0.49"),
+        (f"search on {heavy}, {published}: {late}", found.late(heavy, published), ">= 2.0", "2.3"),
+        (f"search on {layered}, {published}: {late}", found.late(layered, published), ">= 5.0", "23 to 30"),
+        (f"search on {remembered}, {published}: {late}", found.late(remembered, published), ">= 0.5", "0.9"),
+        (f"search, {reversing}: {late}, largest factor off", worst, "<= 2.5", "1.2 to 1.9"),
+    ]
+    kept = (f"with memory, {chosen}: share within 2x", found.within(chosen, "with memory"), ">= 0.9", "0.76 to 0.83")
+    times = []
     for density in DENSITIES:
-        exact, guessed = (values[f"time/{name}/{density:g}"] for name in ("exact", chosen))
-        quotient = exact / guessed if guessed else math.nan
-        source = f"goal; measured 0.98 to 2.9 {SEEDS}"
+        exact, guessed = (found.times[f"{name}/{density:g}"] for name in ("exact", chosen))
         text = f"time of exact top-k over that of {chosen}, density {density:g}"
-        out.append(Claim(text, quotient, "<=", 1.0, source, gate=False))
-    return out
+        times.append((text, exact / guessed if guessed else math.nan, "<= 1.0", "0.98 to 2.9"))
+    return [
+        *(claim(*each) for each in gates),
+        *(claim(*each, gate=False) for each in goals),
+        *(claim(text, value, bound, f"measured {by} {SEEDS}") for text, value, bound, by in measured),
+        *(
+            claim(text, value, bound, f"goal; measured {by} {SEEDS}", gate=False)
+            for text, value, bound, by in (kept, *times)
+        ),
+    ]
 
 
 def _factor(ratio: float) -> float:
@@ -386,22 +393,11 @@ def _factor(ratio: float) -> float:
     return max(ratio, 1.0 / ratio) if ratio > 0.0 else math.inf
 
 
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    values, name = findings.values, fit_name(*DEFAULT)
-    return (
-        f"{name} selects {values['one scale: lowest']:.2f} to {values['one scale: highest']:.2f} times what was asked "
-        f"for on data of one scale, {values['layers: lowest']:.2f} to {values['layers: highest']:.2f} on layers of "
-        f"unlike scale; trained with it, the loss is {values[f'loss/{PARETO}'] / values[f'loss/{DENSE}']:.2f} times "
-        "the dense one."
-    )
-
-
 EXPERIMENT = Experiment(
     name="sidco",
     question="Can a threshold guessed from a few moments of a gradient replace the search for its largest coordinates?",
     rows=rows,
-    measure=judged(measure, claims, answer),
+    measure=measure,
     options=OPTIONS,
     rounds=250,
     clients=8,

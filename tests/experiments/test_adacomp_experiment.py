@@ -16,13 +16,13 @@ from fedcomp.experiments.catalog import adacomp
 from fedcomp.experiments.central import Separate
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Curves, Findings, Say
+from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.spec import RoundRecord, RunResult
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
 pytestmark = pytest.mark.filterwarnings("ignore::fedcomp.tasks.sources.DataWarning")
 
-SMALL = ("task.train_examples=40", "batch_size=8")
 CNN = {
     "conv1.weight": (16, 1, 5, 5),
     "conv2.weight": (32, 16, 5, 5),
@@ -37,7 +37,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
     """Every row for three rounds of two clients, on the images that need no file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FEDCOMP_DATA", raising=False)
-        config = adacomp.EXPERIMENT.configure(rounds=3, clients=2, assignments=SMALL)
+        config = adacomp.EXPERIMENT.configure(quick=True)
         results = {spec.label: engines.run(spec) for spec in adacomp.EXPERIMENT.specs(config)}
         return config, results, adacomp.measure(config, results, Say())
 
@@ -55,24 +55,36 @@ def made(sizes: dict[str, int], replies: int, rounds: int = 20, **last: int) -> 
     return result
 
 
-def test_small_tensors_are_no_compressed_layers_and_claims_are_about_layers_of_many_bins() -> None:
-    result, config = made({}, 1), adacomp.EXPERIMENT.configure(rounds=0)
-    assert [(layer.name, adacomp.kind(layer)) for layer in adacomp.compressed_layers(result)] == [
+def records(result: RunResult) -> Records:
+    """The layers of ``result`` taken for AdaComp's row, of which nothing else was looked into."""
+    dense = FakeEngine()(adacomp.rows(adacomp.EXPERIMENT.configure(rounds=0))[0], on_round=None, checkpoint=None)
+    dense.arrays = result.arrays
+    seen = {name: {key: [1.0] for key in CNN} for name in ("per_bin", "cosine")}
+    return adacomp.layer_records({adacomp.DENSE: dense} | dict.fromkeys(adacomp.SPARSE, result), seen)
+
+
+def test_small_tensors_are_not_compressed_and_claims_are_about_layers_of_many_bins() -> None:
+    found, config = records(made({}, 1)), adacomp.EXPERIMENT.configure(rounds=0)
+    assert [(r.layer, r.kind) for r in found.where(row=adacomp.ADACOMP)] == [
         ("conv2.weight", adacomp.CONV),
         ("hidden.weight", adacomp.FULL),
         ("output.weight", adacomp.FULL),
     ]
-    assert [layer.name for layer in adacomp.judged_layers(config, result)] == ["conv2.weight", "hidden.weight"]
+    of_claims = [adacomp.judged(config, found, adacomp.ADACOMP, kind).each("layer") for kind in adacomp.GOALS]
+    assert of_claims == [["conv2.weight"], ["hidden.weight"]]
 
 
 def test_a_ratio_is_four_bytes_per_element_and_reply_over_bytes() -> None:
-    result = made({"conv2.weight": 4 * 1280}, 4, conv2=4 * 640)
-    conv, full, _ = adacomp.compressed_layers(result)
-    whole, first, last = adacomp.ratios(result, conv)
+    found = records(made({"conv2.weight": 4 * 1280}, 4, conv2=4 * 640))
+    conv, full = (found.one(row=adacomp.ADACOMP, layer=f"{name}.weight") for name in ("conv2", "hidden"))
+    first, last = (adacomp.fewer(conv, size) for size in adacomp.ends(conv.bytes))
     assert first == 4 * 12_800 / 1280 == 40.0
     assert last == 2 * first
-    assert whole == pytest.approx(4 * 12_800 / (0.9 * 1280 + 0.1 * 640))  # of the bytes, not the mean of ratios
-    assert math.isnan(adacomp.ratios(result, full)[0])
+    # Of the bytes, not the mean of ratios.
+    config = adacomp.EXPERIMENT.configure(rounds=0)
+    assert adacomp.ratio(config, found, adacomp.CONV) == pytest.approx(4 * 12_800 / (0.9 * 1280 + 0.1 * 640))
+    assert not full.bytes
+    assert math.isnan(adacomp.ratio(config, found, adacomp.FULL))
 
 
 @pytest.mark.long
@@ -90,13 +102,13 @@ def test_bytes_of_the_layers_are_bytes_of_the_frames(run: tuple[Config, dict[str
 @pytest.mark.long
 def test_the_run_without_messages_is_the_row(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
     _, results, findings = run
-    assert findings.values["differs"] == 0.0
+    assert findings.claims[-1].value == 0.0
     other = dataclasses.replace(results[adacomp.HARD], spec=results[adacomp.ADACOMP].spec)
     assert adacomp.watch(other)["differs"] > 0
 
 
 def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings]) -> None:
-    config, results, findings = run
+    config, _, findings = run
     losses, layers = findings.tables
     assert [row[0] for row in losses.rows] == [adacomp.DENSE, *adacomp.SPARSE]
     assert losses.rows[0][2] == losses.rows[0][4] == 1.0
@@ -109,9 +121,8 @@ def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings]) -> 
     assert "522 elements travel dense" in layers.caption
     assert "conv1.weight" in layers.caption
     assert all(isinstance(f, Curves) and all(s.y for s in f.series) for f in findings.figures)
-    claims = adacomp.claims(config, results, findings)
-    assert not any(math.isnan(claim.value) for claim in claims)
-    assert all(claim.ok for claim in claims if claim.source.startswith(("theory", "derived")))
+    assert not any(math.isnan(claim.value) for claim in findings.claims)
+    assert all(claim.ok for claim in findings.claims if claim.source.startswith(("theory", "derived")))
     used = {key for spec in adacomp.rows(config) for key in spec.settings}
     assert set(adacomp.OPTIONS) <= used
     assert findings.tasks[0]["options"]["train_examples"] == 40
@@ -142,27 +153,35 @@ def test_cosine() -> None:
     assert adacomp.cosine(a, np.zeros(2, np.float32)) == 0.0
 
 
+def layer(row: str, kind: str, size: int, first: float, last: float, **more: list[float]) -> Record:
+    """A layer whose bytes are ``first``, then ``last``."""
+    return Record({"row": row, "kind": kind, "size": size, "bytes": [first, last], "per_bin": [12.0, 4.0], **more})
+
+
 @pytest.mark.parametrize(
     ("change", "broken"),
     [
-        ({f"loss/{adacomp.KEPT}": 1.11}, "small layers dense: train loss"),
-        ({f"loss/{adacomp.ADACOMP}": 1.11}, "AdaComp: train loss"),
-        ({f"ratio/{adacomp.ADACOMP}/conv2.weight": 39.0}, "convolutional layers, bins of 50"),
-        ({f"ratio/{adacomp.ADACOMP}/hidden.weight": 149.0}, "fully connected layers, bins of 500"),
-        ({"last per bin/hidden.weight": 12.0}, "elements sent per bin"),
-        ({f"first/{adacomp.HARD}/hidden.weight": 1000.0}, "factor 1"),
+        ({"kept": 1.11}, "small layers dense: train loss"),
+        ({"whole": 1.11}, "AdaComp: train loss"),
+        ({"conv": 39.0}, "convolutional layers, bins of 50"),
+        ({"full": 149.0}, "fully connected layers, bins of 500"),
+        ({"per_bin": [12.0, 12.0]}, "elements sent per bin"),
+        ({"last": 1000.0}, "factor 1"),
         ({"differs": 1.0}, "differ"),
     ],
 )
 def test_each_claim_can_fail(change: dict[str, Any], broken: str) -> None:
-    values = {f"loss/{label}": 1.09 for label in (adacomp.ADACOMP, adacomp.KEPT)} | {"differs": 0.0}
-    values |= {f"loss/{adacomp.DENSE}": 1.0}
-    values |= {f"ratio/{adacomp.ADACOMP}/conv2.weight": 41.0, f"ratio/{adacomp.ADACOMP}/hidden.weight": 151.0}
-    values |= {"first per bin/hidden.weight": 12.0, "last per bin/hidden.weight": 4.0}
-    values |= {f"first/{adacomp.HARD}/hidden.weight": 1300.0, f"last/{adacomp.HARD}/hidden.weight": 1310.0}
-    config, results = adacomp.EXPERIMENT.configure(), {adacomp.DENSE: made({}, 1)}
-    assert all(claim.ok for claim in adacomp.claims(config, results, Findings(values=values)))
-    failed = [claim for claim in adacomp.claims(config, results, Findings(values=values | change)) if not claim.ok]
+    def claims(*, kept=1.09, whole=1.09, conv=41.0, full=151.0, last=1310.0, differs=0.0, per_bin=(12.0, 4.0)):
+        found = [
+            layer(adacomp.ADACOMP, adacomp.CONV, 12_800, 4 * 12_800 / conv, 4 * 12_800 / conv),
+            layer(adacomp.ADACOMP, adacomp.FULL, 100_352, 401_408 / full, 401_408 / full, per_bin=list(per_bin)),
+            layer(adacomp.HARD, adacomp.FULL, 100_352, 1300.0, last),
+        ]
+        losses = {adacomp.DENSE: 1.0, adacomp.ADACOMP: whole, adacomp.KEPT: kept}
+        return adacomp.claims(adacomp.EXPERIMENT.configure(), losses, Records(found), differs)
+
+    assert all(claim.ok for claim in claims())
+    failed = [claim for claim in claims(**change) if not claim.ok]
     assert len(failed) == 1
     assert broken in failed[0].name
     assert failed[0].gate == (broken != "AdaComp: train loss")
