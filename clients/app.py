@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from fedcomp.flower.datalens import TrainingRequest
     from fedcomp.flower.gossip import GossipSetup
-    from fedcomp.graphs.base import Part
+    from fedcomp.graphs.base import GraphPart
     from fedcomp.tasks.base import Task
     from fedcomp.tasks.generator import Ensemble
     from fedcomp.tasks.graph import GraphTask
@@ -126,10 +126,10 @@ def _ensemble(
     return task.ensemble(partition, clients, count, Adam(lr, decay), batch=batch, key=Key(seed, "datalens"))
 
 
-def graph_part(msg: Message, context: Context) -> Part:
+def graph_part(msg: Message, context: Context) -> GraphPart:
     """Return what this node owns of the task's graph; the task keeps it for the next message."""
     job = NodeJob.read(msg, context)
-    return _graph(job.task()).part(job.partition, job.clients)
+    return _graph(job.task()).shared(job.clients).part(job.partition)
 
 
 def graph_learner(msg: Message, context: Context) -> Learner:

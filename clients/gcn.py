@@ -22,13 +22,23 @@ from numpy.typing import NDArray
 from fedcomp.clients.half import ClientHalf
 from fedcomp.errors import FedcompError
 from fedcomp.flower import gcn
-from fedcomp.flower.gcn import Ask, Fetch, Figures, Hello, Needs, Refused, Setup, put_frames, take_frames
+from fedcomp.flower.gcn import (
+    Fetch,
+    Figures,
+    GraphHello,
+    GraphSetup,
+    Needs,
+    PlanRequest,
+    Refused,
+    put_frames,
+    take_frames,
+)
 from fedcomp.flower.gcn_state import NodeValues, OwnerState, PastTurn, keep_secret, own_secret
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, put_node
 from fedcomp.flower.records import to_record
 from fedcomp.graphs.adjacency import HaloStructure
-from fedcomp.graphs.base import Conditions, GraphError, Ids, MissingRows, Norms, Part, StepPlan, UnknownStructure
+from fedcomp.graphs.base import Conditions, GraphError, GraphPart, Ids, MissingRows, Norms, StepPlan, UnknownStructure
 from fedcomp.graphs.cache import noisy_rows
 from fedcomp.graphs.ids import decode_ids, decode_norms, encode_ids, encode_norms
 from fedcomp.graphs.plan import feature_norms, plan_round, reach, wanted
@@ -69,7 +79,7 @@ class Learner:
     rates: Mapping[str, float]
 
 
-PartOf = Callable[[Message, Context], Part]
+PartOf = Callable[[Message, Context], GraphPart]
 """``part_of(message, context)``: what this node owns. What it keeps between calls is lost in a deployment."""
 
 LearnerOf = Callable[[Message, Context], Learner]
@@ -107,9 +117,9 @@ def graph_owner(part_of: PartOf, learner_of: LearnerOf) -> ClientHalf:
     return ClientHalf("gcn", handlers=handlers)
 
 
-def _set_up(msg: Message, part: Part) -> Message:
+def _set_up(msg: Message, part: GraphPart) -> Message:
     """Say who this owner is and whose norms it needs, or tell the norms that others need."""
-    setup = Setup.take(msg)
+    setup = GraphSetup.take(msg)
     asked = take_frames(msg, part.parts, *([gcn.IDS] if setup.action == "norms" else []))
     content = RecordDict()
     put_node(content, part.index)
@@ -120,7 +130,7 @@ def _set_up(msg: Message, part: Part) -> Message:
         put_frames(content, gcn.NORMS, frames)
         return Message(content, reply_to=msg)
     structure = part.structure
-    Hello(
+    GraphHello(
         digest=part.digest,
         index=part.index,
         parts=part.parts,
@@ -140,10 +150,10 @@ def _set_up(msg: Message, part: Part) -> Message:
     return Message(content, reply_to=msg)
 
 
-def _plan(msg: Message, context: Context, part: Part) -> Message:
+def _plan(msg: Message, context: Context, part: GraphPart) -> Message:
     """Say which rows of other owners the steps of the turn use; or which rows of the adjacency that cannot be known
     without."""
-    ask = Ask.take(msg)
+    ask = PlanRequest.take(msg)
     sent = take_frames(msg, part.parts, gcn.NORMS, gcn.STRUCTURE)
     kept = OwnerState.load(context, ask, part, _reader(part, ask))
     norms, structure = NodeValues(), tuple(sent[gcn.STRUCTURE].items())
@@ -178,7 +188,7 @@ def _plan(msg: Message, context: Context, part: Part) -> Message:
     return reply
 
 
-def _hand_out(msg: Message, context: Context, part: Part) -> Message:
+def _hand_out(msg: Message, context: Context, part: GraphPart) -> Message:
     """Send rows of this owner's nodes to those who asked, and of no others."""
     fetch = Fetch.take(msg)
     content = RecordDict()
@@ -203,7 +213,7 @@ def _hand_out(msg: Message, context: Context, part: Part) -> Message:
     return reply
 
 
-def _structure_frame(part: Part, ids: Ids, *, norms: bool) -> bytes:
+def _structure_frame(part: GraphPart, ids: Ids, *, norms: bool) -> bytes:
     at = part.positions(ids)
     rows = part.structure.rows(ids)
     return encode_structure(rows, part.structure.owner_of(rows.columns), feature_norms(part)[at] if norms else None)
@@ -228,8 +238,8 @@ class _Turn:
 
     msg: Message
     context: Context
-    part: Part
-    ask: Ask
+    part: GraphPart
+    ask: PlanRequest
     kept: OwnerState
     plans: Sequence[StepPlan]
     rows: tuple[tuple[Ids, Floats], ...]
@@ -247,7 +257,7 @@ class _Turn:
         GraphError, WireError
             When the message brings rows that the plan does not use, or that are no rows.
         """
-        ask = Ask.take(msg)
+        ask = PlanRequest.take(msg)
         if ask.purpose != purpose:
             raise PayloadError(f"the plan of a message to {purpose} is one to {ask.purpose}")
         part = part_of(msg, context)
@@ -395,7 +405,7 @@ class _Watch:
         self.seen[level - 1] = self.seen[level - 1].updated(NodeValues(plan.layers[level].columns, norms))
 
 
-def _plans(part: Part, ask: Ask, kept: OwnerState) -> list[StepPlan]:
+def _plans(part: GraphPart, ask: PlanRequest, kept: OwnerState) -> list[StepPlan]:
     settings = _settings(ask)
     norms: Norms | None = None
     if _measures(settings):
@@ -413,7 +423,7 @@ def _plans(part: Part, ask: Ask, kept: OwnerState) -> list[StepPlan]:
     )
 
 
-def _settings(ask: Ask) -> SamplerSettings:
+def _settings(ask: PlanRequest) -> SamplerSettings:
     try:
         config = json.loads(ask.sampler)
     except (ValueError, RecursionError) as error:
@@ -428,7 +438,7 @@ def _measures(settings: SamplerSettings) -> bool:
     return settings.skews and settings.mode == "measured"
 
 
-def _taught(part: Part, sent: Sequence[tuple[int, bytes]]) -> tuple[Part, NodeValues]:
+def _taught(part: GraphPart, sent: Sequence[tuple[int, bytes]]) -> tuple[GraphPart, NodeValues]:
     """Return the part with what its owner was sent of the adjacency, and the feature norms that came with it.
 
     Raises
@@ -450,7 +460,7 @@ def _taught(part: Part, sent: Sequence[tuple[int, bytes]]) -> tuple[Part, NodeVa
     return (replace(part, structure=structure) if sent else part), norms
 
 
-def _asked_of(part: Part, frames: Mapping[int, bytes], content: RecordDict) -> dict[int, Ids]:
+def _asked_of(part: GraphPart, frames: Mapping[int, bytes], content: RecordDict) -> dict[int, Ids]:
     """Return the ids that are asked of this owner, by requester; who asks for anything but its nodes is refused in
     ``content``, and the others get theirs."""
     found: dict[int, Ids] = {}
@@ -467,7 +477,7 @@ def _asked_of(part: Part, frames: Mapping[int, bytes], content: RecordDict) -> d
     return found
 
 
-def _by_owner(part: Part, ids: Ids) -> dict[int, bytes]:
+def _by_owner(part: GraphPart, ids: Ids) -> dict[int, bytes]:
     owners = part.structure.owner_of(ids)
     return {int(owner): encode_ids(ids[owners == owner]) for owner in np.unique(owners)}
 
@@ -490,6 +500,6 @@ def _check_complete(found: Mapping[int, Ids], wants: Mapping[int, Ids]) -> None:
         )
 
 
-def _reader(part: Part, ask: Ask) -> Callable[..., tuple[Ids, Floats]]:
+def _reader(part: GraphPart, ask: PlanRequest) -> Callable[..., tuple[Ids, Floats]]:
     codec = get_row_codec(ask.row_codec)
     return partial(codec.decode, features=part.features.shape[1], dtype=part.features.dtype, nodes=part.structure.nodes)

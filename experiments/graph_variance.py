@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.findings import mean
 from fedcomp.graphs.adjacency import columns_of
-from fedcomp.graphs.base import Conditions, Norms, Operator, Part, Rows
+from fedcomp.graphs.base import Conditions, GraphPart, Norms, Operator, Rows
 from fedcomp.graphs.inclusion import base_weight, column_energy, local_mass, waterfill
 from fedcomp.graphs.plan import draw_batch, plan_round, plan_step
 from fedcomp.graphs.scale import moment_ratio
@@ -61,7 +61,7 @@ class Batches:
         self,
         settings: SamplerSettings,
         conditions: Conditions = Conditions(),  # noqa: B008 - immutable
-    ) -> Iterator[tuple[Part, Operator]]:
+    ) -> Iterator[tuple[GraphPart, Operator]]:
         """Yield owner and input layer of every batch of the run's first rounds."""
         for number in range(1, self.rounds + 1):
             for part in owners(self.task, self.parts):
@@ -71,9 +71,9 @@ class Batches:
                 yield part, plan.layers[0]
 
 
-def owners(task: GraphTask, parts: int) -> list[Part]:
+def owners(task: GraphTask, parts: int) -> list[GraphPart]:
     """Return all parts of the task's graph."""
-    return [task.part(index, parts) for index in range(parts)]
+    return [task.shared(parts).part(index) for index in range(parts)]
 
 
 def measured(batches: Batches, settings: SamplerSettings) -> dict[str, float]:
@@ -193,7 +193,7 @@ def with_input_layer(settings: SamplerSettings, n: int) -> SamplerSettings:
 
 
 def bias_of(
-    task: GraphTask, part: Part, settings: SamplerSettings, *, batch: int, draws: int, seed: int
+    task: GraphTask, part: GraphPart, settings: SamplerSettings, *, batch: int, draws: int, seed: int
 ) -> dict[str, float]:
     """Return how far the mean of many draws of one layer is from the sum it estimates, relative to ``||Z||_F``.
 

@@ -24,7 +24,7 @@ from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import models, round_of
 from fedcomp.flower.rounds import RoundOutcome, fit
-from fedcomp.graphs.base import Part
+from fedcomp.graphs.base import GraphPart
 from fedcomp.graphs.plan import plan_round
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
@@ -41,7 +41,7 @@ TYPES = (SETUP_TYPE, PLAN_TYPE, ROWS_TYPE, TRAIN_TYPE, EVALUATE_TYPE)
 Named = dict[str, NDArray[Any]]
 
 
-def graph(parts: int = PARTS, structure: str = "full", **options: Any) -> list[Part]:
+def graph(parts: int = PARTS, structure: str = "full", **options: Any) -> list[GraphPart]:
     """Return the parts of the toy graph."""
     size = {"nodes": NODES, "degree": DEGREE, "seed": SEED, **options}
     adjacency = toy_adjacency(size["nodes"], parts, size["degree"], size["seed"])
@@ -71,10 +71,10 @@ def learner(message: Message, context: Context) -> Learner:
     return Learner(name, made, cross_entropy, lambda outputs, labels: outputs.argmax(1) == labels, {"lr": LR})
 
 
-def client(parts: Sequence[Part]) -> ClientApp:
+def client(parts: Sequence[GraphPart]) -> ClientApp:
     """Return the app of all nodes; each looks at the part of its own partition."""
 
-    def part_of(message: Message, context: Context) -> Part:
+    def part_of(message: Message, context: Context) -> GraphPart:
         return parts[int(context.node_config["partition-id"])]
 
     return with_halves([graph_owner(part_of, learner), compression()])
@@ -139,7 +139,7 @@ def gradients_on_one_machine(model: Mapping[str, NDArray[Any]], number: int, bat
     return {name: slope.numpy() for (name, _), slope in zip(made.named_parameters(), found, strict=True)}
 
 
-def grid(parts: Sequence[Part], app: Callable | None = None, nodes: int = 0, **options: Any) -> MeteredGrid:
+def grid(parts: Sequence[GraphPart], app: Callable | None = None, nodes: int = 0, **options: Any) -> MeteredGrid:
     made = InProcessGrid(app or client(parts), nodes or len(parts), **{"seed": 2, **options})
     return MeteredGrid(made)
 

@@ -17,10 +17,10 @@ from toy import with_halves
 
 from fedcomp.clients.gcn import Learner, graph_owner
 from fedcomp.flower import gcn
-from fedcomp.flower.gcn import Ask, Fetch, Needs, Setup, put_frames, take_frames
+from fedcomp.flower.gcn import Fetch, GraphSetup, Needs, PlanRequest, put_frames, take_frames
 from fedcomp.flower.payload import models
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.graphs.base import Part
+from fedcomp.graphs.base import GraphPart
 from fedcomp.graphs.layers import GraphConvolutions
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.tasks.arrays import load_arrays
@@ -31,19 +31,19 @@ HIDDEN, SEED = 5, 3
 FULL = SamplerSettings(sampler="full")
 
 
-def network(part: Part, *, layers: int = 2, dropout: float = 0.0, seed: int = 1) -> GraphConvolutions:
+def network(part: GraphPart, *, layers: int = 2, dropout: float = 0.0, seed: int = 1) -> GraphConvolutions:
     """Return a network for the part's features, in their dtype."""
     made = build(lambda: GraphConvolutions(part.features.shape[1], HIDDEN, CLASSES, layers, dropout), seed)
     assert isinstance(made, GraphConvolutions)
     return made.to(torch.float64 if part.features.dtype == np.float64 else torch.float32)
 
 
-def initial(parts: Sequence[Part], **options: Any) -> ArrayRecord:
+def initial(parts: Sequence[GraphPart], **options: Any) -> ArrayRecord:
     """Return the values of :func:`network` as the server's model."""
     return to_record(arrays_of(network(parts[0], **options)))
 
 
-def teaches(parts: Sequence[Part], **options: Any) -> Callable[[Message, Context], Learner]:
+def teaches(parts: Sequence[GraphPart], **options: Any) -> Callable[[Message, Context], Learner]:
     """Return what gives a client its learner; rates come from the message's ``config``, ``lr`` is 0.1 without one."""
 
     def learner(msg: Message, context: Context) -> Learner:
@@ -57,10 +57,10 @@ def teaches(parts: Sequence[Part], **options: Any) -> Callable[[Message, Context
     return learner
 
 
-def client(parts: Sequence[Part], halves: Sequence[Any] = (), **options: Any) -> ClientApp:
+def client(parts: Sequence[GraphPart], halves: Sequence[Any] = (), **options: Any) -> ClientApp:
     """Return an app whose node i owns ``parts[i]``."""
 
-    def part_of(msg: Message, context: Context) -> Part:
+    def part_of(msg: Message, context: Context) -> GraphPart:
         return parts[int(context.node_config["partition-id"])]
 
     return with_halves([*halves, graph_owner(part_of, teaches(parts, **options))])
@@ -71,9 +71,11 @@ def node(index: int, parts: int = 4, **config: Any) -> Context:
     return Context(1, 100 + index, {"partition-id": index, "num-partitions": parts, **config}, RecordDict(), {})
 
 
-def asking(settings: SamplerSettings | None = None, **changes: Any) -> Ask:
+def asking(settings: SamplerSettings | None = None, **changes: Any) -> PlanRequest:
     """Return a question about one training step in round 1."""
-    usual = Ask("s", SEED, 1, "train", 1, 0, json.dumps((settings or SamplerSettings()).to_config()), "dense-f64")
+    usual = PlanRequest(
+        "s", SEED, 1, "train", 1, 0, json.dumps((settings or SamplerSettings()).to_config()), "dense-f64"
+    )
     return replace(usual, **changes)
 
 
@@ -92,7 +94,7 @@ class Nodes:
 
     Attributes
     ----------
-    parts : list of Part
+    parts : list of GraphPart
     app : ClientApp
     contexts : list of Context
     config : dict
@@ -101,7 +103,7 @@ class Nodes:
         Message type, node, message and reply, in order.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[GraphPart]
     app: Any = None
     contexts: list[Context] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
@@ -120,25 +122,25 @@ class Nodes:
         return reply
 
     def hello(self, index: int, **changes: Any) -> Message:
-        return self.tell(index, message(gcn.SETUP_TYPE, Setup("s", "hello", **changes)))
+        return self.tell(index, message(gcn.SETUP_TYPE, GraphSetup("s", "hello", **changes)))
 
     def norms(self, index: int, layers: int = 2) -> dict[int, bytes]:
         """Return the frames of norms that a node's hello asks for, by owner."""
         asked = take_frames(self.hello(index, norms=True, layers=layers), len(self.parts), gcn.IDS)[gcn.IDS]
         found = {}
         for owner, ids in asked.items():
-            reply = self.tell(owner, message(gcn.SETUP_TYPE, Setup("s", "norms"), {gcn.IDS: {index: ids}}))
+            reply = self.tell(owner, message(gcn.SETUP_TYPE, GraphSetup("s", "norms"), {gcn.IDS: {index: ids}}))
             found[owner] = take_frames(reply, len(self.parts), gcn.NORMS)[gcn.NORMS][index]
         return found
 
     def plan(
-        self, index: int, ask: Ask, norms: Mapping[int, bytes] | None = None
-    ) -> tuple[Ask, dict[int, bytes], Message]:
+        self, index: int, ask: PlanRequest, norms: Mapping[int, bytes] | None = None
+    ) -> tuple[PlanRequest, dict[int, bytes], Message]:
         """Let a node plan, with all the rows of the adjacency it needs on the way.
 
         Returns
         -------
-        Ask
+        PlanRequest
             What training has to say.
         dict of int to bytes
             Frames of the ids it wants, by owner.
@@ -163,11 +165,11 @@ class Nodes:
             found[owner] = take_frames(reply, len(self.parts), said.kind)[said.kind][index]
         return found
 
-    def rows(self, index: int, ask: Ask, wants: Mapping[int, bytes]) -> dict[int, bytes]:
+    def rows(self, index: int, ask: PlanRequest, wants: Mapping[int, bytes]) -> dict[int, bytes]:
         return self.fetch(index, wants, Fetch(ask.session, gcn.FEATURES, ask.row_codec, ask.noise))
 
     def carry_out(
-        self, index: int, ask: Ask, rows: Mapping[int, bytes], model: ArrayRecord | None = None, **config: Any
+        self, index: int, ask: PlanRequest, rows: Mapping[int, bytes], model: ArrayRecord | None = None, **config: Any
     ) -> Message:
         """Let a node train or evaluate, as its question says, with rows at hand."""
         kind = gcn.TRAIN_TYPE if ask.purpose == "train" else gcn.EVALUATE_TYPE
@@ -175,13 +177,13 @@ class Nodes:
         arrays = initial(self.parts) if model is None else model
         return self.tell(index, message(kind, ask, {gcn.FEATURES: rows}, arrays=arrays, config=record))
 
-    def turn(self, index: int, ask: Ask, model: ArrayRecord | None = None, **config: Any) -> Message:
+    def turn(self, index: int, ask: PlanRequest, model: ArrayRecord | None = None, **config: Any) -> Message:
         """Let a node plan, fetch, and do what it is asked; return its last reply."""
         ask, wants, _ = self.plan(index, ask)
         return self.carry_out(index, ask, self.rows(index, ask, wants), model, **config)
 
 
-def ready(nodes: Nodes, index: int, ask: Ask) -> tuple[Ask, dict[int, bytes]]:
+def ready(nodes: Nodes, index: int, ask: PlanRequest) -> tuple[PlanRequest, dict[int, bytes]]:
     """Let a node plan and fetch; return what a training message has to bring."""
     ask, wants, _ = nodes.plan(index, ask)
     return ask, nodes.rows(index, ask, wants)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.graphs.adjacency import Adjacency, FullStructure, HaloStructure, normalised
-from fedcomp.graphs.base import Ids, Part
+from fedcomp.graphs.base import GraphPart, Ids
 from fedcomp.rng import Key
 
 CLASSES = 3
@@ -63,7 +63,7 @@ def toy_parts(
     *,
     kind: str = "sym",
     isolated: int = 0,
-) -> list[Part]:
+) -> list[GraphPart]:
     """Return the parts of a random graph: four of five owned nodes are for training, the fifth for testing."""
     adjacency = toy_adjacency(nodes, parts, degree, seed, kind=kind, isolated=isolated)
     everything = toy_features(nodes, features, seed, dtype)
@@ -77,7 +77,7 @@ def cut(
     *,
     structure: str = "full",
     seed: int = 0,
-) -> list[Part]:
+) -> list[GraphPart]:
     """Return the parts of ``adjacency`` that ``owner`` makes; each has a copy of its own rows of ``features``."""
     nodes, parts = len(owner), int(owner.max()) + 1
     labels = (Key(seed, "toy/labels").uniform(nodes) * CLASSES).astype(np.int64)
@@ -91,7 +91,7 @@ def cut(
         ids = np.flatnonzero(owner == index).astype(np.int64)
         test = ids[4::5]
         out.append(
-            Part(
+            GraphPart(
                 index=index,
                 parts=parts,
                 ids=ids,
@@ -113,7 +113,7 @@ def halo(adjacency: Adjacency, owner: NDArray[np.int32], ids: Ids) -> HaloStruct
     return HaloStructure(own, owner[own.columns], adjacency.nodes, int(owner[ids[0]]))
 
 
-def taught(part: Part, adjacency: Adjacency, owner: NDArray[np.int32], ids: Ids) -> Part:
+def taught(part: GraphPart, adjacency: Adjacency, owner: NDArray[np.int32], ids: Ids) -> GraphPart:
     """Return ``part`` of a halo structure after it was sent the rows of ``ids``."""
     rows = adjacency.rows(ids)
     assert isinstance(part.structure, HaloStructure)

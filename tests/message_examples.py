@@ -31,8 +31,8 @@ from fedcomp.flower.schema import (
     Version,
 )
 
-_ASK = gcn.Ask("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
-_HELLO = gcn.Hello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
+_ASK = gcn.PlanRequest("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
+_HELLO = gcn.GraphHello("d", 1, 4, 40, 10, 8, 2, 6, "halo")
 
 _INSTRUCTION = gossip.InstructionRecord(
     session="s",
@@ -87,11 +87,11 @@ def plain(message: Any) -> Any:
 
 
 EXAMPLES: dict[str, Schema] = {
-    "gcn.Setup": gcn.Setup("s", "hello", True, 2),
-    "gcn.Setup/norms": gcn.Setup("s", "norms"),
-    "gcn.Hello": _HELLO,
-    "gcn.Ask": _ASK,
-    "gcn.Ask/plain": replace(_ASK, absent=(), cache="none", cache_bytes=0, noise=0.0, scale=0.0, norms=0),
+    "gcn.GraphSetup": gcn.GraphSetup("s", "hello", True, 2),
+    "gcn.GraphSetup/norms": gcn.GraphSetup("s", "norms"),
+    "gcn.GraphHello": _HELLO,
+    "gcn.PlanRequest": _ASK,
+    "gcn.PlanRequest/plain": replace(_ASK, absent=(), cache="none", cache_bytes=0, noise=0.0, scale=0.0, norms=0),
     "gcn.Needs": gcn.Needs("structure", 0),
     "gcn.Fetch": gcn.Fetch("s", "rows", "csr", 0.1),
     "gcn.Fetch/structure": gcn.Fetch("s", "structure", norms=True),

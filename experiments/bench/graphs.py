@@ -105,7 +105,7 @@ def _made(nodes: int, parts: int, say: Say) -> tuple[Any, Any, dict[str, Any]]:
     say(f"a graph of {nodes} nodes, {nodes * DEGREE // 2} edges drawn, {parts} parts")
     begin = time.perf_counter()
     task: Any = get_task("synthetic-graph", nodes=nodes, degree=DEGREE, parts=parts, columns=64)
-    part = task.part(0, parts)
+    part = task.shared(parts).part(0)
     about = {
         "nodes": nodes,
         "edges": task.neighbours.edges,

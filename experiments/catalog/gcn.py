@@ -344,7 +344,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     first, second = made[:2]
     for graph in graphs.values():
         # Its record has the partitions it was asked for.
-        graph.owner(config.clients)
+        graph.shared(config.clients)
     return Findings(
         tables=_tables(config, groups, equal, exact, biases, codecs),
         figures=_figures(config, groups, equal, exact),
@@ -429,7 +429,7 @@ def _biases(config: Config, graph: GraphTask) -> dict[str, Any]:
     wanted[_RENORMALISED] = {"sampler": "ladies", "renormalise": True}
     wanted[LOCAL] = mine[LOCAL]
     size = {"batch": int(config.settings["bias_batch"]), "draws": int(config.settings["draws"]), "seed": config.seed}
-    part = graph.part(0, config.clients)
+    part = graph.shared(config.clients).part(0)
     return {label: bias_of(graph, part, _sampler(config, {**own, **few}), **size) for label, own in wanted.items()}
 
 
@@ -437,7 +437,7 @@ def codec_sizes(task: GraphTask) -> list[dict[str, Any]]:
     """Return bytes per row of every codec that can hold the task's features, and of others, on some of them."""
     from fedcomp.experiments.bench.graph_rows import row_table
 
-    part = task.part(0, 2)
+    part = task.shared(2).part(0)
     lines = row_table(part.ids[:FRAME_ROWS], part.features[:FRAME_ROWS], repeats=1)
     return [{key: line[key] for key in ("what", "per_row", "error", "chosen")} for line in lines]
 

@@ -71,7 +71,7 @@ Amount = Annotated[float, Real(least=0.0)]
 
 
 @dataclass(frozen=True)
-class Setup(Schema, key=HEADER):
+class GraphSetup(Schema, key=HEADER):
     """What ``query.gcn_setup`` asks.
 
     Attributes
@@ -79,8 +79,8 @@ class Setup(Schema, key=HEADER):
     session : str
         Names the run.
     action : {"hello", "norms"}
-        Who are you (answered by :class:`Hello`); or the feature norms of the nodes in the frames ``ids/{requester}``,
-        answered by ``norms/{requester}``.
+        Who are you (answered by :class:`GraphHello`); or the feature norms of the nodes in the frames
+        ``ids/{requester}``, answered by ``norms/{requester}``.
     norms : bool
         Of a hello: name the remote nodes whose norms the sampler uses, in frames ``ids/{owner}``.
     layers : int
@@ -94,7 +94,7 @@ class Setup(Schema, key=HEADER):
 
 
 @dataclass(frozen=True)
-class Hello(Schema, key=HEADER):
+class GraphHello(Schema, key=HEADER):
     """What an owner announces of itself.
 
     Attributes
@@ -132,7 +132,7 @@ class Hello(Schema, key=HEADER):
 
 
 @dataclass(frozen=True)
-class Ask(Schema, key=HEADER):
+class PlanRequest(Schema, key=HEADER):
     """What a plan, a training and an evaluation message say; the same word for word in all messages of one turn.
 
     Attributes

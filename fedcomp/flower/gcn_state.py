@@ -21,10 +21,10 @@ from flwr.app import ConfigRecord, Context
 from numpy.typing import NDArray
 
 from fedcomp.errors import FedcompError, StateError
-from fedcomp.flower.gcn import Ask
+from fedcomp.flower.gcn import PlanRequest
 from fedcomp.flower.payload import put_frame, take_frame
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.graphs.base import Ids, Part
+from fedcomp.graphs.base import GraphPart, Ids
 from fedcomp.graphs.cache import FeatureCache
 
 Reals = NDArray[np.float64]
@@ -61,7 +61,7 @@ class NodeValues:
 
 @dataclass(frozen=True)
 class PastTurn:
-    """What the last turn left behind; see :attr:`fedcomp.flower.gcn.Ask.turn`.
+    """What the last turn left behind; see :attr:`fedcomp.flower.gcn.PlanRequest.turn`.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class OwnerState:
     Attributes
     ----------
     digest : str
-        Of the graph; see :class:`fedcomp.graphs.base.Part`.
+        Of the graph; see :class:`fedcomp.graphs.base.GraphPart`.
     rows_of : str
         Names what is cached: digest, row codec and noise.
     cache : FeatureCache
@@ -125,7 +125,7 @@ class OwnerState:
     """Whether the cache is in the state as it is here."""
 
     @classmethod
-    def load(cls, context: Context, ask: Ask, part: Part, reader: Reader) -> OwnerState:
+    def load(cls, context: Context, ask: PlanRequest, part: GraphPart, reader: Reader) -> OwnerState:
         """Return what this node has at the beginning of the turn that ``ask`` is about. Modifies nothing.
 
         Parameters
@@ -149,7 +149,7 @@ class OwnerState:
         except (FedcompError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise StateError(f"what this node keeps of the graph cannot be read: {error}; restart the node") from error
 
-    def _at(self, ask: Ask, reader: Reader) -> OwnerState:
+    def _at(self, ask: PlanRequest, reader: Reader) -> OwnerState:
         """Return this at the beginning of a turn: what any other one left behind is part of it."""
         last = self.last
         if last is None or (last.session, last.number) == (ask.session, ask.turn):
@@ -166,18 +166,18 @@ class OwnerState:
             hidden = tuple(_at(hidden, layer).updated(_at(last.seen, layer)) for layer in range(longest))
         return replace(self, cache=cache, hidden=hidden, last=None, stored=False)
 
-    def received(self, ask: Ask, norms: NodeValues, structure: Sequence[tuple[int, bytes]]) -> OwnerState:
+    def received(self, ask: PlanRequest, norms: NodeValues, structure: Sequence[tuple[int, bytes]]) -> OwnerState:
         """Return this with feature norms and adjacency rows that a plan's message brought."""
         place = (ask.session, ask.turn)
         before = self.structure_at(ask)
         more = tuple(frame for frame in structure if frame not in before)
         return replace(self, norms=self.norms.updated(norms), structure=before + more, structure_of=place)
 
-    def lacks_norms(self, ask: Ask) -> bool:
+    def lacks_norms(self, ask: PlanRequest) -> bool:
         """Whether this node was sent more feature norms than it has: then it has lost them."""
         return len(self.norms.ids) < ask.norms
 
-    def structure_at(self, ask: Ask) -> tuple[tuple[int, bytes], ...]:
+    def structure_at(self, ask: PlanRequest) -> tuple[tuple[int, bytes], ...]:
         """Return the adjacency rows that were sent for the turn of ``ask``."""
         return self.structure if self.structure_of == (ask.session, ask.turn) else ()
 
@@ -222,7 +222,7 @@ Reader = Callable[[bytes], tuple[Ids, NDArray[Any]]]
 """``ids, rows = reader(frame)``."""
 
 
-def _read(context: Context, meta: ConfigRecord, ask: Ask, fresh: OwnerState) -> OwnerState:
+def _read(context: Context, meta: ConfigRecord, ask: PlanRequest, fresh: OwnerState) -> OwnerState:
     said: dict[str, Any] = dict(meta)
     arrays = to_arrays(context.state.array_records[_ARRAYS])
     last = None

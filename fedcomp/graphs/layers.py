@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import Adjacency
-from fedcomp.graphs.base import GraphError, Ids, MissingRows, Operator, Part, StepPlan, find
+from fedcomp.graphs.base import GraphError, GraphPart, Ids, MissingRows, Operator, StepPlan, find
 
 Features = NDArray[np.floating]
 Fetched = Mapping[int, tuple[Ids, Features]] | Iterable[tuple[Ids, Features]]
@@ -129,12 +129,12 @@ def whole(adjacency: Adjacency, layers: int, dtype: torch.dtype) -> list[Tensor]
     return [_csr(adjacency.indptr, adjacency.columns, adjacency.values, (nodes, nodes), dtype)] * layers
 
 
-def gather(part: Part, plan: StepPlan, fetched: Fetched) -> Tensor:
+def gather(part: GraphPart, plan: StepPlan, fetched: Fetched) -> Tensor:
     """Return the inputs of a plan, ``(len(plan.inputs), d)``, in the dtype of the part's features.
 
     Parameters
     ----------
-    part : Part
+    part : GraphPart
         Rows of owned nodes are taken from here, whatever else was sent.
     plan : StepPlan
     fetched : mapping of owner to (ids, rows), or iterable of (ids, rows)

@@ -19,10 +19,10 @@ from fedcomp.graphs.adjacency import as_ids, columns_of
 from fedcomp.graphs.base import (
     Conditions,
     GraphError,
+    GraphPart,
     Ids,
     Norms,
     Operator,
-    Part,
     StepPlan,
     UnknownStructure,
     find,
@@ -68,7 +68,7 @@ def draw_batch(ids: Ids, size: int, key: Key) -> Ids:
 
 
 def plan_step(
-    part: Part,
+    part: GraphPart,
     batch: Ids,
     settings: SamplerSettings,
     key: Key,
@@ -78,7 +78,7 @@ def plan_step(
 
     Parameters
     ----------
-    part : Part
+    part : GraphPart
     batch : ndarray of int64
         Owned nodes, without repeats; may be empty.
     settings : SamplerSettings
@@ -115,7 +115,7 @@ def plan_step(
 
 
 def plan_layer(
-    part: Part,
+    part: GraphPart,
     ids: Ids,
     settings: SamplerSettings,
     level: int,
@@ -156,7 +156,7 @@ def plan_layer(
 
 
 def plan_round(
-    part: Part,
+    part: GraphPart,
     settings: SamplerSettings,
     *,
     seed: int,
@@ -246,7 +246,7 @@ def _given_scale(settings: SamplerSettings, scale: float | None) -> float:
     return float(scale)
 
 
-def _usable(part: Part, candidates: Ids, owned: Bools, level: int, conditions: Conditions) -> Bools:
+def _usable(part: GraphPart, candidates: Ids, owned: Bools, level: int, conditions: Conditions) -> Bools:
     usable = np.ones(len(candidates), bool)
     if not conditions.absent:
         return usable
@@ -261,7 +261,7 @@ def _usable(part: Part, candidates: Ids, owned: Bools, level: int, conditions: C
 
 
 def _favoured(
-    part: Part, candidates: Ids, owned: Bools, settings: SamplerSettings, level: int, absent: frozenset[int]
+    part: GraphPart, candidates: Ids, owned: Bools, settings: SamplerSettings, level: int, absent: frozenset[int]
 ) -> Bools:
     if settings.favour == "owned" or not settings.skews or level == 0:
         return owned
@@ -271,7 +271,7 @@ def _favoured(
     return owned | find(reach(part, level, absent), candidates)[0]
 
 
-def reach(part: Part, hops: int, absent: frozenset[int] = frozenset()) -> Ids:
+def reach(part: GraphPart, hops: int, absent: frozenset[int] = frozenset()) -> Ids:
     """Return the nodes that are within so many hops of an owned node along rows of P, ascending.
 
     Computed once for a structure and kept in the part's memo, as long as nothing of it had to be left out. What follows
@@ -303,7 +303,7 @@ def reach(part: Part, hops: int, absent: frozenset[int] = frozenset()) -> Ids:
     return kept
 
 
-def feature_norms(part: Part) -> Reals:
+def feature_norms(part: GraphPart) -> Reals:
     """Return the L2 norms of the owned nodes' features, in the order of ``part.ids``; made once."""
     if "norms" not in part.memo:
         part.memo["norms"] = np.sqrt(np.einsum("ij,ij->i", part.features, part.features, dtype=np.float64))
@@ -311,7 +311,7 @@ def feature_norms(part: Part) -> Reals:
     return kept
 
 
-def _norms(part: Part, candidates: Ids, owned: Bools, level: int, norms: Norms | None) -> Reals:
+def _norms(part: GraphPart, candidates: Ids, owned: Bools, level: int, norms: Norms | None) -> Reals:
     seen = norms[level] if norms is not None else {}
     found = np.array([seen.get(one, np.nan) for one in candidates.tolist()], np.float64)
     if level == 0:

@@ -27,7 +27,7 @@ from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NegativeSampl
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.graphs.adjacency import KINDS, Adjacency, FullStructure, as_ids, normalised
-from fedcomp.graphs.base import GraphError, Ids, Part
+from fedcomp.graphs.base import GraphError, GraphPart, Ids
 from fedcomp.graphs.plan import plan_layer, plan_step
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
@@ -106,7 +106,7 @@ class SkewedSampler(BaseSampler):
         structure = FullStructure(adjacency, np.asarray(owner))
         none = np.zeros(0, np.int64)
         ids = np.flatnonzero(structure.owner == part)
-        self._part = Part(
+        self._part = GraphPart(
             index=part,
             parts=int(structure.owner.max(initial=0)) + 1,
             ids=ids,

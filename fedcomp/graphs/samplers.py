@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import FullStructure
-from fedcomp.graphs.base import Ids, Part, Rows, find
+from fedcomp.graphs.base import GraphPart, Ids, Rows, find
 from fedcomp.graphs.inclusion import base_weight, column_energy, local_mass, multinomial, poisson, waterfill
 from fedcomp.graphs.scale import scale
 from fedcomp.graphs.settings import SamplerSettings
@@ -44,7 +44,7 @@ class Layer:
 
     Attributes
     ----------
-    part : Part
+    part : GraphPart
         Whose plan it is.
     rows : Rows
         U.
@@ -60,7 +60,7 @@ class Layer:
         L2 norms of the candidates' vectors; only mode "measured" has them.
     """
 
-    part: Part
+    part: GraphPart
     rows: Rows
     candidates: Ids
     positions: Ids
@@ -286,7 +286,7 @@ def _fastgcn(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms
     return Draw(factors[layer.positions], local_mass(weights, layer.owned), 1.0, expected)
 
 
-def column_ends(part: Part) -> Reals:
+def column_ends(part: GraphPart) -> Reals:
     """Return the cumulated probabilities of FastGCN's draw, ``(N,)``, which are in proportion to ||P[:, i]||^2.
 
     Made once for a part and kept in its memo: the one thing here that takes time in proportion to the graph.

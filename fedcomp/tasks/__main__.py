@@ -16,7 +16,7 @@ from fedcomp.errors import FedcompError
 from fedcomp.rng import Key
 from fedcomp.tasks import TASKS, get_task
 from fedcomp.tasks.base import Task
-from fedcomp.tasks.graph import GraphTask
+from fedcomp.tasks.graph import GraphTask, train_centrally
 from fedcomp.tasks.sources import DataWarning
 
 
@@ -68,9 +68,9 @@ def describe_partition(task: Task, clients: int) -> None:
     assignment = task.assignment(clients)
     sizes = np.bincount(assignment, minlength=clients)
     if isinstance(task, GraphTask):
-        owned = np.bincount(task.owner(clients), minlength=clients)
-        edges = f"{task.cut(clients):.3f} of {task.neighbours.edges:,} edges cut"
-        print(f"  {task.method(clients)} over {clients}: {owned.min()} to {owned.max()} nodes, {edges}")
+        owned = np.bincount(task.shared(clients).owner, minlength=clients)
+        edges = f"{task.shared(clients).cut:.3f} of {task.neighbours.edges:,} edges cut"
+        print(f"  {task.shared(clients).method} over {clients}: {owned.min()} to {owned.max()} nodes, {edges}")
     else:
         print(f"  {task.options['partition']} over {clients}: {sizes.min()} to {sizes.max()} examples")
     y = task.train_split.y
@@ -84,7 +84,7 @@ def train(task: Task, args: argparse.Namespace) -> None:
     """Train on all clients' data together and print the metrics on the held-out examples."""
     model = task.model(args.seed)
     if isinstance(task, GraphTask):
-        task.train_centrally(model, steps=args.epochs, lr=args.lr, seed=args.seed)
+        train_centrally(task, model, steps=args.epochs, lr=args.lr, seed=args.seed)
     else:
         task.train(
             model,

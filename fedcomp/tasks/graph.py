@@ -1,10 +1,10 @@
 """Tasks on one graph that several owners share: every node has one owner, and edges go between owners.
 
 What is learnt is the class of a node, from its features and those of the nodes around it. An owner has the features and
-labels of its own nodes alone: :meth:`GraphTask.part` copies them out, so that whoever needs another owner's row has to
-ask for it. The task itself holds the whole graph; that is the ruler an experiment measures with
-(:meth:`GraphTask.evaluate`), not something a client learns from, and :meth:`GraphTask.train` and
-:meth:`GraphTask.gradient` say so. Nodes that are held out keep their features and edges: what is held out are labels.
+labels of its own nodes alone: :meth:`SharedGraph.part` copies them out, so that whoever needs another owner's row has
+to ask for it. The task itself holds the whole graph to measure with (:meth:`GraphTask.evaluate`); no client learns from
+it, and :meth:`GraphTask.train` and :meth:`GraphTask.gradient` say so. Held-out nodes keep their features and edges;
+only their labels are held out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from fedcomp.errors import ConfigError
 from fedcomp.graphs import partition as sharing
 from fedcomp.graphs.adjacency import Adjacency, FullStructure, HaloStructure, normalised
-from fedcomp.graphs.base import Ids, Part, Structure
-from fedcomp.graphs.layers import GraphConvolutions, whole
+from fedcomp.graphs.base import GraphPart, Ids, Structure
+from fedcomp.graphs.layers import GraphConvolutions
+from fedcomp.graphs.layers import whole as whole_operators
 from fedcomp.rng import Key
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification, Split, single_thread
 from fedcomp.tasks.gan import Adam
-from fedcomp.tasks.graph_sources import Graph, cross_partition, karate_clubs, nearest_neighbours, planted
+from fedcomp.tasks.graph_sources import LabelledGraph, cross_partition, karate_clubs, nearest_neighbours, planted
 from fedcomp.tasks.options import Option, choice, flag, integer, number
 from fedcomp.tasks.partition import Assignment, permutation
 from fedcomp.tasks.sources import DataSource, load
@@ -66,6 +67,12 @@ _NOT_THE_ROWS: Final = (
 """Options that change no row of features. What the last four change is in the digest itself."""
 
 
+_REFUSAL: Final = (
+    "task {!r} is learnt by owners of parts of a graph, who ask each other for rows; use the system 'skewed-gcn', or "
+    "train_centrally() on the whole graph"
+)
+
+
 class GraphTask(Classification):
     """Classes of the nodes of one graph; the model is a stack of graph convolutions.
 
@@ -73,7 +80,7 @@ class GraphTask(Classification):
 
     Attributes
     ----------
-    graph : Graph
+    graph : LabelledGraph
         As loaded or drawn, features as the option ``features`` and ``dtype`` say.
     nodes : int
         N.
@@ -92,29 +99,15 @@ class GraphTask(Classification):
         self.graph = replace(graph, features=_prepared(graph.features, options["features"], options["dtype"]))
         self.graph.freeze()
         self.nodes = len(graph.labels)
-        train, test = self._split(options)
+        train, test = _split(self.graph, options)
         examples = [(ids, graph.labels[ids]) for ids in (train, test)]
         super().__init__(options, source, *examples, classes=graph.classes)
-        self._owners: dict[int, sharing.Owner] = {}
-        self._parts: dict[tuple[int, int], Part] = {}
-        self._boundaries: dict[int, Ids] = {}
-        self._digests: dict[int, str] = {}
+        self._shared: dict[int, SharedGraph] = {}
 
-    def _load(self, options: Mapping[str, Any]) -> tuple[Graph, DataSource]:
+    def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
         graph, source = load(self.name, options["root"], options["download"])
-        assert isinstance(graph, Graph)
+        assert isinstance(graph, LabelledGraph)
         return graph, source
-
-    def _split(self, options: Mapping[str, Any]) -> tuple[Ids, Ids]:
-        if options["split"] == "public":
-            assert self.graph.public is not None
-            return self.graph.public
-        labelled = np.flatnonzero(self.graph.labels >= 0)
-        order = labelled[permutation(len(labelled), Key(options["split_seed"], "graphs/split"))]
-        tested = round(options["held_out"] * len(order))
-        if tested == len(order):
-            raise ConfigError(f"held_out={options['held_out']} of {len(order)} nodes leaves none to learn from")
-        return np.sort(order[tested:]), np.sort(order[:tested])
 
     @cached_property
     def adjacency(self) -> Adjacency:
@@ -134,131 +127,30 @@ class GraphTask(Classification):
         """The graph as partitioning sees it: undirected."""
         return sharing.Neighbours.of(self.graph.sources, self.graph.targets, self.nodes)
 
-    def method(self, parts: int) -> str:
-        """Return the partition method that the option ``cut`` stands for.
+    def shared(self, parts: int) -> SharedGraph:
+        """Return the graph as ``parts`` owners share it; kept for the next call. Errors: :class:`SharedGraph`."""
+        if parts not in self._shared:
+            self._shared[parts] = SharedGraph(self, parts)
+        return self._shared[parts]
 
-        Raises
-        ------
-        ConfigError
-            When it is the graph's own partition, and that has another number of parts.
-        """
-        made_of = self._made_of()
-        chosen = str(self.options["cut"])
-        if chosen == "auto":
-            chosen = PLANTED if self.planted_only or parts == made_of else sharing.available(self.nodes)
-        if chosen == PLANTED and parts != made_of:
-            raise ConfigError(
-                f"this graph of task {self.name!r} was made of {made_of} parts and has no partition into {parts}; set "
-                f"the task's option parts={parts}"
-            )
-        return chosen
-
-    def _made_of(self) -> int:
-        return 0 if self.graph.owner is None else int(self.graph.owner.max()) + 1
-
-    def owner(self, parts: int) -> sharing.Owner:
-        """Return the owner of every node, int32 ``(N,)``, read-only; kept for the next call.
-
-        Raises
-        ------
-        ConfigError
-            For an impossible number of parts, or a method whose library is not installed.
-        """
-        if parts not in self._owners:
-            method = self.method(parts)
-            if method == PLANTED:
-                assert self.graph.owner is not None
-                owner = self.graph.owner
-            else:
-                owner = sharing.partition(self.neighbours, parts, method, seed=self.options["partition_seed"])
-            owner.flags.writeable = False
-            self._owners[parts] = owner
-        return self._owners[parts]
-
-    def cut(self, parts: int) -> float:
-        """Return the share of edges between two owners."""
-        return sharing.cut(self.neighbours, self.owner(parts))
-
-    def digest(self, parts: int) -> str:
-        """Return what names the rows of features, the adjacency and who has what, 32 hexadecimal digits.
-
-        The same for every owner and whatever structure it knows, and whatever is held out. Rows are named by where
-        they came from and by the options that shape them, not by their values: an owner has seen only its own.
-        """
-        if parts not in self._digests:
-            named = {key: value for key, value in self.options.items() if key not in _NOT_THE_ROWS}
-            said = repr((self.name, self.data.used, self.data.served, sorted(named.items()), parts))
-            digest = hashlib.sha256(said.encode())
-            adjacency = self.adjacency
-            for array in (adjacency.indptr, adjacency.columns, adjacency.values, self.owner(parts)):
-                digest.update(np.ascontiguousarray(array).data)
-            self._digests[parts] = digest.hexdigest()[:32]
-        return self._digests[parts]
-
-    def part(self, partition: int, parts: int) -> Part:
-        """Return what one owner has; kept for the next call.
-
-        Its features and labels are copies of the owned rows. Nothing in it leads to those of another owner.
-
-        Raises
-        ------
-        ConfigError
-            When ``partition`` is not in ``range(parts)``.
-        """
-        self._check_place(partition, parts)
-        if (partition, parts) not in self._parts:
-            owner = self.owner(parts)
-            ids = np.flatnonzero(owner == partition)
-            features, labels = self.graph.features[ids], self.graph.labels[ids]
-            train, test = (split.x[owner[split.x] == partition] for split in (self.train_split, self.test))
-            boundary = self._boundary(parts)
-            part = Part(
-                index=partition,
-                parts=parts,
-                ids=ids,
-                features=features,
-                labels=labels,
-                train=train,
-                test=test,
-                structure=self._structure(partition, parts, ids),
-                digest=self.digest(parts),
-                boundary=boundary[owner[boundary] == partition],
-            )
-            for array in (ids, features, labels, train, test, part.boundary):
-                array.flags.writeable = False
-            self._parts[partition, parts] = part
-        return self._parts[partition, parts]
-
-    def _structure(self, partition: int, parts: int, ids: Ids) -> Structure:
-        owner = self.owner(parts)
-        if self.options["structure"] == "full":
-            return FullStructure(self.adjacency, owner)
-        rows = self.adjacency.rows(ids)
-        return HaloStructure(rows, owner[rows.columns], self.nodes, partition)
-
-    def _boundary(self, parts: int) -> Ids:
-        """Return every node that has an entry in a row of another owner, ascending."""
-        if parts not in self._boundaries:
-            owner, adjacency = self.owner(parts), self.adjacency
-            rows = np.repeat(owner, np.diff(adjacency.indptr))
-            self._boundaries[parts] = np.unique(adjacency.columns[rows != owner[adjacency.columns]]).astype(np.int64)
-        return self._boundaries[parts]
-
-    def _check_place(self, partition: int, parts: int) -> None:
-        if not 0 <= partition < parts:
-            raise ConfigError(f"partition {partition} is not in range({parts})")
+    def validating(self, share: float = 0.2) -> Self:
+        """Return this task with some of its training nodes in place of the test nodes; see the base class."""
+        other = super().validating(share)
+        # Parts name the nodes to learn from, which are fewer there.
+        other._shared = {}
+        return other
 
     def assignment(self, num_partitions: int) -> Assignment:
         """Return the owner of every training node, int64, in the order of ``train_split``."""
         if num_partitions not in self._assignments:
-            self._assignments[num_partitions] = self.owner(num_partitions)[self.train_split.x].astype(np.int64)
+            self._assignments[num_partitions] = self.shared(num_partitions).owner[self.train_split.x].astype(np.int64)
         return self._assignments[num_partitions]
 
     def client_test(self, partition: int, num_partitions: int) -> Split:
         """Return the held-out nodes of one owner; the weighted mean of the owners' metrics is the metric on
         :attr:`test`."""
-        self._check_place(partition, num_partitions)
-        mine = self.owner(num_partitions)[self.test.x] == partition
+        shared = self.shared(num_partitions)
+        mine = shared.owner[self.test.x] == shared.checked(partition)
         return Split(self.test.x[mine], self.test.y[mine])
 
     def _make_model(self) -> nn.Module:
@@ -271,15 +163,15 @@ class GraphTask(Classification):
         return super().model(seed).to(getattr(torch, self.options["dtype"]))
 
     @cached_property
-    def _whole(self) -> tuple[Tensor, list[Tensor]]:
+    def whole(self) -> tuple[Tensor, list[Tensor]]:
         """All features and the operator of every layer, as tensors."""
         # A copy: tensors share memory with writable arrays only.
         x = torch.from_numpy(np.array(self.graph.features))
-        return x, whole(self.adjacency, self.options["layers"], x.dtype)
+        return x, whole_operators(self.adjacency, self.options["layers"], x.dtype)
 
     def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the logits of nodes ``x``: a forward pass over the whole graph, every neighbour used."""
-        features, operators = self._whole
+        features, operators = self.whole
         return model(features, operators)[x]
 
     def train(self, model: nn.Module, data: Split, **settings: Any) -> dict[str, float]:
@@ -290,7 +182,7 @@ class GraphTask(Classification):
         ConfigError
             Always: an owner has not the rows that its nodes' neighbours stand in.
         """
-        raise self._refusal()
+        raise ConfigError(_REFUSAL.format(self.name))
 
     def gradient(
         self, model: nn.Module, data: Split, *, batch_size: int | None = None, key: Key | None = None
@@ -302,64 +194,11 @@ class GraphTask(Classification):
         ConfigError
             Always.
         """
-        raise self._refusal()
-
-    def _refusal(self) -> ConfigError:
-        return ConfigError(
-            f"task {self.name!r} is learnt by owners of parts of a graph, who ask each other for rows; use the system "
-            "'skewed-gcn', or train_centrally() on the whole graph"
-        )
-
-    def train_centrally(
-        self, model: nn.Module, *, steps: int, lr: float, weight_decay: float = 0.0, seed: int = 0
-    ) -> dict[str, float]:
-        """Train ``model`` in place on the whole graph, as if one owner had all of it.
-
-        Adam (Kingma and Ba 2015), all training nodes in every step, every neighbour used.
-
-        Parameters
-        ----------
-        steps : int
-        lr, weight_decay : float
-            Step size; coefficient of |w|^2 / 2 over all parameters, added to the loss.
-        seed : int
-            Names the draw of dropout, where there is any.
-
-        Returns
-        -------
-        dict
-            ``train_loss`` before the last step and ``num-examples``.
-        """
-        adam = Adam(lr, decay=0.9)
-        named = dict(model.named_parameters())
-        features, operators = self._whole
-        ids, labels = self.train_split.tensors
-        moments = adam.start({name: p.detach() for name, p in named.items()})
-        generator = torch.Generator().manual_seed(Key(seed, "graphs/dropout").u64() >> 1)
-        last = 0.0
-        model.train()
-        with single_thread():
-            for _ in range(steps):
-                outputs = model(features, operators, generator=generator)
-                loss = self.objective(model, outputs[ids], labels)
-                slopes = torch.autograd.grad(loss, list(named.values()))
-                values = {name: p.detach() for name, p in named.items()}
-                with torch.no_grad():
-                    decayed = {
-                        name: slope.add(values[name], alpha=weight_decay)
-                        for name, slope in zip(named, slopes, strict=True)
-                    }
-                    after, moments = adam.step(values, decayed, moments)
-                    for name, p in named.items():
-                        p.copy_(after[name])
-                last = loss.item()
-        return {"train_loss": last, "num-examples": len(self.train_split)}
+        raise ConfigError(_REFUSAL.format(self.name))
 
     def record(self) -> dict[str, Any]:
         """Return the task's record, with the size of the graph and every partition that was asked for so far."""
-        partitions = {
-            str(parts): {"method": self.method(parts), "cut": self.cut(parts)} for parts in sorted(self._owners)
-        }
+        partitions = {str(n): {"method": one.method, "cut": one.cut} for n, one in sorted(self._shared.items())}
         graph = {
             "nodes": self.nodes,
             "edges": self.neighbours.edges,
@@ -368,6 +207,188 @@ class GraphTask(Classification):
             "partitions": partitions,
         }
         return {**super().record(), "graph": graph}
+
+
+class SharedGraph:
+    """The graph of a task and who of so many owners has what. Digests and parts are made once, when asked for.
+
+    Parameters
+    ----------
+    task : GraphTask
+    parts : int
+        Number of owners.
+
+    Attributes
+    ----------
+    method : str
+        The partition method that the task's option ``cut`` stands for.
+    owner : ndarray of int32, (N,)
+        The owner of every node, read-only.
+
+    Raises
+    ------
+    ConfigError
+        For an impossible number of parts, a method whose library is not installed, or a graph that is to keep its own
+        partition and has another number of parts.
+
+    Examples
+    --------
+    >>> from fedcomp.tasks import get_task
+    >>> shared = get_task("karate", cut="greedy").shared(2)
+    >>> shared.part(0).ids[:5].tolist(), round(shared.cut, 2)
+    ([2, 8, 9, 14, 15], 0.19)
+    """
+
+    def __init__(self, task: GraphTask, parts: int) -> None:
+        planted_owner = task.graph.owner
+        made_of = 0 if planted_owner is None else int(planted_owner.max()) + 1
+        method = str(task.options["cut"])
+        if method == "auto":
+            method = PLANTED if task.planted_only or parts == made_of else sharing.available(task.nodes)
+        if method == PLANTED and parts != made_of:
+            raise ConfigError(
+                f"this graph of task {task.name!r} was made of {made_of} parts and has no partition into {parts}; set "
+                f"the task's option parts={parts}"
+            )
+        self.task, self.parts, self.method = task, parts, method
+        if method == PLANTED:
+            assert planted_owner is not None
+            self.owner = planted_owner
+        else:
+            self.owner = sharing.partition(task.neighbours, parts, method, seed=task.options["partition_seed"])
+            self.owner.flags.writeable = False
+        self._made: dict[int, GraphPart] = {}
+
+    @cached_property
+    def cut(self) -> float:
+        """The share of edges between two owners."""
+        return sharing.cut(self.task.neighbours, self.owner)
+
+    @cached_property
+    def digest(self) -> str:
+        """What names the rows of features, the adjacency and who has what, 32 hexadecimal digits.
+
+        The same for every owner and whatever structure it knows, and whatever is held out. Rows are named by where
+        they came from and by the options that shape them, not by their values: an owner has seen only its own.
+        """
+        task, adjacency = self.task, self.task.adjacency
+        named = {key: value for key, value in task.options.items() if key not in _NOT_THE_ROWS}
+        source = repr((task.name, task.data.used, task.data.served, sorted(named.items()), self.parts))
+        digest = hashlib.sha256(source.encode())
+        for array in (adjacency.indptr, adjacency.columns, adjacency.values, self.owner):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()[:32]
+
+    @cached_property
+    def boundary(self) -> Ids:
+        """Every node that has an entry in a row of another owner, ascending."""
+        adjacency = self.task.adjacency
+        rows = np.repeat(self.owner, np.diff(adjacency.indptr))
+        return np.unique(adjacency.columns[rows != self.owner[adjacency.columns]]).astype(np.int64)
+
+    def checked(self, index: int) -> int:
+        """Return the index of a part; raise ConfigError for one that there is not."""
+        if not 0 <= index < self.parts:
+            raise ConfigError(f"partition {index} is not in range({self.parts})")
+        return index
+
+    def part(self, index: int) -> GraphPart:
+        """Return what one owner has; kept for the next call.
+
+        Its features and labels are copies of the owned rows. Nothing in it leads to those of another owner.
+
+        Raises
+        ------
+        ConfigError
+            When ``index`` is not in ``range(parts)``.
+        """
+        if self.checked(index) not in self._made:
+            task, owner = self.task, self.owner
+            ids = np.flatnonzero(owner == index)
+            train, test = (split.x[owner[split.x] == index] for split in (task.train_split, task.test))
+            part = GraphPart(
+                index=index,
+                parts=self.parts,
+                ids=ids,
+                features=task.graph.features[ids],
+                labels=task.graph.labels[ids],
+                train=train,
+                test=test,
+                structure=self._structure(index, ids),
+                digest=self.digest,
+                boundary=self.boundary[owner[self.boundary] == index],
+            )
+            for array in (part.ids, part.features, part.labels, part.train, part.test, part.boundary):
+                array.flags.writeable = False
+            self._made[index] = part
+        return self._made[index]
+
+    def _structure(self, index: int, ids: Ids) -> Structure:
+        task = self.task
+        if task.options["structure"] == "full":
+            return FullStructure(task.adjacency, self.owner)
+        rows = task.adjacency.rows(ids)
+        return HaloStructure(rows, self.owner[rows.columns], task.nodes, index)
+
+
+def train_centrally(
+    task: GraphTask, model: nn.Module, *, steps: int, lr: float, weight_decay: float = 0.0, seed: int = 0
+) -> dict[str, float]:
+    """Train ``model`` in place on the whole graph, as if one owner had all of it.
+
+    Adam (Kingma and Ba 2015), all training nodes in every step, every neighbour used.
+
+    Parameters
+    ----------
+    task : GraphTask
+    model : Module
+    steps : int
+    lr, weight_decay : float
+        Step size; coefficient of |w|^2 / 2 over all parameters, added to the loss.
+    seed : int
+        Names the draw of dropout, where there is any.
+
+    Returns
+    -------
+    dict
+        ``train_loss`` before the last step and ``num-examples``.
+    """
+    adam = Adam(lr, decay=0.9)
+    named = dict(model.named_parameters())
+    features, operators = task.whole
+    ids, labels = task.train_split.tensors
+    moments = adam.start({name: p.detach() for name, p in named.items()})
+    generator = torch.Generator().manual_seed(Key(seed, "graphs/dropout").u64() >> 1)
+    last = 0.0
+    model.train()
+    with single_thread():
+        for _ in range(steps):
+            outputs = model(features, operators, generator=generator)
+            loss = task.objective(model, outputs[ids], labels)
+            slopes = torch.autograd.grad(loss, list(named.values()))
+            values = {name: p.detach() for name, p in named.items()}
+            with torch.no_grad():
+                decayed = {
+                    name: slope.add(values[name], alpha=weight_decay) for name, slope in zip(named, slopes, strict=True)
+                }
+                after, moments = adam.step(values, decayed, moments)
+                for name, p in named.items():
+                    p.copy_(after[name])
+            last = loss.item()
+    return {"train_loss": last, "num-examples": len(task.train_split)}
+
+
+def _split(graph: LabelledGraph, options: Mapping[str, Any]) -> tuple[Ids, Ids]:
+    """Return the nodes to learn from and those that are held out, ascending."""
+    if options["split"] == "public":
+        assert graph.public is not None
+        return graph.public
+    labelled = np.flatnonzero(graph.labels >= 0)
+    order = labelled[permutation(len(labelled), Key(options["split_seed"], "graphs/split"))]
+    tested = round(options["held_out"] * len(order))
+    if tested == len(order):
+        raise ConfigError(f"held_out={options['held_out']} of {len(order)} nodes leaves none to learn from")
+    return np.sort(order[tested:]), np.sort(order[:tested])
 
 
 def _prepared(features: NDArray[np.float32], kind: str, dtype: str) -> NDArray[np.floating]:
@@ -423,7 +444,7 @@ class DigitsGraph(GraphTask):
         "k": Option(10, integer(1), "nearest digits that one is joined to"),
     }
 
-    def _load(self, options: Mapping[str, Any]) -> tuple[Graph, DataSource]:
+    def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
         graph, source = super()._load(options)
         # Sixteenths: times 16 they are whole numbers, and distances are exact.
         sources, targets = nearest_neighbours(graph.features * 16.0, options["k"])
@@ -440,7 +461,7 @@ class Karate(GraphTask):
         "hidden": replace(OPTIONS["hidden"], default=16),
     }
 
-    def _load(self, options: Mapping[str, Any]) -> tuple[Graph, DataSource]:
+    def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
         graph, source = super()._load(options)
         if options["labels"] == 3:
             raise ConfigError("labels=3; expected 2 (the clubs it split into) or 4 (communities)")
@@ -478,7 +499,7 @@ class CrossPartition(GraphTask):
         "graph_seed": Option(0, integer(0), "names the draw of the graph"),
     }
 
-    def _load(self, options: Mapping[str, Any]) -> tuple[Graph, DataSource]:
+    def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
         names = ("nodes", "parts", "classes", "noise", "own", "telling", "other")
         chosen = {name: options[name] for name in names}
         graph = cross_partition(**chosen, key=Key(options["graph_seed"], "graphs/cross-partition"))
@@ -505,7 +526,7 @@ class SyntheticGraph(GraphTask):
         "graph_seed": Option(0, integer(0), "names the draw of the graph"),
     }
 
-    def _load(self, options: Mapping[str, Any]) -> tuple[Graph, DataSource]:
+    def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
         names = ("nodes", "degree", "parts", "cross", "classes")
         chosen = {name: options[name] for name in names}
         key = Key(options["graph_seed"], "graphs/planted")

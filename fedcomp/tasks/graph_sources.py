@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class LabelledGraph:
     """Nodes with features and labels, and the edges between them.
 
     Attributes
@@ -60,7 +60,7 @@ class Graph:
                 array.flags.writeable = False
 
 
-def read_cora_ml(files: Mapping[str, bytes]) -> Graph:
+def read_cora_ml(files: Mapping[str, bytes]) -> LabelledGraph:
     """Return Cora-ML (Bojchevski and Guennemann 2018) from its npz, without unpickling: fields of objects stay unread.
 
     Who cites whom is given, 8,416 edges; as is usual, both ends are neighbours of each other here.
@@ -74,13 +74,13 @@ def read_cora_ml(files: Mapping[str, bytes]) -> Graph:
     rows = np.repeat(np.arange(len(features)), np.diff(attributes["indptr"]))
     features[rows, attributes["indices"]] = attributes["data"]
     sources = np.repeat(np.arange(len(indptr) - 1, dtype=np.int64), np.diff(indptr))
-    return Graph(features, labels, sources, targets.astype(np.int64), int(labels.max()) + 1)
+    return LabelledGraph(features, labels, sources, targets.astype(np.int64), int(labels.max()) + 1)
 
 
-def fetch_planetoid(name: str) -> Callable[[str | None], Graph]:
+def fetch_planetoid(name: str) -> Callable[[str | None], LabelledGraph]:
     """Return what lets torch_geometric fetch Cora or CiteSeer."""
 
-    def fetch(root: str | None) -> Graph:
+    def fetch(root: str | None) -> LabelledGraph:
         data = importlib.import_module("torch_geometric.datasets").Planetoid(_folder(root, "planetoid-pyg"), name)[0]
         public = tuple(np.flatnonzero(mask.numpy()) for mask in (data.train_mask, data.test_mask))
         return _from_pyg(data, (public[0], public[1]))
@@ -88,7 +88,7 @@ def fetch_planetoid(name: str) -> Callable[[str | None], Graph]:
     return fetch
 
 
-def fetch_cora_ml(root: str | None) -> Graph:
+def fetch_cora_ml(root: str | None) -> LabelledGraph:
     """Let torch_geometric fetch Cora-ML; it makes every feature 0 or 1 and every edge undirected."""
     return _from_pyg(
         importlib.import_module("torch_geometric.datasets").CitationFull(_folder(root, "citation-pyg"), "Cora_ML")[0]
@@ -99,7 +99,7 @@ def _folder(root: str | None, name: str) -> str:
     return str((Path(root) if root else Path.home() / ".cache" / "fedcomp") / name)
 
 
-def _from_pyg(data: Any, public: tuple[Ids, Ids] | None = None) -> Graph:
+def _from_pyg(data: Any, public: tuple[Ids, Ids] | None = None) -> LabelledGraph:
     features = data.x.numpy().astype(np.float32)
     sources, targets = data.edge_index.numpy().astype(np.int64)
     labels = data.y.numpy().astype(np.int64)
@@ -109,7 +109,7 @@ def _from_pyg(data: Any, public: tuple[Ids, Ids] | None = None) -> Graph:
     labels[nothing] = -1
     if public is not None:
         public = (public[0][labels[public[0]] >= 0], public[1][labels[public[1]] >= 0])
-    return Graph(features, labels, sources, targets, classes, public=public)
+    return LabelledGraph(features, labels, sources, targets, classes, public=public)
 
 
 def nearest_neighbours(features: NDArray[Any], k: int) -> tuple[Ids, Ids]:
@@ -150,7 +150,7 @@ _OFFICER: Final = (9, 14, 15, 18, 20, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32
 _FOUR: Final = "1111333101311100310101002200200200"
 
 
-def karate() -> Graph:
+def karate() -> LabelledGraph:
     """Return Zachary's karate club (1977): 34 members, 78 friendships, one-hot features.
 
     Labels are the four communities that modularity finds and that Kipf and Welling's first figure (2017) shows; see
@@ -164,7 +164,7 @@ def karate() -> Graph:
             sources += [node] * len(ends)
             targets += list(ends)
     labels = np.array([int(letter) for letter in _FOUR], np.int64)
-    return Graph(np.eye(34, dtype=np.float32), labels, np.array(sources), np.array(targets), 4)
+    return LabelledGraph(np.eye(34, dtype=np.float32), labels, np.array(sources), np.array(targets), 4)
 
 
 def karate_clubs() -> Ids:
@@ -174,7 +174,7 @@ def karate_clubs() -> Ids:
     return labels
 
 
-def citations(nodes: int, edges: int, features: int, words: int, classes: int) -> Graph:
+def citations(nodes: int, edges: int, features: int, words: int, classes: int) -> LabelledGraph:
     """Return a graph with the sizes of a citation graph: what stands in for one whose files are not there.
 
     Nodes stand on a ring in random order, class c holding the c-th arc. An edge starts anywhere; nine in ten end a
@@ -210,12 +210,12 @@ def citations(nodes: int, edges: int, features: int, words: int, classes: int) -
     train = np.concatenate([order[labels[order] == c][:20] for c in range(classes)])
     rest = order[~np.isin(order, train)]
     public = (np.sort(train), np.sort(rest[:1000]))
-    return Graph(x, labels, place[low[first]], place[high[first]], classes, public=public)
+    return LabelledGraph(x, labels, place[low[first]], place[high[first]], classes, public=public)
 
 
 def cross_partition(
     nodes: int, parts: int, classes: int, noise: float, own: int, telling: int, other: int, key: Key
-) -> Graph:
+) -> LabelledGraph:
     """Return a graph on which only neighbours of other owners tell a node's label. Made here.
 
     A node v has a colour c(v) and, independent of it, a label y(v), both uniform, and a random owner. Its features are
@@ -247,7 +247,7 @@ def cross_partition(
     far = _smallest(np.where(~home, another, 2.0), other, "further nodes in other parts")
     targets = np.concatenate([near, tell, far], axis=1)
     sources = np.repeat(np.arange(nodes, dtype=np.int64), targets.shape[1])
-    return Graph(x, label, sources, targets.reshape(-1), classes, directed=True, owner=owner)
+    return LabelledGraph(x, label, sources, targets.reshape(-1), classes, directed=True, owner=owner)
 
 
 def _smallest(scores: NDArray[np.float64], count: int, what: str) -> Ids:
@@ -259,7 +259,7 @@ def _smallest(scores: NDArray[np.float64], count: int, what: str) -> Ids:
     return np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1).astype(np.int64)
 
 
-def planted(nodes: int, degree: int, parts: int, cross: float, features: int, classes: int, key: Key) -> Graph:
+def planted(nodes: int, degree: int, parts: int, cross: float, features: int, classes: int, key: Key) -> LabelledGraph:
     """Return a graph of planted parts, of any size: nodes * degree / 2 edges in time proportional to them. Made here.
 
     Nodes are dealt at random to ``parts`` times ``classes`` groups of one size. An edge starts at a random node; with
@@ -297,7 +297,7 @@ def planted(nodes: int, degree: int, parts: int, cross: float, features: int, cl
 
     centres = _normal(classes * features, key.at(layer=3)).reshape(classes, features) / math.sqrt(features)
     x = centres.astype(np.float32)[label] + _normal(nodes * features, key.at(layer=4)).reshape(nodes, features)
-    return Graph(x.astype(np.float32), label, sources, targets, classes, owner=owner.astype(np.int32))
+    return LabelledGraph(x.astype(np.float32), label, sources, targets, classes, owner=owner.astype(np.int32))
 
 
 def _normal(count: int, key: Key) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import FedcompError
-from fedcomp.tasks.graph_sources import Graph
+from fedcomp.tasks.graph_sources import LabelledGraph
 
 VALIDATION: Final = 500
 """Nodes after the labelled ones that the public split keeps for choosing a model; neither trained nor tested on."""
@@ -78,7 +78,7 @@ def unpickle(data: bytes) -> Any:
     return _Unpickler(io.BytesIO(data), encoding="latin1").load()
 
 
-def read(files: Mapping[str, bytes]) -> Graph:
+def read(files: Mapping[str, bytes]) -> LabelledGraph:
     """Return the graph of the files ``ind.NAME.*``, whose SHA-256 have been verified.
 
     The rows of ``tx`` are those of the nodes in ``test.index``, in that order. Of CiteSeer's nodes, 15 have edges
@@ -97,7 +97,7 @@ def read(files: Mapping[str, bytes]) -> Graph:
     sources = np.repeat(np.fromiter(lists, np.int64), [len(near) for near in lists.values()])
     targets = np.array([node for near in lists.values() for node in near], np.int64)
     train = np.arange(len(held["y"]), dtype=np.int64)
-    return Graph(features, labels, sources, targets, held["ally"].shape[1], public=(train, np.sort(tested)))
+    return LabelledGraph(features, labels, sources, targets, held["ally"].shape[1], public=(train, np.sort(tested)))
 
 
 def _classes(one_hot: NDArray[Any]) -> NDArray[np.int64]:

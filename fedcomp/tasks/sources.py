@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, FedcompError, nearest
 from fedcomp.tasks import graph_sources, planetoid, synthetic
-from fedcomp.tasks.graph_sources import Graph
+from fedcomp.tasks.graph_sources import LabelledGraph
 
 ROOT_VARIABLE: Final = "FEDCOMP_DATA"
 """Environment variable that names the folder of local data sets."""
@@ -105,7 +105,7 @@ class Corpus:
     texts: Mapping[str, str]
 
 
-Content = Table | Corpus | Graph
+Content = Table | Corpus | LabelledGraph
 
 Stamp = tuple[tuple[int, ...], ...]
 """What tells one state of a set's local files from another; see :func:`local_stamp`."""
@@ -271,7 +271,7 @@ def _frozen(content: Content) -> Content:
     if isinstance(content, Table):
         for array in (content.x_train, content.y_train, content.x_test, content.y_test):
             array.flags.writeable = False
-    if isinstance(content, Graph):
+    if isinstance(content, LabelledGraph):
         content.freeze()
     return content
 
@@ -342,11 +342,11 @@ def _digits_five() -> Table:
     return Table(table.x_train[train], half[0], table.x_test[test], half[1], 2)
 
 
-def _digits_nodes() -> Graph:
+def _digits_nodes() -> LabelledGraph:
     """Return all digits in [0, 1] as nodes without edges, in their own order: how they are joined is the task's."""
     x, y = _embedded("digits.csv.gz")
     nobody = np.zeros(0, np.int64)
-    return Graph((x / 16.0).astype(np.float32), y, nobody, nobody.copy(), 10)
+    return LabelledGraph((x / 16.0).astype(np.float32), y, nobody, nobody.copy(), 10)
 
 
 def _breast_cancer() -> Table:
@@ -475,7 +475,7 @@ _MNIST: Final = _Set(
 )
 
 
-def _planetoid(name: str, sums: Sequence[str], offline: Callable[[], Graph]) -> _Set:
+def _planetoid(name: str, sums: Sequence[str], offline: Callable[[], LabelledGraph]) -> _Set:
     return _Set(
         offline,
         "a drawn graph of its sizes",

@@ -16,14 +16,14 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedcomp.errors import ConfigError, FedcompError
-from fedcomp.flower.gcn import IDS, NORMS, SETUP_TYPE, Hello, Refused, Setup, expect, put_frames, take_frames
+from fedcomp.flower.gcn import IDS, NORMS, SETUP_TYPE, GraphHello, GraphSetup, Refused, expect, put_frames, take_frames
 from fedcomp.flower.logs import log
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.rounds import Exchanges, Push
 from fedcomp.graphs.base import GraphError, Ids
 from fedcomp.graphs.ids import decode_ids, decode_norms
 from fedcomp.stateful import Stateful
-from fedcomp.strategies.gcn.report import Fetching, Traffic
+from fedcomp.strategies.gcn.report import Fetching, FetchTraffic
 from fedcomp.strategies.partitions import contest
 
 _OWN_ERRORS: Final = (2, 6)
@@ -73,7 +73,7 @@ class Talk:
     timeout : float or None
         Seconds to wait for the replies of each exchange.
     report : Fetching
-    traffic : Traffic
+    traffic : FetchTraffic
         Whose trips these are: of the training, or of the evaluation.
     silent : set of int
         Nodes that left their last message unanswered.
@@ -85,7 +85,7 @@ class Talk:
     grid: Grid
     timeout: float | None
     report: Fetching
-    traffic: Traffic
+    traffic: FetchTraffic
     silent: set[int]
 
     def message(
@@ -174,7 +174,7 @@ class Common:
     structure: str
 
     @classmethod
-    def of(cls, hello: Hello) -> Common:
+    def of(cls, hello: GraphHello) -> Common:
         """Return what the hello of one of them has of it."""
         return cls(hello.digest, hello.parts, hello.nodes, hello.features, hello.structure)
 
@@ -214,7 +214,7 @@ class Owners(Stateful):
 
     STATE: ClassVar[Mapping[str, Any]] = {
         "common": Common | None,
-        "met": dict[int, Hello | None],
+        "met": dict[int, GraphHello | None],
         "seats": dict[int, int],
         "silent": set[int],
         "_wanted": dict[int, dict[int, bytes]],
@@ -227,7 +227,7 @@ class Owners(Stateful):
     norms: bool = False
     layers: int = 1
     common: Common | None = None
-    met: dict[int, Hello | None] = field(default_factory=dict)
+    met: dict[int, GraphHello | None] = field(default_factory=dict)
     seats: dict[int, int] = field(default_factory=dict)
     silent: set[int] = field(default_factory=set)
     dropped: set[int] = field(default_factory=set)
@@ -236,7 +236,7 @@ class Owners(Stateful):
     _delivered: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _counts: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def hello(self, part: int) -> Hello:
+    def hello(self, part: int) -> GraphHello:
         """Return the hello of the node in a seat."""
         found = self.met[self.seats[part]]
         assert found is not None
@@ -285,7 +285,7 @@ class Owners(Stateful):
             yield from self._fetch_norms(talk)
 
     def _ask_hello(self, nodes: list[int], talk: Talk) -> Exchanges[None]:
-        asking = Setup(talk.session, "hello", self.norms, self.layers)
+        asking = GraphSetup(talk.session, "hello", self.norms, self.layers)
         messages = {node: talk.message(node, SETUP_TYPE, asking) for node in nodes}
         answers = yield from talk.ask(messages)
         replies = answers.found
@@ -293,10 +293,10 @@ class Owners(Stateful):
         for failure in answers.failures.values():
             talk.report.note("unknown", f"a node could not say which part it holds: {failure.reason}")
         known = partition_lookup(talk.grid)
-        hellos: dict[int, tuple[Hello, dict[int, bytes]]] = {}
+        hellos: dict[int, tuple[GraphHello, dict[int, bytes]]] = {}
         for node, reply in replies.items():
             try:
-                hello = Hello.take(reply)
+                hello = GraphHello.take(reply)
                 if known(node) not in (None, hello.index):
                     raise GraphError(f"the node of partition {known(node)} says it holds part {hello.index}")
                 wants = take_frames(reply, hello.parts, IDS)[IDS]
@@ -322,7 +322,7 @@ class Owners(Stateful):
                     book.pop(hello.index, None)
         self.seats = {part: node for part, node in self.seats.items() if self.met.get(node) is not None}
 
-    def _agree(self, hellos: list[Hello]) -> None:
+    def _agree(self, hellos: list[GraphHello]) -> None:
         """Take what the first nodes have in common for the run's.
 
         Raises
@@ -385,7 +385,7 @@ class Owners(Stateful):
             for owner, ids in wants.items():
                 if owner not in away and part in self.seats:
                     asked.setdefault(owner, {})[part] = ids
-        asking = Setup(talk.session, "norms")
+        asking = GraphSetup(talk.session, "norms")
         messages = {o: talk.message(self.seats[o], SETUP_TYPE, asking, {IDS: ids}) for o, ids in sorted(asked.items())}
         answers = yield from talk.ask(messages)
         talk.traffic.count_frames(sent(messages.values()), _SETUP_FRAMES)

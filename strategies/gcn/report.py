@@ -18,7 +18,7 @@ from fedcomp.flower.report import EventSection, figure, shorten
 
 
 @dataclass
-class Traffic:
+class FetchTraffic:
     """What fetching rows came to, for one round's training or for its evaluation.
 
     Attributes
@@ -107,7 +107,7 @@ class Fetching(EventSection, name="gcn"):
     ----------
     method : str
         What the round's training amounts to.
-    train, evaluate : Traffic
+    train, evaluate : FetchTraffic
     absent : dict of int to str
         Owners that were done without, with the reason.
     lost : dict of int to str
@@ -115,8 +115,8 @@ class Fetching(EventSection, name="gcn"):
     """
 
     method: str = figure("", show="none")
-    train: Traffic = field(default_factory=Traffic)
-    evaluate: Traffic = field(default_factory=Traffic)
+    train: FetchTraffic = field(default_factory=FetchTraffic)
+    evaluate: FetchTraffic = field(default_factory=FetchTraffic)
     absent: dict[int, str] = figure(dict, unit="owners", show="none")
     lost: dict[int, str] = figure(dict, unit="clients", show="reasons")
 

@@ -27,10 +27,10 @@ from fedcomp.flower.gcn import (
     PLAN_TYPE,
     ROWS_TYPE,
     STRUCTURE,
-    Ask,
     Fetch,
     Figures,
     Needs,
+    PlanRequest,
     take_frames,
 )
 from fedcomp.flower.payload import payload_bytes
@@ -53,7 +53,7 @@ class Requester:
     Attributes
     ----------
     part, node : int
-    ask : Ask
+    ask : PlanRequest
         What its plan was made from: what its training message says, too.
     planned : bool
     plans : int
@@ -77,7 +77,7 @@ class Requester:
 
     part: int
     node: int
-    ask: Ask
+    ask: PlanRequest
     planned: bool = False
     plans: int = 0
     needs: str = ""
@@ -154,7 +154,7 @@ class Turn:
         """Of feature rows."""
         return get_row_codec(self.settings.codec)
 
-    def run(self, asks: Mapping[int, Ask]) -> Exchanges[dict[int, Requester]]:
+    def run(self, asks: Mapping[int, PlanRequest]) -> Exchanges[dict[int, Requester]]:
         """Bring the clients of some parts to where they can train; return those that can, in order of parts."""
         for part, reason in self.owners.away().items():
             self._miss(part, reason)

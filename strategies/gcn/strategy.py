@@ -31,7 +31,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.flower.checkpoint import INNER
-from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, Ask, put_frames
+from fedcomp.flower.gcn import EVALUATE_TYPE, FEATURES, TRAIN_TYPE, PlanRequest, put_frames
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import payload_bytes
 from fedcomp.flower.privacy import find_private
@@ -43,13 +43,13 @@ from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.privacy.local import asks_for_noise
 from fedcomp.stateful import Stateful, each, nested
 from fedcomp.strategies.gcn.owners import Owners, Talk, sent
-from fedcomp.strategies.gcn.report import Fetching, Traffic, feature_bytes
+from fedcomp.strategies.gcn.report import Fetching, FetchTraffic, feature_bytes
 from fedcomp.strategies.gcn.rows import Requester, Turn
 from fedcomp.strategies.gcn.settings import RoundSettings, RowSettings
 from fedcomp.strategies.round_log import RoundLog
 from fedcomp.strategies.wrapping import require_inner
 
-__all__ = ["Fetching", "RoundSettings", "RowSettings", "SamplerSettings", "SkewedGCN", "Traffic"]
+__all__ = ["FetchTraffic", "Fetching", "RoundSettings", "RowSettings", "SamplerSettings", "SkewedGCN"]
 
 
 STRUCTURES: Final = ("full", "halo")
@@ -213,7 +213,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         metrics = self.inner.aggregate_evaluate(server_round, replies)
         return MetricRecord({**(metrics or {}), **report.evaluate.metrics("gcn.evaluate_")})
 
-    def _talk(self, report: Fetching, traffic: Traffic, config: ConfigRecord, grid: Grid) -> Talk:
+    def _talk(self, report: Fetching, traffic: FetchTraffic, config: ConfigRecord, grid: Grid) -> Talk:
         silent = self._owners.silent
         return Talk(self._session, self._key, config, grid, self.rounds.timeout, report, traffic, silent)
 
@@ -237,9 +237,9 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         turn = Turn(talk, self._owners, self.rows, self._norms, self.sampler.layers)
         ready = yield from turn.run({part: self._ask(purpose, part, talk.report.round) for part in by_part})
         self._owners.dropped = set(self._owners.silent)
-        pushed = {part: self._loaded(by_part[part], requester, purpose) for part, requester in ready.items()}
+        pushed = {part: _loaded(by_part[part], requester, purpose) for part, requester in ready.items()}
         answers = yield from talk.ask(pushed)
-        self._count(talk.traffic, pushed, ready)
+        _count(talk.traffic, pushed, ready)
         for part, failure in answers.failures.items():
             talk.report.lose(part, failure.reason)
         talk.traffic.clients = len(answers.found)
@@ -247,12 +247,12 @@ class SkewedGCN(ExchangeStrategy, Stateful):
             self._observe(ready, pushed, answers.found)
         return answers.replies
 
-    def _ask(self, purpose: str, part: int, server_round: int) -> Ask:
+    def _ask(self, purpose: str, part: int, server_round: int) -> PlanRequest:
         train = purpose == "train"
         sampler = self.sampler
         if not train and self.rounds.evaluate == "full":
             sampler = replace(sampler, sampler="full")
-        return Ask(
+        return PlanRequest(
             session=self._session,
             seed=self.seed,
             round=server_round,
@@ -267,27 +267,6 @@ class SkewedGCN(ExchangeStrategy, Stateful):
             scale=self._search(part).s if self._adaptive else 0.0,
             norms=self._owners.norms_of(part),
         )
-
-    @staticmethod
-    def _loaded(message: Message, requester: Requester, purpose: str) -> Message:
-        """Return the inner strategy's message with plan and rows in it: the same object, which it knows by its id."""
-        # Flower's strategies give all their messages one content.
-        content = RecordDict(dict(message.content.items()))
-        requester.ask.put(content)
-        put_frames(content, FEATURES, requester.rows)
-        message.content = content
-        message.metadata.message_type = _TYPES[purpose]
-        return message
-
-    @staticmethod
-    def _count(traffic: Traffic, pushed: Mapping[int, Message], ready: Mapping[int, Requester]) -> None:
-        taken = {part: message for part, message in pushed.items() if sent([message])}
-        for message in taken.values():
-            traffic.feature_bytes_link += feature_bytes(message.content)
-        for part in taken:
-            rows = sum(len(ids) for ids in ready[part].wants.values())
-            traffic.rows_received[part] = rows
-        traffic.plan(figures for part in taken if (figures := ready[part].figures) is not None)
 
     # The scale, where the server searches it.
 
@@ -332,6 +311,27 @@ class SkewedGCN(ExchangeStrategy, Stateful):
             "structure": self.structure,
             "seed": self.seed,
         }
+
+
+def _loaded(message: Message, requester: Requester, purpose: str) -> Message:
+    """Return the inner strategy's message with plan and rows in it: the same object, which it knows by its id."""
+    # Flower's strategies give all their messages one content.
+    content = RecordDict(dict(message.content.items()))
+    requester.ask.put(content)
+    put_frames(content, FEATURES, requester.rows)
+    message.content = content
+    message.metadata.message_type = _TYPES[purpose]
+    return message
+
+
+def _count(traffic: FetchTraffic, pushed: Mapping[int, Message], ready: Mapping[int, Requester]) -> None:
+    taken = {part: message for part, message in pushed.items() if sent([message])}
+    for message in taken.values():
+        traffic.feature_bytes_link += feature_bytes(message.content)
+    for part in taken:
+        rows = sum(len(ids) for ids in ready[part].wants.values())
+        traffic.rows_received[part] = rows
+    traffic.plan(figures for part in taken if (figures := ready[part].figures) is not None)
 
 
 def _check_inner(inner: Strategy) -> None:

@@ -38,9 +38,9 @@ from fedcomp.clients.gcn import graph_owner
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import gcn, gcn_state
 from fedcomp.flower._private import adopt_identity
-from fedcomp.flower.gcn import Fetch, Figures, Hello, Refused, take_frames
+from fedcomp.flower.gcn import Fetch, Figures, GraphHello, Refused, take_frames
 from fedcomp.flower.payload import NODE_RECORD, PayloadError
-from fedcomp.graphs.base import GraphError, MissingRows, Part
+from fedcomp.graphs.base import GraphError, GraphPart, MissingRows
 from fedcomp.graphs.ids import decode_ids, decode_norms, encode_ids
 from fedcomp.graphs.layers import GraphConvolutions, whole
 from fedcomp.graphs.plan import draw_batch
@@ -156,7 +156,7 @@ def test_7_11_the_rows_that_are_read_are_the_rows_that_were_asked_for(
     read: list[int] = []
     plain = fedcomp.clients.gcn._reader
 
-    def spying(part: Part, ask: gcn.Ask) -> Any:
+    def spying(part: GraphPart, ask: gcn.PlanRequest) -> Any:
         def reader(frame: bytes, **options: Any) -> Any:
             ids, rows = plain(part, ask)(frame, **options)
             spied = rows.view(Spied)
@@ -383,7 +383,7 @@ def test_a_hello_says_what_an_owner_has() -> None:
     nodes = Nodes(toy_parts(structure="halo"))
     reply = nodes.hello(3)
     part = nodes.parts[3]
-    assert Hello.take(reply) == Hello(part.digest, 3, 4, 40, 10, 8, 2, 6, "halo")
+    assert GraphHello.take(reply) == GraphHello(part.digest, 3, 4, 40, 10, 8, 2, 6, "halo")
     assert dict(reply.content[NODE_RECORD]) == {"partition-id": 3}
     assert not take_frames(reply, 4)
     assert not nodes.contexts[3].state
@@ -393,7 +393,7 @@ class Broken(RuntimeError):
     pass
 
 
-def breaking(parts: list[Part]) -> ClientApp:
+def breaking(parts: list[GraphPart]) -> ClientApp:
     """Return an app whose learners break at the first loss."""
 
     def learner(msg: Message, context: Context) -> Any:
@@ -457,7 +457,7 @@ def test_adjacency_rows_of_another_owner_or_for_one_who_knows_all_are_refused() 
         full.tell(0, message(gcn.PLAN_TYPE, ask, {"structure": found}))
 
 
-def altered(part: Part, **changes: Any) -> Part:
+def altered(part: GraphPart, **changes: Any) -> GraphPart:
     return replace(part, memo={}, **changes)
 
 
@@ -582,7 +582,7 @@ def test_a_question_that_cannot_be_answered_is_refused(change: dict[str, Any], e
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (gcn.SETUP_TYPE, gcn.Setup("s", "hello")),
+        (gcn.SETUP_TYPE, gcn.GraphSetup("s", "hello")),
         (gcn.PLAN_TYPE, asking(FULL, absent=(2,))),
         (gcn.ROWS_TYPE, gcn.Fetch("s", "rows", "dense-f64")),
         (gcn.TRAIN_TYPE, asking(FULL, absent=(2,))),

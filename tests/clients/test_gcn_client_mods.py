@@ -20,13 +20,13 @@ from fedcomp.codecs import TopK, chain
 from fedcomp.errors import ConfigError
 from fedcomp.flower import gcn
 from fedcomp.flower._private import adopt_identity
-from fedcomp.flower.gcn import Fetch, Hello, put_frames, take_frames
+from fedcomp.flower.gcn import Fetch, GraphHello, put_frames, take_frames
 from fedcomp.flower.payload import INLINE_LIMIT, NODE_RECORD, models, take_frame
 from fedcomp.flower.privacy import PRIVATE
 from fedcomp.flower.protocol import UPDATE, Announcement
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.flower.state import Replica
-from fedcomp.graphs.base import Part
+from fedcomp.graphs.base import GraphPart
 from fedcomp.graphs.ids import encode_ids
 from fedcomp.privacy.local import LocalPolicy, Privatise
 from fedcomp.strategies.compressed import Compressed
@@ -40,7 +40,7 @@ def identity() -> None:
 WIDE = 4500
 
 
-def wide() -> list[Part]:
+def wide() -> list[GraphPart]:
     """Parts whose rows are frames that ride in ArrayRecords."""
     return toy_parts(features=WIDE, dtype=np.float32)
 
@@ -56,7 +56,7 @@ def inner() -> FedAvg:
     return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_available_nodes=1)
 
 
-def loaded(nodes: Nodes, msg: Message, ask: gcn.Ask) -> Message:
+def loaded(nodes: Nodes, msg: Message, ask: gcn.PlanRequest) -> Message:
     """Return a strategy's training message with plan and rows in it."""
     ask, rows = ready(nodes, msg.metadata.dst_node_id - 100, ask)
     content = RecordDict(dict(msg.content.items()))
@@ -151,7 +151,7 @@ def generic(**config: Any) -> Nodes:
     from fedcomp.tasks import get_task
 
     task = get_task("synthetic-graph", **OPTIONS)
-    return Nodes([task.part(index, 3) for index in range(3)], app, config={**CONFIG, **config})
+    return Nodes([task.shared(3).part(index) for index in range(3)], app, config={**CONFIG, **config})
 
 
 @pytest.mark.long
@@ -161,8 +161,8 @@ def test_the_generic_app_owns_a_part_of_the_tasks_graph_and_trains_its_model() -
 
     task = get_task("synthetic-graph", **OPTIONS)
     nodes = generic(lr=0.5, weight_decay=0.1, seed=2)
-    hello = Hello.take(nodes.hello(2))
-    assert (hello.digest, hello.index, hello.parts, hello.nodes) == (task.digest(3), 2, 3, 60)
+    hello = GraphHello.take(nodes.hello(2))
+    assert (hello.digest, hello.index, hello.parts, hello.nodes) == (task.shared(3).digest, 2, 3, 60)
     model = task.model(2)
     ask, rows = ready(nodes, 1, asking(FULL, row_codec="dense-f32"))
     # They ride in ArrayRecords, beside the model.

@@ -288,7 +288,7 @@ def test_variance_ratios_are_those_worked_out_with_dense_matrices(karate: GraphT
         p[node, row.columns] = row.values
     totals = np.zeros(4)
     for index in range(2):
-        part = karate.part(index, 2)
+        part = karate.shared(2).part(index)
         (plan,) = plan_round(part, settings, seed=4, round=1, steps=1, batch_size=6)
         u = p[plan.batch]
         a = (u**2).sum(0) * (karate.graph.features**2).sum(1)
@@ -326,7 +326,7 @@ def test_c5_rivals_fetch_as_many_rows_and_only_the_input_layer_pays_for_it(karat
 
 @pytest.mark.long
 def test_bias_is_that_of_samplers_that_have_one(karate: GraphTask) -> None:
-    part = karate.part(0, 2)
+    part = karate.shared(2).part(0)
 
     def of(**settings: Any) -> Any:
         return Record(bias_of(karate, part, SamplerSettings(n=6, **settings), batch=5, draws=300, seed=0))

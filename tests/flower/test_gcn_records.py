@@ -14,14 +14,14 @@ from graph_toys import toy_parts
 from fedcomp.errors import StateError
 from fedcomp.flower import gcn, gcn_state
 from fedcomp.flower._private import adopt_identity
-from fedcomp.flower.gcn import Ask, Figures, expect, put_frames, take_frames
+from fedcomp.flower.gcn import Figures, PlanRequest, expect, put_frames, take_frames
 from fedcomp.flower.gcn_state import NodeValues, OwnerState, PastTurn, keep_secret, own_secret
 from fedcomp.flower.payload import INLINE_LIMIT, STYPE, PayloadError, is_frame, models, put_frame
 from fedcomp.flower.protocol import OWN_FRAMES, is_own
 from fedcomp.graphs.base import Operator, StepPlan
 from fedcomp.graphs.rowcodecs import get_row_codec
 
-ASK = Ask("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
+ASK = PlanRequest("s", -3, 1, "train", 2, 8, "{}", "dense-f64", "lru", 4096, 0.5, (0, 3), 2.0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def rows(*ids: int) -> bytes:
     return CODEC.encode(np.array(ids), values)
 
 
-def holding(context: Context, ask: Ask) -> OwnerState:
+def holding(context: Context, ask: PlanRequest) -> OwnerState:
     return OwnerState.load(context, ask, PART, read)
 
 
@@ -154,7 +154,9 @@ def ids_of(*ids: int) -> Any:
     return np.array(ids, np.int64)
 
 
-def turn(ask: Ask, kept: OwnerState, *frames: bytes, used: Any = (), seen: tuple[NodeValues, ...] = ()) -> PastTurn:
+def turn(
+    ask: PlanRequest, kept: OwnerState, *frames: bytes, used: Any = (), seen: tuple[NodeValues, ...] = ()
+) -> PastTurn:
     by_owner = dict(enumerate(frames))
     return PastTurn(ask.session, ask.turn, kept.rows_of, by_owner, ids_of(*used), seen)
 

@@ -26,7 +26,7 @@ def task() -> GraphTask:
 
 def trained(task: GraphTask, settings: SamplerSettings) -> tuple[float, float]:
     """Accuracy with all neighbours after synchronous Adam, and remote input nodes of a batch; rows come from owners."""
-    parts = [task.part(index, PARTS) for index in range(PARTS)]
+    parts = [task.shared(PARTS).part(index) for index in range(PARTS)]
     model = task.model(0)
     descent, remote = torch.optim.Adam(model.parameters(), lr=0.1), 0
     with single_thread():

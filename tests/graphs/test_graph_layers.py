@@ -13,7 +13,7 @@ from graph_toys import CLASSES, cut, toy_adjacency, toy_features, toy_owner, toy
 from torch import Tensor
 
 from fedcomp.errors import ConfigError
-from fedcomp.graphs.base import GraphError, Ids, MissingRows, Part, StepPlan
+from fedcomp.graphs.base import GraphError, GraphPart, Ids, MissingRows, StepPlan
 from fedcomp.graphs.layers import GraphConvolutions, gather, operators_of, to_torch, whole
 from fedcomp.graphs.plan import plan_layer, plan_round, plan_step, wanted
 from fedcomp.graphs.settings import SamplerSettings
@@ -31,13 +31,13 @@ def model(features: int, *, layers: int = 2, dropout: float = 0.0) -> GraphConvo
     return made
 
 
-def fetch(parts: list[Part], plans: list[StepPlan]) -> dict[int, tuple[Ids, Any]]:
+def fetch(parts: list[GraphPart], plans: list[StepPlan]) -> dict[int, tuple[Ids, Any]]:
     return {
         owner: (ids, parts[owner].features[parts[owner].positions(ids)]) for owner, ids in wanted(plans, NONE).items()
     }
 
 
-def loss_of(made: GraphConvolutions, part: Part, parts: list[Part], plan: StepPlan) -> Tensor:
+def loss_of(made: GraphConvolutions, part: GraphPart, parts: list[GraphPart], plan: StepPlan) -> Tensor:
     x = gather(part, plan, fetch(parts, [plan]))
     logits = made(x, operators_of(plan, torch.float64))
     targets = torch.from_numpy(part.labels[part.positions(plan.batch)])

@@ -14,7 +14,7 @@ from graph_toys import cut, taught, toy_adjacency, toy_features, toy_owner, toy_
 
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import normalised
-from fedcomp.graphs.base import Conditions, GraphError, Ids, Part, StepPlan, UnknownStructure
+from fedcomp.graphs.base import Conditions, GraphError, GraphPart, Ids, StepPlan, UnknownStructure
 from fedcomp.graphs.inclusion import waterfill
 from fedcomp.graphs.plan import draw_batch, plan_layer, plan_round, plan_step, wanted
 from fedcomp.graphs.settings import SAMPLERS, SamplerSettings
@@ -270,7 +270,7 @@ def test_a_plan_does_not_depend_on_what_the_process_remembers_of_rows_it_was_sen
     assert [one.local_mass for one in plans[0].layers] == [one.local_mass for one in plans[1].layers]
 
 
-def lacking(part: Part, settings: SamplerSettings, conditions: Conditions) -> Ids | None:
+def lacking(part: GraphPart, settings: SamplerSettings, conditions: Conditions) -> Ids | None:
     """Return the nodes whose rows a plan asks for, None when it has all."""
     try:
         plan_step(part, part.train, settings, Key(0), conditions=conditions)
@@ -349,5 +349,5 @@ def test_a_plan_costs_no_more_in_a_larger_graph_with_larger_parts(options: dict[
 
 
 @cache
-def large(nodes: int) -> Part:
+def large(nodes: int) -> GraphPart:
     return cut(toy_adjacency(nodes, 2, 6.0), toy_owner(nodes, 2), toy_features(nodes, 2, 0))[0]

@@ -17,7 +17,7 @@ from graph_toys import cut, toy_features, toy_owner, toy_parts
 from numpy.typing import NDArray
 
 from fedcomp.graphs.adjacency import normalised
-from fedcomp.graphs.base import Ids, Operator, Part
+from fedcomp.graphs.base import GraphPart, Ids, Operator
 from fedcomp.graphs.plan import plan_layer, plan_step
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
@@ -36,14 +36,14 @@ def dense(operator: Operator, nodes: int) -> Dense:
     return out
 
 
-def truth(part: Part, ids: Ids) -> Dense:
+def truth(part: GraphPart, ids: Ids) -> Dense:
     rows = part.structure.rows(ids)
     out = np.zeros((len(ids), part.structure.nodes))
     out[np.repeat(np.arange(len(ids)), np.diff(rows.indptr)), rows.columns] = rows.values
     return out
 
 
-def runner(part: Part, ids: Ids, settings: SamplerSettings, level: int = 0) -> tuple[Run, int]:
+def runner(part: GraphPart, ids: Ids, settings: SamplerSettings, level: int = 0) -> tuple[Run, int]:
     """Return the real sampler as a function of its uniform numbers, and how many it asks for."""
     asked = []
 
@@ -127,20 +127,20 @@ def over_sequences(
     return total if row is None else total[row]
 
 
-def small(*, kind: str = "sym", nodes: int = 12, degree: float = 3.0, seed: int = 1) -> Part:
+def small(*, kind: str = "sym", nodes: int = 12, degree: float = 3.0, seed: int = 1) -> GraphPart:
     return toy_parts(nodes, 3, degree, 3, seed, kind=kind)[0]
 
 
 ROWS = np.array([0, 2, 3])
 
 
-def apart() -> tuple[Part, Ids]:
+def apart() -> tuple[GraphPart, Ids]:
     """Return a part, and rows of it of which one has owned neighbours only, and all have some."""
     lists = normalised(np.array([0, 0, 0, 0, 1, 1, 2]), np.array([1, 4, 5, 6, 5, 8, 0]), 9, "mean")
     return cut(lists, toy_owner(9, 2), toy_features(9, 2, 0))[0], np.array([0, 2, 1])
 
 
-def lonely() -> tuple[Part, Ids]:
+def lonely() -> tuple[GraphPart, Ids]:
     """Return a part, and a row of it without owned neighbours."""
     lists = normalised(np.zeros(4, int), np.arange(2, 6), 6, "mean", self_loops=False)
     return cut(lists, toy_owner(6, 3), np.ones((6, 1)))[0], np.array([0])
@@ -152,7 +152,7 @@ def over_rows(run: Run, count: int) -> Dense:
 
 
 Expectation = Callable[[Run, int], Dense]
-PLACES: dict[str, Callable[[], tuple[Part, Ids]]] = {
+PLACES: dict[str, Callable[[], tuple[GraphPart, Ids]]] = {
     "small": lambda: (small(), ROWS),
     "two rows": lambda: (small(), ROWS[:2]),
     "one row": lambda: (small(nodes=9, degree=2.0), ROWS[:1]),

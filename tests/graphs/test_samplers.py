@@ -10,7 +10,7 @@ import pytest
 from graph_toys import toy_parts
 
 from fedcomp.errors import ConfigError
-from fedcomp.graphs.base import Conditions, Operator, Part
+from fedcomp.graphs.base import Conditions, GraphPart, Operator
 from fedcomp.graphs.inclusion import local_mass, waterfill
 from fedcomp.graphs.plan import plan_layer, plan_step, reach
 from fedcomp.graphs.samplers import _filled, column_ends
@@ -19,7 +19,7 @@ from fedcomp.graphs.settings import SAMPLERS, SamplerSettings
 from fedcomp.rng import Key
 
 
-def columns(part: Part, ids: Any) -> tuple[Any, Any, Any]:
+def columns(part: GraphPart, ids: Any) -> tuple[Any, Any, Any]:
     """Return U as a dense matrix over its candidates, the candidates, and which of them the part owns."""
     rows = part.structure.rows(np.asarray(ids))
     candidates, positions = np.unique(rows.columns, return_inverse=True)
@@ -160,7 +160,7 @@ def test_kept_own_columns_count_neither_in_the_weights_nor_towards_n() -> None:
             assert found.columns.tolist() == candidates[kept].tolist()
 
 
-def counted(part: Part, settings: SamplerSettings, draws: int) -> tuple[np.ndarray, list[Operator]]:
+def counted(part: GraphPart, settings: SamplerSettings, draws: int) -> tuple[np.ndarray, list[Operator]]:
     found = [plan_layer(part, part.train, settings, 0, Key(seed, "test").uniform) for seed in range(draws)]
     return np.array([int((~part.owned(one.columns)).sum()) for one in found]), found
 

@@ -34,7 +34,7 @@ from fedcomp.flower.gcn import EVALUATE_TYPE, HEADER, PLAN_TYPE, ROWS_TYPE, SETU
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.rounds import fit
-from fedcomp.graphs.base import Part
+from fedcomp.graphs.base import GraphPart
 from fedcomp.rng import Key
 from fedcomp.strategies.gcn.strategy import SkewedGCN
 
@@ -341,7 +341,7 @@ class Blind(Grid):
         return self.within.send_and_receive(messages, timeout=timeout)
 
 
-def blind(parts: list[Part], nodes: int = PARTS, **options: Any) -> InProcessGrid:
+def blind(parts: list[GraphPart], nodes: int = PARTS, **options: Any) -> InProcessGrid:
     """Return a grid of which every node beyond the parts says it holds part 1."""
     config = {"node_config": lambda partition: {"partition-id": 1 if partition >= PARTS else partition}}
     return InProcessGrid(client(parts), nodes, seed=2, **config, **options)

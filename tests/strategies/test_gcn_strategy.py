@@ -36,7 +36,7 @@ from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import checkpoint
 from fedcomp.flower.gcn import EVALUATE_TYPE, PLAN_TYPE, ROWS_TYPE, SETUP_TYPE, TRAIN_TYPE
 from fedcomp.flower.report import Report
-from fedcomp.graphs.base import Part
+from fedcomp.graphs.base import GraphPart
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.gcn.report import feature_bytes
 from fedcomp.strategies.gcn.strategy import SkewedGCN
@@ -52,7 +52,7 @@ NAMES = (
 class Tape:
     """An app that notes the feature bytes of the messages it is given and of its replies."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[GraphPart]) -> None:
         self.app = client(parts)
         self.down: list[tuple[str, int]] = []
         self.up: list[tuple[str, int]] = []

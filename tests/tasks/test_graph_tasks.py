@@ -24,7 +24,7 @@ from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
 from fedcomp.tasks import TASKS, graph_sources, registry, sources
 from fedcomp.tasks.arrays import to_arrays
-from fedcomp.tasks.graph import GraphTask, Karate
+from fedcomp.tasks.graph import GraphTask, Karate, train_centrally
 from fedcomp.tasks.registry import task_class
 
 GRAPHS = sorted(name for name in TASKS if task_class(name).needs == "graph")
@@ -74,7 +74,7 @@ def leaked(part: Any, task: GraphTask) -> int:
 @pytest.mark.parametrize("structure", ["full", "halo"])
 def test_nothing_in_a_part_leads_to_another_owners_features(structure: str) -> None:
     task = graph_task("digits-graph", structure=structure)
-    parts = [task.part(p, 4) for p in range(4)]
+    parts = [task.shared(4).part(p) for p in range(4)]
     for p, part in enumerate(parts):
         # What a part has worked out by then is part of it.
         sampler = "fastgcn" if structure == "full" else "skewed"
@@ -101,7 +101,7 @@ def test_nothing_in_a_part_leads_to_another_owners_features(structure: str) -> N
 
 def test_the_search_for_leaks_finds_a_shared_array() -> None:
     task = graph_task("digits-graph")
-    part = task.part(0, 4)
+    part = task.shared(4).part(0)
     view = task.graph.features[: len(part.ids)]
     assert leaked(replace(part, features=view), task) > 0
 
@@ -119,8 +119,8 @@ def test_global_generators_are_untouched_by_learning_from_a_graph(name: str) -> 
     # Options that no test before has: it is built here.
     task = _small(name)
     model = task.model(0)
-    task.owner(3)
-    task.train_centrally(model, steps=2, lr=0.01)
+    task.shared(3)
+    train_centrally(task, model, steps=2, lr=0.01)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
     first, same, other = (to_arrays(task.model(seed)) for seed in (7, 7, 8))
@@ -131,8 +131,8 @@ def test_global_generators_are_untouched_by_learning_from_a_graph(name: str) -> 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_parts_are_the_graph_and_no_node_twice(name: str) -> None:
     task = _small(name)
-    parts = [task.part(p, 3) for p in range(3)]
-    owner = task.owner(3)
+    parts = [task.shared(3).part(p) for p in range(3)]
+    owner = task.shared(3).owner
     assert sorted(np.concatenate([part.ids for part in parts]).tolist()) == list(range(task.nodes))
     for split, of in ((task.train_split, "train"), (task.test, "test")):
         held = np.concatenate([getattr(part, of) for part in parts])
@@ -145,45 +145,55 @@ def test_parts_are_the_graph_and_no_node_twice(name: str) -> None:
         np.testing.assert_array_equal(task.client(p, 3).x, part.train)
         np.testing.assert_array_equal(task.client(p, 3).y, part.labels[part.positions(part.train)])
         np.testing.assert_array_equal(task.client_test(p, 3).x, part.test)
-        assert task.part(p, 3) is part
+        assert task.shared(3).part(p) is part
     assert len({part.digest for part in parts}) == 1
     with pytest.raises(ConfigError, match=r"range\(3\)"):
-        task.part(3, 3)
+        task.shared(3).part(3)
 
 
 def test_boundary_nodes_are_those_that_others_have_in_their_rows() -> None:
     # Directed lists: that a node has neighbours elsewhere does not put it into their rows.
     task = graph_task("cross-partition", nodes=120, parts=3, own=3, telling=2, other=1)
-    adjacency, owner = task.adjacency, task.owner(3)
+    adjacency, owner = task.adjacency, task.shared(3).owner
     seen = [set(), set(), set()]
     for node in range(120):
         for column in adjacency.columns[adjacency.indptr[node] : adjacency.indptr[node + 1]].tolist():
             if owner[column] != owner[node]:
                 seen[owner[column]].add(column)
-    assert [task.part(p, 3).boundary.tolist() for p in range(3)] == [sorted(nodes) for nodes in seen]
-    alone = graph_task("digits-graph").part(0, 1)
+    assert [task.shared(3).part(p).boundary.tolist() for p in range(3)] == [sorted(nodes) for nodes in seen]
+    alone = graph_task("digits-graph").shared(1).part(0)
     assert len(alone.boundary) == 0
     assert len(alone.ids) == 1797
 
 
 def test_structure_is_all_of_the_graph_or_ones_own_rows() -> None:
     full, halo = graph_task("digits-graph"), graph_task("digits-graph", structure="halo")
-    ours, theirs = full.part(1, 4), halo.part(1, 4)
+    ours, theirs = full.shared(4).part(1), halo.shared(4).part(1)
     assert isinstance(ours.structure, FullStructure)
     assert isinstance(theirs.structure, HaloStructure)
     assert ours.digest == theirs.digest
     mine, near = ours.structure.rows(ours.ids), theirs.structure.rows(theirs.ids)
     np.testing.assert_array_equal(mine.columns, near.columns)
     np.testing.assert_array_equal(mine.values, near.values)
-    np.testing.assert_array_equal(theirs.structure.owner_of(near.columns), full.owner(4)[near.columns])
-    other = full.part(0, 4).ids
+    np.testing.assert_array_equal(theirs.structure.owner_of(near.columns), full.shared(4).owner[near.columns])
+    other = full.shared(4).part(0).ids
     assert len(ours.structure.rows(other).ids) == len(other)
     with pytest.raises(UnknownStructure):
         theirs.structure.rows(other)
 
 
+def test_parts_of_a_validating_task_learn_from_its_nodes_whatever_was_asked_for_before() -> None:
+    task = graph_task("karate", cut="greedy")
+    before = [task.shared(2).part(index).train for index in range(2)]
+    other = task.validating(0.25)
+    after = [other.shared(2).part(index) for index in range(2)]
+    assert sorted(np.concatenate([part.train for part in after])) == sorted(other.train_split.x)
+    assert sorted(np.concatenate([part.test for part in after])) == sorted(other.test.x)
+    assert all(task.shared(2).part(index).train is one for index, one in enumerate(before))
+
+
 def test_the_digest_names_rows_adjacency_and_owners() -> None:
-    digest = graph_task("karate").digest(4)
+    digest = graph_task("karate").shared(4).digest
     for same in (
         {"hidden": 8},
         {"layers": 3},
@@ -193,7 +203,7 @@ def test_the_digest_names_rows_adjacency_and_owners() -> None:
         {"held_out": 0.5},
         {"cut": "metis"},
     ):
-        assert graph_task("karate", **same).digest(4) == digest
+        assert graph_task("karate", **same).shared(4).digest == digest
     for other in (
         {"normalisation": "mean"},
         {"self_loops": False},
@@ -203,18 +213,18 @@ def test_the_digest_names_rows_adjacency_and_owners() -> None:
         {"dtype": "float64"},
         {"labels": 2},
     ):
-        assert graph_task("karate", **other).digest(4) != digest
-    assert graph_task("karate").digest(3) != digest
-    assert graph_task("digits-graph").digest(4) != graph_task("digits-graph", k=9).digest(4)
+        assert graph_task("karate", **other).shared(4).digest != digest
+    assert graph_task("karate").shared(3).digest != digest
+    assert graph_task("digits-graph").shared(4).digest != graph_task("digits-graph", k=9).shared(4).digest
     # One neighbour is another one, and nothing else changes.
     task = Karate(graph_task("karate").options)
     columns = task.adjacency.columns.copy()
     columns[task.adjacency.indptr[33]] -= 1
     vars(task)["adjacency"] = replace(task.adjacency, columns=columns)
-    assert task.digest(4) != digest
+    assert task.shared(4).digest != digest
     task = Karate(graph_task("karate").options)
     task.data = replace(task.data, used="library")
-    assert task.digest(4) != digest
+    assert task.shared(4).digest != digest
 
 
 def test_owners_who_train_alone_are_sent_to_the_system_that_asks_for_rows() -> None:
@@ -264,7 +274,7 @@ def test_the_whole_graph_is_learnable(name: str, steps: int, lr: float, least: f
     task = graph_task(name, hidden=32)
     model = task.model(0)
     before = task.evaluate(model, task.test)["accuracy"]
-    task.train_centrally(model, steps=steps, lr=lr)
+    train_centrally(task, model, steps=steps, lr=lr)
     assert before < 0.5
     assert task.evaluate(model, task.test)["accuracy"] >= least
 
@@ -274,7 +284,7 @@ def test_weight_decay_is_part_of_the_gradient() -> None:
     model = task.model(0)
     before = to_arrays(model)["layers.0.weight"].copy()
     # So much of it that nothing else counts; and Adam's first step is as long in every direction.
-    task.train_centrally(model, steps=1, lr=0.01, weight_decay=1e9)
+    train_centrally(task, model, steps=1, lr=0.01, weight_decay=1e9)
     np.testing.assert_allclose(to_arrays(model)["layers.0.weight"], before - 0.01 * np.sign(before), rtol=1e-4)
 
 
@@ -282,10 +292,10 @@ def test_weight_decay_is_part_of_the_gradient() -> None:
 def test_7_12_the_label_stands_in_other_parts_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     task = graph_task("cross-partition")
     model = task.model(0)
-    task.train_centrally(model, steps=50, lr=0.2)
+    train_centrally(task, model, steps=50, lr=0.2)
     assert task.evaluate(model, task.test)["accuracy"] >= 0.93
     # The same graph without its edges between owners.
-    owner, adjacency = task.owner(4), task.adjacency
+    owner, adjacency = task.shared(4).owner, task.adjacency
     home = np.repeat(owner, np.diff(adjacency.indptr)) == owner[adjacency.columns]
     assert home.sum() == 10 * 1200
     indptr = np.arange(1201) * 10
@@ -293,14 +303,14 @@ def test_7_12_the_label_stands_in_other_parts_and_nowhere_else(monkeypatch: pyte
     monkeypatch.setitem(vars(task), "adjacency", local)
     monkeypatch.delitem(vars(task), "_whole")
     model = task.model(0)
-    task.train_centrally(model, steps=50, lr=0.2)
+    train_centrally(task, model, steps=50, lr=0.2)
     assert task.evaluate(model, task.test)["accuracy"] <= 0.5
 
 
 @pytest.mark.parametrize("parts", [2, 4, 7])
 def test_cross_partition_neighbourhoods_are_made_as_said(parts: int) -> None:
     task = graph_task("cross-partition", nodes=600, parts=parts)
-    graph, owner = task.graph, task.owner(parts)
+    graph, owner = task.graph, task.shared(parts).owner
     targets = graph.targets.reshape(600, 20)
     colour = graph.features[:, :4].argmax(1)
     assert all(len(set(row)) == 20 for row in targets.tolist())
@@ -317,7 +327,7 @@ def test_cross_partition_neighbourhoods_are_made_as_said(parts: int) -> None:
     np.testing.assert_allclose(task.adjacency.values, 0.05)
     assert (len(task.train_split), len(task.test)) == (450, 150)
     with pytest.raises(ConfigError, match="parts=5"):
-        task.owner(5)
+        task.shared(5)
 
 
 @pytest.mark.parametrize("options", [{"parts": 1}, {"nodes": 30}, {"nodes": 100, "telling": 40}, {"nodes": 44}])
@@ -345,19 +355,19 @@ def test_planted_parts_have_the_share_of_cross_edges_that_was_asked_for() -> Non
     assert np.bincount(graph.owner).tolist() == [4000] * 5
     # Some 180 repeats within the groups of 500 nodes and 30 between them, and 85 loops, are dropped.
     assert 99_600 < task.neighbours.edges < 99_800
-    assert task.method(5) == "planted"
-    assert task.cut(5) == pytest.approx(0.1, abs=0.005)
+    assert task.shared(5).method == "planted"
+    assert task.shared(5).cut == pytest.approx(0.1, abs=0.005)
     assert np.mean(graph.labels[graph.sources] == graph.labels[graph.targets]) == pytest.approx(0.475, abs=0.008)
     with pytest.raises(ConfigError, match="option parts=4"):
-        graph_task("synthetic-graph", nodes=500, parts=5, cut="planted").owner(4)
-    assert graph_task("synthetic-graph", nodes=500, parts=5).method(4) == "metis"
+        graph_task("synthetic-graph", nodes=500, parts=5, cut="planted").shared(4)
+    assert graph_task("synthetic-graph", nodes=500, parts=5).shared(4).method == "metis"
 
 
 @pytest.mark.parametrize("options", [{"nodes": 20}, {"parts": 1}])
 def test_planted_graphs_that_cannot_be_made_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         graph_task("synthetic-graph", **options)
-    assert graph_task("synthetic-graph", nodes=100, parts=1, cross=0).owner(1).tolist() == [0] * 100
+    assert graph_task("synthetic-graph", nodes=100, parts=1, cross=0).shared(1).owner.tolist() == [0] * 100
 
 
 @pytest.mark.long
@@ -427,7 +437,7 @@ def test_features_as_given_binary_or_by_rows() -> None:
     np.testing.assert_array_equal(binary, given > 0)
     np.testing.assert_allclose(rows.sum(1), 1, rtol=1e-5)
     np.testing.assert_allclose(rows * given.sum(1)[:, None], given, rtol=1e-5)
-    assert graph_task("digits-graph", dtype="float64").part(0, 2).features.dtype == np.float64
+    assert graph_task("digits-graph", dtype="float64").shared(2).part(0).features.dtype == np.float64
     assert given.dtype == np.float32
 
 
@@ -450,7 +460,7 @@ def test_the_record_says_how_the_graph_was_cut() -> None:
     registry._build.cache_clear()
     task = graph_task("digits-graph")
     assert task.record()["graph"]["partitions"] == {}
-    task.owner(4)
+    task.shared(4)
     record = task.record()
     assert record["options"]["cut"] == "auto"
     assert record["graph"] == {
@@ -458,6 +468,6 @@ def test_the_record_says_how_the_graph_was_cut() -> None:
         "edges": 12339,
         "features": 64,
         "directed": False,
-        "partitions": {"4": {"method": "metis", "cut": task.cut(4)}},
+        "partitions": {"4": {"method": "metis", "cut": task.shared(4).cut}},
     }
-    assert 0 < task.cut(4) < 0.1
+    assert 0 < task.shared(4).cut < 0.1

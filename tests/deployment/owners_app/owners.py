@@ -20,7 +20,7 @@ from fedcomp.flower.metered import MeteredGrid, partition_lookup
 from fedcomp.flower.payload import models
 from fedcomp.flower.rounds import RoundOutcome, fit
 from fedcomp.graphs.adjacency import FullStructure, normalised
-from fedcomp.graphs.base import Part
+from fedcomp.graphs.base import GraphPart
 from fedcomp.rng import Key
 from fedcomp.strategies.gcn.strategy import RoundSettings, SamplerSettings, SkewedGCN
 
@@ -31,14 +31,14 @@ KILLED_AFTER, BACK_AFTER = 2, 4
 
 
 @functools.cache
-def part(index: int) -> Part:
+def part(index: int) -> GraphPart:
     """Return what an owner has: ten nodes each of a random graph, and of no other node the features."""
     ends = (Key(2, "owners/edges").uniform(240) * NODES).astype(np.int64).reshape(2, 120)
     adjacency = normalised(ends[0], ends[1], NODES)
     owner = (np.arange(NODES) // (NODES // OWNERS)).astype(np.int32)
     ids = np.flatnonzero(owner == index).astype(np.int64)
     features = Key(2, "owners/features", partition=index).uniform(len(ids) * FEATURES).reshape(len(ids), FEATURES)
-    return Part(
+    return GraphPart(
         index=index,
         parts=OWNERS,
         ids=ids,
@@ -52,7 +52,7 @@ def part(index: int) -> Part:
     )
 
 
-def part_of(message: Message, context: Context) -> Part:
+def part_of(message: Message, context: Context) -> GraphPart:
     return part(int(context.node_config["partition-id"]))
 
 
