@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from fedcomp.coding.relay import RelayPlan
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, different_bytes, mean
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.findings import Claim, Curves, Findings, Table, different_bytes, mean
+from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.vanishing import World, live, relive, wasted
 from fedcomp.rng import Key
@@ -206,119 +206,108 @@ def predicted(
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Run every scheme with both codecs under the same failures, and the model beside them."""
     sizes = {name: Sizes.of(results[UNDISTURBED[name]]) for name in CODECS}
-    used = schemes(config)
-    runs: dict[tuple[str, str], dict[str, Any]] = {}
-    for name in CODECS:
-        for scheme in used.values():
-            say(f"{name}, {scheme.name}")
-            make = partial(_run, config, scheme, name, sizes[name], world(config), twin=scheme.name in (MDS, RLNC))
-            runs[name, scheme.name] = say.cell(f"{name}/{scheme.name}", make)
-    back: dict[str, dict[str, Any]] = {}
-    for scheme in used.values():
-        say(f"devices come back: {scheme.name}")
-        make = partial(_run, config, scheme, "QSGD-8", sizes["QSGD-8"], world(config, back=True))
-        back[scheme.name] = say.cell(f"back/{scheme.name}", make)
-    say("through the server instead of between clients")
-    hub = say.cell("hub", partial(_hub, config, sizes["QSGD-8"]))
-    say("the model, over lifetimes and sizes")
-    curves = say.cell("curves", partial(_curves, config, sizes["QSGD-8"]))
+    shared = {"config": config, "sizes": sizes}
+    used = list(schemes(config))
+    runs = Sweep(run, {"codec": list(CODECS), "scheme": used}, "", {**shared, "twins": True})(say)
+    back = Sweep(run, {"codec": ["QSGD-8"], "scheme": used}, "devices come back", {**shared, "back": True})(say)
+    hub = Sweep(undisturbed, {"transport": ("peers", "hub")}, "nobody vanishes", shared)(say)
+    # The model is the same for both codes: it does not know dependent packets.
+    modelled = {"scheme": [name for name in used if name != RLNC]}
+    lives = Sweep(modelled_fraction, {**modelled, "life": LIVES}, "model", shared)(say)
+    by_size = Sweep(modelled_fraction, {**modelled, "size": SIZES}, "model", shared)(say)
+    still = results[UNDISTURBED["QSGD-8"]]
+    coded, plain = (runs.one(codec="QSGD-8", scheme=scheme) for scheme in (RLNC, PLAIN))
     return Findings(
         tables=[
             _main_table(config, sizes, runs),
             _bytes_table(config, runs),
             _back_table(config, back),
-            _hub_table(results, hub, runs),
+            _hub_table(still, hub),
         ],
-        figures=[*_figures(config, curves), *_accuracy(runs)],
-        values=_values(config, sizes, runs, back, results, hub),
+        figures=[*_model_figures(config, lives, by_size), *_accuracy(runs)],
+        claims=claims(config, still, runs, back, hub),
+        answer=f"{100 * coded.fraction:.0f} % of the updates reach the sum through a coded relay, "
+        f"{100 * plain.fraction:.0f} % by plain upload (QSGD-8), for {per_update(coded) / per_update(plain):.2f} times "
+        "the bytes to the server per update.",
     )
 
 
-def _run(
-    config: Config, scheme: Scheme, name: str, sizes: Sizes, there: World, *, twin: bool = False
+def run(
+    codec: str, scheme: str, *, config: Config, sizes: Mapping[str, Sizes], back: bool = False, twins: bool = False
 ) -> dict[str, Any]:
-    """Return the figures of one run; with ``twin`` also how far it is from the same sum without coding."""
-    spec = spec_of(config, scheme, name, sizes.patience(config))
-    life = live(spec, there, chunk=int(config.settings["chunk"]) if scheme.chunk else 0)
-    result, rounds = life.result, range(1, config.rounds + 1)
-    model = predicted(config, scheme, sizes, rounds, there)
-    summary: dict[str, Any] = {
+    """Return the figures of one run; with ``twins`` also how far relays are from the same sum without coding."""
+    chosen, size, there = schemes(config)[scheme], sizes[codec], world(config, back=back)
+    spec = spec_of(config, chosen, codec, size.patience(config))
+    life = live(spec, there, chunk=int(config.settings["chunk"]) if chosen.chunk else 0)
+    result = life.result
+    different = None
+    if twins and scheme in (MDS, RLNC):
+        uncoded = relive(spec_of(config, Scheme(PLAIN), codec, 0.0), life)
+        different = different_bytes(result.arrays, uncoded.arrays)
+    return {
         "fraction": life.fraction,
-        "model": mean(fate.fraction for fate in model),
+        "model": mean(f.fraction for f in predicted(config, chosen, size, range(1, config.rounds + 1), there)),
         "seconds": life.seconds,
         "last": life.last,
-        "model seconds": mean(fate.seconds for fate in model),
         "accuracy": [record.accuracy for record in result.rounds],
         "included": sum(map(len, life.included.values())),
-        "up": result.uplink_wire_bytes,
-        "down": result.downlink_wire_bytes,
-        "peer": result.peer_wire_bytes,
+        **_wire(result),
         "vain": wasted(life),
-        "decode": median(result.notes["seconds"]["coded.decode_seconds"].values()) if scheme.system else 0.0,
+        "decode": median(result.notes["seconds"]["coded.decode_seconds"].values()) if chosen.system else 0.0,
         "waves": mean(float(record.metrics.get("coded.waves", 0)) for record in result.rounds[1:]),
-        "recollects": sum(int(record.metrics.get("coded.recollects", 0)) for record in result.rounds[1:]),
-        "dependent": sum(int(record.metrics.get("coded.dependent", 0)) for record in result.rounds[1:]),
+        "different": different,
     }
-    if twin:
-        uncoded = relive(spec_of(config, Scheme(PLAIN), name, 0.0), life)
-        summary["different"] = different_bytes(result.arrays, uncoded.arrays)
-    return summary
 
 
-def _hub(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """Return the bytes of two rounds in which nobody vanishes and shards go through the server."""
+def undisturbed(transport: str, *, config: Config, sizes: Mapping[str, Sizes]) -> dict[str, Any]:
+    """Return the bytes of two rounds in which nobody vanishes and shards travel as ``transport`` says."""
     short = replace(config, rounds=2)
     still = replace(world(config, life=math.inf), share_by=1e6, end=1e7)
-    out: dict[str, Any] = {}
-    for transport in ("peers", "hub"):
-        spec = spec_of(short, schemes(config)[RLNC], "QSGD-8", 1e6, transport=transport, share_timeout=1e6)
-        result = live(spec, still).result
-        out[transport] = {
-            "up": result.uplink_wire_bytes,
-            "down": result.downlink_wire_bytes,
-            "peer": result.peer_wire_bytes,
-            "included": sum(int(record.metrics.get("coded.included", 0)) for record in result.rounds),
-        }
-    return out
+    spec = spec_of(short, schemes(config)[RLNC], "QSGD-8", 1e6, transport=transport, share_timeout=1e6)
+    result = live(spec, still).result
+    included = sum(int(record.metrics.get("coded.included", 0)) for record in result.rounds)
+    return {"included": included, **_wire(result)}
 
 
-def _curves(config: Config, sizes: Sizes) -> dict[str, Any]:
-    """Return the model's fractions by scheme, over lifetimes and over sizes."""
+def modelled_fraction(
+    scheme: str, *, config: Config, sizes: Mapping[str, Sizes], life: float | None = None, size: int | None = None
+) -> dict[str, float]:
+    """Return the model's fraction for updates of QSGD-8, of another lifetime or size."""
+    found = sizes["QSGD-8"] if size is None else replace(sizes["QSGD-8"], update=size)
     rounds = range(1, int(config.settings["model_rounds"]) + 1)
-    lives: dict[str, list[float]] = {}
-    by_size: dict[str, list[float]] = {}
-    for scheme in schemes(config).values():
-        if scheme.name == RLNC:
-            continue  # the model tells the codes apart in nothing
-        lives[scheme.name] = [
-            mean(fate.fraction for fate in predicted(config, scheme, sizes, rounds, world(config, life=life)))
-            for life in LIVES
-        ]
-        by_size[scheme.name] = [
-            mean(f.fraction for f in predicted(config, scheme, replace(sizes, update=size), rounds)) for size in SIZES
-        ]
-    return {"lives": lives, "sizes": by_size}
+    there = world(config, life=life)
+    return {"fraction": mean(f.fraction for f in predicted(config, schemes(config)[scheme], found, rounds, there))}
 
 
-def _main_table(config: Config, sizes: Mapping[str, Sizes], runs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
-    lines: list[list[Any]] = [
-        [
-            f"{name}, {scheme}",
-            round(found["fraction"], 3),
-            round(found["model"], 3),
-            round(_last(found["accuracy"]), 1),
-            round(found["last"], 1),
-            round(found["seconds"], 1),
-            round(found["waves"], 1) or None,
-            round(1000 * found["decode"], 1) or None,
-        ]
-        for (name, scheme), found in runs.items()
-    ]
+def _wire(result: RunResult) -> dict[str, int]:
+    return {"up": result.uplink_wire_bytes, "down": result.downlink_wire_bytes, "peer": result.peer_wire_bytes}
+
+
+def per_update(run: Record, *links: str) -> float:
+    """Return the bytes on ``links``, by default to the server, per update in the sum; NaN where none is."""
+    return sum(run[link] for link in links or ("up",)) / run.included if run.included else math.nan
+
+
+def _name(run: Record) -> str:
+    return f"{run.codec}, {run.scheme}"
+
+
+def _main_table(config: Config, sizes: Mapping[str, Sizes], runs: Records) -> Table:
+    columns: dict[str, Any] = {
+        "run": _name,
+        "fraction": lambda run: round(run.fraction, 3),
+        "the model's": lambda run: round(run.model, 3),
+        "accuracy, %": lambda run: round(_last(run.accuracy), 1),
+        "last reply, s": lambda run: round(run["last"], 1),
+        "server waits, s": lambda run: round(run.seconds, 1),
+        "waves": lambda run: round(run.waves, 1) or None,
+        "decoding, ms": lambda run: round(1000 * run.decode, 1) or None,
+    }
     weights = ", ".join(f"{name} {size.update / 1000:.1f} kB" for name, size in sizes.items())
-    return Table(
+    return table(
         "Whose update is in the sum",
-        ("run", "fraction", "the model's", "accuracy, %", "last reply, s", "server waits, s", "waves", "decoding, ms"),
-        lines,
+        columns,
+        runs,
         f"{config.clients} clients, {config.rounds} rounds; an update weighs {weights}. Fraction: of all clients of "
         "all rounds, those whose update is in the sum. The model's is computed from sizes and lifetimes alone, for the "
         "same failures. Seconds are simulated, means over the rounds: a server that misses a reply waits until its "
@@ -326,86 +315,93 @@ def _main_table(config: Config, sizes: Mapping[str, Sizes], runs: Mapping[tuple[
     )
 
 
-def _bytes_table(config: Config, runs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
-    lines: list[list[Any]] = []
-    for (name, scheme), found in runs.items():
-        rounds, included = max(1, config.rounds), found["included"]
-        cells = [round(found[link] / rounds / 1000, 1) for link in ("up", "down", "peer", "vain")]
-        lines.append([f"{name}, {scheme}", *cells, round(found["up"] / included / 1000, 1) if included else None])
-    return Table(
+def _bytes_table(config: Config, runs: Records) -> Table:
+    def each(link: str) -> Any:
+        return lambda run: round(run[link] / max(1, config.rounds) / 1000, 1)
+
+    columns: dict[str, Any] = {
+        "run": _name,
+        "to the server": each("up"),
+        "from the server": each("down"),
+        "between clients": each("peer"),
+        "sent in vain": each("vain"),
+        "to the server, per update": lambda run: round(per_update(run) / 1000, 1) if run.included else None,
+    }
+    return table(
         "Bytes by link, kB per round",
-        ("run", "to the server", "from the server", "between clients", "sent in vain", "to the server, per update"),
-        lines,
+        columns,
+        runs,
         "Serialised messages with their envelopes, and parcels, of all clients together; counted, not computed. "
         "Between clients: what was handed to the links. In vain: what had left devices of uploads that never came to "
         "their end, from the simulated links.",
     )
 
 
-def _back_table(config: Config, back: Mapping[str, Mapping[str, Any]]) -> Table:
+def _back_table(config: Config, back: Records) -> Table:
     s = config.settings
-    return Table(
+    columns: dict[str, Any] = {
+        "QSGD-8": "scheme",
+        "fraction": lambda run: round(run.fraction, 3),
+        "the model's": lambda run: round(run.model, 3),
+        "accuracy, %": lambda run: round(_last(run.accuracy), 1),
+        "seconds per round": lambda run: round(run.seconds, 1),
+        "sent in vain, kB per round": lambda run: round(run.vain / max(1, config.rounds) / 1000, 1),
+    }
+    return table(
         "Devices that come back",
-        ("QSGD-8", "fraction", "the model's", "accuracy, %", "seconds per round", "sent in vain, kB per round"),
-        [
-            [
-                name,
-                round(found["fraction"], 3),
-                round(found["model"], 3),
-                round(_last(found["accuracy"]), 1),
-                round(found["seconds"], 1),
-                round(found["vain"] / max(1, config.rounds) / 1000, 1),
-            ]
-            for name, found in back.items()
-        ],
+        columns,
+        back,
         f"Devices stay {float(s['stay']):g} s in the mean and are away for {float(s['away']):g} s. An upload that "
-        f"broke off begins anew, with resume after the last whole {int(s['chunk'])} bytes. The model does not ask a "
+        f"broke off restarts, with resume after the last whole {int(s['chunk'])} bytes. The model does not ask a "
         "relay again that was silent; the server does, once, at the end.",
     )
 
 
-def _hub_table(
-    results: Mapping[str, RunResult],
-    hub: Mapping[str, Mapping[str, Any]],
-    runs: Mapping[tuple[str, str], Mapping[str, Any]],
-) -> Table:
-    still = results[UNDISTURBED["QSGD-8"]]
-    replies = max(1, sum(record.replies for record in still.rounds))
-    up, down = (n / replies / 1000 for n in (still.uplink_wire_bytes, still.downlink_wire_bytes))
+def _hub_table(still: RunResult, hub: Records) -> Table:
     names = {"peers": "RLNC relay, between clients", "hub": "RLNC relay, through the server"}
-    lines: list[list[Any]] = [["plain upload", up, down, 0]]
-    for transport, found in hub.items():
-        included = max(1, found["included"])
-        lines.append([names[transport], *(found[link] / included / 1000 for link in ("up", "down", "peer"))])
-    return Table(
+    replies = max(1, sum(record.replies for record in still.rounds))
+    uploads = Record({"name": "plain upload", "included": replies, **_wire(still), "peer": 0})
+    relays = [Record({"name": names[run.transport], **run, "included": max(1, run.included)}) for run in hub]
+    columns: dict[str, Any] = {
+        "QSGD-8, nobody vanishes": "name",
+        "to the server": lambda run: per_update(run, "up") / 1000,
+        "from the server": lambda run: per_update(run, "down") / 1000,
+        "between clients": lambda run: per_update(run, "peer") / 1000,
+    }
+    return table(
         "Shards through the server save nothing",
-        ("QSGD-8, nobody vanishes", "to the server", "from the server", "between clients"),
-        lines,
+        columns,
+        [uploads, *relays],
         "kB per update in the sum. Through the server every shard crosses its link twice before it is collected.",
     )
 
 
-def _figures(config: Config, curves: Mapping[str, Any]) -> list[Curves]:
+def _model_figures(config: Config, lives: Records, by_size: Records) -> list[Curves]:
+    def code(run: Record) -> str:
+        return "MDS or RLNC relay" if run.scheme == MDS else str(run.scheme)
+
     k = int(config.settings["symbols"])
-
-    def series(found: Mapping[str, Sequence[float]], x: Sequence[float]) -> list[Series]:
-        return [Series("MDS or RLNC relay" if name == MDS else name, x, y) for name, y in found.items()]
-
     return [
-        Curves(
+        curves(
             "Where relays help: lifetimes",
-            "mean seconds a device stays",
-            "fraction in the sum",
-            series(curves["lives"], LIVES),
+            lives,
+            "life",
+            "fraction",
+            code,
+            x_label="mean seconds a device stays",
+            y_label="fraction in the sum",
             log_x=True,
             caption=f"The model, QSGD-8, K = {k}. Devices that die soon take the shards of all others with them: below "
             "K relays at the end nobody is decoded.",
         ),
-        Curves(
+        curves(
             "Where relays help: sizes",
-            "update",
-            "fraction in the sum",
-            series(curves["sizes"], [float(size) for size in SIZES]),
+            by_size,
+            lambda run: float(run.size),
+            "fraction",
+            code,
+            x_label="update",
+            y_label="fraction in the sum",
             log_x=True,
             x_bytes=True,
             caption=f"The model, lifetimes of {float(config.settings['life']):g} s. What is sent in a moment needs no "
@@ -414,19 +410,18 @@ def _figures(config: Config, curves: Mapping[str, Any]) -> list[Curves]:
     ]
 
 
-def _accuracy(runs: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[Curves]:
+def _accuracy(runs: Records) -> list[Curves]:
     return [
-        Curves(
-            f"Accuracy, {name}",
-            "round",
-            "test accuracy (%)",
-            [
-                Series(scheme, list(range(len(found["accuracy"]))), [_percent(a) for a in found["accuracy"]])
-                for (codec, scheme), found in runs.items()
-                if codec == name
-            ],
+        curves(
+            f"Accuracy, {codec}",
+            found,
+            lambda run: range(len(run.accuracy)),
+            lambda run: [_percent(accuracy) for accuracy in run.accuracy],
+            "scheme",
+            x_label="round",
+            y_label="test accuracy (%)",
         )
-        for name in CODECS
+        for codec, found in runs.groups("codec").items()
     ]
 
 
@@ -439,155 +434,99 @@ def _last(accuracy: Sequence[float | None], over: int = 3) -> float:
     return mean(_percent(value) for value in accuracy[-over:])
 
 
-def _values(
-    config: Config,
-    sizes: Mapping[str, Sizes],
-    runs: Mapping[tuple[str, str], Mapping[str, Any]],
-    back: Mapping[str, Mapping[str, Any]],
-    results: Mapping[str, RunResult],
-    hub: Mapping[str, Mapping[str, Any]],
-) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for (name, scheme), found in runs.items():
-        place = f"{name}/{scheme}"
-        values |= {
-            f"fraction/{place}": found["fraction"],
-            f"model/{place}": found["model"],
-            f"accuracy/{place}": _last(found["accuracy"]),
-            f"per update/{place}": found["up"] / found["included"] if found["included"] else math.nan,
-        }
-        if "different" in found:
-            values[f"different/{place}"] = found["different"]
-    values |= {f"back/{scheme}": found["fraction"] for scheme, found in back.items()}
-    values |= {f"back model/{scheme}": found["model"] for scheme, found in back.items()}
-    still = results[UNDISTURBED["QSGD-8"]]
-    replies = max(1, sum(record.replies for record in still.rounds))
-    both = {t: (found["up"] + found["down"]) / max(1, found["included"]) for t, found in hub.items()}
-    values["hub/extra"] = (both["hub"] - both["peers"]) / (still.uplink_wire_bytes / replies)
-    values["ingress/still"] = (
-        hub["peers"]["up"] / max(1, hub["peers"]["included"]) / (still.uplink_wire_bytes / replies)
-    )
-    values["hub/expected"] = 2.0 * (config.clients - 1) / int(config.settings["symbols"])
-    return values
-
-
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+def claims(config: Config, still: RunResult, runs: Records, back: Records, hub: Records) -> list[Claim]:
     """Coded sums are the uncoded ones bit for bit; what they gain, and what they do not save, is what was computed."""
-    values = findings.values
-    out = [
-        Claim(
-            f"{name}, {scheme}: bytes of the final model that differ from averaging the same updates uncoded",
-            values[f"different/{name}/{scheme}"],
-            "==",
-            0.0,
-            "theory: what is decoded are the bytes of the replies themselves",
-        )
-        for name in CODECS
-        for scheme in (MDS, RLNC)
-    ]
-    for scheme in (MDS, RLNC):
-        gain = f"{{}}/QSGD-8/{scheme}"
-        expected = values[gain.format("model")] - values[f"model/QSGD-8/{PLAIN}"]
-        out.append(
-            Claim(
+    by_scheme = {codec: {run.scheme: run for run in found} for codec, found in runs.groups("codec").items()}
+    dense, sparse = by_scheme["QSGD-8"], by_scheme["top-1 %"]
+    returning = {run.scheme: run.fraction for run in back}
+
+    def gain(found: Mapping[str, Record], scheme: str, field: str = "fraction") -> float:
+        return float(found[scheme][field] - found[PLAIN][field])
+
+    ratio = per_update(dense[RLNC]) / per_update(dense[PLAIN])
+    peers, server = (hub.one(transport=transport) for transport in ("peers", "hub"))
+    update = still.uplink_wire_bytes / max(1, sum(record.replies for record in still.rounds))
+    ingress = f"QSGD-8, {RLNC}: bytes to the server per update in the sum, over plain upload's"
+    return [
+        *(
+            claim(
+                f"{_name(run)}: bytes of the final model that differ from averaging the same updates uncoded",
+                run.different,
+                "== 0.0",
+                "theory: what is decoded are the bytes of the replies themselves",
+            )
+            for run in runs
+            if run.different is not None
+        ),
+        *(
+            claim(
                 f"QSGD-8, {scheme}: fraction in the sum, more than by plain upload",
-                values[gain.format("fraction")] - values[f"fraction/QSGD-8/{PLAIN}"],
-                ">=",
-                expected - SLACK,
+                gain(dense, scheme),
+                f">= {gain(dense, scheme, 'model') - SLACK}",
                 f"the model on the same failures, less {SLACK:g}",
             )
-        )
-    out.append(
-        Claim(
+            for scheme in (MDS, RLNC)
+        ),
+        claim(
             f"top-1 %, {RLNC}: fraction in the sum, more than by plain upload",
-            values[f"fraction/top-1 %/{RLNC}"] - values[f"fraction/top-1 %/{PLAIN}"],
-            "<=",
-            values[f"model/top-1 %/{RLNC}"] - values[f"model/top-1 %/{PLAIN}"] + SLACK,
+            gain(sparse, RLNC),
+            f"<= {gain(sparse, RLNC, 'model') + SLACK}",
             f"the model, and {SLACK:g}: what is uploaded in a moment gains little from relays",
-        )
-    )
-    worst = max(abs(values[f"fraction/{n}/{s}"] - values[f"model/{n}/{s}"]) for n in CODECS for s in schemes(config))
-    out += [
-        Claim(
-            "largest distance of a fraction from the model's", worst, "<=", 2 * SLACK, "the model's one size for all"
         ),
-        *_ingress(values),
-        Claim(
-            f"QSGD-8, {RLNC}: accuracy in percent, more than with plain upload",
-            values[f"accuracy/QSGD-8/{RLNC}"] - values[f"accuracy/QSGD-8/{PLAIN}"],
-            ">=",
-            0.0,
-            "goal: more updates are no worse; clients vanish by chance, and the difference is within a run's noise",
-            gate=False,
+        claim(
+            "largest distance of a fraction from the model's",
+            max(abs(run.fraction - run.model) for run in runs),
+            f"<= {2 * SLACK}",
+            "the model's one size for all",
         ),
-        Claim(
-            "devices that come back: fraction with resume less that of plain upload",
-            values[f"back/{RESUME}"] - values[f"back/{PLAIN}"],
-            ">=",
-            0.0,
-            "theory: who ends an upload in one go ends it in pieces no later",
-        ),
-        Claim(
-            f"devices that come back: fraction of the {RLNC} less that with resume",
-            values[f"back/{RLNC}"] - values[f"back/{RESUME}"],
-            "<=",
-            0.0,
-            "the model: peers that come and go miss shards and answer late; a relay is no help where waiting is",
-        ),
-        Claim(
-            "through the server: bytes at its link more than between clients, in updates per update",
-            values["hub/extra"],
-            ">=",
-            0.8 * values["hub/expected"],
-            "derived: N - 1 shards of 1/K each, up and down; 0.8 of it, as an update's envelope is not coded twice",
-        ),
-    ]
-    return out
-
-
-def _ingress(values: Mapping[str, float]) -> list[Claim]:
-    name = f"QSGD-8, {RLNC}: bytes to the server per update in the sum, over plain upload's"
-    return [
-        Claim(
-            name,
-            values[f"per update/QSGD-8/{RLNC}"] / values[f"per update/QSGD-8/{PLAIN}"],
-            ">=",
-            1.0,
-            "derived: K shards of 1/K and their headers; relays do not lower it",
-        ),
-        Claim(
-            f"{name}, at most",
-            values[f"per update/QSGD-8/{RLNC}"] / values[f"per update/QSGD-8/{PLAIN}"],
-            "<=",
-            1.25,
+        claim(ingress, ratio, ">= 1.0", "derived: K shards of 1/K and their headers; relays do not lower it"),
+        claim(
+            f"{ingress}, at most",
+            ratio,
+            "<= 1.25",
             "goal: shards of updates that were never completed are all that relays add; many deaths miss it",
             gate=False,
         ),
-        Claim(
-            f"{name}, nobody vanishes",
-            values["ingress/still"],
-            "<=",
-            1.1,
+        claim(
+            f"{ingress}, nobody vanishes",
+            peers.up / max(1, peers.included) / update,
+            "<= 1.1",
             "derived: 1 + K packet headers, a reply to say that it has shared, and a relay's envelope; about 1.03",
         ),
+        claim(
+            f"QSGD-8, {RLNC}: accuracy in percent, more than with plain upload",
+            _last(dense[RLNC].accuracy) - _last(dense[PLAIN].accuracy),
+            ">= 0.0",
+            "goal: more updates are no worse; clients vanish by chance, and the difference is within a run's noise",
+            gate=False,
+        ),
+        claim(
+            "devices that come back: fraction with resume less that of plain upload",
+            returning[RESUME] - returning[PLAIN],
+            ">= 0.0",
+            "theory: who ends an upload in one go ends it in pieces no later",
+        ),
+        claim(
+            f"devices that come back: fraction of the {RLNC} less that with resume",
+            returning[RLNC] - returning[RESUME],
+            "<= 0.0",
+            "the model: peers that come and go miss shards and answer late; a relay is no help where waiting is",
+        ),
+        claim(
+            "through the server: bytes at its link more than between clients, in updates per update",
+            ((server.up + server.down) / max(1, server.included) - (peers.up + peers.down) / max(1, peers.included))
+            / update,
+            f">= {0.8 * (2.0 * (config.clients - 1) / int(config.settings['symbols']))}",
+            "derived: N - 1 shards of 1/K each, up and down; 0.8 of it, as an update's envelope is not coded twice",
+        ),
     ]
-
-
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    coded, plain = (findings.values[f"fraction/QSGD-8/{scheme}"] for scheme in (RLNC, PLAIN))
-    more = findings.values[f"per update/QSGD-8/{RLNC}"] / findings.values[f"per update/QSGD-8/{PLAIN}"]
-    return (
-        f"{100 * coded:.0f} % of the updates reach the sum through a coded relay, {100 * plain:.0f} % by plain upload "
-        f"(QSGD-8), for {more:.2f} times the bytes to the server per update."
-    )
 
 
 EXPERIMENT = Experiment(
     name="coded_dropout",
     question="Clients die inside the round: do coded shards at their peers keep their updates in the sum?",
     rows=rows,
-    measure=judged(measure, claims, answer),
+    measure=measure,
     options=OPTIONS,
     rounds=8,
     clients=20,

@@ -108,7 +108,7 @@ def _coded(spec: Any, label: str, n: int, parities: int, code: str, **fixed: Any
 
 
 @dataclass(frozen=True)
-class Problem:
+class LinearProblem:
     """Partitions, test rows and initial model of one linear task; constant columns included except in ``x``."""
 
     x: list[Real]
@@ -120,7 +120,7 @@ class Problem:
     l2: float
 
     @classmethod
-    def of(cls, config: Config, model: str) -> Problem:
+    def of(cls, config: Config, model: str) -> LinearProblem:
         """Return the problem the rows have, with float64 data."""
         from fedcomp.tasks import get_task
         from fedcomp.tasks.arrays import to_arrays
@@ -167,7 +167,7 @@ def _with_bias(x: Real) -> Real:
     return np.column_stack([x, np.ones(len(x))])
 
 
-def descend(problem: Problem, plan: DataPlan, loss: float, steps: int, seed: int) -> dict[str, Any]:
+def descend(problem: LinearProblem, plan: DataPlan, loss: float, steps: int, seed: int) -> dict[str, Any]:
     """Descend on coded data while every device is away in an iteration with probability ``loss``.
 
     Uncoded descent goes beside it and pauses where the coded one has to. Returns how many iterations decoded, the
@@ -207,13 +207,13 @@ def probability(plan: DataPlan, loss: float, trials: int, seed: int) -> float:
     return decode_rate(plan, loss=loss, trials=trials, seed=seed).value
 
 
-def setup_bytes(plan: DataPlan, problem: Problem) -> int:
+def setup_bytes(plan: DataPlan, problem: LinearProblem) -> int:
     """Return what the owners hand over: every transfer as the parcel it travels in."""
     packed = [len(pack_partition(x, j, bytes(8))) + HEADER_BYTES for j, x in enumerate(problem.x)]
     return sum(packed[j] for j, _ in plan.transfers)
 
 
-def drawn_ratios(config: Config, problem: Problem, label: str) -> list[float]:
+def drawn_ratios(config: Config, problem: LinearProblem, label: str) -> list[float]:
     """Return set-up bytes over those of MDS for many draws of the encoding matrix."""
     dense = setup_bytes(plan_of(config, MDS, 0), problem)
     draws = int(config.settings["draws"])
@@ -247,7 +247,7 @@ def faulty(loss: float, *, config: Config) -> dict[str, Any]:
     from fedcomp.rng import Key
     from fedcomp.strategies.coded.linear import CodedLinearGD
 
-    problem, k = Problem.of(config, "logistic"), partitions(config)
+    problem, k = LinearProblem.of(config, "logistic"), partitions(config)
     strategy = CodedLinearGD(
         partitions=k,
         parities=config.clients - k,
@@ -278,7 +278,7 @@ def faulty(loss: float, *, config: Config) -> dict[str, Any]:
 def train(label: str, model: str, loss: float, *, config: Config) -> dict[str, Any]:
     """Descend on coded data under losses, and compare how often that decoded with the probability of this matrix."""
     plan, trials = plan_of(config, label, config.seed), int(config.settings["trials"])
-    found = descend(Problem.of(config, model), plan, loss, config.rounds, config.seed)
+    found = descend(LinearProblem.of(config, model), plan, loss, config.rounds, config.seed)
     chance, rate = _chance(config, plan, loss), found["decoded"] / max(1, config.rounds)
     # A simulated probability has an error of its own; one of 0 or 1 is not known to be exactly that.
     usual = (chance * trials + 0.5) / (trials + 1) if plan.code in SIMULATED and loss else chance
@@ -288,7 +288,7 @@ def train(label: str, model: str, loss: float, *, config: Config) -> dict[str, A
 
 def facts(label: str, *, config: Config) -> dict[str, Any]:
     """Return what does not depend on training: traffic of the plan that is run and of many, tolerance, chances."""
-    problem, plan = Problem.of(config, "logistic"), plan_of(config, label, config.seed)
+    problem, plan = LinearProblem.of(config, "logistic"), plan_of(config, label, config.seed)
     dense = setup_bytes(plan_of(config, MDS, config.seed), problem)
     bytes_ = setup_bytes(plan, problem)
     ratios = drawn_ratios(config, problem, label) if SCHEMES[label][0] in SIMULATED else []
@@ -329,7 +329,7 @@ class CodedRow:
     @classmethod
     def of(cls, config: Config, label: str, result: RunResult) -> CodedRow:
         """Read a finished row."""
-        problem = Problem.of(config, "svm" if label == SVM else "logistic")
+        problem = LinearProblem.of(config, "svm" if label == SVM else "logistic")
         plan = plan_of(config, BALANCED if label == SVM else label, config.seed)
         w = np.concatenate([array.astype(np.float64).ravel() for array in result.arrays.values()])
         peer = result.ledger.total("wire", link="peer")
@@ -344,7 +344,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     trained = Sweep(train, {"label": list(SCHEMES), "model": list(MODELS), "loss": LOSS_RATES}, "train", shared)(say)
     lossy = Sweep(faulty, {"loss": (0.1, 0.2)}, "messages lost in both phases", shared)(say)
     rows_ = {label: CodedRow.of(config, label, result) for label, result in results.items() if label != UNCODED}
-    problems = {model: Problem.of(config, model) for model in MODELS}
+    problems = {model: LinearProblem.of(config, model) for model in MODELS}
     plain = {model: problem.accuracy(problem.uncoded(config.rounds)) for model, problem in problems.items()}
     known = {record.label: record for record in schemes}
     return Findings(

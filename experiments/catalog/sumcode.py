@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from fedcomp.experiments.experiment import Config, Experiment, Option
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, mean
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.findings import Claim, Findings, Table, mean
+from fedcomp.experiments.kit import Record, Records, Say, Sweep, claim, curves, table
 from fedcomp.experiments.spec import RunResult, RunSpec
 
 TASK = "digits"
@@ -80,47 +79,57 @@ def rows(config: Config) -> list[RunSpec]:
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Bytes a round by number of clients and link; rounds whose model is the integer sum's, bit for bit."""
-    received = {
-        n: [per_round(results[label(n)], "uplink_payload_bytes") for label in (summed, plain)] for n in FEDERATIONS
+    modes = [{"mode": mode, "clients": clients} for mode, clients in CHECKED.items()]
+    exact = Sweep(exact_rounds, modes, "integers beside the code", {"config": config})(say)
+    few, *_, many = federations = Records(federation(n, results) for n in FEDERATIONS)
+    lines = {
+        "coded sum": "coded",
+        "8-bit uploads": "plain",
+        "LightSecAgg": "masked",
+        "coded sum, sent by one client to others": "between",
     }
-    wire = {n: [per_round(results[label(n)], "uplink_wire_bytes") for label in (summed, plain)] for n in FEDERATIONS}
-    masks = {n: per_round(results[masked(n)], "uplink_payload_bytes") for n in MASKED}
-    between = {n: per_round(results[summed(n)], "peer_wire_bytes") / n for n in FEDERATIONS}
-    values: dict[str, float] = {"through server": per_round(results[HUB], "uplink_payload_bytes")}
-    values["through server, down"] = per_round(results[HUB], "downlink_wire_bytes")
-    values["with peers, down"] = per_round(results[summed(THROUGH_SERVER)], "downlink_wire_bytes")
-    for n in FEDERATIONS:
-        values |= {f"coded/{n}": received[n][0], f"plain/{n}": received[n][1], f"between/{n}": between[n]}
-        values |= {f"coded wire/{n}": wire[n][0], f"plain wire/{n}": wire[n][1]}
-        values[f"accuracy/{n}"] = results[summed(n)].final.accuracy - results[plain(n)].final.accuracy
-        values[f"included/{n}"] = min(record.metrics["coded.included"] for record in results[summed(n)].rounds[1:])
-    values |= {f"masked/{n}": masks[n] for n in MASKED}
-    values["coordinates"] = float(sum(array.size for array in results[summed(FEDERATIONS[0])].arrays.values()))
-    for mode, clients in CHECKED.items():
-        found = say.cell(f"exact/{mode}", functools.partial(exact_rounds, config, mode, clients, say))
-        values[f"exact/{mode}"] = found["exact"] / found["rounds"]
+    points = [
+        Record({"line": line, "clients": record.clients, "kB": record[name] / _KILO})
+        for line, name in lines.items()
+        for record in federations
+        if record[name] is not None
+    ]
     return Findings(
-        tables=[_received(received, wire, masks, between), _exact(values)],
+        tables=[_received(federations), _exact(exact)],
         figures=[
-            Curves(
+            curves(
                 "What the server receives against the number of clients",
+                points,
                 "clients",
-                "kB of payload a round",
-                [
-                    Series("coded sum", FEDERATIONS, [received[n][0] / _KILO for n in FEDERATIONS]),
-                    Series("8-bit uploads", FEDERATIONS, [received[n][1] / _KILO for n in FEDERATIONS]),
-                    Series("LightSecAgg", MASKED, [masks[n] / _KILO for n in MASKED]),
-                    Series(
-                        "coded sum, sent by one client to others",
-                        FEDERATIONS,
-                        [between[n] / _KILO for n in FEDERATIONS],
-                    ),
-                ],
+                "kB",
+                "line",
+                y_label="kB of payload a round",
                 log_x=True,
                 log_y=True,
             )
         ],
-        values=values,
+        claims=claims(config, results, federations, exact),
+        answer=f"With {many.clients} clients in place of {few.clients} the server receives "
+        f"{many.coded / few.coded:.2f} times the bytes of coded sums, {many.plain / few.plain:.1f} times those of "
+        f"8-bit uploads; {100 * min(exact.each('share')):.0f} % of the sums are exact.",
+    )
+
+
+def federation(n: int, results: Mapping[str, RunResult]) -> Record:
+    """Return what a round of ``n`` clients sends on each link, in bytes, and how the coded sum's model compares."""
+    coded, uploads = results[summed(n)], results[plain(n)]
+    return Record(
+        {
+            "clients": n,
+            "coded": per_round(coded, "uplink_payload_bytes"),
+            "coded_wire": per_round(coded, "uplink_wire_bytes"),
+            "plain": per_round(uploads, "uplink_payload_bytes"),
+            "plain_wire": per_round(uploads, "uplink_wire_bytes"),
+            "masked": per_round(results[masked(n)], "uplink_payload_bytes") if n in MASKED else None,
+            "between": per_round(coded, "peer_wire_bytes") / n,
+            "missing": n - min(record.metrics["coded.included"] for record in coded.rounds[1:]),
+            "accuracy": coded.final.accuracy - uploads.final.accuracy,
+        }
     )
 
 
@@ -129,60 +138,46 @@ def per_round(result: RunResult, name: str) -> float:
     return mean(getattr(record, name) for record in result.rounds if record.round >= SETTLED)
 
 
-def _received(
-    received: Mapping[int, list[float]],
-    wire: Mapping[int, list[float]],
-    masks: Mapping[int, float],
-    between: Mapping[int, float],
-) -> Table:
-    return Table(
+def _received(federations: Records) -> Table:
+    def kilo(name: str) -> Any:
+        return lambda record: None if record[name] is None else record[name] / _KILO
+
+    columns: dict[str, Any] = {
+        "clients": lambda record: str(record.clients),
+        "K": lambda record: code(record.clients)["symbols"],
+        "T": lambda record: code(record.clients)["private"],
+        "coded sum: server receives, kB": kilo("coded"),
+        "coded sum: on the wire, kB": kilo("coded_wire"),
+        "8-bit uploads: server receives, kB": kilo("plain"),
+        "8-bit uploads: on the wire, kB": kilo("plain_wire"),
+        "LightSecAgg: server receives, kB": kilo("masked"),
+        "coded sum: one client to others, kB": kilo("between"),
+    }
+    return table(
         "Bytes a round",
-        (
-            "clients",
-            "K",
-            "T",
-            "coded sum: server receives, kB",
-            "on the wire",
-            "8-bit uploads: server receives, kB",
-            "on the wire",
-            "LightSecAgg: server receives, kB",
-            "coded sum: one client to others, kB",
-        ),
-        [
-            [
-                str(n),
-                code(n)["symbols"],
-                code(n)["private"],
-                received[n][0] / _KILO,
-                wire[n][0] / _KILO,
-                received[n][1] / _KILO,
-                wire[n][1] / _KILO,
-                masks[n] / _KILO if n in masks else None,
-                between[n] / _KILO,
-            ]
-            for n in FEDERATIONS
-        ],
+        columns,
+        federations,
         f"Means over the rounds from {SETTLED} on. On the wire includes the framing of every message: a coded round "
         "has three answers per client, of about a kilobyte each.",
     )
 
 
-def _exact(values: Mapping[str, float]) -> Table:
-    return Table(
+def _exact(exact: Records) -> Table:
+    return table(
         "Rounds whose model is that of integers added without a code, bit for bit",
-        ("mode", "clients", "share of the rounds"),
-        [[mode, clients, values[f"exact/{mode}"]] for mode, clients in CHECKED.items()],
+        {"mode": "mode", "clients": "clients", "share of the rounds": "share"},
+        exact,
         "Weighted by the number of examples, over GF(2^31 - 1).",
     )
 
 
-def exact_rounds(config: Config, mode: str, clients: int, say: Say) -> dict[str, Any]:
+def exact_rounds(mode: str, clients: int, *, config: Config) -> dict[str, Any]:
     """Run a federation whose frames are kept, and compare every round's model with the sum of the integers in them.
 
     Returns
     -------
     dict
-        ``rounds`` and, of these, how many are ``exact``.
+        ``share`` of the rounds in which they are equal, bit for bit.
     """
     from flwr.clientapp import ClientApp
 
@@ -193,8 +188,7 @@ def exact_rounds(config: Config, mode: str, clients: int, say: Say) -> dict[str,
     from fedcomp.flower.grid import InProcessGrid
 
     rounds = int(config.settings["exact_rounds"])
-    say(f"integers beside the code: {mode}, {clients} clients")
-    witness = _Witness()
+    witness = Witness()
     between = ClientHalf("witness", witness, inside=("coded",), outside=("compression",))
     app = client(ClientApp(), between, only=["coded", "compression"])
     app.train()(generic.train)
@@ -209,10 +203,10 @@ def exact_rounds(config: Config, mode: str, clients: int, say: Say) -> dict[str,
     with InProcessGrid(app, clients, seed=spec.seed) as grid:
         result = serve(spec, grid)
     witness.models[rounds + 1] = result.arrays
-    return {"rounds": rounds, "exact": witness.exact(spec, rounds)}
+    return {"share": witness.exact(spec, rounds) / rounds}
 
 
-class _Witness:
+class Witness:
     """A mod between coding and compression that keeps what every client sends, and the model each round begins with."""
 
     def __init__(self) -> None:
@@ -260,105 +254,86 @@ class _Witness:
         return count
 
 
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+def claims(config: Config, results: Mapping[str, RunResult], federations: Records, exact: Records) -> list[Claim]:
     """Flat for the code, linear without, exact every round."""
-    values = findings.values
-    few, many = FEDERATIONS[0], FEDERATIONS[-1]
-    vector = 2.0 * values["coordinates"] * float(config.settings["codec.density"])
+    few, *_, many = federations
+    less, *_, more = [record for record in federations if record.masked is not None]
+    coordinates = sum(array.size for array in results[summed(few.clients)].arrays.values())
+    vector = 2.0 * coordinates * float(config.settings["codec.density"])
     return [
-        Claim(
-            f"coded sum: payload the server receives with {many} clients over that with {few}",
-            values[f"coded/{many}"] / values[f"coded/{few}"],
-            "<=",
-            1.1,
+        claim(
+            f"coded sum: payload the server receives with {many.clients} clients over that with {few.clients}",
+            many.coded / few.coded,
+            "<= 1.1",
             "derived: (K + T)/K vectors whatever the number of clients, and 52 bytes for each of the K + T sums",
         ),
-        Claim(
-            f"8-bit uploads: payload the server receives with {many} clients over that with {few}",
-            values[f"plain/{many}"] / values[f"plain/{few}"],
-            ">=",
-            0.99 * many / few,
+        claim(
+            f"8-bit uploads: payload the server receives with {many.clients} clients over that with {few.clients}",
+            many.plain / few.plain,
+            f">= {0.99 * many.clients / few.clients}",
             "derived: one vector per client; the code's constant is no news without this growth",
         ),
-        Claim(
-            f"coded sum over 8-bit uploads: payload the server receives with {many} clients",
-            values[f"coded/{many}"] / values[f"plain/{many}"],
-            "<=",
-            1.1 * 2.0 * 4.0 / 3.0 / many,
+        claim(
+            f"coded sum over 8-bit uploads: payload the server receives with {many.clients} clients",
+            many.coded / many.plain,
+            f"<= {1.1 * 2.0 * 4.0 / 3.0 / many.clients}",
             "derived: two bytes a symbol and K + T = 4/3 K, against one byte a coordinate and client",
         ),
-        Claim(
-            f"coded sum over 8-bit uploads: bytes on the wire with {many} clients, framing included",
-            values[f"coded wire/{many}"] / values[f"plain wire/{many}"],
-            "<=",
-            0.15,
+        claim(
+            f"coded sum over 8-bit uploads: bytes on the wire with {many.clients} clients, framing included",
+            many.coded_wire / many.plain_wire,
+            "<= 0.15",
             "measured 0.10: the framing of three answers per client grows with the clients, and weighs the more, the "
             "smaller the model",
         ),
-        Claim(
+        claim(
             "coded sum: what one client sends to others, in vectors of two bytes a coordinate, largest",
-            max(values[f"between/{n}"] for n in FEDERATIONS) / vector,
-            "<=",
-            1.1 * 5.0 / 3.0,
+            max(federations.each("between")) / vector,
+            f"<= {1.1 * 5.0 / 3.0}",
             "derived: N/K shards; the price of the code",
         ),
-        Claim(
-            f"LightSecAgg: payload the server receives with {MASKED[-1]} clients over that with {MASKED[0]}",
-            values[f"masked/{MASKED[-1]}"] / values[f"masked/{MASKED[0]}"],
-            ">=",
-            2.5,
+        claim(
+            f"LightSecAgg: payload the server receives with {more.clients} clients over that with {less.clients}",
+            more.masked / less.masked,
+            ">= 2.5",
             "derived: every client uploads a vector of its own, masked, beside the 4/3 for the sum of the masks",
         ),
-        Claim(
+        claim(
             "coded sum through the server: payload it receives, over that with links between clients",
-            values["through server"] / values[f"coded/{THROUGH_SERVER}"],
-            ">=",
-            5.0,
+            per_round(results[HUB], "uplink_payload_bytes")
+            / per_round(results[summed(THROUGH_SERVER)], "uplink_payload_bytes"),
+            ">= 5.0",
             "derived: all N (N - 1) shards cross its link; without links between clients the code saves nothing",
         ),
         *(
-            Claim(
-                f"rounds whose model is the integer sum's bit for bit, mode {mode}",
-                values[f"exact/{mode}"],
-                "==",
-                1.0,
+            claim(
+                f"rounds whose model is the integer sum's bit for bit, mode {record.mode}",
+                record.share,
+                "== 1.0",
                 "a sum in the field is a sum of integers, or nothing",
             )
-            for mode in CHECKED
+            for record in exact
         ),
-        Claim(
+        claim(
             "clients missing from a sum in which nobody was lost, largest",
-            max(n - values[f"included/{n}"] for n in FEDERATIONS),
-            "==",
-            0.0,
+            max(federations.each("missing")),
+            "== 0.0",
             "every update is in",
         ),
-        Claim(
+        claim(
             "accuracy against 8-bit uploads, largest difference",
-            max(abs(values[f"accuracy/{n}"]) for n in FEDERATIONS),
-            "<=",
-            0.03,
+            max(abs(record.accuracy) for record in federations),
+            "<= 0.03",
             "the same integers are added; weights differ by one example, and so do roundings after the first round",
         ),
     ]
-
-
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    few, many, values = FEDERATIONS[0], FEDERATIONS[-1], findings.values
-    coded, uploads = (values[f"{kind}/{many}"] / values[f"{kind}/{few}"] for kind in ("coded", "plain"))
-    return (
-        f"With {many} clients in place of {few} the server receives {coded:.2f} times the bytes of coded sums, "
-        f"{uploads:.1f} times those of 8-bit uploads; "
-        f"{100 * min(values[f'exact/{mode}'] for mode in CHECKED):.0f} % of the sums are exact."
-    )
 
 
 EXPERIMENT = Experiment(
     name="sumcode",
     question="Does what the server receives stay the same when clients are added, and is what it decodes the sum?",
     rows=rows,
-    measure=judged(measure, claims, answer),
+    measure=measure,
     options=OPTIONS,
     rounds=4,
     clients=FEDERATIONS[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.app import Message, RecordDict
@@ -16,6 +17,7 @@ from fedcomp.experiments.catalog import coded_dropout
 from fedcomp.experiments.catalog.coded_dropout import COPIES, MDS, PLAIN, RESUME, RLNC, Sizes
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say, different_bytes
+from fedcomp.experiments.kit import Record, Records
 from fedcomp.experiments.spec import RunResult
 from fedcomp.experiments.vanishing import Life, PeerShards, World, live, relive
 from fedcomp.flower.coded import RelayTraining
@@ -38,14 +40,29 @@ def configured(rounds: int = 1, clients: int = 6, *more: str) -> Config:
     return coded_dropout.EXPERIMENT.configure(rounds=rounds, clients=clients, assignments=(*SMALL, *more))
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Every row and every measurement, very small; ``judged`` is what the claims were made of."""
+
+    config: Config
+    results: dict[str, RunResult]
+    findings: Findings
+    settings: Read
+    judged: list[Any]
+
+
 @pytest.fixture(scope="module")
-def run() -> tuple[Config, dict[str, RunResult], Findings, Read]:
-    """Every row and every measurement, very small."""
+def run() -> Measured:
     config = configured()
     settings = Read(config.settings)
     config = dataclasses.replace(config, settings=settings)
     results = {spec.label: engines.run(spec) for spec in coded_dropout.rows(config)}
-    return config, results, coded_dropout.measure(config, results, Say()), settings
+    judged: list[Any] = []
+    claims = coded_dropout.claims
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coded_dropout, "claims", lambda *given: judged.extend(given) or claims(*given))
+        findings = coded_dropout.measure(config, results, Say())
+    return Measured(config, results, findings, settings, judged)
 
 
 def dying(**ends: float):
@@ -131,11 +148,9 @@ def test_shards_that_did_not_land_are_taken_from_the_spools(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "scheme"), [("QSGD-8", MDS), ("top-1 %", COPIES), ("QSGD-8", PLAIN), ("QSGD-8", RESUME)]
 )
-def test_the_model_foretells_who_is_in_the_sum(
-    name: str, scheme: str, run: tuple[Config, dict[str, RunResult], Findings, Read]
-) -> None:
+def test_the_model_foretells_who_is_in_the_sum(name: str, scheme: str, run: Measured) -> None:
     config = configured(3, 6, "chunk=512", "stay=1.5", "away=9")
-    sizes = Sizes.of(run[1][coded_dropout.UNDISTURBED[name]])
+    sizes = Sizes.of(run.results[coded_dropout.UNDISTURBED[name]])
     chosen = coded_dropout.schemes(config)[scheme]
     there = coded_dropout.world(config, back=scheme == RESUME)
     spec = coded_dropout.spec_of(config, chosen, name, sizes.patience(config))
@@ -155,8 +170,8 @@ def test_a_trace_takes_the_place_of_drawn_failures(tmp_path: Path) -> None:
     assert world.failures(1, 1) == Presence(((3.0, 9.0),))
 
 
-def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    config, _, findings, settings = run
+def test_all_is_measured(run: Measured) -> None:
+    config, findings, settings = run.config, run.findings, run.settings
     used = settings.read | {key for spec in coded_dropout.rows(config) for key in spec.settings}
     assert set(coded_dropout.OPTIONS) - {"period"} <= used
     who, sizes, back, hub = findings.tables
@@ -171,26 +186,30 @@ def test_all_is_measured(run: tuple[Config, dict[str, RunResult], Findings, Read
     assert links["QSGD-8, plain"][3] == 0
     assert links["QSGD-8, MDS relay"][3] > 0
     assert len(findings.figures) == 4
-    assert Findings.from_json(findings.to_json()).values.keys() == findings.values.keys()
+    assert Findings.from_json(findings.to_json()).to_json() == findings.to_json()
 
 
-def test_sums_are_exact_and_the_hub_saves_nothing(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    values = run[2].values
-    assert [value for name, value in values.items() if name.startswith("different/")] == [0.0] * 4
-    assert values["hub/extra"] > 1.0
+def test_sums_are_exact_and_the_hub_saves_nothing(run: Measured) -> None:
+    claims = run.findings.claims
+    assert [claim.value for claim in claims if "differ from averaging" in claim.name] == [0.0] * 4
+    (extra,) = [claim for claim in claims if claim.name.startswith("through the server")]
+    assert extra.value > 1.0
 
 
-def test_every_claim_has_a_source_and_can_fail(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
-    config, results, findings, _ = run
-    claims = coded_dropout.claims(config, results, findings)
-    assert len({claim.name for claim in claims}) == len(claims)
-    assert all(claim.source for claim in claims)
-    for claim in claims:
-        lost = any(
-            not other.ok
-            for key in findings.values
-            for wrong in (1e9, -1e9)
-            for other in coded_dropout.claims(config, results, Findings(values={**findings.values, key: wrong}))
-            if other.name == claim.name
-        )
-        assert lost, claim.name
+def test_every_claim_has_a_source_and_can_fail(run: Measured) -> None:
+    findings, (config, still, *sweeps) = run.findings, run.judged
+    assert len({claim.name for claim in findings.claims}) == len(findings.claims)
+    assert all(claim.source for claim in findings.claims)
+
+    def forged():
+        """What the claims are made of, with one figure at a time out of all bounds."""
+        for i, sweep in enumerate(sweeps):
+            for record in sweep:
+                for name in {"fraction", "model", "different", "up", "accuracy"} & record.keys():
+                    for wrong in (1e9, -1e9) if record[name] is not None else ():
+                        value = [wrong] * len(record.accuracy) if name == "accuracy" else wrong
+                        changed = Records(Record({**r, name: value}) if r is record else r for r in sweep)
+                        yield [*sweeps[:i], changed, *sweeps[i + 1 :]]
+
+    lost = {claim.name for other in forged() for claim in coded_dropout.claims(config, still, *other) if not claim.ok}
+    assert lost == {claim.name for claim in findings.claims}

@@ -11,7 +11,7 @@ from noted_settings import Read
 from fedcomp.errors import ConfigError
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import coded_training
-from fedcomp.experiments.catalog.coded_training import MODELS, SCHEMES, SPARSE, Problem
+from fedcomp.experiments.catalog.coded_training import MODELS, SCHEMES, SPARSE, LinearProblem
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Claim, Curves, Findings, Say
 from fedcomp.experiments.kit import Record, Records
@@ -95,7 +95,7 @@ def test_every_row_ends_in_the_model_of_uncoded_descent(
     run: tuple[Config, dict[str, RunResult], Findings, Read],
 ) -> None:
     config, results, _, _ = run
-    expected = Problem.of(config, "logistic").uncoded(3)
+    expected = LinearProblem.of(config, "logistic").uncoded(3)
     for label in SCHEMES:
         if label != coded_training.NONE:
             w = np.concatenate([array.ravel() for array in results[label].arrays.values()])
@@ -121,7 +121,7 @@ def test_the_bytes_of_partitions_are_those_on_the_peer_links(
 
 def test_training_under_losses_pauses_with_its_oracle(run: tuple[Config, dict[str, RunResult], Findings, Read]) -> None:
     config = run[0]
-    problem, plan = Problem.of(config, "svm"), coded_training.plan_of(config, coded_training.COPIES, 0)
+    problem, plan = LinearProblem.of(config, "svm"), coded_training.plan_of(config, coded_training.COPIES, 0)
     found = coded_training.descend(problem, plan, 0.3, 60, 1)
     assert 10 < found["decoded"] < 60
     assert found["worst"] < 1e-12

@@ -29,21 +29,21 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
 
 @pytest.mark.long
 def test_what_the_server_receives_is_flat_for_the_code_and_linear_without(run) -> None:
-    _, results, findings = run
-    values = findings.values
-    d = values["coordinates"]
-    assert values["coded/10"] / values["coded/5"] < 1.1
-    assert values["plain/10"] / values["plain/5"] == pytest.approx(2.0, rel=0.01)
-    assert values["masked/10"] / values["masked/5"] > 1.6
+    _, results, _ = run
+    five, ten = (sumcode.federation(n, results) for n in FEW)
+    d = sum(array.size for array in results[sumcode.summed(5)].arrays.values())
+    assert ten.coded / five.coded < 1.1
+    assert ten.plain / five.plain == pytest.approx(2.0, rel=0.01)
+    assert ten.masked / five.masked > 1.6
     # K + T = 4/3 K sums of two bytes a symbol, and 52 bytes of header and length for each.
-    for n in FEW:
+    for n, found in zip(FEW, (five, ten), strict=True):
         needed = 4 * n // 5
-        assert values[f"coded/{n}"] == pytest.approx(2 * d * 4 / 3 + 52 * needed, rel=0.01)
-        assert values[f"masked/{n}"] == pytest.approx(values[f"coded/{n}"] + n * (2 * d + 48), rel=0.01)
-    assert values["through server"] > 5 * values["coded/10"]
-    assert all(values[f"included/{n}"] == n for n in FEW)
+        assert found.coded == pytest.approx(2 * d * 4 / 3 + 52 * needed, rel=0.01)
+        assert found.masked == pytest.approx(found.coded + n * (2 * d + 48), rel=0.01)
+        assert found.missing == 0
+    assert sumcode.per_round(results[sumcode.HUB], "uplink_payload_bytes") > 5 * ten.coded
     result = results[sumcode.summed(10)]
-    assert values["between/10"] == result.rounds[2].peer_wire_bytes / 10
+    assert ten.between == result.rounds[2].peer_wire_bytes / 10
     assert result.uplink_payload_bytes == result.ledger.total("payload", direction="up", link="hub")
 
 
@@ -56,11 +56,7 @@ def test_all_rows_learn_the_same(run) -> None:
 
 
 def test_claims_hold_but_for_those_about_fifty_clients(run) -> None:
-    config, results, findings = run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sumcode, "FEDERATIONS", FEW)
-        patch.setattr(sumcode, "MASKED", FEW)
-        found = {claim.name: claim for claim in sumcode.claims(config, results, findings)}
+    found = {claim.name: claim for claim in run[2].claims}
     failed = {name for name, claim in found.items() if not claim.ok}
     # With ten clients and 2500 coordinates framing is most of the wire, and ten masks are no five times five.
     assert all("on the wire" in name or "LightSecAgg" in name or "one client sends" in name for name in failed)
@@ -71,16 +67,16 @@ def test_claims_hold_but_for_those_about_fifty_clients(run) -> None:
 def test_the_oracle_notices_a_wrong_model(run) -> None:
     """One bit of one coordinate of one round."""
     config, _, _ = run
-    kept: list[sumcode._Witness] = []
+    kept: list[sumcode.Witness] = []
 
-    class Keeping(sumcode._Witness):
+    class Keeping(sumcode.Witness):
         def __init__(self) -> None:
             super().__init__()
             kept.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sumcode, "_Witness", Keeping)
-        assert sumcode.exact_rounds(config, "share", 5, Say()) == {"rounds": 2, "exact": 2}
+        patch.setattr(sumcode, "Witness", Keeping)
+        assert sumcode.exact_rounds("share", 5, config=config) == {"share": 1.0}
     (witness,) = kept
     spec = next(s for s in sumcode.rows(config) if s.label == sumcode.summed(5))
     assert witness.exact(spec, 2) == 2
