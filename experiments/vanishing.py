@@ -97,8 +97,7 @@ def live(spec: RunSpec, world: World, *, chunk: int = 0) -> Life:
             world.compute,
             server=world.server,
             peer=world.peer,
-            share_by=world.share_by,
-            end=world.end,
+            deadlines=(world.share_by, world.end),
             chunk=chunk,
             shared=PeerShards(Path(folder)) if linked else None,
         )

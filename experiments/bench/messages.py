@@ -76,7 +76,7 @@ class ByReference(InProcessGrid):
             own, content = message.content, RecordDict(dict(message.content))
             message.content = content
             with acting_as(self.run.run_id, node):
-                reply = self.client_app(message, context)
+                reply = client_app(message, context)
             message.content = own
             set_message_id(reply, f"re{name[2:]}")
             self._replies[name] = reply

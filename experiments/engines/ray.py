@@ -10,11 +10,10 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
@@ -22,6 +21,7 @@ from fedcomp.clients.app import app as client_app
 from fedcomp.errors import ConfigError, FedcompError, optional
 from fedcomp.experiments import server_app
 from fedcomp.experiments.spec import RoundRecord, RunResult, RunSpec
+from fedcomp.flower.wrapper import GridWrapper
 
 
 class SimulationError(FedcompError, RuntimeError):
@@ -69,7 +69,7 @@ def run(
     return results[0]
 
 
-class _StoppableGrid(Grid):
+class _StoppableGrid(GridWrapper):
     """The simulation's grid, which refuses to go on once ``stop`` is set.
 
     Flower runs the server app in a thread. When the main thread is interrupted, the clients are gone but that thread
@@ -81,7 +81,7 @@ class _StoppableGrid(Grid):
         self._stop = stop
 
     @property
-    def inner(self) -> Grid:
+    def inner(self) -> Grid:  # type: ignore[override]
         """The simulation's grid, unless the simulation is over.
 
         Raises
@@ -92,37 +92,6 @@ class _StoppableGrid(Grid):
         if self._stop.is_set():
             raise SimulationError("the simulation was stopped while a round was under way")
         return self._grid
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send to the simulation and wait there."""
-        return self.inner.send_and_receive(messages, timeout=timeout)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push to the simulation."""
-        return self.inner.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull from the simulation."""
-        return self.inner.pull_messages(message_ids)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the simulated nodes."""
-        return self.inner.get_node_ids()
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Create a message the simulation's way."""
-        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def set_run(self, run: Any) -> None:
-        """Set the simulation's run."""
-        self.inner.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The simulation's run."""
-        return self.inner.run
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from flwr.app import Message
@@ -44,12 +44,8 @@ def wire_bytes(message: Message) -> int:
     return Packer().pack(message).wire
 
 
-class TrafficLedger:
-    """One row per message, 26 bytes each, with totals by any column.
-
-    Nodes are known by partition id where that is known (:meth:`identify`), by node id until then: node ids are drawn
-    anew in every run.
-    """
+class MessageTable:
+    """Rows of messages as columns, 26 bytes a row; nodes and kinds of message are indices into tables."""
 
     def __init__(self) -> None:
         self._columns: dict[str, array[int]] = {name: array(_TYPECODES[dtype]) for name, dtype in _COLUMNS.items()}
@@ -62,9 +58,109 @@ class TrafficLedger:
         return len(self._columns["round"])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TrafficLedger) and self.to_json() == other.to_json()
+        return isinstance(other, MessageTable) and self.to_json() == other.to_json()
 
     __hash__ = None  # type: ignore[assignment]
+
+    def append(self, round: int, node: int, kind: tuple[str, str, str], payload: int, wire: int) -> None:
+        """Add one row."""
+        if kind not in self._kind_index:
+            self._kind_index[kind] = len(self._kinds)
+            self._kinds.append(kind)
+        row = (round, self._index_of(node), self._kind_index[kind], payload, wire)
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Return copies of the stored columns; ``node`` and ``kind`` are indices into :meth:`tables`."""
+        return {name: self._view(name).copy() for name in _COLUMNS}
+
+    def tables(self) -> dict[str, list[Any]]:
+        """Return what the indices in :meth:`columns` stand for."""
+        return {"nodes": list(self._nodes), "kinds": [list(kind) for kind in self._kinds]}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> Self:
+        """Return the ledger whose :meth:`columns` and :meth:`tables` were given.
+
+        Raises
+        ------
+        TrafficLedgerError
+            When columns are missing, of unequal length, out of range, or point outside the tables.
+        """
+        try:
+            ledger = cls()
+            ledger._nodes = [int(node) for node in tables["nodes"]]
+            ledger._kinds = [(str(d), str(t), str(link)) for d, t, link in tables["kinds"]]
+            given = {name: np.asarray(columns[name]) for name in _COLUMNS}
+        except (KeyError, TypeError, ValueError) as error:
+            raise TrafficLedgerError(f"stored ledger is incomplete: {error!r}") from error
+        lengths = {len(column) for column in given.values()}
+        if len(lengths) != 1:
+            raise TrafficLedgerError(f"columns of the stored ledger have different lengths {sorted(lengths)}")
+        for name, dtype in _COLUMNS.items():
+            column = given[name]
+            if len(column) and (column.dtype.kind not in "iu" or column.min() < 0):
+                raise TrafficLedgerError(f"column {name!r} of the stored ledger does not hold non-negative integers")
+            if len(column) and int(column.max()) > np.iinfo(dtype).max:
+                raise TrafficLedgerError(f"column {name!r} of the stored ledger exceeds {dtype}")
+            ledger._columns[name].frombytes(column.astype(dtype).tobytes())
+        for name, table in (("node", ledger._nodes), ("kind", ledger._kinds)):
+            if len(given[name]) and int(given[name].max()) >= len(table):
+                raise TrafficLedgerError(
+                    f"column {name!r} of the stored ledger points outside its table of {len(table)}"
+                )
+        ledger._node_index = {node: index for index, node in enumerate(ledger._nodes)}
+        ledger._kind_index = {kind: index for index, kind in enumerate(ledger._kinds)}
+        return ledger
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole ledger as one JSON-able dictionary."""
+        columns = {name: self._view(name).tolist() for name in _COLUMNS}
+        return {"format": _FORMAT, **self.tables(), "columns": columns}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
+        """Return the ledger :meth:`to_json` described.
+
+        Raises
+        ------
+        TrafficLedgerError
+            When the document is not one, or damaged.
+        """
+        if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
+            raise TrafficLedgerError(f"not a ledger document: expected format {_FORMAT!r}")
+        columns = document.get("columns")
+        if not isinstance(columns, Mapping):
+            raise TrafficLedgerError("stored ledger has no columns")
+        return cls.from_columns(columns, document)
+
+    def _index_of(self, node: int) -> int:
+        index = self._node_index.get(node)
+        if index is None:
+            index = self._node_index[node] = len(self._nodes)
+            self._nodes.append(node)
+        return index
+
+    def _view(self, name: str) -> NDArray[Any]:
+        # An exported buffer forbids appending, so views never outlive the method that takes them.
+        return np.frombuffer(self._columns[name], _COLUMNS[name])
+
+
+class TrafficLedger(MessageTable):
+    """One row per message, with totals by any column.
+
+    Nodes are known by partition id where that is known (:meth:`identify`), by node id until then: node ids are redrawn
+    in every run.
+
+    Examples
+    --------
+    >>> ledger = TrafficLedger()
+    >>> ledger.record(1, 0, "up", "train", payload=40, wire=300)
+    >>> ledger.record(1, 1, "up", "train", payload=60, wire=320)
+    >>> ledger.total("payload", direction="up"), ledger.by("node", "wire")
+    (100, {0: 300, 1: 320})
+    """
 
     def __repr__(self) -> str:
         return (
@@ -113,13 +209,7 @@ class TrafficLedger:
             raise ConfigError(
                 f"round {round}, node {node}, payload {payload} and wire {wire} of a message must not be negative"
             )
-        kind = (direction, message_type, link)
-        if kind not in self._kind_index:
-            self._kind_index[kind] = len(self._kinds)
-            self._kinds.append(kind)
-        row = (round, self._index_of(node), self._kind_index[kind], payload, wire)
-        for column, value in zip(self._columns.values(), row, strict=True):
-            column.append(value)
+        self.append(round, node, (direction, message_type, link), payload, wire)
 
     def identify(self, node_id: int, partition: int) -> None:
         """Let all rows of ``node_id``, past and future, count for ``partition``.
@@ -170,10 +260,6 @@ class TrafficLedger:
             totals[name] = totals.get(name, 0) + amount
         return dict(sorted(totals.items()))
 
-    def per_round(self, value: Value = "wire", **where: Any) -> dict[int, int]:
-        """Return the totals of ``value`` per round."""
-        return self.by("round", value, **where)
-
     def summary(self) -> dict[str, int]:
         """Return the figures every report shows: messages, payload and wire bytes, up and down, hub and peer."""
         figures: dict[str, int] = {"messages": len(self)}
@@ -183,96 +269,6 @@ class TrafficLedger:
         figures["payload_peer"] = self.total("payload", link="peer")
         figures["wire_peer"] = self.total("wire", link="peer")
         return figures
-
-    def merge(self, other: TrafficLedger) -> None:
-        """Append all rows of ``other``; nodes and kinds are matched by name."""
-        nodes = np.array([self._index_of(name) for name in other._nodes], np.uint32)
-        for kind in other._kinds:
-            if kind not in self._kind_index:
-                self._kind_index[kind] = len(self._kinds)
-                self._kinds.append(kind)
-        kinds = np.array([self._kind_index[kind] for kind in other._kinds], np.uint16)
-        for name, column in other.columns().items():
-            if name == "node" and len(column):
-                column = nodes[column]
-            elif name == "kind" and len(column):
-                column = kinds[column]
-            self._columns[name].frombytes(np.ascontiguousarray(column, _COLUMNS[name]).tobytes())
-
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """Return copies of the stored columns; ``node`` and ``kind`` are indices into :meth:`tables`."""
-        return {name: self._view(name).copy() for name in _COLUMNS}
-
-    def tables(self) -> dict[str, list[Any]]:
-        """Return what the indices in :meth:`columns` stand for."""
-        return {"nodes": list(self._nodes), "kinds": [list(kind) for kind in self._kinds]}
-
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, Any], tables: Mapping[str, Any]) -> TrafficLedger:
-        """Return the ledger whose :meth:`columns` and :meth:`tables` were given.
-
-        Raises
-        ------
-        TrafficLedgerError
-            When columns are missing, of unequal length, out of range, or point outside the tables.
-        """
-        try:
-            ledger = cls()
-            ledger._nodes = [int(node) for node in tables["nodes"]]
-            ledger._kinds = [(str(d), str(t), str(link)) for d, t, link in tables["kinds"]]
-            given = {name: np.asarray(columns[name]) for name in _COLUMNS}
-        except (KeyError, TypeError, ValueError) as error:
-            raise TrafficLedgerError(f"stored ledger is incomplete: {error!r}") from error
-        lengths = {len(column) for column in given.values()}
-        if len(lengths) != 1:
-            raise TrafficLedgerError(f"columns of the stored ledger have different lengths {sorted(lengths)}")
-        for name, dtype in _COLUMNS.items():
-            column = given[name]
-            if len(column) and (column.dtype.kind not in "iu" or column.min() < 0):
-                raise TrafficLedgerError(f"column {name!r} of the stored ledger does not hold non-negative integers")
-            if len(column) and int(column.max()) > np.iinfo(dtype).max:
-                raise TrafficLedgerError(f"column {name!r} of the stored ledger exceeds {dtype}")
-            ledger._columns[name].frombytes(column.astype(dtype).tobytes())
-        for name, table in (("node", ledger._nodes), ("kind", ledger._kinds)):
-            if len(given[name]) and int(given[name].max()) >= len(table):
-                raise TrafficLedgerError(
-                    f"column {name!r} of the stored ledger points outside its table of {len(table)}"
-                )
-        ledger._node_index = {node: index for index, node in enumerate(ledger._nodes)}
-        ledger._kind_index = {kind: index for index, kind in enumerate(ledger._kinds)}
-        return ledger
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the whole ledger as one JSON-able dictionary."""
-        columns = {name: self._view(name).tolist() for name in _COLUMNS}
-        return {"format": _FORMAT, **self.tables(), "columns": columns}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> TrafficLedger:
-        """Return the ledger :meth:`to_json` described.
-
-        Raises
-        ------
-        TrafficLedgerError
-            When the document is not one, or damaged.
-        """
-        if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
-            raise TrafficLedgerError(f"not a ledger document: expected format {_FORMAT!r}")
-        columns = document.get("columns")
-        if not isinstance(columns, Mapping):
-            raise TrafficLedgerError("stored ledger has no columns")
-        return cls.from_columns(columns, document)
-
-    def _index_of(self, node: int) -> int:
-        index = self._node_index.get(node)
-        if index is None:
-            index = self._node_index[node] = len(self._nodes)
-            self._nodes.append(node)
-        return index
-
-    def _view(self, name: str) -> NDArray[Any]:
-        # An exported buffer forbids appending, so views never outlive the method that takes them.
-        return np.frombuffer(self._columns[name], _COLUMNS[name])
 
     def _values(self, value: str) -> NDArray[Any]:
         if value == "messages":

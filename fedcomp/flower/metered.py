@@ -11,20 +11,22 @@ and never moves or merges what another node online is known by.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedcomp.errors import ConfigError, StateError
+from fedcomp.errors import StateError
 from fedcomp.flower import store
-from fedcomp.flower._private import SUPERLINK_NODE_ID, Packer, Run, set_source
+from fedcomp.flower._private import SUPERLINK_NODE_ID, Packer, set_source
 from fedcomp.flower.ledger import Direction, TrafficLedger
 from fedcomp.flower.payload import payload_bytes, round_of, take_node
 from fedcomp.flower.privacy import is_secret
+from fedcomp.flower.wrapper import GridWrapper, as_batch
 from fedcomp.logs import log
+from fedcomp.stateful import Stateful
 
 PartitionOf = Callable[[int], "int | None"]
 Addressed = tuple[str, int]
@@ -81,7 +83,7 @@ _REMEMBERED: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class SentRecord:
     """What the ledger needs of a message when its reply comes, perhaps rounds later."""
 
     node_id: int
@@ -90,7 +92,117 @@ class _Sent:
     secret: bool = False
 
 
-class MeteredGrid(Grid):
+class Meter(Stateful):
+    """What crossed an engine's links, and which partition each node is known by.
+
+    Parameters
+    ----------
+    engine : Grid
+    ledger : TrafficLedger
+
+    Attributes
+    ----------
+    sent : dict of str to SentRecord
+        By message id: the messages whose replies have not come.
+    partitions : dict of int to int
+        By node id: the partition the engine last gave for it, or the first one it declared.
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"sent": dict[str, SentRecord], "partitions": dict[int, int]}
+
+    def __init__(self, engine: Grid, ledger: TrafficLedger) -> None:
+        self._engine = engine
+        self.ledger = ledger
+        self.sent: dict[str, SentRecord] = {}
+        self.partitions: dict[int, int] = {}
+
+    def partition_of(self, node_id: int) -> int | None:
+        """Return the partition of a node: from the engine if it knows, else as it was last known or first declared."""
+        known = partition_lookup(self._engine)(node_id)
+        return self.partitions.get(node_id) if known is None else known
+
+    def name_of(self, node_id: int) -> int:
+        """Return what a node's rows are under: its partition, its own id while that is not known."""
+        partition = self.partition_of(node_id)
+        return node_id if partition is None else partition
+
+    def count_down(
+        self, batch: Sequence[Message], sizes: list[int] | None, accepted: set[str], round: int | None
+    ) -> None:
+        """Record the messages whose ids are in ``accepted``; engines name also those they then refuse."""
+        order = sorted(range(len(batch)), key=lambda index: self.place(batch[index].metadata.dst_node_id))
+        for index in order:
+            message = batch[index]
+            meta = message.metadata
+            if not meta.message_id or meta.message_id not in accepted:
+                continue
+            declared = round if round is not None else round_of(message)
+            sent = SentRecord(meta.dst_node_id, declared or 0, meta.message_type, is_secret(message.content))
+            self.sent[meta.message_id] = sent
+            # Kept, for replies that come when the engine has forgotten the node.
+            self._learn(sent.node_id, partition_lookup(self._engine)(sent.node_id))
+            wire = cast(Any, self._engine).wire_bytes(message) if sizes is None else sizes[index]
+            self._record(sent, "down", message, wire)
+        for message_id in list(self.sent)[: max(0, len(self.sent) - len(batch) - _REMEMBERED)]:
+            del self.sent[message_id]
+
+    def count_up(self, replies: Sequence[Message]) -> None:
+        """Record replies that crossed a node's link, each once, and take over what they say of their nodes."""
+        order = {message_id: index for index, message_id in enumerate(self.sent)}
+        arrived: dict[str, tuple[int, SentRecord, Message]] = {}
+        for reply in replies:
+            meta = reply.metadata
+            sent = self.sent.get(meta.reply_to_message_id)
+            if sent is not None and meta.src_node_id != SUPERLINK_NODE_ID:
+                arrived.setdefault(meta.message_id, (order[meta.reply_to_message_id], sent, reply))
+        # First in the order the messages were sent, then in partition order: nothing depends on the order of arrival.
+        in_order = sorted(arrived.values(), key=lambda item: item[0])
+        self._believe((sent, take_node(reply)) for _, sent, reply in in_order)
+        in_order.sort(key=lambda item: self.place(item[1].node_id))
+        packer = Packer()
+        measured = getattr(self._engine, "wire_bytes", None)
+        for _, sent, reply in in_order:
+            self._record(sent, "up", reply, packer.pack(reply).wire if measured is None else measured(reply))
+        for reply in replies:
+            self.sent.pop(reply.metadata.reply_to_message_id, None)
+
+    def _believe(self, claims: Iterable[tuple[SentRecord, int | None]]) -> None:
+        """Take over what nodes claim, as far as the engine does not know better and no node online holds it.
+
+        Of the replies of a secret round the log says nothing: its lines would follow who was drawn.
+        """
+        lookup = partition_lookup(self._engine)
+        holders: dict[int | None, int] = {}
+        for sent, claim in claims:
+            node_id = sent.node_id
+            partition = lookup(node_id)
+            if partition is None and claim is not None and node_id not in self.partitions:
+                holders = holders or {self.partition_of(n): n for n in self._engine.get_node_ids()}
+                holder = holders.setdefault(claim, node_id)
+                if holder != node_id:
+                    if not sent.secret:
+                        text = "node %d claims partition %d, which node %d holds: ignored"
+                        log.warning(text, node_id, claim, holder)
+                    continue
+                partition = claim
+            self._learn(node_id, partition)
+
+    def _learn(self, node_id: int, partition: int | None) -> None:
+        if partition is not None and self.partitions.get(node_id) != partition:
+            self.partitions[node_id] = partition
+            self.ledger.identify(node_id, partition)
+
+    def place(self, node_id: int) -> tuple[bool, int]:
+        """Sort key of a node: its partition, unknown ones last."""
+        partition = self.partition_of(node_id)
+        return partition is None, partition or 0
+
+    def _record(self, sent: SentRecord, direction: Direction, message: Message, wire: int) -> None:
+        node = self.name_of(sent.node_id)
+        self.ledger.record(sent.round, node, direction, sent.message_type, "hub", payload_bytes(message), wire)
+
+
+class MeteredGrid(GridWrapper):
     """Counts both directions of every message that passes to and from ``inner``.
 
     Parameters
@@ -105,6 +217,7 @@ class MeteredGrid(Grid):
 
     Attributes
     ----------
+    meter : Meter
     round : int or None
         Server round the next messages belong to; set by the driver. When None, a message's own ``server-round`` is
         taken, or 0.
@@ -121,12 +234,19 @@ class MeteredGrid(Grid):
     """
 
     def __init__(self, inner: Grid, ledger: TrafficLedger | None = None, poll_seconds: float = 0.1) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.poll_seconds = poll_seconds
-        self.ledger = TrafficLedger() if ledger is None else ledger
+        self.meter = Meter(inner, TrafficLedger() if ledger is None else ledger)
         self._round: int | None = None
-        self._sent: dict[str, _Sent] = {}
-        self._partitions: dict[int, int] = {}
+
+    @property
+    def ledger(self) -> TrafficLedger:
+        """Where the rows go."""
+        return self.meter.ledger
+
+    @ledger.setter
+    def ledger(self, value: TrafficLedger) -> None:
+        self.meter.ledger = value
 
     @property
     def round(self) -> int | None:
@@ -139,42 +259,13 @@ class MeteredGrid(Grid):
         if hasattr(self.inner, "round"):
             self.inner.round = value
 
-    def __getattr__(self, name: str) -> Any:
-        # Engines offer more than the Grid interface (a clock, wiping a node); it stays reachable through the meter.
-        if name.startswith("_") or name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
     def partition_of(self, node_id: int) -> int | None:
         """Return the partition of a node: from the engine if it knows, else as it was last known or first declared."""
-        known = partition_lookup(self.inner)(node_id)
-        return self._partitions.get(node_id) if known is None else known
-
-    # Flower's Grid interface.
-
-    def set_run(self, run: Run) -> None:
-        """Set the run of the inner grid."""
-        self.inner.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The inner grid's run."""
-        return self.inner.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Create a message the inner grid's way."""
-        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
+        return self.meter.partition_of(node_id)
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the nodes that are online, in partition order as far as it is known."""
-
-        return sorted(self.inner.get_node_ids(), key=lambda node_id: (*self._place(node_id), node_id))
-
-    def get_nodes(self) -> Iterable[Any]:
-        """Return the inner grid's nodes."""
-        return self.inner.get_nodes()
+        return sorted(self.inner.get_node_ids(), key=lambda node_id: (*self.meter.place(node_id), node_id))
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Push ``messages`` and count those that were accepted; return the inner grid's ids.
@@ -184,10 +275,10 @@ class MeteredGrid(Grid):
         ConfigError
             When ``messages`` is a generator.
         """
-        batch = _as_batch(messages)
-        sizes = self._sizes_before(batch)
+        batch = as_batch(messages)
+        sizes = self._weighed(batch)
         ids = list(self.inner.push_messages(batch))
-        self._count_down(batch, sizes, set(ids))
+        self.meter.count_down(batch, sizes, set(ids), self._round)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -198,8 +289,8 @@ class MeteredGrid(Grid):
         """
         ids = list(message_ids)
         replies = list(self.inner.pull_messages(ids))
-        sent = [(i, self._sent[i].node_id) for i in ids if i in self._sent]
-        self._count_up(replies)
+        sent = [(i, self.meter.sent[i].node_id) for i in ids if i in self.meter.sent]
+        self.meter.count_up(replies)
         ours = {message_id for message_id, _ in sent}
         others = [reply for reply in replies if reply.metadata.reply_to_message_id not in ours]
         return join(sent, replies, self.partition_of) + others
@@ -221,20 +312,20 @@ class MeteredGrid(Grid):
         ConfigError
             When ``messages`` is a generator.
         """
-        batch = _as_batch(messages)
+        batch = as_batch(messages)
         if not batch:
             return []
         if hasattr(self.inner, "wire_bytes"):
             # The in-process engine keeps simulated time and must see the timeout.
             early = {} if enough is None else {"enough": enough}
             replies = list(self.inner.send_and_receive(batch, timeout=timeout, **early))
-            self._count_down(batch, None, {m.metadata.message_id for m in batch})
+            self.meter.count_down(batch, None, {m.metadata.message_id for m in batch}, self._round)
         else:
-            sizes = self._sizes_before(batch)
+            sizes = self._weighed(batch)
             ids = list(self.inner.push_messages(batch))
-            self._count_down(batch, sizes, set(ids))
+            self.meter.count_down(batch, sizes, set(ids), self._round)
             replies = self._await({message_id for message_id in ids if message_id}, timeout, enough)
-        self._count_up(replies)
+        self.meter.count_up(replies)
         return join(addressed(batch), replies, self.partition_of)
 
     def _await(
@@ -274,11 +365,7 @@ class MeteredGrid(Grid):
         ConfigError
             For negative numbers.
         """
-        partition = self.partition_of(node_id)
-        node = node_id if partition is None else partition
-        self.ledger.record(round, node, "up", message_type, "peer", payload, wire)
-
-    # Resuming.
+        self.ledger.record(round, self.meter.name_of(node_id), "up", message_type, "peer", payload, wire)
 
     def snapshot(self) -> bytes:
         """Return the meter's own memory and the inner grid's; the ledger is stored apart.
@@ -290,10 +377,7 @@ class MeteredGrid(Grid):
         """
         if not hasattr(self.inner, "snapshot"):
             raise StateError(f"{type(self.inner).__name__} has no snapshot(); only the in-process engine can resume")
-        sent = [[key, s.node_id, s.round, s.message_type, s.secret] for key, s in self._sent.items()]
-        return store.dumps(
-            {"inner": self.inner.snapshot(), "sent": sent, "partitions": self._partitions}, "meter snapshot"
-        )
+        return store.dumps({"inner": self.inner.snapshot(), "meter": self.meter.state_dict()}, "meter snapshot")
 
     def restore(self, data: bytes) -> None:
         """Continue from :meth:`snapshot`'s bytes.
@@ -306,12 +390,9 @@ class MeteredGrid(Grid):
         state = store.loads(data, "meter snapshot")
         with store.reading("meter snapshot"):
             cast(Any, self.inner).restore(state["inner"])
-            self._sent = {key: _Sent(*fields) for key, *fields in state["sent"]}
-            self._partitions = dict(state["partitions"])
+            self.meter.load_state_dict(state["meter"])
 
-    # Counting.
-
-    def _sizes_before(self, batch: Sequence[Message]) -> list[int] | None:
+    def _weighed(self, batch: Sequence[Message]) -> list[int] | None:
         """Weigh ``batch`` before it leaves, unless the engine weighs messages itself.
 
         Ray's threads pickle the very same objects once they are pushed; weighing fills caches inside them.
@@ -320,85 +401,3 @@ class MeteredGrid(Grid):
             return None
         packer = Packer()
         return [packer.pack(message).wire for message in batch]
-
-    def _count_down(self, batch: Sequence[Message], sizes: list[int] | None, accepted: set[str]) -> None:
-        """Record the messages whose ids are in ``accepted``; engines name also those they then refuse."""
-        order = sorted(range(len(batch)), key=lambda index: self._place(batch[index].metadata.dst_node_id))
-        for index in order:
-            message = batch[index]
-            meta = message.metadata
-            if not meta.message_id or meta.message_id not in accepted:
-                continue
-            declared = self._round if self._round is not None else round_of(message)
-            sent = _Sent(meta.dst_node_id, declared or 0, meta.message_type, is_secret(message.content))
-            self._sent[meta.message_id] = sent
-            # Kept, for replies that come when the engine has forgotten the node.
-            self._learn(sent.node_id, partition_lookup(self.inner)(sent.node_id))
-            wire = cast(Any, self.inner).wire_bytes(message) if sizes is None else sizes[index]
-            self._record(sent, "down", message, wire)
-        for message_id in list(self._sent)[: max(0, len(self._sent) - len(batch) - _REMEMBERED)]:
-            del self._sent[message_id]
-
-    def _count_up(self, replies: Sequence[Message]) -> None:
-        order = {message_id: index for index, message_id in enumerate(self._sent)}
-        arrived: dict[str, tuple[int, _Sent, Message]] = {}
-        for reply in replies:
-            meta = reply.metadata
-            sent = self._sent.get(meta.reply_to_message_id)
-            if sent is not None and meta.src_node_id != SUPERLINK_NODE_ID:
-                arrived.setdefault(meta.message_id, (order[meta.reply_to_message_id], sent, reply))
-        # First in the order the messages were sent, then in partition order: nothing depends on the order of arrival.
-        in_order = sorted(arrived.values(), key=lambda item: item[0])
-        self._believe((sent, take_node(reply)) for _, sent, reply in in_order)
-        in_order.sort(key=lambda item: self._place(item[1].node_id))
-        packer = Packer()
-        measured = getattr(self.inner, "wire_bytes", None)
-        for _, sent, reply in in_order:
-            self._record(sent, "up", reply, packer.pack(reply).wire if measured is None else measured(reply))
-        for reply in replies:
-            self._sent.pop(reply.metadata.reply_to_message_id, None)
-
-    def _believe(self, claims: Iterable[tuple[_Sent, int | None]]) -> None:
-        """Take over what nodes claim, as far as the engine does not know better and no node online holds it.
-
-        Of the replies of a secret round the log says nothing: its lines would follow who was drawn.
-        """
-        lookup = partition_lookup(self.inner)
-        holders: dict[int | None, int] = {}
-        for sent, claim in claims:
-            node_id = sent.node_id
-            partition = lookup(node_id)
-            if partition is None and claim is not None and node_id not in self._partitions:
-                holders = holders or {self.partition_of(n): n for n in self.inner.get_node_ids()}
-                holder = holders.setdefault(claim, node_id)
-                if holder != node_id:
-                    if not sent.secret:
-                        text = "node %d claims partition %d, which node %d holds: ignored"
-                        log.warning(text, node_id, claim, holder)
-                    continue
-                partition = claim
-            self._learn(node_id, partition)
-
-    def _learn(self, node_id: int, partition: int | None) -> None:
-        if partition is not None and self._partitions.get(node_id) != partition:
-            self._partitions[node_id] = partition
-            self.ledger.identify(node_id, partition)
-
-    def _place(self, node_id: int) -> tuple[bool, int]:
-        """Sort key of a node: its partition, unknown ones last."""
-        partition = self.partition_of(node_id)
-        return partition is None, partition or 0
-
-    def _record(self, sent: _Sent, direction: Direction, message: Message, wire: int) -> None:
-        partition = self.partition_of(sent.node_id)
-        node = sent.node_id if partition is None else partition
-        self.ledger.record(sent.round, node, direction, sent.message_type, "hub", payload_bytes(message), wire)
-
-
-def _as_batch(messages: Iterable[Message]) -> list[Message]:
-    if not isinstance(messages, Collection):
-        raise ConfigError(
-            f"messages is a {type(messages).__name__}; pass a list. A deployment iterates it twice, so a generator "
-            "would send an empty batch there"
-        )
-    return list(messages)

@@ -55,49 +55,58 @@ class Node:
 
 
 class GridNodes:
-    """All nodes of a grid, by id; they join and leave.
+    """The nodes of a grid, by id: who is there, with which client state. They join and leave.
 
     Parameters
     ----------
     count : int
         Nodes at the start, with partition ids 0 to ``count - 1``.
-    run_id : int
-        Goes into every context.
     key : Key
-        Node ids are drawn from it: large on purpose, a float cast would damage them.
+        Run id and node ids are drawn from it: large on purpose, a float cast would damage them.
     run_config : mapping
         Goes into every context.
     node_config : mapping or callable of a partition id, optional
         Added to ``partition-id`` and ``num-partitions``.
+    links : Link, sequence or mapping by partition id, optional
+        As in :class:`NodeLinks`.
 
     Attributes
     ----------
+    clock : float
+        Simulated seconds since the start.
     run_id : int
-        Run id of the contexts of nodes that join from now on.
+        Of the contexts of nodes that join from now on.
     num_partitions : int
         Nodes at the start.
     """
 
     def __init__(
-        self, count: int, run_id: int, key: Key, run_config: Mapping[str, Any], node_config: NodeConfig
+        self, count: int, key: Key, run_config: Mapping[str, Any], node_config: NodeConfig, links: Links
     ) -> None:
         if count < 0:
             raise ConfigError(f"num_nodes is {count}, expected 0 or more")
-        self._key = key
-        self.run_id = run_id
+        self.clock = 0.0
+        self.run_id = key.at(purpose="run-id").u64() >> 2
+        self.num_partitions = count
+        self.links = NodeLinks(links, count)
+        self._node_key = key
         self._run_config = dict(run_config)
         self._node_config = node_config
-        self.num_partitions = count
         self._incarnations: Counter[int] = Counter()
         self._nodes: dict[int, Node] = {}
         for partition in range(count):
-            self.add(partition, 0.0)
+            self.add_node(partition)
 
-    def get(self, node_id: int) -> Node | None:
-        """Return the node with this id, None if there is none."""
-        return self._nodes.get(node_id)
+    def get_node_ids(self) -> list[int]:
+        """Return the ids of all nodes, in partition order."""
+        return [node.id for node in sorted(self._nodes.values(), key=lambda node: node.partition)]
 
-    def find(self, node: int) -> Node:
+    @property
+    def partitions(self) -> list[int]:
+        """Partition ids of all nodes, ascending."""
+        return sorted(node.partition for node in self._nodes.values())
+
+    def node(self, node: int) -> Node:
         """Return the node with this node id or partition id; ids have 62 bits, so the two cannot clash.
 
         Raises
@@ -112,46 +121,57 @@ class GridNodes:
                 return candidate
         raise GridError(f"no node has the id or holds partition {node}; partitions are {self.partitions}")
 
-    @property
-    def ids(self) -> list[int]:
-        """All node ids, in partition order."""
-        return [node.id for node in sorted(self._nodes.values(), key=lambda node: node.partition)]
+    def partition_of(self, node_id: int) -> int | None:
+        """Return the partition id of a node, None for an unknown one."""
+        node = self._nodes.get(node_id)
+        return None if node is None else node.partition
 
-    @property
-    def partitions(self) -> list[int]:
-        """All partition ids, ascending."""
-        return sorted(node.partition for node in self._nodes.values())
+    def node_id_of(self, partition: int) -> int:
+        """Return the id of the node that holds ``partition``; raise :class:`GridError` when there is none."""
+        return self.node(partition).id
 
-    def free_partition(self) -> int:
-        """Return the lowest partition id that no node holds."""
+    def context(self, node: int) -> Context:
+        """Return a copy of a client's context; ``node`` is a node id or a partition id."""
+        return self.node(node).context()
+
+    def wipe(self, node: int) -> None:
+        """Empty a client's state, as a restart of its SuperNode does; ``node`` is a node id or a partition id."""
+        held = self.node(node)
+        context = held.context()
+        context.state = RecordDict()
+        held.commit(context)
+
+    def add_node(self, partition: int | None = None) -> int:
+        """Let a node join with empty state and return its id.
+
+        ``partition`` defaults to the lowest free one. ``num-partitions`` stays what it was at the start, because the
+        data were split then. A partition that comes back gets a new node id, as with a SuperNode without keys.
+
+        Raises
+        ------
+        GridError
+            When the partition is taken, or the sequence ``links`` has no entry for it.
+        """
         taken = set(self.partitions)
-        return next(partition for partition in range(len(taken) + 1) if partition not in taken)
-
-    def add(self, partition: int, now: float) -> int:
-        """Let a node join with empty state; see :meth:`fedcomp.flower.grid.InProcessGrid.add_node`."""
-        if partition in self.partitions:
+        if partition is None:
+            partition = next(free for free in range(len(taken) + 1) if free not in taken)
+        self.links.require([partition])
+        if partition in taken:
             raise GridError(f"partition {partition} already has a node; remove it first")
-        key = self._key.at(purpose="node-id", partition=partition, layer=self._incarnations[partition])
+        key = self._node_key.at(purpose="node-id", partition=partition, layer=self._incarnations[partition])
         node_id = (key.u64() >> 2) | (1 << 61)
         self._incarnations[partition] += 1
         extra = self._node_config(partition) if callable(self._node_config) else self._node_config
         config = {"partition-id": partition, "num-partitions": self.num_partitions, **(extra or {})}
         context = Context(self.run_id, node_id, config, RecordDict(), dict(self._run_config))
-        self._nodes[node_id] = Node(node_id, partition, context_to_bytes(context), now)
+        self._nodes[node_id] = Node(node_id, partition, context_to_bytes(context), self.clock)
         return node_id
 
-    def remove(self, node: int) -> None:
-        """Let a node leave, its state with it."""
-        del self._nodes[self.find(node).id]
+    def remove_node(self, node: int) -> None:
+        """Let a node leave for good, its state with it; ``node`` is a node id or a partition id."""
+        del self._nodes[self.node(node).id]
 
-    def wipe(self, node: int) -> None:
-        """Empty a client's state."""
-        held = self.find(node)
-        context = held.context()
-        context.state = RecordDict()
-        held.commit(context)
-
-    def dump(self) -> dict[str, Any]:
+    def dump_nodes(self) -> dict[str, Any]:
         """Return everything that changes, as plain data."""
         return {
             "num_partitions": self.num_partitions,
@@ -159,9 +179,20 @@ class GridNodes:
             "nodes": [[n.id, n.partition, n.state, n.free_at] for n in self._nodes.values()],
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`dump`'s data."""
-        self.num_partitions = state["num_partitions"]
+    def load_nodes(self, state: Mapping[str, Any]) -> None:
+        """Continue from :meth:`dump_nodes`' data.
+
+        Raises
+        ------
+        GridError
+            When another number of nodes began, or the sequence ``links`` is too short.
+        """
+        if state["num_partitions"] != self.num_partitions:
+            raise GridError(
+                f"snapshot is of a grid that began with {state['num_partitions']} nodes, this one with "
+                f"{self.num_partitions}; resume with the number the run was started with"
+            )
+        self.links.require(partition for _, partition, *_ in state["nodes"])
         self._incarnations = Counter(state["incarnations"])
         self._nodes = {fields[0]: Node(*fields) for fields in state["nodes"]}
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Final, cast
 
-from flwr.app import Message, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import Message
 
-from fedcomp.flower._private import Packer, Run
+from fedcomp.flower._private import Packer
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.nodes import GridError
+from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.timing.dropout import NEVER, Compute, Failures, Situation
 from fedcomp.timing.links import Link
 
@@ -55,7 +55,7 @@ class RoundTrace:
     spent: dict[str, float] = field(default_factory=dict)
 
 
-class VanishingGrid(Grid):
+class VanishingGrid(GridWrapper):
     """Passes on what gets through.
 
     Parameters
@@ -67,12 +67,10 @@ class VanishingGrid(Grid):
     compute : Compute
     server, peer : Link
         Every device's links, to the server and to each other.
-    share_by : float
-        Seconds from a round's beginning until shards no longer land.
-    end : float
-        Seconds from a round's beginning after which the server takes nothing more.
+    deadlines : tuple of two floats
+        Seconds from a round's beginning until shards no longer land, and until the server takes nothing more.
     chunk : int
-        Bytes of a reply that survive when its sender leaves and comes back; 0: a reply begins anew.
+        Bytes of a reply that survive when its sender leaves and comes back; 0: a reply restarts.
     shared : callable, optional
         Follows what clients send each other.
 
@@ -95,29 +93,24 @@ class VanishingGrid(Grid):
         *,
         server: Link,
         peer: Link,
-        share_by: float,
-        end: float,
+        deadlines: tuple[float, float],
         chunk: int = 0,
         shared: Shared | None = None,
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
+        self._devices = inner
         self.log: dict[int, RoundTrace] = {0: RoundTrace()}
         self._failures = failures
         self._compute = compute
         self._server = server
         self._peer = peer
-        self._deadlines = (share_by, end)
+        self._deadlines = deadlines
         self._chunk = chunk
         self._shared = shared
         self._round = 0
         self._before = 0.0
         self._now = 0.0
         self._situation = self._begin()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
 
     @property
     def clock(self) -> float:
@@ -131,7 +124,7 @@ class VanishingGrid(Grid):
 
     @round.setter
     def round(self, value: int) -> None:
-        self.inner.round = value
+        self._devices.round = value
         self._before, self._now = self.clock, 0.0
         self._round = value
         self.log[value] = RoundTrace()
@@ -148,11 +141,11 @@ class VanishingGrid(Grid):
         ``enough``."""
         batch = list(messages)
         if all(message.metadata.message_type in SETUP for message in batch):
-            return self.inner.send_and_receive(batch)
+            return self._devices.send_and_receive(batch)
         limit = self._situation.end if timeout is None else min(self._situation.end, self._now + timeout)
         begins = self._arrivals(batch, limit)
         taken = [message for message in batch if message.metadata.dst_node_id in begins]
-        replies = self.inner.send_and_receive(taken) if taken else []
+        replies = self._devices.send_and_receive(taken) if taken else []
         starts = self._starts(taken, replies, begins)
         arrived: list[tuple[float, int, Message]] = []
         for client, (start, reply) in starts.items():
@@ -181,32 +174,11 @@ class VanishingGrid(Grid):
         """
         raise GridError("devices vanish in whole exchanges only; use send_and_receive, or the grid inside this one")
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull from the inner grid."""
-        return self.inner.pull_messages(message_ids)
-
-    def get_node_ids(self) -> list[int]:
-        """Return all nodes, whether or not they can be reached."""
-        return self.inner.get_node_ids()
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Create a message the inner grid's way."""
-        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def set_run(self, run: Run) -> None:
-        """Set the run of the inner grid."""
-        self.inner.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The inner grid's run."""
-        return self.inner.run
-
     def _begin(self) -> Situation:
         """Return the current round: who is there when. When a client is ready is known when it has trained."""
-        presence = [self._failures(self._round, client) for client in range(max(self.inner.partitions, default=-1) + 1)]
+        presence = [
+            self._failures(self._round, client) for client in range(max(self._devices.partitions, default=-1) + 1)
+        ]
         return Situation(presence, [NEVER] * len(presence), self._server, self._peer, *self._deadlines)
 
     def _arrivals(self, batch: Sequence[Message], limit: float) -> dict[int, float]:
@@ -214,7 +186,7 @@ class VanishingGrid(Grid):
         packer = Packer()
         begins: dict[int, float] = {}
         for message in batch:
-            client = self.inner.partition_of(message.metadata.dst_node_id)
+            client = self._devices.partition_of(message.metadata.dst_node_id)
             if client is None:
                 continue
             seconds = 8.0 * packer.pack(message).wire / self._server.down_bits_per_s
@@ -233,7 +205,7 @@ class VanishingGrid(Grid):
         for reply in replies:
             message = asked[reply.metadata.reply_to_message_id]
             node = message.metadata.dst_node_id
-            client = cast(int, self.inner.partition_of(node))
+            client = cast(int, self._devices.partition_of(node))
             starts[client] = begins[node], reply
             if _trains(message):
                 trained[client] = begins[node] + self._compute(self._round, client), message
@@ -245,7 +217,7 @@ class VanishingGrid(Grid):
 
     def _travel(self, reply: Message, client: int, start: float, limit: float) -> float:
         """Return when ``reply`` is at the server; what left its sender of one that is too late, or lost, is noted."""
-        log, kind, size = self.log[self._round], reply.metadata.message_type, self.inner.wire_bytes(reply)
+        log, kind, size = self.log[self._round], reply.metadata.message_type, self._devices.wire_bytes(reply)
         at = self._situation.upload(client, start, size, self._chunk)
         if at > limit:
             log.spent[kind] = log.spent.get(kind, 0.0) + self._situation.spent(client, start, size, limit)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
-from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedcomp.flower.logs import flowers, log
 from fedcomp.flower.metered import partition_lookup
+from fedcomp.flower.wrapper import GridWrapper
 from fedcomp.strategies.private.promise import Promise
 
 _POLL_SECONDS: Final = 1.0
@@ -79,7 +79,7 @@ def unheard(hidden: bool) -> Iterator[None]:
         flowers.removeFilter(drop)
 
 
-class Shown(Grid):
+class Shown(GridWrapper):
     """A view of a grid with some of its nodes.
 
     Parameters
@@ -89,7 +89,7 @@ class Shown(Grid):
     """
 
     def __init__(self, grid: Grid, nodes: Sequence[int]) -> None:
-        self.grid = grid
+        super().__init__(grid)
         self.nodes = list(nodes)
 
     @contextmanager
@@ -104,39 +104,6 @@ class Shown(Grid):
             for name, value in held.items():
                 setattr(inner, name, value)
 
-    def __getattr__(self, name: str) -> Any:
-        # Engines offer more than the Grid interface (which partition a node holds); it stays reachable.
-        if name.startswith("_") or name == "grid":
-            raise AttributeError(name)
-        return getattr(self.grid, name)
-
     def get_node_ids(self) -> list[int]:
         """Return the nodes that are shown."""
         return list(self.nodes)
-
-    def set_run(self, run: Any) -> None:
-        """Set the run of the grid."""
-        self.grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """The grid's run."""
-        return self.grid.run
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        """Create a message the grid's way."""
-        return self.grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Push to the grid."""
-        return self.grid.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pull from the grid."""
-        return self.grid.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send over the grid."""
-        return self.grid.send_and_receive(messages, timeout=timeout)

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from fedcomp.errors import ConfigError
 from fedcomp.flower import _private, store
 from fedcomp.flower.faults import Delivery, Fault, RandomFaults, ScriptedFaults, late
-from fedcomp.flower.grid import GridError, InProcessGrid, in_process
+from fedcomp.flower.grid import EXPIRY, GridError, InProcessGrid, in_process
 from fedcomp.flower.ledger import wire_bytes
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import STYPE, put_frame, put_node, take_frame
@@ -181,13 +181,13 @@ def test_late_replies_come_exactly_that_many_pushes_later() -> None:
 
 def test_replies_nobody_pulls_are_dropped_in_the_end() -> None:
     plan = ScriptedFaults({(1, 0): late(1), (1, 1): "silent"})
-    with InProcessGrid(counting_app(), 2, fault=plan, expiry=3) as grid:
+    with InProcessGrid(counting_app(), 2, fault=plan) as grid:
         ids = grid.push_messages(messages(grid, 1))
         kept = len(grid.snapshot())
-        for round_ in range(2, 6):
+        for round_ in range(2, EXPIRY + 3):
             grid.send_and_receive(messages(grid, round_))
         assert grid.pull_messages([]) == []
-        grid.send_and_receive(messages(grid, 6))
+        grid.send_and_receive(messages(grid, EXPIRY + 3))
         assert [r.error.code for r in grid.pull_messages(ids)] == [3, 3]
         assert len(grid.snapshot()) < kept
 
@@ -244,7 +244,7 @@ def test_unknown_nodes_empty_batches_and_generators() -> None:
         pushes = grid.exchange
         assert grid.send_and_receive([]) == []
         assert grid.exchange == pushes
-        with pytest.raises(GridError, match="list"):
+        with pytest.raises(ConfigError, match="list"):
             grid.push_messages(m for m in batch)
 
 

@@ -32,7 +32,7 @@ def test_totals_by_every_column() -> None:
     assert ledger.total("wire", link="hub", direction="up") == 2 * (70 + 71 + 72) + 100
     assert ledger.total("messages", round=[1, 2], node={0}) == 6
     assert ledger.total("wire", round=99) == 0
-    assert ledger.per_round("messages") == {1: 7, 2: 8}
+    assert ledger.by("round", "messages") == {1: 7, 2: 8}
     assert ledger.by("node", "payload", direction="up", link="hub") == {0: 20, 1: 40, 2: 60}
     assert ledger.by("message_type", "messages") == {"evaluate": 2, "train": 12, "train.mix": 1}
     assert ledger.by("direction") == {"down": 6000, "up": 535}
@@ -106,19 +106,6 @@ def test_a_view_of_a_ledger_does_not_forbid_growing_it() -> None:
     ledger.record(3, 0, "up", "train", wire=1)
     assert len(columns["wire"]) == 15
     assert len(ledger) == 16
-
-
-def test_merge_matches_nodes_and_kinds_by_name() -> None:
-    first, second = TrafficLedger(), TrafficLedger()
-    first.record(1, 5, "up", "train", wire=1)
-    first.record(1, 6, "down", "train", wire=2)
-    second.record(2, 6, "up", "evaluate", wire=10)
-    second.record(2, 5, "up", "train", wire=20)
-    first.merge(second)
-    first.merge(TrafficLedger())
-    assert first.by("node") == {5: 21, 6: 12}
-    assert first.by("message_type") == {"evaluate": 10, "train": 23}
-    assert first.per_round() == {1: 3, 2: 30}
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def engine():
 
 
 def made(engine: InProcessGrid, failures, **changed) -> VanishingGrid:
-    options = {"server": SLOW, "peer": FAST, "share_by": 50.0, "end": 100.0, **changed}
+    options = {"server": SLOW, "peer": FAST, "deadlines": (50.0, 100.0), **changed}
     grid = VanishingGrid(engine, failures, Compute(1.0), **options)
     grid.round = 1
     return grid
@@ -82,7 +82,7 @@ def test_a_timeout_ends_an_exchange_and_time_goes_on_from_round_to_round(engine:
     assert grid.clock == pytest.approx(9.1 + seconds)
     assert grid.log[2].seconds == 5.0
     # Nothing is sent after the end.
-    late = made(engine, stays(math.inf, math.inf, math.inf), share_by=0.001, end=0.001)
+    late = made(engine, stays(math.inf, math.inf, math.inf), deadlines=(0.001, 0.001))
     assert ask(late) == []
     assert late.log[1].trained == set()
 
