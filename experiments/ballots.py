@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.experiments.findings import Say, largest
+from fedcomp.experiments.findings import Curves, Findings, Say, Series, Table, largest
+from fedcomp.experiments.kit import claim
 from fedcomp.privacy.accounting import (
     classical_epsilon,
     gaussian_epsilon,
@@ -173,9 +174,8 @@ def agreement(
     return out
 
 
-def packed() -> dict[str, Any]:
-    """Return sizes of votes on one image, measured and as bounds, in bytes; and the largest measured size over 1.05
-    times the entropy bound plus the frame's header."""
+def packed() -> Findings:
+    """Return sizes of votes on one image, measured and as bounds, in bytes."""
     rows: list[list[Any]] = []
     ratios = []
     for d, k in ((784, 200), (784, 300), (12288, 700)):
@@ -186,74 +186,113 @@ def packed() -> dict[str, Any]:
         bits = [entropy_bits(d, k), d + k, fixed + k, 32 * d]
         rows.append([d, k, len(frame) / 15, *(b / 8 for b in bits)])
         ratios.append(len(frame) / (1.05 * entropy_bits(d, k, 15) / 8 + header))
-    return {"rows": rows, "ratio": largest(ratios)}
+    table = Table(
+        "Votes on one image, in bytes",
+        ("pixels", "k", "packed", "entropy bound", "bitmap and signs", "fixed width and signs", "float32"),
+        rows,
+        "Measured on 15 images of random directions, per image. The bound is log2 C(d, k) + k bits: a support and "
+        "signs of which nothing is known.",
+    )
+    short = claim(
+        "bytes of packed votes at published sizes, over 1.05 times the entropy bound plus the header",
+        largest(ratios),
+        "<= 1.0",
+        "goal: log2 C(d, k) + k bits an image, and five per cent",
+    )
+    return Findings([table], claims=[short])
 
 
-def published() -> dict[str, Any]:
+def published() -> Findings:
     """Return the costs of the published settings, what their sums show, and how that depends on epsilon."""
-    table: list[list[Any]] = []
+    costs: list[list[Any]] = []
     floor: list[list[Any]] = []
-    excess: list[float] = []
-    order: list[float] = []
     for p in PUBLISHED:
         steps = p.steps()
         events = p.events(steps)
-        rule, rdp, prv = (f(events, DELTA) for f in (classical_epsilon, rdp_epsilon, prv_epsilon))
         exact = gaussian_epsilon(math.sqrt(steps * p.images) / p.z, DELTA)
-        table.append([f"{p.name}, budget {p.epsilon:g}", p.teachers, p.z, p.images, steps, rule, rdp, prv, exact])
-        excess.append(prv - exact)
-        order.append(max(exact - prv, prv - rdp, rdp - rule))
-        nothing, everything, _ = p.passes
-        floor.append([p.name, f"{p.epsilon:g}", p.teachers / p.sigma, nothing, everything])
-    first = PUBLISHED[0]
-    releases = first.steps() * first.images
+        bounds = [f(events, DELTA) for f in (classical_epsilon, rdp_epsilon, prv_epsilon)]
+        costs.append([f"{p.name}, budget {p.epsilon:g}", p.teachers, p.z, p.images, steps, *bounds, exact])
+        floor.append([p.name, f"{p.epsilon:g}", p.teachers / p.sigma, *p.passes[:2]])
+    return Findings(
+        tables=[
+            Table(
+                "What the published settings cost",
+                ("data", "teachers", "z", "images a step", "steps", "their rule", "RDP", "PRV", "exact"),
+                costs,
+                f"Epsilon at delta {DELTA:g} after as many steps as their rule allows, for the exchange of one teacher "
+                "(sensitivity 2 sqrt(k)) and one release for each image. Images a step are assumed for CelebA.",
+            ),
+            Table(
+                "What a noisy sum of the published settings shows",
+                ("data", "budget", "teachers / sigma", "no vote, passes", "all votes, passes rightly"),
+                floor,
+                "Probabilities for one pixel, closed form. With no vote it passes by noise alone, with either sign; "
+                "all votes means that every teacher votes for it, with the same sign.",
+            ),
+        ],
+        figures=[_passing_by_epsilon(PUBLISHED[0])],
+        claims=[
+            claim(
+                "published settings: by how much PRV exceeds the exact epsilon, at most",
+                largest(prv - exact for *_, prv, exact in costs),
+                "<= 0.0105",
+                "PRV's own error bound of 0.01 is part of its figure",
+            ),
+            claim(
+                "published settings: exact <= PRV <= RDP <= their rule, largest violation",
+                largest(max(exact - prv, prv - rdp, rdp - rule) for *_, rule, rdp, prv, exact in costs),
+                "<= 0",
+                "theory: each is an upper bound of the one before",
+            ),
+            claim(
+                "published settings at budget 1: chance that a pixel without a vote passes, largest",
+                max(p.passes[0] for p in PUBLISHED if p.epsilon == 1.0),
+                "<= 0.6",
+                "closed form; 0.42 to 0.58, so that much of every step is noise",
+            ),
+        ],
+    )
+
+
+def _passing_by_epsilon(setting: PublishedSettings) -> Curves:
+    releases = setting.steps() * setting.images
     x = [float(e) for e in np.geomspace(0.3, 30.0, 25)]
     sigmas = [
-        noise_multiplier_for(e, DELTA, releases=releases, grid_sigma=math.inf) * 2 * math.sqrt(first.k) for e in x
+        noise_multiplier_for(e, DELTA, releases=releases, grid_sigma=math.inf) * 2 * math.sqrt(setting.k) for e in x
     ]
-    limit = first.beta * first.teachers
-    series = {
-        "all votes, passes rightly": [pass_probability(float(first.teachers), s, limit)[0] for s in sigmas],
-        "no vote, passes": [sum(pass_probability(0.0, s, limit)) for s in sigmas],
-        "half of the votes, passes rightly": [pass_probability(first.teachers / 2, s, limit)[0] for s in sigmas],
-    }
-    ones = [row for row in floor if row[1] == "1"]
-    return {
-        "rows": table,
-        "floor": floor,
-        "curve": {
-            "title": "What passes the threshold",
-            "x_label": f"epsilon of {releases} releases, delta {DELTA:g}",
-            "y_label": "probability, one pixel",
-            "x": x,
-            "series": series,
-            "caption": f"{first.teachers} teachers, k = {first.k}, threshold {first.beta:g} of the teachers.",
-        },
-        "values": {
-            "prv": largest(excess),
-            "order": largest(order),
-            "noise passes": max(row[3] for row in ones),
-        },
-    }
+    at = {e: replace(setting, sigma=sigma) for e, sigma in zip(x, sigmas, strict=True)}
+    half, limit = setting.teachers / 2, setting.beta * setting.teachers
+    return Curves(
+        "What passes the threshold",
+        f"epsilon of {releases} releases, delta {DELTA:g}",
+        "probability, one pixel",
+        [
+            Series("all votes, passes rightly", x, [one.passes[1] for one in at.values()]),
+            Series("no vote, passes", x, [one.passes[0] for one in at.values()]),
+            Series("half of the votes, passes rightly", x, [pass_probability(half, s, limit)[0] for s in sigmas]),
+        ],
+        log_x=True,
+        caption=f"{setting.teachers} teachers, k = {setting.k}, threshold {setting.beta:g} of the teachers.",
+    )
 
 
-def dealt() -> dict[str, Any]:
-    """Return how many of MNIST's records two teachers get in the published deal, and what they are protected by."""
+def dealt() -> list[Any]:
+    """Return how many of MNIST's records two teachers get in the published deal, and what they are protected by: a row
+    of a table."""
     labels = np.repeat(np.arange(10), MNIST_CLASSES)
-    twice, never = shared_records(wrapping_deal(labels, 4000, 15), len(labels))
-    doubled = []
-    for p in (p for p in PUBLISHED if p.name == "MNIST"):
-        doubled.append(gaussian_epsilon(2.0 * math.sqrt(p.steps() * p.images) / p.z, DELTA))
-    return {"row": ["published: class by class in turn, MNIST", len(labels), twice, never, *doubled], "twice": twice}
+    shared = shared_records(wrapping_deal(labels, 4000, 15), len(labels))
+    mnist = [p for p in PUBLISHED if p.name == "MNIST"]
+    doubled = [gaussian_epsilon(2.0 * math.sqrt(p.steps() * p.images) / p.z, DELTA) for p in mnist]
+    return ["published: class by class in turn, MNIST", len(labels), *shared, *doubled]
 
 
-def surviving_signs(size: int, say: Say) -> dict[str, Any]:
+def surviving_signs(size: int, say: Say) -> Findings:
     """Return how often the noisy sum's sign is the true direction's, on the k largest coordinates of that."""
     k, images = size // 4, 1290
     truth = Key(5, "agreement/truth").generator().standard_t(4, size)
     top = np.argsort(-np.abs(truth))[:k]
     x = [float(e) for e in np.geomspace(0.3, 30.0, 13)]
-    series: dict[str, list[float]] = {}
+    series = []
     for teachers in (400, 1500, 4000):
         say(f"agreement of signs, {teachers} teachers")
         noise = Key(6, "agreement/teachers", teachers).generator().standard_normal((teachers, size))
@@ -265,13 +304,17 @@ def surviving_signs(size: int, say: Say) -> dict[str, Any]:
             sigma = noise_multiplier_for(epsilon, DELTA, releases=images, grid_sigma=math.inf) * 2.0 * math.sqrt(k)
             signs = threshold(total + sigma * draws, 0.0)
             found.append(float((signs[:, top] == np.sign(truth[top])).mean()))
-        series[f"{teachers} teachers"] = found
-    return {
-        "title": "Signs that survive the noise",
-        "x_label": f"epsilon of {images} releases, delta {DELTA:g}",
-        "y_label": "share of right signs",
-        "x": x,
-        "series": series,
-        "caption": f"{size} coordinates, k = {k}: each teacher sees the true direction under three times as much noise "
-        "of its own. Counted on the k largest coordinates of the truth, without a threshold.",
-    }
+        series.append(Series(f"{teachers} teachers", x, found))
+    caption = (
+        f"{size} coordinates, k = {k}: each teacher sees the true direction under three times as much noise of its "
+        "own. Counted on the k largest coordinates of the truth, without a threshold."
+    )
+    curves = Curves(
+        "Signs that survive the noise",
+        f"epsilon of {images} releases, delta {DELTA:g}",
+        "share of right signs",
+        series,
+        log_x=True,
+        caption=caption,
+    )
+    return Findings(figures=[curves])

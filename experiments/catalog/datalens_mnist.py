@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
 from fedcomp.experiments.findings import Claim, Findings, Pictures, Say, Table, largest, mean, spread
 from fedcomp.experiments.generator_training import EACH, HELD, PROXY, GeneratorCell, task_of
-from fedcomp.experiments.kit import Record, judged, named, repetitions, workers
+from fedcomp.experiments.kit import Record, claim, named, repetitions, table, workers
 from fedcomp.experiments.spec import RunResult
 
 TOPAGG: Final = "TopAgg votes"
@@ -154,6 +154,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     }
     found = {record.name: record for record in named(cells.values())(say, processes)}
     outcomes = {name: [found[cells[name, seed].name] for seed in seeds] for name in settings}
+    owed = {name: cells[name, config.seed].releases for name in settings}
     data = "MNIST" if not task.data.substitute else f"NOT MNIST ({task.data.note})"
     return Findings(
         tables=[
@@ -163,34 +164,32 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
             *tables,
         ],
         figures=_sheets(config, task, outcomes),
-        values=_values(outcomes, cells, found),
+        claims=claims(outcomes, owed),
+        answer=_answer(outcomes),
         tasks=[task.record()],
         statements={name: runs[0].statement for name, runs in outcomes.items() if runs[0].statement},
     )
 
 
 Outcomes = Mapping[str, Sequence[Record]]
+"""By :func:`label`: the trainings of all seeds."""
 
 
-def _percent(runs: Iterable[Record]) -> list[float]:
-    return [100.0 * run.accuracy for run in runs]
+def _accuracy(outcomes: Outcomes, method: str, target: float) -> float:
+    return mean(run.accuracy for run in outcomes[label(method, target)])
 
 
 def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
-    rows: list[list[Any]] = []
-    for method in METHODS:
-        row: list[Any] = [method]
-        for target in TARGETS:
-            row += [mean(_percent(outcomes[label(method, target)])), spread(_percent(outcomes[label(method, target)]))]
-        rows.append(row)
-    paper: list[Any] = ["the paper's DataLens (recalled)"]
-    for target in TARGETS:
-        paper += [100.0 * REPORTED[target] if target in REPORTED else None, None]
+    def cells(method: str) -> list[float]:
+        percent = ([100.0 * run.accuracy for run in outcomes[label(method, target)]] for target in TARGETS)
+        return [figure for found in percent for figure in (mean(found), spread(found))]
+
+    paper = [figure for t in TARGETS for figure in (100.0 * REPORTED[t] if t in REPORTED else None, None)]
     count = len(next(iter(outcomes.values())))
     return Table(
         f"Accuracy in % on the test images of {data}",
         ("row", "epsilon 1", "± at 1", "epsilon 10", "± at 10", "no noise", "± without"),
-        [*rows, paper],
+        [*([method, *cells(method)] for method in METHODS), ["the paper's DataLens (recalled)", *paper]],
         f"Means over {count} seed(s), ± half the range. Accuracy of a convolutional network trained on generated "
         "images alone, after its last epoch; in the row of the classifier, its own. The paper's figures come from "
         "convolutional teachers and generator, the best of 600 epochs on 100 000 images, and a looser accountant.",
@@ -198,16 +197,19 @@ def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
 
 
 def _signal_table(outcomes: Outcomes) -> Table:
-    rows: list[list[Any]] = []
-    for name, runs in outcomes.items():
-        if runs[0].noise_multiplier:
-            run = runs[0]
-            signal, right = mean(r.signal for r in runs), 100.0 * mean(r.right for r in runs)
-            rows.append([name, run.releases, run.noise_multiplier, run.sigma, signal, right, run.epsilon])
-    return Table(
+    columns: dict[str, Any] = {
+        "row": str,
+        "releases": lambda name: outcomes[name][0].releases,
+        "z": lambda name: outcomes[name][0].noise_multiplier,
+        "sigma": lambda name: outcomes[name][0].sigma,
+        "signal over noise": lambda name: mean(run.signal for run in outcomes[name]),
+        "right signs, %": lambda name: 100.0 * mean(run.right for run in outcomes[name]),
+        "epsilon": lambda name: outcomes[name][0].epsilon,
+    }
+    return table(
         "How much of a sum is left in its noise",
-        ("row", "releases", "z", "sigma", "signal over noise", "right signs, %", "epsilon"),
-        rows,
+        columns,
+        [name for name, runs in outcomes.items() if runs[0].noise_multiplier],
         "Sigma in votes, or in the units of what is clipped. Signal over noise: root mean square over the coordinates "
         "of a sum, over that of its noise. Right signs: of the coordinates that were used, those whose noisy sum has "
         "the sign of the sum; at 50 there is no information. Means over the releases.",
@@ -215,27 +217,32 @@ def _signal_table(outcomes: Outcomes) -> Table:
 
 
 def _message_table(outcomes: Outcomes, settings: Mapping[str, Options], config: Config) -> Table:
-    rows: list[list[Any]] = []
-    for name, runs in outcomes.items():
+    def messages(name: str) -> int:
         votes = METHODS[name.rpartition(", ")[0]] == "votes"
-        messages = runs[0].releases // (int(config.settings["images"]) if votes else 1)
-        shown = ", ".join(f"{key} {value:g}" for key, value in settings[name].items())
-        rows.append([name, shown, messages, runs[0].uplink, runs[0].downlink, messages * runs[0].uplink])
-    return Table(
+        return int(outcomes[name][0].releases) // (int(config.settings["images"]) if votes else 1)
+
+    columns: dict[str, Any] = {
+        "row": str,
+        "settings": lambda name: ", ".join(f"{key} {value:g}" for key, value in settings[name].items()),
+        "messages": messages,
+        "up, bytes": lambda name: outcomes[name][0].uplink,
+        "down, bytes": lambda name: outcomes[name][0].downlink,
+        "up in all": lambda name: messages(name) * outcomes[name][0].uplink,
+    }
+    return table(
         "Settings, and what one client's messages would be",
-        ("row", "settings", "messages", "up, bytes", "down, bytes", "up in all"),
-        rows,
+        columns,
+        outcomes,
         "Lengths of real frames, for one client and message; nothing is sent in these trainings. Teachers receive the "
         "generator, the other clients the discriminator or the classifier.",
     )
 
 
-def _tuning_table(judged: Mapping[str, float]) -> Table:
-    rows: list[list[Any]] = [[name.removeprefix("held out: "), 100.0 * accuracy] for name, accuracy in judged.items()]
+def _tuning_table(tried: Mapping[str, float]) -> Table:
     return Table(
         "What was tried",
         ("training", "accuracy, %"),
-        rows,
+        [[name.removeprefix("held out: "), 100.0 * accuracy] for name, accuracy in tried.items()],
         f"On held-out training images, one in {HELD}, with {PROXY} times fewer clients and as many times less noise.",
     )
 
@@ -254,81 +261,64 @@ def _sheets(config: Config, task: Any, outcomes: Outcomes) -> list[Pictures]:
     return sheets
 
 
-def _values(outcomes: Outcomes, cells: Mapping[Any, GeneratorCell], found: Mapping[str, Any]) -> dict[str, float]:
-    values = {f"{name}: accuracy": mean(run.accuracy for run in runs) for name, runs in outcomes.items()}
-    values |= {f"{name}: lowest": min(run.accuracy for run in runs) for name, runs in outcomes.items()}
-    noisy = [(cell, found[cell.name]) for cell in cells.values() if cell.epsilon < math.inf]
-    values["spent"] = largest(run.epsilon / cell.epsilon for cell, run in noisy)
-    values["uncounted"] = largest(float(abs(run.releases - cell.releases)) for cell, run in noisy)
-    return values
+def claims(outcomes: Outcomes, owed: Mapping[str, int]) -> list[Claim]:
+    """Every epsilon is kept, every image is paid for, something is learnt; and what votes are worth, as goals.
 
-
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
-    """Every epsilon is kept, every image is paid for, something is learnt; and what votes are worth, as goals."""
-    values = findings.values
-
-    def over(first: str, second: str, target: float) -> float:
-        return values[f"{label(first, target)}: accuracy"] - values[f"{label(second, target)}: accuracy"]
-
-    made = [
-        Claim(
+    ``owed``: the releases of a training, by label.
+    """
+    noisy = [(m, t, run) for m in METHODS for t in TARGETS[:-1] for run in outcomes[label(m, t)]]
+    return [
+        claim(
             "epsilon that was spent over the epsilon of its row, largest",
-            values["spent"],
-            "<=",
-            1.0,
+            largest(run.epsilon / target for _, target, run in noisy),
+            "<= 1.0",
             "the noise is calibrated on the safe side",
         ),
-        Claim(
+        claim(
             "releases that are not in the ledger, or are there without one",
-            values["uncounted"],
-            "==",
-            0.0,
+            largest(float(abs(run.releases - owed[label(method, target)])) for method, target, run in noisy),
+            "== 0",
             "derived: every image that teachers vote on is a release",
         ),
-        Claim(
+        claim(
             f"{label(TOPAGG, 10.0)}: accuracy, lowest of the seeds",
-            values[f"{label(TOPAGG, 10.0)}: lowest"],
-            ">",
-            0.2,
+            min(run.accuracy for run in outcomes[label(TOPAGG, 10.0)]),
+            "> 0.2",
             "twice chance: a smoke test",
         ),
+        *(
+            claim(
+                f"{TOPAGG} over {other} at epsilon {target:g}: accuracy",
+                _accuracy(outcomes, TOPAGG, target) - _accuracy(outcomes, other, target),
+                ">= 0",
+                f"goal; {why}",
+                gate=False,
+            )
+            for other, why in (
+                (PLAIN, "the same votes without their own randomness"),
+                (DP_SGD, "the paper's abstract: better than DP-SGD in most cases"),
+                (MEANS, "all that a bilinear teacher can know of its records"),
+                (DIRECT, "the price of data in place of a classifier"),
+            )
+            for target in TARGETS[:-1]
+        ),
+        *(
+            claim(
+                f"{label(TOPAGG, target)}: accuracy",
+                _accuracy(outcomes, TOPAGG, target),
+                f">= {REPORTED[target]}",
+                "goal; the paper's figure (recalled), of larger networks and for one record",
+                gate=False,
+            )
+            for target in TARGETS[:-1]
+        ),
     ]
-    made += [
-        Claim(
-            f"{TOPAGG} over {other} at epsilon {target:g}: accuracy",
-            over(TOPAGG, other, target),
-            ">=",
-            0.0,
-            f"goal; {why}",
-            gate=False,
-        )
-        for other, why in (
-            (PLAIN, "the same votes without their own randomness"),
-            (DP_SGD, "the paper's abstract: better than DP-SGD in most cases"),
-            (MEANS, "all that a bilinear teacher can know of its records"),
-            (DIRECT, "the price of data in place of a classifier"),
-        )
-        for target in TARGETS[:-1]
-    ]
-    made += [
-        Claim(
-            f"{label(TOPAGG, target)}: accuracy",
-            values[f"{label(TOPAGG, target)}: accuracy"],
-            ">=",
-            REPORTED[target],
-            "goal; the paper's figure (recalled), of larger networks and for one record",
-            gate=False,
-        )
-        for target in TARGETS[:-1]
-    ]
-    return made
 
 
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what a generator is worth at each epsilon, and what else the same privacy buys."""
+def _answer(outcomes: Outcomes) -> str:
     said = []
     for target in TARGETS[:-1]:
-        percent = {m: 100.0 * findings.values[f"{label(m, target)}: accuracy"] for m in METHODS}
+        percent = {m: 100.0 * _accuracy(outcomes, m, target) for m in METHODS}
         others = ", ".join(f"{m} {percent[m]:.1f}" for m in METHODS if m != TOPAGG)
         said.append(f"at epsilon {target:g} {percent[TOPAGG]:.1f} % ({others})")
     return f"A classifier that saw only generated images reaches, with {TOPAGG}, {'; '.join(said)}."
@@ -364,7 +354,7 @@ EXPERIMENT = Experiment(
     clients=4000,
     notes=NOTES,
     engines=("inprocess",),
-    measure=judged(measure, claims, answer),
+    measure=measure,
     minutes=31.0,
     quick=("rounds=2", "clients=24", "seeds=1", "images=2", "synthetic=20", "classifier_epochs=1"),
 )

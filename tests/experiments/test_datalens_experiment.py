@@ -32,8 +32,7 @@ def run() -> tuple[Config, dict[str, RunResult], Findings]:
 @pytest.mark.long
 def test_no_budget_is_crossed_and_one_row_ends_where_its_budget_does(run) -> None:
     config, results, findings = run
-    claims = {claim.name.partition(",")[0]: claim for claim in datalens.claims(config, results, findings)}
-    assert [claim.name for claim in claims.values() if not claim.ok and "accuracy" not in claim.name] == []
+    assert [claim.name for claim in findings.claims if not claim.ok and "accuracy" not in claim.name] == []
     full, early = results[datalens.label(10.0, 0)], results[datalens.stopped_label(config)]
     assert full.final.round == 4
     # The noise is as large as four rounds need, and not larger.
@@ -43,6 +42,11 @@ def test_no_budget_is_crossed_and_one_row_ends_where_its_budget_does(run) -> Non
     assert early.final.round == releases_for(5.0, 1e-5, z) // 2 == 1
     assert early.notes["privacy"]["epsilon"] <= 5.0
     assert not math.isnan(early.final.accuracy)
+    for name, value in (("epsilon", 10.1), ("releases", 7)):
+        forged = {**results, full.spec.label: replace(full, notes={"privacy": {**full.notes["privacy"], name: value}})}
+        assert sum(not claim.ok for claim in datalens.spending(forged, early)) == 1
+    assert sum(not claim.ok for claim in datalens.spending(results, full)) == 0
+    assert sum(not claim.ok for claim in datalens.spending(results, replace(early, rounds=full.rounds))) == 1
 
 
 def test_tables_hold_what_was_sent(run) -> None:

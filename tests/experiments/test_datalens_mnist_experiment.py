@@ -22,11 +22,13 @@ from fedcomp.experiments.catalog.datalens_mnist import (
     PLAIN,
     TARGETS,
     TOPAGG,
+    claims,
     label,
 )
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.findings import Claim, Findings, Pictures, Say
+from fedcomp.experiments.findings import Findings, Pictures, Say
 from fedcomp.experiments.generator_training import HELD, PROXY, GeneratorCell, task_of
+from fedcomp.experiments.kit import Record
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.statement import Statement
 
@@ -44,7 +46,8 @@ def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
 class Small:
     config: Config
     findings: Findings
-    claims: list[Claim]
+    measured: tuple[dict[str, list[Record]], dict[str, int]]
+    """What the claims are made of."""
     kept: dict[str, Any]
     used: set[str]
 
@@ -57,8 +60,10 @@ def small() -> Small:
         settings = Read(config.settings)
         config = dataclasses.replace(config, settings=settings)
         kept: dict[str, Any] = {}
+        measured = []
+        patch.setattr(module, "claims", lambda *figures: measured.append(figures) or claims(*figures))
         findings = module.measure(config, {}, Say(keep=kept.__setitem__))
-        return Small(config, findings, module.claims(config, {}, findings), kept, settings.read)
+        return Small(config, findings, measured[0], kept, settings.read)
 
 
 def cell(**changes: Any) -> GeneratorCell:
@@ -98,7 +103,7 @@ def test_f_every_row_spends_its_epsilon_and_every_image_is_a_release(small: Smal
             said = Statement.from_json(small.findings.statements[label(method, target)])
             assert (said.unit, said.adjacency, said.epsilon, said.population) == ("client", "replace", epsilon, 24)
             assert "INSECURE" in said.prose()
-    gates = {claim.name: claim.ok for claim in small.claims if claim.gate}
+    gates = {claim.name: claim.ok for claim in small.findings.claims if claim.gate}
     assert [name for name, ok in gates.items() if not ok and "accuracy" not in name] == []
 
 
@@ -120,19 +125,20 @@ def test_f_the_sheets_show_what_each_generator_makes(small: Small) -> None:
 def test_f_what_is_finished_is_kept_cell_by_cell(small: Small) -> None:
     assert len(small.kept) == len(METHODS) * len(TARGETS)
     again = module.measure(small.config, {}, Say(kept=small.kept, keep=pytest.fail))
-    assert again.values == small.findings.values
+    assert again == small.findings
 
 
 def test_f_claims_see_a_crossed_epsilon_a_missing_event_and_a_generator_that_learnt_nothing(small: Small) -> None:
-    figures = {"spent": (0.9999, 1.001), "uncounted": (0.0, 1.0), f"{label(TOPAGG, 10.0)}: lowest": (0.5, 0.1)}
-    good = {**small.findings.values, **{key: right for key, (right, _) in figures.items()}}
+    outcomes, owed = small.measured
+    learnt = {name: [Record({**run, "accuracy": 0.5}) for run in runs] for name, runs in outcomes.items()}
 
-    def failed(values: dict[str, float]) -> list[str]:
-        findings = dataclasses.replace(small.findings, values=values)
-        return [c.name for c in module.claims(small.config, {}, findings) if c.gate and not c.ok]
+    def failed(**figures: float) -> list[str]:
+        name = label(TOPAGG, 10.0)
+        forged = {**learnt, name: [Record({**run, **figures}) for run in learnt[name]]}
+        return [claim.name for claim in claims(forged, owed) if claim.gate and not claim.ok]
 
-    assert failed(good) == []
-    seen = [failed({**good, key: wrong}) for key, (_, wrong) in figures.items()]
+    assert failed() == failed(epsilon=9.999) == []
+    seen = [failed(epsilon=10.01), failed(releases=3), failed(accuracy=0.1)]
     assert [len(names) for names in seen] == [1, 1, 1]
     assert len({names[0] for names in seen}) == 3
 
