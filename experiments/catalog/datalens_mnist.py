@@ -180,16 +180,16 @@ def _accuracy(outcomes: Outcomes, method: str, target: float) -> float:
 
 
 def _accuracy_table(outcomes: Outcomes, data: str) -> Table:
-    def cells(method: str) -> list[float]:
+    def cells(method: str) -> list[Any]:
         percent = ([100.0 * run.accuracy for run in outcomes[label(method, target)]] for target in TARGETS)
         return [figure for found in percent for figure in (mean(found), spread(found))]
 
-    paper = [figure for t in TARGETS for figure in (100.0 * REPORTED[t] if t in REPORTED else None, None)]
+    paper: list[Any] = [figure for t in TARGETS for figure in (100.0 * REPORTED[t] if t in REPORTED else None, None)]
     count = len(next(iter(outcomes.values())))
     return Table(
         f"Accuracy in % on the test images of {data}",
         ("row", "epsilon 1", "± at 1", "epsilon 10", "± at 10", "no noise", "± without"),
-        [*([method, *cells(method)] for method in METHODS), ["the paper's DataLens (recalled)", *paper]],
+        [[method, *cells(method)] for method in METHODS] + [["the paper's DataLens (recalled)", *paper]],
         f"Means over {count} seed(s), ± half the range. Accuracy of a convolutional network trained on generated "
         "images alone, after its last epoch; in the row of the classifier, its own. The paper's figures come from "
         "convolutional teachers and generator, the best of 600 epochs on 100 000 images, and a looser accountant.",
