@@ -77,12 +77,16 @@ class Keys:
 
 @dataclass(frozen=True)
 class Null:
-    """The rule for a number that a document may hold as null: JSON has neither NaN nor infinity."""
+    """The rule for a number that JSON has no word for: NaN and infinity are null in a document, or ``word``.
+
+    Fields of dataclasses that are annotated so are written as such (:func:`fields_of`).
+    """
 
     value: float
+    word: str | None = None
 
     def __str__(self) -> str:
-        return "a number or null"
+        return f"a number or {self.word or 'null'}"
 
     def read(self, value: Any) -> Any:
         """Return any value that is there."""
@@ -123,7 +127,17 @@ def to_plain(value: Any) -> Any:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as plain data, those it is made from (``init=True``)."""
-    return {each.name: to_plain(getattr(value, each.name)) for each in fields(value) if each.init}
+    found = {each.name: to_plain(getattr(value, each.name)) for each in fields(value) if each.init}
+    for name, rule in _nulls(type(value)).items():  # type: ignore[arg-type]  # a class can be hashed
+        if name in found and (found[name] == rule.value or (found[name] != found[name] and math.isnan(rule.value))):
+            found[name] = rule.word
+    return found
+
+
+@cache
+def _nulls(kind: type) -> dict[str, Null]:
+    """Return the fields of a dataclass that a document holds as null."""
+    return {name: rule for name, hint in _hints(kind).items() for rule in get_args(hint)[1:] if isinstance(rule, Null)}
 
 
 def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
@@ -157,10 +171,9 @@ def from_plain(kind: Any, value: Any, where: str = "value") -> Any:
     if kind is Any:
         return value
     if origin is Annotated:
-        if value is None:
-            for rule in args[1:]:
-                if isinstance(rule, Null):
-                    return rule.value
+        for rule in args[1:]:
+            if isinstance(rule, Null) and value == rule.word:
+                return rule.value
         found = from_plain(args[0], value, where)
         for rule in args[1:]:
             try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fedcomp.errors import FedcompError
 from fedcomp.flower.schema import Bool, Int, OneOf, Options, Real, Schema, Text, TextSchema
+from fedcomp.plain import fields_of
 from fedcomp.privacy.events import ADJACENCIES, NOISES, Adjacency, Event
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
@@ -151,7 +152,7 @@ def compact(ledger: PrivacyLedger) -> dict[str, Any]:
     state = ledger.state_dict()
     merged: list[tuple[dict[str, Any], int]] = []
     for entry in ledger.entries:
-        event = entry.event.to_json()
+        event = fields_of(entry.event)
         if merged and merged[-1][0] == event:
             merged[-1] = (event, merged[-1][1] + entry.times)
         else:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from fedcomp.errors import ConfigError
-from fedcomp.plain import OrInfinite, PlainError, fields_of, from_fields
-from fedcomp.privacy.errors import PrivacyLedgerError
+from fedcomp.plain import OrInfinite
 
 Adjacency = Literal["zero_out", "add_remove", "replace"]
 
@@ -75,21 +73,3 @@ class Event:
             raise ConfigError(f"releases={self.releases!r} is not valid: a whole number >= 1")
         if not 0.0 <= self.delta < 1.0:
             raise ConfigError(f"delta={self.delta!r} of an event is not valid: a probability in [0, 1)")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the event as JSON-able data; infinity is written as null."""
-        return {name: None if value == math.inf else value for name, value in fields_of(self).items()}
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Event:
-        """Read :meth:`to_json`.
-
-        Raises
-        ------
-        PrivacyLedgerError
-            When fields are missing, unknown or of the wrong type.
-        """
-        try:
-            return from_fields(cls, document, "an event")
-        except PlainError as error:
-            raise PrivacyLedgerError(f"an event cannot be read: {error}") from error

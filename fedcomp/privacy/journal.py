@@ -88,7 +88,7 @@ class Journal:
             ) from error
         self._closer = weakref.finalize(self, os.close, self._handle)
         try:
-            self._lock()
+            _lock(self._handle, self.path)
             self._read()
             # The name of a new file is in its folder, which has to reach the disk as well.
             _sync_folder(self.path.parent)
@@ -133,20 +133,6 @@ class Journal:
         self.header, self._last, self._size, self.counted = None, "", 0, True
         self._checks.clear()
 
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError as error:
-            raise PrivacyLedgerError(
-                "a ledger on disk needs POSIX file locks, which this system lacks; run without a ledger file"
-            ) from error
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PrivacyLedgerError(
-                f"the ledger {self.path} is open elsewhere: two writers would each spend the budget; end the other run"
-            ) from error
-
     def _read(self) -> None:
         size = os.fstat(self._handle).st_size
         data = b""
@@ -160,7 +146,7 @@ class Journal:
         head = self._read_head(lines.pop(0)) if self.counted and lines else None
         unfinished = self.counted and head is None
         if unfinished and not _NONE.startswith(tail[: len(_NONE)]):
-            raise self._cut(f"{len(tail)} bytes of its head are left, which counts events")
+            raise _cut_off(self.path, f"{len(tail)} bytes of its head are left, which counts events")
         for number, line in enumerate(lines, 2 if self.counted else 1):
             entry = self._parse(line)
             if entry is None:
@@ -218,18 +204,12 @@ class Journal:
         """
         found = len(self.entries)
         if count > found:
-            raise self._cut(f"its head counts {count} events, and {found} are left")
+            raise _cut_off(self.path, f"its head counts {count} events, and {found} are left")
         if self.header is not None and (count < found - 1 or last != self._checks[count]):
             raise PrivacyLedgerError(
                 f"the head of the ledger {self.path} counts {count} events and is not that of its {found}: it is from "
                 "another time than they are. Restore the file from a copy, or begin a new run on other data"
             )
-
-    def _cut(self, why: str) -> PrivacyLedgerError:
-        return PrivacyLedgerError(
-            f"the ledger {self.path} was cut off at its end: {why}. What was spent is unknown: restore the file from a "
-            "copy, or begin a new run on other data"
-        )
 
     def _head(self) -> bytes:
         return _head_line(len(self._checks) - 1, self._last)
@@ -295,6 +275,28 @@ class Journal:
             written = os.pwrite(self._handle, view, at)
             view, at = view[written:], at + written
         os.fsync(self._handle)
+
+
+def _lock(handle: int, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError as error:
+        raise PrivacyLedgerError(
+            "a ledger on disk needs POSIX file locks, which this system lacks; run without a ledger file"
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise PrivacyLedgerError(
+            f"the ledger {path} is open elsewhere: two writers would each spend the budget; end the other run"
+        ) from error
+
+
+def _cut_off(path: Path, why: str) -> PrivacyLedgerError:
+    return PrivacyLedgerError(
+        f"the ledger {path} was cut off at its end: {why}. What was spent is unknown: restore the file from a copy, or "
+        "begin a new run on other data"
+    )
 
 
 def _head_line(events: int, last: str) -> bytes:

@@ -10,31 +10,18 @@ The file holds who took part. Under Poisson sampling that is a secret of the gua
 from __future__ import annotations
 
 import math
-import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from fedcomp.errors import ConfigError
 from fedcomp.logs import log
-from fedcomp.plain import Count, PlainError, Range, fields_of, from_fields
-from fedcomp.privacy.accounting import (
-    Cost,
-    Profile,
-    compose_rounds,
-    failures,
-    grid_of,
-    profile,
-    total_mu,
-    upper_bound,
-)
+from fedcomp.plain import PlainError, fields_of, from_plain
 from fedcomp.privacy.errors import BudgetExceeded, PrivacyLedgerError
-from fedcomp.privacy.events import Adjacency, Event, check_adjacency
-from fedcomp.privacy.gaussian import lattice_delta
+from fedcomp.privacy.events import Adjacency, Event
 from fedcomp.privacy.journal import Journal
 from fedcomp.privacy.sampling import Sampling
+from fedcomp.privacy.spending import LedgerEntry, Spending
 
 UNCOUNTED: Final = (
     "events that were cut off at the end of the ledger's file, which an earlier release began without counting them"
@@ -46,46 +33,8 @@ VERSION: Final = 2
 """Of new files, which begin with a head that counts the events. Files of version 1 have none, and are continued so."""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """One call of :meth:`PrivacyLedger.record`.
-
-    Attributes
-    ----------
-    serial : int
-        Position in the ledger, from 0.
-    attempt : int
-        How often the run had been continued, or a round was drawn again. A round that is made again draws its units
-        and its noise again, and is another round.
-    round, times : int
-        The rounds ``round`` to ``round + times - 1``, each with ``event``.
-    participants : tuple of int
-        Who took part.
-    event : Event
-    """
-
-    serial: Count
-    attempt: Count
-    round: Count
-    times: Annotated[int, Range(1)]
-    participants: tuple[int, ...]
-    event: Event
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as JSON-able data."""
-        return fields_of(self)
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> LedgerEntry:
-        """Read :meth:`to_json`; raises :class:`PrivacyLedgerError` when it is not one."""
-        try:
-            return from_fields(cls, document, "an entry of a ledger")
-        except PlainError as error:
-            raise PrivacyLedgerError(str(error)) from error
-
-
-class PrivacyLedger:
-    """Events, participations and the budget of one run.
+class PrivacyLedger(Spending):
+    """The record of what a run releases: what is recorded is paid for, on the disk where there is a file.
 
     Parameters
     ----------
@@ -112,6 +61,15 @@ class PrivacyLedger:
     ------
     ConfigError
         When a figure is out of range, or the sampler cannot be claimed under the adjacency.
+
+    Examples
+    --------
+    >>> from fedcomp.privacy.events import Event
+    >>> from fedcomp.privacy.sampling import Sampling
+    >>> ledger = PrivacyLedger(delta=1e-5, population=1000, adjacency="zero_out", sampling=Sampling(), budget=3.0)
+    >>> ledger.record(Event("gaussian", noise_multiplier=2.0), round=1, participants=[4, 7])
+    >>> round(ledger.epsilon(), 2), ledger.affords(Event("gaussian", noise_multiplier=2.0), times=3)
+    (1.99, False)
     """
 
     def __init__(
@@ -125,23 +83,9 @@ class PrivacyLedger:
         path: Path | None = None,
         unit: str = "client",
     ) -> None:
-        check_adjacency(adjacency)
-        sampling.check(adjacency)
-        if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0.0 < delta < 1.0:
-            raise ConfigError(f"delta={delta!r} is not valid: a probability in (0, 1), e.g. 1e-5")
-        if budget is not None and (isinstance(budget, bool) or not 0.0 < budget < math.inf):
-            raise ConfigError(f"budget={budget!r} is not valid: a positive epsilon, or None for no budget")
-        self.delta = float(delta)
-        self.population = 0
-        self.adjacency: Adjacency = adjacency
-        self.sampling = sampling
-        self.budget = None if budget is None else float(budget)
-        self.unit = unit
-        self.run = os.urandom(16).hex()
+        super().__init__(delta=delta, adjacency=adjacency, sampling=sampling, budget=budget, unit=unit)
         self._journal: Journal | None = None
         self._had_file = False
-        self._entries: list[LedgerEntry] = []
-        self._forget()
         if population:
             self.declare(population)
         if path is not None:
@@ -169,69 +113,6 @@ class PrivacyLedger:
             )
         self.population = population
 
-    # What was spent.
-
-    @property
-    def events(self) -> list[Event]:
-        """Every recorded event, in order; one that stands for several rounds is here once."""
-        return [entry.event for entry in self._entries]
-
-    @property
-    def entries(self) -> tuple[LedgerEntry, ...]:
-        """Every recorded event with its round and participants."""
-        return tuple(self._entries)
-
-    @property
-    def releases(self) -> int:
-        """How many noisy sums were paid for."""
-        return sum(entry.event.releases * entry.times for entry in self._entries)
-
-    @property
-    def rounds(self) -> int:
-        """In how many rounds."""
-        return sum(self._counts.values())
-
-    @property
-    def participations(self) -> dict[int, int]:
-        """In how many rounds each participant was."""
-        return {node: len(rounds) + self._blocks[node] for node, rounds in sorted(self._taken.items())}
-
-    @property
-    def failure(self) -> float:
-        """Failure probability beside the noise that any one unit may have met; part of delta."""
-        return failures(self._counts, self.sampling.cap)
-
-    @property
-    def lattice(self) -> float:
-        """By what fraction of itself delta may be larger for integers than for the continuous noise they count as.
-
-        Delta is divided by 1 plus this before an epsilon is read off.
-        """
-        left, grid, mu = self.delta - self.failure, grid_of(self._counts), total_mu(self._counts, self.sampling.cap)
-        return left / lattice_delta(mu, left, grid) - 1.0 if grid < math.inf and left > 0.0 else 0.0
-
-    def cost(self, *, amplified: bool = True) -> Cost:
-        """Return what was spent.
-
-        Parameters
-        ----------
-        amplified : bool
-            False: as if every unit had been in every release, without sampling and without a cap.
-        """
-        return self._cost_of(self._counts, amplified)
-
-    def _cost_of(self, counts: Mapping[Profile, int], amplified: bool) -> Cost:
-        if amplified:
-            return compose_rounds(counts, self.delta, cap=self.sampling.cap)
-        plain: Counter[Profile] = Counter()
-        for (parts, failure), n in counts.items():
-            plain[tuple(sorted(replace(part, rate=1.0) for part in parts)), failure] += n
-        return compose_rounds(plain, self.delta)
-
-    def epsilon(self, *, amplified: bool = True) -> float:
-        """Return the epsilon of :meth:`cost`."""
-        return self.cost(amplified=amplified).epsilon
-
     def drawn(self, round: int) -> None:
         """Take note that the units of ``round`` are drawn now. Events it holds already were on others.
 
@@ -245,28 +126,6 @@ class PrivacyLedger:
         """Whether events that were cut off at the end of the file, if there is one, would have been missed."""
         return self._journal is None or self._journal.counted
 
-    # What may still be spent.
-
-    def may_take_part(self, participant: int) -> bool:
-        """Whether the participation cap lets ``participant`` take part in one more round."""
-        cap = self.sampling.cap
-        return not cap or self._participations(participant) < cap
-
-    def surplus(self, nodes: Sequence[int]) -> list[int]:
-        """Return those of ``nodes`` that would be more participants than the population; none where nobody is counted.
-
-        A client that connects under another id is another participant. Without a cap that changes nothing of what a
-        unit spent; under one it would have as many turns again.
-        """
-        if not self._by_unit:
-            return []
-        return [node for node in nodes if node not in self._taken][max(0, self.population - len(self._taken)) :]
-
-    @property
-    def _by_unit(self) -> bool:
-        """Whether what was spent depends on which unit was in which round."""
-        return self.sampling.cap > 0
-
     def _check_people(self, entries: Sequence[LedgerEntry]) -> None:
         """Refuse participants that cannot all be different units."""
         for entry in entries:
@@ -275,7 +134,7 @@ class PrivacyLedger:
                     f"round {entry.round} has {len(entry.participants)} participants, the population was declared as "
                     f"{self.population}. Declare the number of all that may ever take part"
                 )
-        if not self._by_unit:
+        if not self.per_unit and not self.sampling.cap:
             return
         people = {node for entry in entries for node in entry.participants}.union(self._taken)
         if len(people) > self.population:
@@ -284,25 +143,6 @@ class PrivacyLedger:
                 f"{self.unit} under several ids would be counted as several, and have spent more than is said. Declare "
                 "the number of all that may ever take part, and let them keep their ids"
             )
-
-    def affords(self, event: Event | Sequence[Event], times: int = 1, *, round: int | None = None) -> bool:
-        """Whether ``times`` more rounds with ``event`` stay within the budget. To be asked before anyone is contacted.
-
-        Parameters
-        ----------
-        event : Event or sequence of Event
-            Of one round.
-        times : int
-        round : int, optional
-            Round of the event, where the round has events already: they are on the same units and cost more together.
-        """
-        if self.budget is None:
-            return True
-        counts = self._with(event, times, round)
-        # The quick bound is exact without sampling, and Rényi's with it: most calls of the slow accountant are spared.
-        if upper_bound(counts, self.delta, cap=self.sampling.cap) <= self.budget:
-            return True
-        return compose_rounds(counts, self.delta, cap=self.sampling.cap).epsilon <= self.budget
 
     def record(self, event: Event, *, round: int, participants: Sequence[int] = (), times: int = 1) -> None:
         """Write down that ``event`` is about to happen. When this returns, it is on the disk if there is a file.
@@ -330,7 +170,12 @@ class PrivacyLedger:
         """
         if not self.population:
             raise ConfigError("the population is not declared; an epsilon needs the public number of units first")
-        self._check_rate(event)
+        claimed = self.sampling.event_rate
+        if event.rate < claimed:
+            raise ConfigError(
+                f"an event claims rate={event.rate:g}, but every {self.unit} is sampled with probability {claimed:g}"
+                + ("" if self.sampling.kind == "poisson" else f": sampling={self.sampling.kind!r} amplifies nothing")
+            )
         if isinstance(round, bool) or round < 0 or isinstance(times, bool) or times < 1:
             raise ConfigError(f"round={round!r}, times={times!r} are not valid: whole numbers, times >= 1")
         people = tuple(int(node) for node in participants)
@@ -339,20 +184,21 @@ class PrivacyLedger:
         entry = LedgerEntry(len(self._entries), self._attempt, int(round), int(times), people, event)
         self._check_room(entry)
         self._check_people([entry])
-        over = [node for node in people if self._would_exceed(node, entry)]
-        if over:
-            raise BudgetExceeded(
-                f"participant {over[0]} was in {self._participations(over[0])} rounds, the cap is {self.sampling.cap}; "
-                "choose participants by Sampling.draw"
-            )
+        cap, key = self.sampling.cap, (entry.attempt, entry.round)
+        for node in people if cap else ():
+            again = times == 1 and key in self._taken.get(node, ())
+            if not again and self._turns[node] + times > cap:
+                raise BudgetExceeded(
+                    f"participant {node} was in {self._turns[node]} rounds, the cap is {cap}; choose participants by "
+                    "Sampling.draw"
+                )
         if not self.affords(event, times, round=round if times == 1 else None):
             raise BudgetExceeded(
                 f"round {round} would cross the budget epsilon={self.budget:g} (delta={self.delta:g}); spent so far "
                 f"{self.epsilon():.4g}. Nothing was released: end the run, or plan it with more noise"
             )
         if self._journal is not None:
-            self._journal.append(entry.to_json())
-        self._entries.append(entry)
+            self._journal.append(fields_of(entry))
         self._count(entry)
 
     # The file, and checkpoints.
@@ -393,7 +239,7 @@ class PrivacyLedger:
         return {
             "header": self._header(),
             "file": self._had_file,
-            "entries": [entry.to_json() for entry in self._entries],
+            "entries": [fields_of(entry) for entry in self._entries],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -422,12 +268,12 @@ class PrivacyLedger:
                 self._journal.clear()
                 self.run = run
                 self._journal.begin(self._header())
-        united = self._union(self._entries, entries, "the ledger", "the checkpoint")
+        united = _union(self._entries, entries, "the ledger", "the checkpoint")
         if self._journal is not None:
             for entry in united[len(self._entries) :]:
-                self._journal.append(entry.to_json())
-        self.run, self._entries, self._had_file = run, united, self._had_file or had_file
-        self._forget()
+                self._journal.append(fields_of(entry))
+        self.run, self._had_file = run, self._had_file or had_file
+        self._recount(united)
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -491,88 +337,20 @@ class PrivacyLedger:
                 )
             self.run = run
             entries = self._numbered(journal.entries, f"the ledger {journal.path}")
-        united = self._union(entries, self._entries, f"the ledger {journal.path}", "the checkpoint")
+        united = _union(entries, self._entries, f"the ledger {journal.path}", "the checkpoint")
         for entry in united[len(entries) :]:
-            journal.append(entry.to_json())
-        self._entries = united
-        self._forget()
+            journal.append(fields_of(entry))
+        self._recount(united)
 
     def _numbered(self, documents: Sequence[Mapping[str, Any]], where: str) -> list[LedgerEntry]:
-        entries = [LedgerEntry.from_json(document) for document in documents]
+        try:
+            entries = from_plain(list[LedgerEntry], list(documents), f"the events of {where}")
+        except PlainError as error:
+            raise PrivacyLedgerError(str(error)) from error
         if [entry.serial for entry in entries] != list(range(len(entries))):
             raise PrivacyLedgerError(f"{where} lacks an event, or has one twice: serial numbers are not 0, 1, 2 ...")
         self._check_people(entries)
         return entries
-
-    @staticmethod
-    def _union(first: list[LedgerEntry], second: list[LedgerEntry], one: str, other: str) -> list[LedgerEntry]:
-        common = min(len(first), len(second))
-        for mine, theirs in zip(first[:common], second[:common], strict=True):
-            if mine != theirs:
-                raise PrivacyLedgerError(
-                    f"{one} and {other} say different things about event {mine.serial}; which was paid for?"
-                )
-        return first + second[common:]
-
-    # Counting.
-
-    def _forget(self) -> None:
-        """Count everything anew; what is recorded from now on is another attempt if there was one."""
-        self._attempt = 1 + max((entry.attempt for entry in self._entries), default=-1)
-        self._counts: Counter[Profile] = Counter()
-        self._single: dict[tuple[int, int], tuple[Event, ...]] = {}
-        self._spans: dict[int, list[tuple[int, int]]] = {}
-        self._taken: dict[int, set[tuple[int, int]]] = {}
-        self._blocks: Counter[int] = Counter()
-        for entry in self._entries:
-            self._count(entry)
-
-    def _count(self, entry: LedgerEntry) -> None:
-        key = (entry.attempt, entry.round)
-        for node in entry.participants:
-            rounds = self._taken.setdefault(node, set())
-            if entry.times == 1:
-                rounds.add(key)
-            else:
-                self._blocks[node] += entry.times
-        if entry.times > 1:
-            self._spans.setdefault(entry.attempt, []).append((entry.round, entry.round + entry.times))
-            self._counts[profile(entry.event)] += entry.times
-            return
-        before = self._single.get(key, ())
-        if before:
-            self._drop(profile(before))
-        self._single[key] = (*before, entry.event)
-        self._counts[profile(self._single[key])] += 1
-
-    def _drop(self, known: Profile) -> None:
-        self._counts[known] -= 1
-        if not self._counts[known]:
-            del self._counts[known]
-
-    def _with(self, event: Event | Sequence[Event], times: int, round: int | None) -> Counter[Profile]:
-        """Return the counts after ``times`` more rounds with ``event``."""
-        group = (event,) if isinstance(event, Event) else tuple(event)
-        counts = Counter(self._counts)
-        before = self._single.get((self._attempt, round), ()) if round is not None else ()
-        if before:
-            old = profile(before)
-            counts[old] -= 1
-            if not counts[old]:
-                del counts[old]
-            counts[profile((*before, *group))] += 1
-            times -= 1
-        if times > 0:
-            counts[profile(group)] += times
-        return counts
-
-    def _participations(self, node: int) -> int:
-        return len(self._taken.get(node, ())) + self._blocks[node]
-
-    def _would_exceed(self, node: int, entry: LedgerEntry) -> bool:
-        cap = self.sampling.cap
-        again = entry.times == 1 and (entry.attempt, entry.round) in self._taken.get(node, ())
-        return bool(cap) and not again and self._participations(node) + entry.times > cap
 
     def _check_room(self, entry: LedgerEntry) -> None:
         """Refuse a span of rounds that meets others: their units would be counted as drawn apart."""
@@ -583,14 +361,6 @@ class PrivacyLedger:
         if met:
             raise ConfigError(f"rounds {entry.round} to {stop - 1} hold events already; number rounds on, never again")
 
-    def _check_rate(self, event: Event) -> None:
-        claimed = self.sampling.event_rate
-        if event.rate < claimed:
-            raise ConfigError(
-                f"an event claims rate={event.rate:g}, but every {self.unit} is sampled with probability {claimed:g}"
-                + ("" if self.sampling.kind == "poisson" else f": sampling={self.sampling.kind!r} amplifies nothing")
-            )
-
 
 def check_population(delta: float, population: int) -> None:
     """Raise :class:`ConfigError` unless ``delta`` is below one over ``population``."""
@@ -599,3 +369,14 @@ def check_population(delta: float, population: int) -> None:
             f"delta={delta:g} is not below 1/{population}: releasing one unit's data whole would satisfy it. Use at "
             f"most {10.0 ** math.floor(math.log10(0.1 / population)):.0e}"
         )
+
+
+def _union(first: list[LedgerEntry], second: list[LedgerEntry], one: str, other: str) -> list[LedgerEntry]:
+    """Return the longer of two lists of one run's entries, which agree as far as both go."""
+    common = min(len(first), len(second))
+    for mine, theirs in zip(first[:common], second[:common], strict=True):
+        if mine != theirs:
+            raise PrivacyLedgerError(
+                f"{one} and {other} say different things about event {mine.serial}; which was paid for?"
+            )
+    return first + second[common:]

@@ -7,14 +7,14 @@ the parties' epsilons, as is sometimes done, states a guarantee that is worse th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from fedcomp.errors import ConfigError
-from fedcomp.privacy.accounting import Cost, Profile, compose_rounds, profile, upper_bound
+from fedcomp.privacy.accounting import Cost, Profile, profile
 from fedcomp.privacy.events import Event
-from fedcomp.privacy.ledger import LedgerEntry, PrivacyLedger
-
-__all__ = ["ParallelLedger"]
+from fedcomp.privacy.ledger import PrivacyLedger
+from fedcomp.privacy.spending import LedgerEntry, cost_of, within
 
 
 class ParallelLedger(PrivacyLedger):
@@ -25,19 +25,17 @@ class ParallelLedger(PrivacyLedger):
     and ``releases`` are those of the party that has most.
     """
 
+    per_unit: ClassVar[bool] = True
+
     def spent(self, party: int) -> dict[Profile, int]:
         """Return how often each event happened at ``party``."""
         return dict(self._parties.get(party, {}))
 
     def allows(self, party: int, event: Event, times: int) -> bool:
         """Whether ``times`` more of ``event`` at ``party`` stay within the budget."""
-        if self.budget is None:
-            return True
         counts = Counter(self._parties.get(party, {}))
         counts[profile(event)] += times
-        if upper_bound(counts, self.delta) <= self.budget:
-            return True
-        return compose_rounds(counts, self.delta).epsilon <= self.budget
+        return within(self.budget, counts, self.delta)
 
     def affords(self, event: Event | Sequence[Event], times: int = 1, *, round: int | None = None) -> bool:
         """Return True: what happened elsewhere is written down whatever it crosses; see :meth:`allows`."""
@@ -54,10 +52,6 @@ class ParallelLedger(PrivacyLedger):
         if not participants:
             raise ConfigError(f"round {round}: an event of disjoint parties names those on whose records it was")
         super().record(event, round=round, participants=participants, times=times)
-
-    @property
-    def _by_unit(self) -> bool:
-        return True
 
     @property
     def releases(self) -> int:
@@ -82,12 +76,15 @@ class ParallelLedger(PrivacyLedger):
         """Return what the dearest party spent."""
         # Parties that did the same, which is the usual case, are accounted once.
         distinct = {tuple(sorted(counts.items())) for counts in self._parties.values()} or {()}
-        return max((self._cost_of(dict(counts), amplified) for counts in distinct), key=lambda cost: cost.epsilon)
+        return max(
+            (cost_of(dict(counts), self.delta, amplified=amplified) for counts in distinct),
+            key=lambda cost: cost.epsilon,
+        )
 
-    def _forget(self) -> None:
+    def _recount(self, entries: Iterable[LedgerEntry]) -> None:
         self._parties: dict[int, Counter[Profile]] = {}
         self._failures: dict[int, float] = {}
-        super()._forget()
+        super()._recount(entries)
 
     def _count(self, entry: LedgerEntry) -> None:
         super()._count(entry)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fedcomp.errors import ConfigError
+from fedcomp.plain import Null, fields_of, from_fields
 from fedcomp.privacy.accounting import is_fine
 from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
 from fedcomp.privacy.events import ADJACENCIES, NOISES
@@ -37,10 +38,8 @@ _MANY_IDS: Final = (
 )
 """Beside the unit, where that is so. With a cap the ledger refuses it."""
 
-_INFINITE: Final = ("epsilon", "epsilon_unamplified", "budget")
-"""Fields that may be infinite; JSON has no word for it and gets this one."""
-
-_WORD: Final = "infinite"
+Epsilon = Annotated[float, Null(math.inf, "infinite")]
+"""An epsilon; JSON has no number for an infinite one and gets this word."""
 
 _CHANGES: Final = {
     "zero_out": "leaving one {unit}'s contribution out of every sum and count, and nothing else",
@@ -112,9 +111,9 @@ class Statement:
         When delta is not below 1 / population, or a field has a value it cannot have.
     """
 
-    epsilon: float
+    epsilon: Epsilon
     delta: float
-    epsilon_unamplified: float
+    epsilon_unamplified: Epsilon
     accountant: str
     accountant_unamplified: str
     accountant_error: float
@@ -164,33 +163,13 @@ class Statement:
             raise ConfigError("a statement says who is trusted and what is protected; trust and protects are empty")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the statement as JSON-able data; an infinite value is the word "infinite"."""
-        document = asdict(self)
-        document["not_covered"] = list(self.not_covered)
-        for name in _INFINITE:
-            if document[name] == math.inf:
-                document[name] = _WORD
-        document["prose"] = self.prose()
-        return document
+        """Return the statement as JSON-able data, and its prose."""
+        return {**fields_of(self), "prose": self.prose()}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Statement:
-        """Read :meth:`to_json`.
-
-        Raises
-        ------
-        ConfigError
-            When fields are missing or unknown.
-        """
-        values = {name: value for name, value in document.items() if name != "prose"}
-        names = {f.name for f in fields(cls)}
-        if set(values) != names:
-            raise ConfigError(f"a statement lacks or does not know the fields {sorted(set(values) ^ names)}")
-        for name in _INFINITE:
-            if values[name] == _WORD:
-                values[name] = math.inf
-        values["not_covered"] = tuple(values["not_covered"])
-        return cls(**values)
+        """Read :meth:`to_json`; raises :class:`fedcomp.plain.PlainError` when it is something else."""
+        return from_fields(cls, {name: value for name, value in document.items() if name != "prose"}, "a statement")
 
     def prose(self) -> str:
         """Return the statement for a reader: one sentence that can be quoted, and the lines it stands on."""

@@ -1,0 +1,225 @@
+"""What the recorded events of a run come to: rounds, participations, and the epsilon that was spent."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from fedcomp.errors import ConfigError
+from fedcomp.plain import Count, Range
+from fedcomp.privacy.accounting import (
+    Cost,
+    Profile,
+    compose_rounds,
+    failures,
+    grid_of,
+    profile,
+    total_mu,
+    upper_bound,
+)
+from fedcomp.privacy.events import Adjacency, Event, check_adjacency
+from fedcomp.privacy.gaussian import lattice_delta
+from fedcomp.privacy.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One call of :meth:`fedcomp.privacy.ledger.PrivacyLedger.record`.
+
+    Attributes
+    ----------
+    serial : int
+        Position in the ledger, from 0.
+    attempt : int
+        How often the run had been continued, or a round was drawn again. A round that is repeated draws its units and
+        its noise again, and is another round.
+    round, times : int
+        The rounds ``round`` to ``round + times - 1``, each with ``event``.
+    participants : tuple of int
+        Who took part.
+    event : Event
+    """
+
+    serial: Count
+    attempt: Count
+    round: Count
+    times: Annotated[int, Range(1)]
+    participants: tuple[int, ...]
+    event: Event
+
+
+class Spending:
+    """The cost of the events of one run, and what its budget and its participation cap still allow.
+
+    Kept in memory; :class:`fedcomp.privacy.ledger.PrivacyLedger` adds the file and decides what may be recorded.
+    The parameters are those of the ledger.
+    """
+
+    per_unit: ClassVar[bool] = False
+    """Whether what was spent depends on who took part even without a participation cap."""
+
+    def __init__(
+        self, *, delta: float, adjacency: Adjacency, sampling: Sampling, budget: float | None, unit: str
+    ) -> None:
+        check_adjacency(adjacency)
+        sampling.check(adjacency)
+        if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0.0 < delta < 1.0:
+            raise ConfigError(f"delta={delta!r} is not valid: a probability in (0, 1), e.g. 1e-5")
+        if budget is not None and (isinstance(budget, bool) or not 0.0 < budget < math.inf):
+            raise ConfigError(f"budget={budget!r} is not valid: a positive epsilon, or None for no budget")
+        self.delta = float(delta)
+        self.population = 0
+        self.adjacency: Adjacency = adjacency
+        self.sampling = sampling
+        self.budget = None if budget is None else float(budget)
+        self.unit = unit
+        self.run = os.urandom(16).hex()
+        self._recount([])
+
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """Every recorded event with its round and participants."""
+        return tuple(self._entries)
+
+    @property
+    def events(self) -> list[Event]:
+        """Every recorded event, in order; one that stands for several rounds is here once."""
+        return [entry.event for entry in self._entries]
+
+    @property
+    def releases(self) -> int:
+        """How many noisy sums were paid for."""
+        return sum(entry.event.releases * entry.times for entry in self._entries)
+
+    @property
+    def rounds(self) -> int:
+        """In how many rounds."""
+        return sum(self._counts.values())
+
+    @property
+    def participations(self) -> dict[int, int]:
+        """In how many rounds each participant was."""
+        return dict(sorted(self._turns.items()))
+
+    @property
+    def failure(self) -> float:
+        """Failure probability beside the noise that any one unit may have met; part of delta."""
+        return failures(self._counts, self.sampling.cap)
+
+    @property
+    def lattice(self) -> float:
+        """By what fraction of itself delta may be larger for integers than for the continuous noise they count as.
+
+        Delta is divided by 1 plus this before an epsilon is read off.
+        """
+        left, grid, mu = self.delta - self.failure, grid_of(self._counts), total_mu(self._counts, self.sampling.cap)
+        return left / lattice_delta(mu, left, grid) - 1.0 if grid < math.inf and left > 0.0 else 0.0
+
+    def cost(self, *, amplified: bool = True) -> Cost:
+        """Return what was spent.
+
+        Parameters
+        ----------
+        amplified : bool
+            False: as if every unit had been in every release, without sampling and without a cap.
+        """
+        return cost_of(self._counts, self.delta, cap=self.sampling.cap, amplified=amplified)
+
+    def epsilon(self, *, amplified: bool = True) -> float:
+        """Return the epsilon of :meth:`cost`."""
+        return self.cost(amplified=amplified).epsilon
+
+    def affords(self, event: Event | Sequence[Event], times: int = 1, *, round: int | None = None) -> bool:
+        """Whether ``times`` more rounds with ``event`` stay within the budget. To be asked before anyone is contacted.
+
+        Parameters
+        ----------
+        event : Event or sequence of Event
+            Of one round.
+        times : int
+        round : int, optional
+            Round of the event, where the round has events already: they are on the same units and cost more together.
+        """
+        before = self._single.get((self._attempt, round), ()) if round is not None else ()
+        counts = _with(self._counts, before, (event,) if isinstance(event, Event) else event, times)
+        return within(self.budget, counts, self.delta, cap=self.sampling.cap)
+
+    def may_take_part(self, participant: int) -> bool:
+        """Whether the participation cap lets ``participant`` take part in one more round."""
+        cap = self.sampling.cap
+        return not cap or self._turns[participant] < cap
+
+    def surplus(self, nodes: Sequence[int]) -> list[int]:
+        """Return those of ``nodes`` that would be more participants than the population; none where nobody is counted.
+
+        A client that connects under another id is another participant. Without a cap that changes nothing of what a
+        unit spent; under one it would have as many turns again.
+        """
+        if not self.per_unit and not self.sampling.cap:
+            return []
+        return [node for node in nodes if node not in self._taken][max(0, self.population - len(self._taken)) :]
+
+    def _recount(self, entries: Iterable[LedgerEntry]) -> None:
+        """Count ``entries`` in place of those so far; what is recorded from now on is another attempt."""
+        self._entries: list[LedgerEntry] = []
+        self._counts: Counter[Profile] = Counter()
+        self._single: dict[tuple[int, int], tuple[Event, ...]] = {}
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._taken: dict[int, set[tuple[int, int]]] = {}
+        self._turns: Counter[int] = Counter()
+        for entry in entries:
+            self._count(entry)
+        self._attempt = 1 + max((entry.attempt for entry in self._entries), default=-1)
+
+    def _count(self, entry: LedgerEntry) -> None:
+        self._entries.append(entry)
+        key = (entry.attempt, entry.round)
+        before: tuple[Event, ...] = ()
+        for node in entry.participants:
+            rounds = self._taken.setdefault(node, set())
+            # The events of one round are on one draw of the units, and one participation.
+            self._turns[node] += 0 if key in rounds and entry.times == 1 else entry.times
+            if entry.times == 1:
+                rounds.add(key)
+        if entry.times == 1:
+            before = self._single.get(key, ())
+            self._single[key] = (*before, entry.event)
+        else:
+            self._spans.setdefault(entry.attempt, []).append((entry.round, entry.round + entry.times))
+        self._counts = _with(self._counts, before, (entry.event,), entry.times)
+
+
+def cost_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0, amplified: bool = True) -> Cost:
+    """Return what rounds cost; not ``amplified``: with every unit in every release, without sampling and cap."""
+    if amplified:
+        return compose_rounds(counts, delta, cap=cap)
+    plain: Counter[Profile] = Counter()
+    for (parts, failure), n in counts.items():
+        plain[tuple(sorted(replace(part, rate=1.0) for part in parts)), failure] += n
+    return compose_rounds(plain, delta)
+
+
+def within(budget: float | None, counts: Mapping[Profile, int], delta: float, *, cap: int = 0) -> bool:
+    """Whether rounds cost no more than ``budget``, which None never is exceeded."""
+    if budget is None:
+        return True
+    # The quick bound is exact without sampling, and Rényi's with it: most calls of the slow accountant are spared.
+    return upper_bound(counts, delta, cap=cap) <= budget or compose_rounds(counts, delta, cap=cap).epsilon <= budget
+
+
+def _with(
+    counts: Mapping[Profile, int], before: Sequence[Event], more: Sequence[Event], times: int
+) -> Counter[Profile]:
+    """Return ``counts`` after ``times`` rounds of ``more``, the first of them on top of the events ``before``."""
+    after = Counter(counts)
+    if before:
+        after[profile(before)] -= 1
+        after[profile((*before, *more))] += 1
+        times -= 1
+    if times > 0:
+        after[profile(more)] += times
+    return +after
