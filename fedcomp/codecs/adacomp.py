@@ -12,8 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.base import State, all_finite
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.memory import not_finite, vector_of

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from fedcomp.codecs.base import Codec, State
-from fedcomp.codecs.params import dataclass_config, dataclass_repr, shown
 from fedcomp.codecs.registry import Registry, codecs
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.params import dataclass_config, dataclass_repr, shown
 from fedcomp.rng import Key
 from fedcomp.wire import Frame
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.listed import VALUES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_bins

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.base import State, norm, require_finite
 from fedcomp.codecs.chain import Transform
 from fedcomp.layout import Update

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.base import State
 from fedcomp.codecs.clip import Clip
 from fedcomp.codecs.feedback import ErrorFeedback

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.layout import Layout
 from fedcomp.rng import Key

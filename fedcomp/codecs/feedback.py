@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.base import Codec, State, all_finite, norm
 from fedcomp.codecs.memory import described, not_finite, number_of, vector_of
 from fedcomp.codecs.positional import frame_of

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State
 from fedcomp.codecs.registry import codecs
 from fedcomp.codecs.wrapper import Wrapper

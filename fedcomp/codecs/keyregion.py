@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.base import State
 from fedcomp.codecs.listed import INDICES, ListedCodec, without_densities
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch

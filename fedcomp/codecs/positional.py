@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from fedcomp import wire
 from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
-from fedcomp.codecs.params import dataclass_config, dataclass_repr
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import scatter_add
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.params import dataclass_config, dataclass_repr
 from fedcomp.rng import Key
 from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor, Values
 

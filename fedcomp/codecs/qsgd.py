@@ -9,8 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedcomp.codecs.params import to_float
 from fedcomp.codecs.positional import Stretch
 from fedcomp.codecs.randomk import RandomK
+from fedcomp.params import to_float
 from fedcomp.wire.support import BLOCK
 
 

@@ -12,8 +12,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, narrowed, require_values
 from fedcomp.errors import NonFiniteUpdate
 from fedcomp.layout import Layout, Vector

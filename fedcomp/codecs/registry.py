@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Generic, TypeVar, cast, overload
 
 from fedcomp.codecs.base import Codec
-from fedcomp.codecs.params import shown, similar
 from fedcomp.errors import ConfigError
+from fedcomp.params import shown, similar
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.base import Codec, State, all_finite, require_finite
 from fedcomp.codecs.chunk import ChunkTop1
 from fedcomp.codecs.feedback import ErrorFeedback

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.base import State
 from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, AdaptiveCodec, Stretch

@@ -12,8 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.listed import without_densities
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_dense, require_values
 from fedcomp.layout import Layout, Update, Vector

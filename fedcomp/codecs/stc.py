@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.positional import SCOPES, PositionalCodec, Stretch, expected_sparse, require_values
 from fedcomp.kernels import select_topk
 from fedcomp.layout import Layout, Vector

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec, without_densities
 from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_above

@@ -8,8 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import params
+from fedcomp import params, wire
 from fedcomp.codecs.listed import INDICES, VALUES, ListedCodec
 from fedcomp.codecs.positional import SCOPES, Stretch
 from fedcomp.kernels import select_topk

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import (
     Algorithm,

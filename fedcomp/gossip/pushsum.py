@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.gossip.base import (
     Algorithm,

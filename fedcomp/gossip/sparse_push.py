@@ -31,7 +31,8 @@ from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
-from fedcomp.codecs import TopK, params
+from fedcomp import params
+from fedcomp.codecs import TopK
 from fedcomp.errors import ConfigError
 from fedcomp.gossip.base import GossipMessage, Gradient, Multicast, Outbox, Real, State, View, parameters, real
 from fedcomp.gossip.compressor import Compressor, get_compressor

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.errors import nearest
 from fedcomp.gossip.errors import TopologyError
 from fedcomp.gossip.graph import Topology

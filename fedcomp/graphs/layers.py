@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.graphs.adjacency import Adjacency
 from fedcomp.graphs.base import GraphError, GraphPart, Ids, MissingRows, Operator, StepPlan, find
@@ -47,6 +48,12 @@ class GraphConvolutions(nn.Module):
     ConfigError
         For a number out of range.
 
+    Examples
+    --------
+    >>> network = GraphConvolutions(features=64, hidden=16, classes=10)
+    >>> [tuple(layer.weight.shape) for layer in network.layers]
+    [(16, 64), (10, 16)]
+
     Notes
     -----
     Built directly, the initial values are torch's and come from its global generator; the tasks build models without it
@@ -56,13 +63,10 @@ class GraphConvolutions(nn.Module):
     def __init__(self, features: int, hidden: int, classes: int, layers: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
         for name, value in (("features", features), ("hidden", hidden), ("classes", classes), ("layers", layers)):
-            if value < 1:
-                raise ConfigError(f"{name}={value!r} is not valid: {name} must be a whole number of at least 1")
-        if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"dropout={dropout!r} is not valid: dropout must be a share in [0, 1)")
+            params.integer(name, value, low=1)
+        self.dropout = params.number("dropout", dropout, rule="a share in [0, 1)", ok=lambda v: 0.0 <= v < 1.0)
         widths = [features, *[hidden] * (layers - 1), classes]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.dropout = float(dropout)
 
     def forward(
         self,

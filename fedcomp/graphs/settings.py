@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral
 from typing import Any, Final
 
-import numpy as np
-
-from fedcomp.errors import ConfigError, nearest
+from fedcomp import params
+from fedcomp.errors import ConfigError
 from fedcomp.graphs.inclusion import WEIGHTS
 from fedcomp.graphs.scale import MODES
 
@@ -87,6 +85,13 @@ class SamplerSettings:
     ------
     ConfigError
         For an unknown name, a number out of range, or a tuple ``n`` of another length than ``layers``.
+
+    Examples
+    --------
+    >>> SamplerSettings(n=(512, 256), budget=1.5).draws(1)
+    256
+    >>> SamplerSettings(sampler="ladies").biased
+    'draws without replacement and weighs as if it were with replacement'
     """
 
     sampler: str = "skewed"
@@ -106,33 +111,33 @@ class SamplerSettings:
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
-                said = f"{value!r}"[:80]
-                raise ConfigError(f"unknown {name} {said} of a sampler{nearest(str(value)[:64], known)}")
-        for name, most in (("fanout", _MOST), ("layers", MOST_LAYERS)):
-            _set(self, name, _count(name, getattr(self, name), most))
-        for name in ("budget", "scale", "s_max"):
-            _set(self, name, _number(name, getattr(self, name), f"a number from 1 to {_LARGEST:g}", 1.0))
-        q = _number("q", self.q, "a probability in (0, 1]", 0.0)
-        if not 0.0 < q <= 1.0:
-            raise ConfigError(f"q={q!r} is not valid: q must be a probability in (0, 1]")
-        _set(self, "q", q)
+            params.choice(name, getattr(self, name), known)
         for name in ("keep_self", "renormalise"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not valid: {name} must be true or false")
-        _set(self, "n", self._per_layer(self.n))
+            params.boolean(name, getattr(self, name))
+        scales = {
+            name: params.number(
+                name, getattr(self, name), rule=f"a number from 1 to {_LARGEST:g}", ok=lambda v: 1.0 <= v <= _LARGEST
+            )
+            for name in ("budget", "scale", "s_max")
+        }
+        params.assign(
+            self,
+            fanout=params.integer("fanout", self.fanout, low=1, high=_MOST),
+            layers=params.integer("layers", self.layers, low=1, high=MOST_LAYERS),
+            q=params.number("q", self.q, rule="a probability in (0, 1]", ok=lambda v: 0.0 < v <= 1.0),
+            **scales,
+        )
+        params.assign(self, n=self._per_layer(self.n))
 
     def _per_layer(self, n: Any) -> int | tuple[int, ...]:
         if not isinstance(n, list | tuple):
-            return _count("n", n)
+            return params.integer("n", n, low=1, high=_MOST)
         if len(n) != self.layers:
-            said = f"{tuple(n[:9])!r}"
             raise ConfigError(
-                f"n={said} has {len(n)} numbers for {self.layers} layers; give one per layer, input layer "
+                f"n={params.shown(n)} has {len(n)} numbers for {self.layers} layers; give one per layer, input layer "
                 "first, or one number for all"
             )
-        return tuple(_count("n", one) for one in n)
+        return tuple(params.integer("n", one, low=1, high=_MOST) for one in n)
 
     def draws(self, layer: int) -> int:
         """Return ``n`` of a layer; 0 is the input layer."""
@@ -155,9 +160,7 @@ class SamplerSettings:
 
     def to_config(self) -> dict[str, Any]:
         """Return the settings as plain scalars and lists."""
-        config = {one.name: getattr(self, one.name) for one in fields(self)}
-        config["n"] = list(self.n) if isinstance(self.n, tuple) else self.n
-        return config
+        return params.dataclass_config(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SamplerSettings:
@@ -171,23 +174,5 @@ class SamplerSettings:
         known = [one.name for one in fields(cls)]
         for name in config:
             if name not in known:
-                raise ConfigError(f"a sampler has no setting {str(name)[:64]!r}{nearest(str(name)[:64], known)}")
+                raise ConfigError(f"a sampler has no setting {params.shown(name)}{params.similar(str(name), known)}")
         return cls(**config)
-
-
-def _set(settings: SamplerSettings, name: str, value: Any) -> None:
-    object.__setattr__(settings, name, value)
-
-
-def _count(name: str, value: Any, most: int = _MOST) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= most:
-        said = f"{value!r}"[:80]
-        raise ConfigError(f"{name}={said} is not valid: {name} must be a whole number of at least 1 and at most {most}")
-    return int(value)
-
-
-def _number(name: str, value: Any, rule: str, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not least <= value <= _LARGEST:
-        said = f"{value!r}"[:80]
-        raise ConfigError(f"{name}={said} is not valid: {name} must be {rule}")
-    return float(value)

@@ -28,7 +28,7 @@ from typing import Final
 
 import numpy as np
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.privacy.entropy import Entropy
 from fedcomp.privacy.events import Adjacency, Event

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import FixedPoint, params, register
+from fedcomp import params, wire
+from fedcomp.codecs import FixedPoint, register
 from fedcomp.codecs.base import Codec, State
 from fedcomp.errors import ConfigError, LayoutError
 from fedcomp.layout import Layout, Update, Vector

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.base import Codec, State, all_finite
 from fedcomp.codecs.chain import Chain, Transform, registry
 from fedcomp.codecs.feedback import ErrorFeedback

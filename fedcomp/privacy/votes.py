@@ -23,8 +23,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp import wire
-from fedcomp.codecs import PositionalCodec, State, Stretch, params, register, require_finite
+from fedcomp import params, wire
+from fedcomp.codecs import PositionalCodec, State, Stretch, register, require_finite
 from fedcomp.codecs.positional import SCOPES, expected_sparse, require_values
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.kernels import select_topk

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.flower.gcn import MOST_STEPS
 from fedcomp.graphs.cache import POLICIES

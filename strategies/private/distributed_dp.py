@@ -26,7 +26,8 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec, params
+from fedcomp import params
+from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.coding.sumcode import Summed, SumPlan
 from fedcomp.errors import ConfigError

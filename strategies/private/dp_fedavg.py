@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout

@@ -22,7 +22,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Codec, params
+from fedcomp import params
+from fedcomp.codecs import Codec
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError
 from fedcomp.flower.lsg import SLACK, UPDATE, LsgRequest, drawn, put_carriers, put_kept, unpack

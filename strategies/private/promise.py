@@ -11,7 +11,7 @@ import numpy as np
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.flower.logs import log
 from fedcomp.flower.privacy import LENGTHS

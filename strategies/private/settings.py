@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.flower.datalens import SENDS
 from fedcomp.privacy.events import Adjacency

@@ -18,7 +18,8 @@ import numpy as np
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp.codecs import Codec, params
+from fedcomp import params
+from fedcomp.codecs import Codec
 from fedcomp.errors import ConfigError
 from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.privacy.errors import Unbounded

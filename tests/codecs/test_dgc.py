@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedcomp import wire
-from fedcomp.codecs import DGC, Codec, ErrorFeedback, TopK, params
+from fedcomp import params, wire
+from fedcomp.codecs import DGC, Codec, ErrorFeedback, TopK
 from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key

@@ -10,9 +10,9 @@ from fedcomp import wire
 from fedcomp.codecs import ChunkTop1, Codec, RandomK, SIDCo, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.listed import INDICES
-from fedcomp.codecs.params import count
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.layout import Layout, SmallDense, Update
+from fedcomp.params import count
 from fedcomp.rng import Key
 
 KEY = Key(3, "codec", round=1, partition=2)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from fedcomp import wire
-from fedcomp.codecs import QSGD, STC, AdaComp, RandomK, ScaleCom, ScaledSign, SIDCo, TernGrad, TopK, params
+from fedcomp import params, wire
+from fedcomp.codecs import QSGD, STC, AdaComp, RandomK, ScaleCom, ScaledSign, SIDCo, TernGrad, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.positional import PositionalCodec, Stretch, expected_dense, expected_sparse
 from fedcomp.kernels import select_above

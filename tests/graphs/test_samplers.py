@@ -281,10 +281,10 @@ def test_settings_travel_as_plain_data() -> None:
         ({"mode": "match"}, "did you mean 'matched'"),
         ({"weight": "l2"}, "l2sq"),
         ({"favour": "all"}, "halo"),
-        ({"n": 0}, "at least 1"),
-        ({"n": 2.5}, "whole number"),
+        ({"n": 0}, r"integer in \[1, "),
+        ({"n": 2.5}, "n=2.5 .* integer"),
         ({"n": (1, 2, 3)}, "3 numbers for 2 layers"),
-        ({"n": (1, True)}, "whole number"),
+        ({"n": (1, True)}, "n=True .* integer"),
         ({"fanout": 0}, "fanout"),
         ({"layers": 0}, "layers"),
         ({"budget": 0.9}, "budget"),
@@ -294,7 +294,7 @@ def test_settings_travel_as_plain_data() -> None:
         ({"q": 0.0}, "probability"),
         ({"q": 1.1}, "probability"),
         ({"q": float("nan")}, "probability"),
-        ({"keep_self": 1}, "true or false"),
+        ({"keep_self": 1}, "True or False"),
     ],
 )
 def test_settings_refuse_what_cannot_work(options: dict[str, Any], says: str) -> None:

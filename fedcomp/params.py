@@ -1,4 +1,4 @@
-"""Checking and describing a codec's parameters, so that every codec refuses the same things with the same words."""
+"""Checking and describing the parameters of codecs, samplers and strategies: all refuse alike, in the same words."""
 
 from __future__ import annotations
 
