@@ -38,7 +38,7 @@ OPTIONS: Final = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ServerRow:
     """A server and what reaches it."""
 
     server: str
@@ -74,7 +74,9 @@ def train(
 
 # FedAvg has no moments; FedAdagrad's do not move where nothing arrived.
 ROWS: Final = tuple(
-    Row(server, way) for server, way in product(SERVERS, WAYS) if way != EVERYWHERE or server in ("FedAdam", "FedYogi")
+    ServerRow(server, way)
+    for server, way in product(SERVERS, WAYS)
+    if way != EVERYWHERE or server in ("FedAdam", "FedYogi")
 )
 
 
@@ -82,7 +84,7 @@ def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
     """Tune every row and train it with the experiment's seeds: sparse updates cost an adaptive server little."""
     processes = int(config.settings["workers"])
 
-    def cells(chosen: Mapping[Row, Sequence[tuple[float, float]]], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    def cells(chosen: Mapping[ServerRow, Sequence[tuple[float, float]]], seeds: Sequence[int]) -> list[dict[str, Any]]:
         return [
             {"server": row.server, "way": row.way, "eta": eta, "tau": tau, "seed": seed}
             for row, settings in chosen.items()
@@ -98,7 +100,7 @@ def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
         row: [(best[row.server, row.way].eta, best[row.server, row.way].tau)] for row in tuned
     }
     done = Sweep(train, cells(chosen, repetitions(config)), "servers", {"config": config})(say, processes)
-    groups = {Row(*key): group for key, group in done.groups("server", "way").items()}
+    groups = {ServerRow(*key): group for key, group in done.groups("server", "way").items()}
     source = "goal: both tuned over the same grid; the mean over the last five rounds"
     return _table(groups), [
         claim(
@@ -112,16 +114,16 @@ def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
     ]
 
 
-def _lost(row: Row, groups: Mapping[Row, Records]) -> float:
-    dense = groups[Row(row.server, DENSE)]
+def _lost(row: ServerRow, groups: Mapping[ServerRow, Records]) -> float:
+    dense = groups[ServerRow(row.server, DENSE)]
     return 100 * (mean(dense.each("settled")) - mean(groups[row].each("settled")))
 
 
-def _table(groups: Mapping[Row, Records]) -> Table:
-    def sent(row: Row) -> float:
+def _table(groups: Mapping[ServerRow, Records]) -> Table:
+    def sent(row: ServerRow) -> float:
         return mean(groups[row].each("uplink"))
 
-    def tuned(row: Row, name: str) -> float | None:
+    def tuned(row: ServerRow, name: str) -> float | None:
         return None if row.server == "FedAvg" else groups[row][0][name]
 
     columns: dict[str, Any] = {
@@ -133,7 +135,7 @@ def _table(groups: Mapping[Row, Records]) -> Table:
         "stale step, %": lambda row: (
             None if row.server == "FedAvg" or row.way == DENSE else round(100 * mean(groups[row].each("stale")))
         ),
-        "uplink ratio": lambda row: round(sent(Row(row.server, DENSE)) / sent(row), 1),
+        "uplink ratio": lambda row: round(sent(ServerRow(row.server, DENSE)) / sent(row), 1),
     }
     return table(
         "Server optimisers on sparse updates",

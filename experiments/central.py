@@ -28,7 +28,7 @@ from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table, different_bytes
-from fedcomp.experiments.schemes import Exchange, Led, Scheme, Separate, scheme_of, sum_frame
+from fedcomp.experiments.schemes import Led, RoundExchange, RoundScheme, Separate, scheme_of, sum_frame
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Beside",
     "Clients",
-    "Cost",
-    "Exchange",
+    "ExchangeCost",
     "Led",
     "Outcome",
     "Plan",
     "Point",
     "PrivateOutcome",
-    "Scheme",
+    "RoundExchange",
+    "RoundScheme",
     "Separate",
     "beside",
     "measured",
@@ -175,7 +175,7 @@ class Plan:
     policy: DensityPolicy | None = None
 
     @classmethod
-    def of(cls, spec: RunSpec) -> tuple[Plan, Scheme]:
+    def of(cls, spec: RunSpec) -> tuple[Plan, RoundScheme]:
         """Return the plan and the scheme of a run of a system, so that it runs here as it would on an engine.
 
         Raises
@@ -242,7 +242,7 @@ class Outcome:
 
     arrays: dict[str, NDArray[Any]]
     points: list[Point]
-    exchanges: list[Cost]
+    exchanges: list[ExchangeCost]
     diverged: int | None = None
     steps: list[float] = field(default_factory=list)
 
@@ -288,8 +288,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """An :class:`Exchange` without its vectors."""
+class ExchangeCost:
+    """An :class:`RoundExchange` without its vectors."""
 
     uplink: int
     downlink: int
@@ -298,13 +298,13 @@ class Cost:
     overlap: float
 
 
-def simulate(plan: Plan, scheme: Scheme, on_point: Callable[[Point], object] | None = None) -> Outcome:
+def simulate(plan: Plan, scheme: RoundScheme, on_point: Callable[[Point], object] | None = None) -> Outcome:
     """Run ``plan`` with ``scheme``.
 
     Parameters
     ----------
     plan : Plan
-    scheme : Scheme
+    scheme : RoundScheme
     on_point : callable, optional
         Called with each new point.
 
@@ -421,12 +421,12 @@ class _History:
     def __init__(self, clients: Clients, vector: Vector, on_point: Callable[[Point], object] | None) -> None:
         self.clients, self.vector, self._on_point = clients, vector, on_point
         self.points: list[Point] = []
-        self.costs: list[Cost] = []
+        self.costs: list[ExchangeCost] = []
 
-    def advance(self, vector: Vector, done: Exchange) -> None:
+    def advance(self, vector: Vector, done: RoundExchange) -> None:
         """Take over the round's result."""
         self.vector = vector
-        self.costs.append(Cost(done.uplink, done.downlink, done.union, tuple(done.kept), done.overlap))
+        self.costs.append(ExchangeCost(done.uplink, done.downlink, done.union, tuple(done.kept), done.overlap))
 
     def look(self, number: int) -> None:
         """Evaluate the shared model."""

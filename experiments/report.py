@@ -164,7 +164,7 @@ def answer(summary: Mapping[str, Any]) -> str:
     return "" if first is None else f"{first['name']}: {number(first['value'])}."
 
 
-class Promise(NamedTuple):
+class StatedPromise(NamedTuple):
     """What is promised of one row, or of one training of a measurement.
 
     Attributes
@@ -192,15 +192,15 @@ class Promise(NamedTuple):
         return [(name, text.strip()) for name, _, text in (line.partition(":") for line in facts if line)]
 
 
-def promises(summary: Mapping[str, Any]) -> list[Promise]:
+def promises(summary: Mapping[str, Any]) -> list[StatedPromise]:
     """Return what a run promises: of its private rows, then of what it measured."""
     asked, found = summary["config"]["rounds"], []
     for row in summary["rows"]:
         if "privacy" in row:
             ended = f"Ended after round {row['rounds']} of {asked}: {row['ended']}." if row["ended"] else ""
-            found.append(Promise(row["label"], Statement.from_json(row["privacy"]), ended))
+            found.append(StatedPromise(row["label"], Statement.from_json(row["privacy"]), ended))
     said = summary["findings"].get("statements", {})
-    return found + [Promise(label, Statement.from_json(document)) for label, document in said.items()]
+    return found + [StatedPromise(label, Statement.from_json(document)) for label, document in said.items()]
 
 
 def shown_epsilon(value: float) -> str:

@@ -29,6 +29,7 @@ from fedcomp.experiments.commands import (
     OK,
     WRONG_INPUT,
     clean_stdout,
+    command_line,
     complain,
     invoke,
 )
@@ -71,34 +72,64 @@ def _check_row(spec: RunSpec) -> None:
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunnerSetup:
     """What the command line works with: the experiments it knows, the engine that runs their rows, and the check
-    that finds a row that cannot run before anything is started."""
+    that finds a row that cannot run before anything is started. ``program`` is what the command is called by."""
 
     catalog: Mapping[str, str | Experiment] = field(default_factory=lambda: CATALOG)
     engine: Engine = engines.run
     check: Callable[[RunSpec], None] = _check_row
+    program: str = "python -m experiments.run"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one call, unchecked."""
+    """The arguments of one call, unchecked. Typer reads the command line from these fields."""
 
-    name: str | None
-    engine: str | None
-    rounds: int | None
-    clients: int | None
-    seed: int | None
-    budget: float | None
-    assignments: tuple[str, ...]
-    quick: bool
-    resume: str | None
-    compare: tuple[str, str] | None
-    as_json: bool
-    out: Path
-    tensorboard: Path | None
-    program: str
-    """What the command is called by."""
+    name: Annotated[str | None, typer.Argument(help="Experiment to run.", show_default=DEFAULT)] = None
+    show_list: Annotated[
+        bool, typer.Option("--list", help="List the experiments, or the settings of NAME, and stop.")
+    ] = False
+    engine: Annotated[str | None, typer.Option(help=f"{', '.join(engines.ENGINES)}.", show_default="inprocess")] = None
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training.", show_default="the experiment's")] = None
+    clients: Annotated[int | None, typer.Option(help="Number of clients.", show_default="the experiment's")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of every random decision.", show_default="0")] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="EPS", help="Stop private systems before their epsilon crosses EPS.", show_default="none"),
+    ] = None
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+    ] = None
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smallest sizes: shows that everything works, and checks no claim.")
+    ] = False
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Continue a run: its name, its path, or 'last'.")
+    ] = None
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="RUN RUN", help="Compare two finished runs instead of running anything.", show_default=False
+        ),
+    ] = None
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON document and nothing else.")
+    ] = False
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are made.")] = Path("runs")
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, too.", show_default=False)
+    ] = None
+
+    def configure(self, experiment: Experiment, stored: Config | None = None) -> Config:
+        """Return what is asked of an experiment; what is not given is the experiment's, or that of a ``stored`` run."""
+        given = {name: getattr(self, name) for name in ("engine", "rounds", "clients", "seed")}
+        if stored is None:
+            kept: dict[str, Any] = {"seed": 0, "budget": self.budget, "quick": self.quick}
+        else:
+            kept = {name: getattr(stored, name) for name in (*given, "budget", "quick")}
+        named = {name: value for name, value in given.items() if value is not None}
+        return experiment.configure(assignments=self.assignments or (), **kept | named)
 
 
 @dataclass(frozen=True)
@@ -111,79 +142,27 @@ class Job:
     folder: RunFolder
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-def command(
-    context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Experiment to run.", show_default=DEFAULT)] = None,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List the experiments, or the settings of NAME, and stop.")
-    ] = False,
-    engine: Annotated[str | None, typer.Option(help=f"{', '.join(engines.ENGINES)}.", show_default="inprocess")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of training.", show_default="the experiment's")] = None,
-    clients: Annotated[int | None, typer.Option(help="Number of clients.", show_default="the experiment's")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every random decision.", show_default="0")] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(metavar="EPS", help="Stop private systems before their epsilon crosses EPS.", show_default="none"),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smallest sizes: shows that everything works, and checks no claim.")
-    ] = False,
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Continue a run: its name, its path, or 'last'.")
-    ] = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            metavar="RUN RUN", help="Compare two finished runs instead of running anything.", show_default=False
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as one JSON document and nothing else.")
-    ] = False,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are made.")] = Path("runs"),
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the rounds for TensorBoard, too.", show_default=False)
-    ] = None,
-) -> None:
-    """Run an experiment, write its report, and check its claims."""
-    setup: Setup = context.obj or Setup()
-    request = Request(
-        name,
-        engine,
-        rounds,
-        clients,
-        seed,
-        budget,
-        tuple(set_ or ()),
-        quick,
-        resume,
-        compare,
-        as_json,
-        out,
-        tensorboard,
-        context.command_path,
-    )
-    if list_:
-        raise typer.Exit(_list(setup, request))
-    raise typer.Exit(_compare(request) if request.compare else _run(setup, request))
-
-
 def main(
-    arguments: Sequence[str] | None = None, *, setup: Setup | None = None, program: str = "python -m experiments.run"
+    arguments: Sequence[str] | None = None,
+    *,
+    setup: RunnerSetup | None = None,
+    program: str = "python -m experiments.run",
 ) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
-    return invoke(app, program, arguments, setup or Setup())
+    return invoke(app, program, arguments, replace(setup or RunnerSetup(), program=program))
 
 
-def _list(setup: Setup, request: Request) -> int:
+def _command(context: typer.Context, request: Request) -> int:
+    """Run an experiment, write its report, and check its claims."""
+    if request.show_list:
+        return _list(context.obj, request)
+    return _compare(request) if request.compare else _run(context.obj, request)
+
+
+app = command_line(Request, _command)
+
+
+def _list(setup: RunnerSetup, request: Request) -> int:
     if request.name is None:
         found = [get_experiment(name, setup.catalog) for name in setup.catalog]
         documents: list[dict[str, Any]] = [
@@ -230,7 +209,7 @@ def _compare(request: Request) -> int:
     return OK
 
 
-def _run(setup: Setup, request: Request) -> int:
+def _run(setup: RunnerSetup, request: Request) -> int:
     # Flower reads its telemetry switch when it is imported: it must be off before anything brings Flower in.
     go_offline()
     if request.tensorboard is not None:
@@ -241,17 +220,17 @@ def _run(setup: Setup, request: Request) -> int:
         if not request.as_json:
             _announce(job)
         try:
-            summary, rounds = _execute(setup, job, errors, request.program)
+            summary, rounds = _execute(setup, job, errors)
             if request.tensorboard is not None:
                 board.export(request.tensorboard / job.folder.name, rounds)
         except KeyboardInterrupt:
-            return _interrupted(job.folder, request)
+            return _interrupted(job.folder, _resume_command(setup, job.folder, request))
         except ConfigError as error:
             # The engine's own checks come before its first round; a run without a round is not worth keeping.
             job.folder.discard_if_empty()
             return complain(str(error), WRONG_INPUT)
         except Exception as error:
-            return _broken(job.folder, request, error)
+            return _broken(job.folder, _resume_command(setup, job.folder, request), error)
         finally:
             _list_runs(job.folder)
         _close(summary, job.folder, request.as_json, stdout)
@@ -269,20 +248,12 @@ def _list_runs(folder: RunFolder) -> None:
         complain(f"the list of runs could not be written: {error}", OK)
 
 
-def _prepare(setup: Setup, request: Request) -> Job:
+def _prepare(setup: RunnerSetup, request: Request) -> Job:
     """Check everything a user can get wrong, then make or find the run's folder."""
     check_budget(request.budget)
     if request.resume is None:
         experiment = get_experiment(request.name or DEFAULT, setup.catalog)
-        config = experiment.configure(
-            engine=request.engine,
-            rounds=request.rounds,
-            clients=request.clients,
-            seed=request.seed or 0,
-            assignments=request.assignments,
-            budget=request.budget,
-            quick=request.quick,
-        )
+        config = request.configure(experiment)
         specs = experiment.specs(config)
         with _logged(logging.NullHandler()):
             for spec in specs:
@@ -296,16 +267,8 @@ def _prepare(setup: Setup, request: Request) -> Job:
             f"leave the name out or start a new run"
         )
     experiment = get_experiment(stored.experiment, setup.catalog)
-    asked = experiment.configure(
-        engine=request.engine if request.engine is not None else stored.engine,
-        rounds=request.rounds if request.rounds is not None else stored.rounds,
-        clients=request.clients if request.clients is not None else stored.clients,
-        seed=request.seed if request.seed is not None else stored.seed,
-        assignments=request.assignments,
-        budget=stored.budget,
-        quick=stored.quick,
-    )
-    given = {text.partition("=")[0].strip() for text in request.assignments}
+    asked = request.configure(experiment, stored)
+    given = {text.partition("=")[0].strip() for text in request.assignments or ()}
     kept = {key: value for key, value in stored.settings.items() if key not in given}
     config = replace(asked, settings={**asked.settings, **kept})
     specs = experiment.specs(config)
@@ -319,27 +282,26 @@ def _prepare(setup: Setup, request: Request) -> Job:
     return Job(experiment, config, specs, folder)
 
 
-def _execute(
-    setup: Setup, job: Job, errors: Console, program: str
-) -> tuple[dict[str, Any], dict[str, list[RoundRecord]]]:
+def _execute(setup: RunnerSetup, job: Job, errors: Console) -> tuple[dict[str, Any], dict[str, list[RoundRecord]]]:
     experiment, config, folder = job.experiment, job.config, job.folder
     results: dict[str, RunResult] = {}
     log = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
     with _logged(log), Watch(errors, job.specs, _remaining(job)) as watch:
         recorded = folder.rounds()
         for spec in job.specs:
-            result = folder.load(spec)
+            row = folder.row(spec)
+            result = row.load()
             kept = result is not None
             if result is None:
                 watch.start(spec, max((record.round for record in recorded[spec.label]), default=0))
-                checkpoint = folder.checkpoint(spec) if config.engine in RESUMABLE else None
+                checkpoint = row.checkpoint if config.engine in RESUMABLE else None
                 result = setup.engine(
                     spec,
                     on_round=_recorder(folder, spec, watch),
                     checkpoint=checkpoint,
-                    privacy=folder.privacy(spec),
+                    privacy=row.privacy,
                 )
-                folder.save(result)
+                row.save(result)
             results[spec.label] = result
             watch.done(spec, result.accuracy, kept=kept, rounds=result.final.round)
         findings = Findings()
@@ -353,7 +315,7 @@ def _execute(
         "run": str(folder.path),
         "began": sessions[0][0],
         "seconds": sum(seconds for _, seconds in sessions),
-        "command": rerun(experiment, config, program),
+        "command": rerun(experiment, config, setup.program),
     }
     rounds = {label: result.rounds for label, result in results.items()}
     summary = summarise(experiment, config, job.specs, results, findings, facts)
@@ -422,7 +384,7 @@ def _close(summary: Mapping[str, Any], folder: RunFolder, as_json: bool, stdout:
     console.print(f"Report: {folder.path / 'report.html'}", soft_wrap=True)
 
 
-def _interrupted(folder: RunFolder, request: Request) -> int:
+def _interrupted(folder: RunFolder, resume: str) -> int:
     finished = sum(len(records) for records in folder.rounds().values())
     cells = len(folder.cells())
     if folder.discard_if_empty():
@@ -430,23 +392,23 @@ def _interrupted(folder: RunFolder, request: Request) -> int:
     else:
         measured = f" and {cells} parts of the measurement" if cells else ""
         print(f"interrupted: {finished} finished rounds{measured} are kept in {folder.path}", file=sys.stderr)
-        print(f"continue with: {_resume_command(folder, request)}", file=sys.stderr)
+        print(f"continue with: {resume}", file=sys.stderr)
     return INTERRUPTED
 
 
-def _broken(folder: RunFolder, request: Request, error: Exception) -> int:
+def _broken(folder: RunFolder, resume: str, error: Exception) -> int:
     file = folder.path / "error.txt"
     write_text(file, "".join(traceback.format_exception(error)))
     reason = str(error) if isinstance(error, FedcompError) else f"{type(error).__name__}: {error}"
     return complain(
-        f"the run broke: {reason}; details in {file}; continue with: {_resume_command(folder, request)}",
+        f"the run broke: {reason}; details in {file}; continue with: {resume}",
         BROKEN,
     )
 
 
-def _resume_command(folder: RunFolder, request: Request) -> str:
+def _resume_command(setup: RunnerSetup, folder: RunFolder, request: Request) -> str:
     where = "" if request.out == Path("runs") else f" --out {request.out}"
-    return f"{request.program} --resume {folder.name}{where}"
+    return f"{setup.program} --resume {folder.name}{where}"
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from fedcomp.rng import Key
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RoundExchange:
     """What one round's communication cost and delivered.
 
     Attributes
@@ -58,7 +58,7 @@ class Exchange:
     overlap: float = math.nan
 
 
-class Scheme(Protocol):
+class RoundScheme(Protocol):
     """How the clients of a round agree on one update."""
 
     @property
@@ -74,7 +74,7 @@ class Scheme(Protocol):
 
     def round(
         self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
-    ) -> Exchange:
+    ) -> RoundExchange:
         """Send ``updates``, one per client in the order of partitions, with the clients' ``weights`` in the mean.
 
         ``key`` is the round's key for purpose "uplink"; ``look`` asks for the figures that cost extra time.
@@ -107,8 +107,8 @@ class Separate:
 
     def round(
         self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
-    ) -> Exchange:
-        """Encode each update with its client's key and state; see :class:`Scheme`."""
+    ) -> RoundExchange:
+        """Encode each update with its client's key and state; see :class:`RoundScheme`."""
         layout = updates[0].layout
         total = sum(weights)
         out = _nothing(layout)
@@ -125,7 +125,7 @@ class Separate:
             kept.append(sum(t.values.k for t in content.tensors) - layout.dense_size)
             after.append(state)
         self.codec.conclude(out)
-        return Exchange(out.vector, after, uplink, self._downlink(out, key) * len(updates), _union(out), kept)
+        return RoundExchange(out.vector, after, uplink, self._downlink(out, key) * len(updates), _union(out), kept)
 
     def _downlink(self, mean: Update, key: Key) -> int:
         inner = self.codec
@@ -166,8 +166,8 @@ class Led:
 
     def round(
         self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
-    ) -> Exchange:
-        """Choose the support, send on it, add up; see :class:`Scheme`."""
+    ) -> RoundExchange:
+        """Choose the support, send on it, add up; see :class:`RoundScheme`."""
         layout = updates[0].layout
         codec, total, clients = self.codec, sum(weights), len(updates)
         leader = (key.round - 1) % clients
@@ -188,7 +188,7 @@ class Led:
             on_support.accumulate(frame, weight / total, out)
             after.append(sent)
         answer, _ = codec.mean(supports, key.round).encode(out, {}, key)
-        return Exchange(
+        return RoundExchange(
             out.vector,
             after,
             uplink,
@@ -216,7 +216,7 @@ class Led:
         return similarity(memories, totals, weights, chosen, [s.slice for s in parts]).overlap
 
 
-def scheme_of(codec: Codec) -> Scheme:
+def scheme_of(codec: Codec) -> RoundScheme:
     """Return the scheme in which ``codec`` is used."""
     return Led(codec) if isinstance(codec, ScaleCom) else Separate(codec)
 

@@ -46,7 +46,7 @@ OPTIONS: Final = {
 
 
 @dataclass(frozen=True)
-class Row:
+class CnnRow:
     """One way to send the update.
 
     Attributes
@@ -85,10 +85,10 @@ def _top_k(density: float, values: str = "float32", **options: Any) -> dict[str,
 
 
 ROWS: Final = (
-    Row(DENSE, {"id": "identity"}, 0.06),
-    Row(SPARSE, _top_k(0.01), 0.1),
-    Row(HALVED, _top_k(0.02, "bf16"), 0.06),
-    Row(CORRECTED, _top_k(0.01, momentum=0.9), 0.03),
+    CnnRow(DENSE, {"id": "identity"}, 0.06),
+    CnnRow(SPARSE, _top_k(0.01), 0.1),
+    CnnRow(HALVED, _top_k(0.02, "bf16"), 0.06),
+    CnnRow(CORRECTED, _top_k(0.01, momentum=0.9), 0.03),
 )
 
 

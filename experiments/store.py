@@ -24,7 +24,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,9 @@ class RunFolder:
         self.path = path
         self.config = config
         self.specs = list(specs)
+        self._rounds, self._cells, self._sessions = (
+            JsonLines(path / f"{name}.jsonl") for name in ("rounds", "cells", "sessions")
+        )
         self._opened = datetime.now(UTC), time.perf_counter()
         self._slugs = {spec.label: f"{i:02d}-{slug(spec.label)}" for i, spec in enumerate(self.specs)}
 
@@ -80,7 +84,7 @@ class RunFolder:
         Raises :class:`ConfigError` that names the nearest run when there is none, and :class:`StateError`
         when its ``config.json`` cannot be read.
         """
-        path = cls.locate(root, run)
+        path = locate_run(root, run)
         file = path / "config.json"
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
@@ -92,19 +96,6 @@ class RunFolder:
             return cls(path, Config.from_json(document["config"]), specs)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(f"{file} cannot be read ({_one_line(error)}); start a new run") from error
-
-    @staticmethod
-    def locate(root: Path, run: str) -> Path:
-        """Return the folder of a run by path, by its name below ``root``, or the newest one for ``"last"``."""
-        names = sorted(path.name for path in root.iterdir() if (path / "config.json").exists()) if root.is_dir() else []
-        if run == LAST:
-            if not names:
-                raise ConfigError(f"there is no run in {root}")
-            return root / max(names, key=lambda name: ((root / name / "config.json").stat().st_mtime_ns, name))
-        for path in (root / run, Path(run)):
-            if (path / "config.json").exists():
-                return path
-        raise ConfigError(f"no run {run!r} in {root}{nearest(run, names)}")
 
     @property
     def name(self) -> str:
@@ -136,17 +127,15 @@ class RunFolder:
 
     def append(self, spec: RunSpec, record: RoundRecord) -> None:
         """Add one finished round to ``rounds.jsonl``; it is on disk when this returns."""
-        line = json.dumps({"label": spec.label, "system": spec.system, **finite(record.to_json())}, allow_nan=False)
-        self._append("rounds.jsonl", line)
+        self._rounds.append(_round_line(spec, record))
 
     def rounds(self) -> dict[str, list[RoundRecord]]:
         """Return the rounds recorded so far, by label and in order.
 
-        A round that was repeated after an interruption counts once, with its last line; a line cut short by
-        a crash is ignored.
+        A round that was repeated after an interruption counts once, with its last line.
         """
         found: dict[str, dict[int, RoundRecord]] = {spec.label: {} for spec in self.specs}
-        for document in self._lines("rounds.jsonl"):
+        for document in self._rounds:
             label = document.pop("label")
             document.pop("system")
             if label in found:
@@ -154,15 +143,12 @@ class RunFolder:
         return {label: [records[i] for i in sorted(records)] for label, records in found.items()}
 
     def keep_cell(self, name: str, content: Any) -> None:
-        """Add one finished part of a measurement to ``cells.jsonl``; it is on disk when this returns.
-
-        NaN and infinity are written as Python's JSON has them, so that a resumed run reads what it computed.
-        """
-        self._append("cells.jsonl", json.dumps({"cell": name, "content": content}))
+        """Add one finished part of a measurement to ``cells.jsonl``; it is on disk when this returns."""
+        self._cells.append({"cell": name, "content": content})
 
     def cells(self) -> dict[str, Any]:
-        """Return the finished parts of a measurement by name; a line cut short by a crash is ignored."""
-        return {document["cell"]: document["content"] for document in self._lines("cells.jsonl")}
+        """Return the finished parts of a measurement by name."""
+        return {document["cell"]: document["content"] for document in self._cells}
 
     def sessions(self) -> list[tuple[str, float]]:
         """Return when each session on this run began (UTC) and its seconds, this one last and as far as it is.
@@ -170,54 +156,27 @@ class RunFolder:
         A session that was killed left no line and is missing.
         """
         began, clock = self._opened
-        before = [(line["began"], line["seconds"]) for line in self._lines("sessions.jsonl")]
+        before = [(line["began"], line["seconds"]) for line in self._sessions]
         return [*before, (began.strftime("%Y-%m-%d %H:%M:%S UTC"), time.perf_counter() - clock)]
 
     def end_session(self) -> None:
         """Write down how long this session took."""
         began, seconds = self.sessions()[-1]
-        self._append("sessions.jsonl", json.dumps({"began": began, "seconds": seconds}))
+        self._sessions.append({"began": began, "seconds": seconds})
 
     def tidy(self) -> None:
         """Leave only whole lines in the files that grow line by line; called when a run is opened again."""
-        if (self.path / "cells.jsonl").exists():
-            cells = [json.dumps({"cell": name, "content": content}) for name, content in self.cells().items()]
-            write_text(self.path / "cells.jsonl", "".join(line + "\n" for line in cells))
+        if cells := self.cells():
+            self._cells.replace({"cell": name, "content": content} for name, content in cells.items())
         rounds = self.rounds()
-        systems = {spec.label: spec.system for spec in self.specs}
-        lines = [
-            json.dumps({"label": label, "system": systems[label], **finite(record.to_json())})
-            for label, records in rounds.items()
-            for record in records
-        ]
-        if lines:
-            write_text(self.path / "rounds.jsonl", "".join(line + "\n" for line in lines))
+        if lines := [_round_line(spec, record) for spec in self.specs for record in rounds[spec.label]]:
+            self._rounds.replace(lines)
 
-    def row_folder(self, spec: RunSpec) -> Path:
+    def row(self, spec: RunSpec) -> RowFolder:
         """Return the folder of one row, made when needed."""
         folder = self.path / "systems" / self._slugs[spec.label]
         folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def checkpoint(self, spec: RunSpec) -> Path:
-        """Return where the engine keeps what it needs to continue this row."""
-        return self.row_folder(spec) / "checkpoint"
-
-    def privacy(self, spec: RunSpec) -> Path:
-        """Return where a private row keeps what it released; the file outlives the row's checkpoint."""
-        return self.row_folder(spec) / PRIVACY_FILE
-
-    def save(self, result: RunResult) -> None:
-        """Store a finished row and forget its checkpoint."""
-        result.save(self.row_folder(result.spec))
-        checkpoint = self.checkpoint(result.spec)
-        for path in checkpoint.parent.glob(checkpoint.name + "*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def load(self, spec: RunSpec) -> RunResult | None:
-        """Return the stored result of a finished row, ``None`` when the row is not finished."""
-        folder = self.row_folder(spec)
-        return RunResult.load(folder) if (folder / RESULT_FILE).exists() else None
+        return RowFolder(folder)
 
     def discard_if_empty(self) -> bool:
         """Remove a run in which nothing was recorded, and nothing released; return whether it was removed."""
@@ -229,20 +188,84 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         return True
 
-    def _append(self, name: str, line: str) -> None:
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the documents of a file of JSON lines; none when there is no such file."""
-        file = self.path / name
-        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+@dataclass(frozen=True)
+class RowFolder:
+    """The folder of one row of a run.
+
+    Attributes
+    ----------
+    path : Path
+    """
+
+    path: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the engine keeps what it needs to continue this row."""
+        return self.path / "checkpoint"
+
+    @property
+    def privacy(self) -> Path:
+        """Where a private row keeps what it released; the file outlives the row's checkpoint."""
+        return self.path / PRIVACY_FILE
+
+    def save(self, result: RunResult) -> None:
+        """Store the finished row and forget its checkpoint."""
+        result.save(self.path)
+        for path in self.path.glob(self.checkpoint.name + "*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def load(self) -> RunResult | None:
+        """Return the stored result, ``None`` when the row is not finished."""
+        return RunResult.load(self.path) if (self.path / RESULT_FILE).exists() else None
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """A file that grows by one JSON document a line; a line that a crash cut short is ignored.
+
+    NaN and infinity are written as Python's JSON has them.
+    """
+
+    path: Path
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the documents; none when there is no such file."""
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
             try:
                 yield json.loads(line)
             except ValueError:
                 continue
+
+    def append(self, document: Mapping[str, Any]) -> None:
+        """Add a document; it is on disk when this returns."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(document) + "\n")
+            file.flush()
+            # A run that a power failure ends must not lose the rounds that it has reported.
+            os.fsync(file.fileno())
+
+    def replace(self, documents: Iterable[Mapping[str, Any]]) -> None:
+        """Put these documents in place of all others, in one step."""
+        write_text(self.path, "".join(json.dumps(document) + "\n" for document in documents))
+
+
+def locate_run(root: Path, run: str) -> Path:
+    """Return the folder of a run by path, by its name below ``root``, or the newest one for ``"last"``."""
+    names = sorted(path.name for path in root.iterdir() if (path / "config.json").exists()) if root.is_dir() else []
+    if run == LAST:
+        if not names:
+            raise ConfigError(f"there is no run in {root}")
+        return root / max(names, key=lambda name: ((root / name / "config.json").stat().st_mtime_ns, name))
+    for path in (root / run, Path(run)):
+        if (path / "config.json").exists():
+            return path
+    raise ConfigError(f"no run {run!r} in {root}{nearest(run, names)}")
+
+
+def _round_line(spec: RunSpec, record: RoundRecord) -> dict[str, Any]:
+    return {"label": spec.label, "system": spec.system, **finite(record.to_json())}
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from fedcomp.experiments.overview import UNREADABLE, summary_entry
 from fedcomp.experiments.page import render_comparison
 from fedcomp.experiments.report import mark, number, percent, ratio, short_bytes
 from fedcomp.experiments.sheets import Sheet
-from fedcomp.experiments.store import RunFolder
+from fedcomp.experiments.store import locate_run
 
 _ROW: dict[str, tuple[str, Callable[[Any], str]]] = {
     "accuracy": ("accuracy", percent),
@@ -80,7 +80,7 @@ def compare(root: Path, first: str, second: str) -> Comparison:
     StateError
         When its summary cannot be read.
     """
-    folders = [RunFolder.locate(root, run) for run in (first, second)]
+    folders = [locate_run(root, run) for run in (first, second)]
     summaries = [_summary(folder) for folder in folders]
     try:
         sheets = [sheet for sheet in _sheets(*summaries) if sheet.rows or sheet.caption]

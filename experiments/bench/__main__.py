@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -23,6 +23,7 @@ from fedcomp.experiments.commands import (
     INTERRUPTED,
     OK,
     clean_stdout,
+    command_line,
     complain,
     invoke,
 )
@@ -31,41 +32,43 @@ from fedcomp.experiments.sheets import Sheet, claims_sheet
 from fedcomp.experiments.store import to_json_text
 from fedcomp.flower.offline import go_offline
 
+Benchmarks = Mapping[str, tuple[str, str]]
+"""Module path and description by name."""
+
 
 @dataclass(frozen=True)
-class Setup:
-    """The benchmarks the command line knows: name -> module path and description."""
+class Request:
+    """The arguments of one call. Typer reads the command line from these fields."""
 
-    benchmarks: Mapping[str, tuple[str, str]] = field(default_factory=lambda: BENCHMARKS)
+    name: Annotated[str | None, typer.Argument(help="Benchmark to run.", show_default=False)] = None
+    show_list: Annotated[bool, typer.Option("--list", help="List the benchmarks and stop.")] = False
+    quick: Annotated[bool, typer.Option("--quick", help="Smallest sizes; figures are not representative.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document and nothing else.")] = (
+        False
+    )
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-def command(
-    context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Benchmark to run.", show_default=False)] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the benchmarks and stop.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Smallest sizes; figures are not representative.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as one JSON document and nothing else.")
-    ] = False,
-) -> None:
+def _command(context: typer.Context, request: Request) -> int:
     """Run a benchmark and check its claims."""
-    setup: Setup = context.obj or Setup()
-    raise typer.Exit(_list(setup, as_json) if list_ else _bench(setup, name, quick, as_json))
+    known: Benchmarks = context.obj
+    return _list(known, request.as_json) if request.show_list else _bench(known, request)
+
+
+app = command_line(Request, _command)
 
 
 def main(
-    arguments: Sequence[str] | None = None, *, setup: Setup | None = None, program: str = "python -m experiments.bench"
+    arguments: Sequence[str] | None = None,
+    *,
+    benchmarks: Benchmarks = BENCHMARKS,
+    program: str = "python -m experiments.bench",
 ) -> int:
     """Run the command line and return its exit code; every error becomes one line on standard error."""
-    return invoke(app, program, arguments, setup or Setup())
+    return invoke(app, program, arguments, benchmarks)
 
 
-def _list(setup: Setup, as_json: bool) -> int:
-    entries = [(name, summary) for name, (_, summary) in setup.benchmarks.items()]
+def _list(benchmarks: Benchmarks, as_json: bool) -> int:
+    entries = [(name, summary) for name, (_, summary) in benchmarks.items()]
     if as_json:
         print(to_json_text({"list": [{"benchmark": name, "measures": text} for name, text in entries]}))
     else:
@@ -73,16 +76,17 @@ def _list(setup: Setup, as_json: bool) -> int:
     return OK
 
 
-def _bench(setup: Setup, name: str | None, quick: bool, as_json: bool) -> int:
+def _bench(benchmarks: Benchmarks, request: Request) -> int:
+    name = request.name
     if name is None:
-        raise ConfigError(f"name a benchmark: {', '.join(setup.benchmarks)}")
-    if name not in setup.benchmarks:
-        raise ConfigError(f"no benchmark {name!r}{nearest(name, setup.benchmarks)}")
+        raise ConfigError(f"name a benchmark: {', '.join(benchmarks)}")
+    if name not in benchmarks:
+        raise ConfigError(f"no benchmark {name!r}{nearest(name, benchmarks)}")
     go_offline()
-    measure: Callable[..., dict[str, Any]] = importlib.import_module(setup.benchmarks[name][0]).run
-    with clean_stdout(as_json) as stdout:
+    measure: Callable[..., dict[str, Any]] = importlib.import_module(benchmarks[name][0]).run
+    with clean_stdout(request.as_json) as stdout:
         try:
-            result = measure(quick=quick, progress=_progress)
+            result = measure(quick=request.quick, progress=_progress)
         except KeyboardInterrupt:
             return INTERRUPTED
         except FedcompError:
@@ -91,12 +95,12 @@ def _bench(setup: Setup, name: str | None, quick: bool, as_json: bool) -> int:
             return complain(f"benchmark {name!r} broke: {type(error).__name__}: {error}", BROKEN)
         summary = {
             "benchmark": name,
-            "quick": quick,
+            "quick": request.quick,
             "rows": result["rows"],
             "claims": [claim.to_json() for claim in result["claims"]],
             "environment": environment(),
         }
-        _close(summary, as_json, stdout)
+        _close(summary, request.as_json, stdout)
     return CLAIM_FAILED if failed_claims(summary) else OK
 
 

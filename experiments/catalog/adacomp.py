@@ -19,7 +19,7 @@ from fedcomp.strategies.parts import TASK_PREFIX, below, policy
 
 if TYPE_CHECKING:
     from fedcomp.codecs import AdaComp, State
-    from fedcomp.experiments.central import Exchange, Scheme
+    from fedcomp.experiments.central import RoundExchange, RoundScheme
     from fedcomp.layout import Update
     from fedcomp.rng import Key
 
@@ -199,7 +199,7 @@ class Watched:
         By tensor and round, means over the clients: elements sent per bin, and the cosine of residue and update.
     """
 
-    scheme: Scheme
+    scheme: RoundScheme
     codec: AdaComp
     per_bin: dict[str, list[float]] = field(default_factory=dict)
     cosine: dict[str, list[float]] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class Watched:
 
     def round(
         self, updates: Sequence[Update], weights: Sequence[float], states: Sequence[State], key: Key, *, look: bool
-    ) -> Exchange:
+    ) -> RoundExchange:
         """Note what each client sends, then send it."""
         layout = updates[0].layout
         counts: list[dict[str, float]] = []

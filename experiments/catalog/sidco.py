@@ -90,7 +90,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     draws = Sweep(draw_of, {"draw": range(int(settings["draws"]))}, "estimates on synthetic vectors")(say)
     axes = {"source": list(by_name), "density": DENSITIES, "scope": ("global", "layer")}
     vectors = [v for r in Sweep(capture, axes, "captured gradients")(say) for v in r.vectors]
-    found = Measured(
+    found = Measurements(
         losses=train_losses(get_task(TASK, hidden=settings["task.hidden"]), results, say),
         known=[[dict(case) for case in r.cases] for r in draws],
         captured=Records(Record({**v, "place": _place(v)}) for v in vectors),
@@ -120,7 +120,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """What the claims are made of. All ratios are selected over wanted.
 
     Attributes
@@ -336,7 +336,7 @@ def within(ratios: Iterable[float]) -> float:
     return mean(float(0.5 <= ratio <= 2.0) for ratio in ratios)
 
 
-def claims(found: Measured) -> list[Claim]:
+def claims(found: Measurements) -> list[Claim]:
     """What training loses, where a fit suffices, what memory does to it, what the search finds, and the time."""
     chosen, deep, single = fit_name(*DEFAULT), fit_name("pareto", 4), fit_name("exponential", 1)
     ratio, late, unlike = "selected over wanted", "median of the later periods", "layers of unlike scale"

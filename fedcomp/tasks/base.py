@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.rng import Key
 from fedcomp.tasks import models
-from fedcomp.tasks.options import Option, flag, integer, optional, shown, text
+from fedcomp.tasks.options import TaskOption, flag, integer, optional, shown, text
 from fedcomp.tasks.partition import Assignment, parse_partitioner, permutation
 from fedcomp.tasks.sgd import Sgd
 from fedcomp.tasks.sources import DataSource
@@ -110,12 +110,14 @@ def _check_limits(batch_size: int, epochs: int | None, max_steps: int | None) ->
         raise ConfigError("epochs=None, max_steps=None: expected a limit on epochs or steps")
 
 
-COMMON_OPTIONS: Mapping[str, Option] = {
-    "partition": Option("iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT, pieces:COUNT, sorted, natural"),
-    "partition_seed": Option(0, integer(0), "names the draw of the partition"),
-    "min_examples": Option(1, integer(0), "least examples of any partition; 0 allows empty ones"),
-    "root": Option(None, optional(text), "folder of local data sets (default: $FEDCOMP_DATA)"),
-    "download": Option(False, flag, "let a library fetch the set from the network"),
+COMMON_OPTIONS: Mapping[str, TaskOption] = {
+    "partition": TaskOption(
+        "iid", _partitioner_text, "iid, dirichlet:ALPHA, shards:COUNT, pieces:COUNT, sorted, natural"
+    ),
+    "partition_seed": TaskOption(0, integer(0), "names the draw of the partition"),
+    "min_examples": TaskOption(1, integer(0), "least examples of any partition; 0 allows empty ones"),
+    "root": TaskOption(None, optional(text), "folder of local data sets (default: $FEDCOMP_DATA)"),
+    "download": TaskOption(False, flag, "let a library fetch the set from the network"),
 }
 """Options every task has."""
 
@@ -149,7 +151,7 @@ class Task(ABC):
     generative: ClassVar[bool] = False
     needs: ClassVar[str] = ""
     evaluation_batch: ClassVar[int] = EVALUATION_BATCH
-    OPTIONS: ClassVar[Mapping[str, Option]] = COMMON_OPTIONS
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = COMMON_OPTIONS
 
     def __init__(
         self,

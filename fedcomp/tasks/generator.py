@@ -24,8 +24,8 @@ from fedcomp.rng import Key
 from fedcomp.tasks import gan
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification, Split, single_thread
 from fedcomp.tasks.models import Cnn, Mlp, build
-from fedcomp.tasks.options import Option, choice, integer, number, widths
-from fedcomp.tasks.sources import DataSource, Table, load
+from fedcomp.tasks.options import TaskOption, choice, integer, number, widths
+from fedcomp.tasks.sources import DataSource, LabelledExamples, load
 from fedcomp.tasks.teachers import by_hash
 
 _PIECE: Final = 1000
@@ -56,7 +56,7 @@ class GeneratorTask(Classification):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         table, source = load(self.name, options["root"], options["download"])
-        assert isinstance(table, Table)
+        assert isinstance(table, LabelledExamples)
         x, y = self._pixels(table.x_train), table.y_train
         if options["records"]:
             x, y = simulate(x, y, options["records"], Key(options["records_seed"], "records"))
@@ -232,25 +232,25 @@ def _simulated(source: DataSource, count: int) -> DataSource:
     )
 
 
-OPTIONS: Final[Mapping[str, Option]] = {
+OPTIONS: Final[Mapping[str, TaskOption]] = {
     **COMMON_OPTIONS,
-    "noise": Option(20, integer(1), "numbers of noise the generator gets"),
-    "generator": Option("mlp", choice("mlp", "conv"), "mlp, or conv (transposed convolutions)"),
-    "hidden": Option((128,), widths, "widths of the mlp generator's hidden layers"),
-    "width": Option(16, integer(1), "channels of the conv generator's last layer"),
-    "discriminator": Option(
+    "noise": TaskOption(20, integer(1), "numbers of noise the generator gets"),
+    "generator": TaskOption("mlp", choice("mlp", "conv"), "mlp, or conv (transposed convolutions)"),
+    "hidden": TaskOption((128,), widths, "widths of the mlp generator's hidden layers"),
+    "width": TaskOption(16, integer(1), "channels of the conv generator's last layer"),
+    "discriminator": TaskOption(
         "bilinear", choice("bilinear", "mlp", "conv"), "a teacher's network: bilinear in label and pixels, mlp or conv"
     ),
-    "teacher_hidden": Option((16,), widths, "widths of an mlp teacher's hidden layers"),
-    "teacher_width": Option(8, integer(1), "channels of a conv teacher's first layer"),
-    "records": Option(0, integer(0), "simulated records to learn from instead of the set's own; 0: the set's own"),
-    "records_seed": Option(0, integer(0), "names the draw of simulated records"),
-    "classifier": Option("mlp", choice("mlp", "cnn"), "the classifier that evaluates: mlp or cnn"),
-    "synthetic": Option(2000, integer(1), "generated images it learns from"),
-    "classifier_epochs": Option(20, integer(1), "passes over them; the last one counts"),
-    "classifier_lr": Option(0.1, number(0.0), "its step size"),
-    "classifier_momentum": Option(0.9, number(0.0, 0.999), "its momentum"),
-    "classifier_batch": Option(64, integer(1), "its images per step"),
+    "teacher_hidden": TaskOption((16,), widths, "widths of an mlp teacher's hidden layers"),
+    "teacher_width": TaskOption(8, integer(1), "channels of a conv teacher's first layer"),
+    "records": TaskOption(0, integer(0), "simulated records to learn from instead of the set's own; 0: the set's own"),
+    "records_seed": TaskOption(0, integer(0), "names the draw of simulated records"),
+    "classifier": TaskOption("mlp", choice("mlp", "cnn"), "the classifier that evaluates: mlp or cnn"),
+    "synthetic": TaskOption(2000, integer(1), "generated images it learns from"),
+    "classifier_epochs": TaskOption(20, integer(1), "passes over them; the last one counts"),
+    "classifier_lr": TaskOption(0.1, number(0.0), "its step size"),
+    "classifier_momentum": TaskOption(0.9, number(0.0, 0.999), "its momentum"),
+    "classifier_batch": TaskOption(64, integer(1), "its images per step"),
 }
 
 
@@ -259,7 +259,7 @@ class DigitsGenerator(GeneratorTask):
 
     name = "digits-generator"
     side, scale = 8, (6.017 / 16.0, 4.884 / 16.0)
-    OPTIONS: ClassVar[Mapping[str, Option]] = OPTIONS
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = OPTIONS
 
 
 class MnistGenerator(GeneratorTask):
@@ -267,7 +267,7 @@ class MnistGenerator(GeneratorTask):
 
     name = "mnist-generator"
     side, scale = 28, (0.3081, 0.1307)
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
         "noise": replace(OPTIONS["noise"], default=50),
         "generator": replace(OPTIONS["generator"], default="conv"),

@@ -30,33 +30,37 @@ from fedcomp.rng import Key
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification, Split, single_thread
 from fedcomp.tasks.gan import Adam
 from fedcomp.tasks.graph_sources import LabelledGraph, cross_partition, karate_clubs, nearest_neighbours, planted
-from fedcomp.tasks.options import Option, choice, flag, integer, number
+from fedcomp.tasks.options import TaskOption, choice, flag, integer, number
 from fedcomp.tasks.partition import Assignment, permutation
 from fedcomp.tasks.sources import DataSource, load
 
 PLANTED: Final = "planted"
 """The partition that a graph was made of."""
 
-OPTIONS: Final[Mapping[str, Option]] = {
+OPTIONS: Final[Mapping[str, TaskOption]] = {
     "root": COMMON_OPTIONS["root"],
     "download": COMMON_OPTIONS["download"],
-    "cut": Option("auto", choice("auto", *sharing.METHODS), "how nodes get owners: auto, metis, kernighan-lin, ..."),
+    "cut": TaskOption(
+        "auto", choice("auto", *sharing.METHODS), "how nodes get owners: auto, metis, kernighan-lin, ..."
+    ),
     "partition_seed": COMMON_OPTIONS["partition_seed"],
-    "normalisation": Option("sym", choice("sym", "mean"), "of the adjacency: sym, or mean over a node's neighbours"),
-    "self_loops": Option(True, flag, "whether a node is a neighbour of itself"),
-    "features": Option(
+    "normalisation": TaskOption(
+        "sym", choice("sym", "mean"), "of the adjacency: sym, or mean over a node's neighbours"
+    ),
+    "self_loops": TaskOption(True, flag, "whether a node is a neighbour of itself"),
+    "features": TaskOption(
         "given",
         choice("given", "binary", "rows"),
         "given; binary: 1 for all that is not 0; rows: divided by their row's sum",
     ),
-    "structure": Option("full", choice("full", "halo"), "what an owner knows of the edges: all, or its own rows"),
-    "split": Option("random", choice("random"), "which nodes are held out"),
-    "split_seed": Option(0, integer(0), "names the draw of the held-out nodes"),
-    "held_out": Option(0.2, number(0.0, 0.99), "share of the labelled nodes that is held out"),
-    "hidden": Option(64, integer(1), "width of the hidden layers"),
-    "layers": Option(2, integer(1, 16), "graph convolutions"),
-    "dropout": Option(0.0, number(0.0, 0.99), "share of inputs to each layer that training drops"),
-    "dtype": Option("float32", choice("float32", "float64"), "of features and model"),
+    "structure": TaskOption("full", choice("full", "halo"), "what an owner knows of the edges: all, or its own rows"),
+    "split": TaskOption("random", choice("random"), "which nodes are held out"),
+    "split_seed": TaskOption(0, integer(0), "names the draw of the held-out nodes"),
+    "held_out": TaskOption(0.2, number(0.0, 0.99), "share of the labelled nodes that is held out"),
+    "hidden": TaskOption(64, integer(1), "width of the hidden layers"),
+    "layers": TaskOption(2, integer(1, 16), "graph convolutions"),
+    "dropout": TaskOption(0.0, number(0.0, 0.99), "share of inputs to each layer that training drops"),
+    "dtype": TaskOption("float32", choice("float32", "float64"), "of features and model"),
 }
 """Options of every graph task."""
 
@@ -92,7 +96,7 @@ class GraphTask(Classification):
     planted_only: ClassVar[bool] = False
     # However many of them are asked for, a forward pass is over all nodes.
     evaluation_batch = 2**62
-    OPTIONS: ClassVar[Mapping[str, Option]] = OPTIONS
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = OPTIONS
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         graph, source = self._load(options)
@@ -401,9 +405,9 @@ def _prepared(features: NDArray[np.float32], kind: str, dtype: str) -> NDArray[n
     return features.astype(dtype, copy=False)
 
 
-_PUBLIC: Final[Mapping[str, Option]] = {
+_PUBLIC: Final[Mapping[str, TaskOption]] = {
     **OPTIONS,
-    "split": Option("random", choice("random", "public"), "which nodes are held out: random, or public"),
+    "split": TaskOption("random", choice("random", "public"), "which nodes are held out: random, or public"),
 }
 
 
@@ -411,7 +415,7 @@ class Cora(GraphTask):
     """2,708 papers, 5,278 citations, 1,433 words that occur or not, seven subjects."""
 
     name = "cora"
-    OPTIONS: ClassVar[Mapping[str, Option]] = _PUBLIC
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = _PUBLIC
 
 
 class CiteSeer(GraphTask):
@@ -419,7 +423,7 @@ class CiteSeer(GraphTask):
     nor a subject, only citations."""
 
     name = "citeseer"
-    OPTIONS: ClassVar[Mapping[str, Option]] = _PUBLIC
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = _PUBLIC
 
 
 class CoraMl(GraphTask):
@@ -429,7 +433,10 @@ class CoraMl(GraphTask):
     """
 
     name = "cora-ml"
-    OPTIONS: ClassVar[Mapping[str, Option]] = {**OPTIONS, "features": replace(OPTIONS["features"], default="binary")}
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
+        **OPTIONS,
+        "features": replace(OPTIONS["features"], default="binary"),
+    }
 
 
 class DigitsGraph(GraphTask):
@@ -439,9 +446,9 @@ class DigitsGraph(GraphTask):
     """
 
     name = "digits-graph"
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
-        "k": Option(10, integer(1), "nearest digits that one is joined to"),
+        "k": TaskOption(10, integer(1), "nearest digits that one is joined to"),
     }
 
     def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
@@ -455,9 +462,9 @@ class Karate(GraphTask):
     """34 members of a karate club and 78 friendships; features say who somebody is and nothing else."""
 
     name = "karate"
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
-        "labels": Option(4, integer(2, 4), "2: the clubs it split into; 4: communities by modularity"),
+        "labels": TaskOption(4, integer(2, 4), "2: the clubs it split into; 4: communities by modularity"),
         "hidden": replace(OPTIONS["hidden"], default=16),
     }
 
@@ -482,21 +489,21 @@ class CrossPartition(GraphTask):
 
     name = "cross-partition"
     planted_only = True
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
-        "cut": Option("auto", choice("auto", PLANTED), "auto and planted are the parts the graph is made of"),
+        "cut": TaskOption("auto", choice("auto", PLANTED), "auto and planted are the parts the graph is made of"),
         "normalisation": replace(OPTIONS["normalisation"], default="mean"),
         "self_loops": replace(OPTIONS["self_loops"], default=False),
         "held_out": replace(OPTIONS["held_out"], default=0.25),
         "layers": replace(OPTIONS["layers"], default=1),
-        "nodes": Option(1200, integer(1, 8192), "N; memory grows with its square"),
-        "parts": Option(4, integer(2), "owners the graph is made for, at least two"),
-        "classes": Option(4, integer(2), "colours, and labels"),
-        "noise": Option(0.3, number(0.0), "standard deviation of the columns of noise"),
-        "own": Option(10, integer(0), "neighbours of the same owner"),
-        "telling": Option(7, integer(0), "neighbours of other owners that have the label's colour"),
-        "other": Option(3, integer(0), "neighbours of other owners of any colour"),
-        "graph_seed": Option(0, integer(0), "names the draw of the graph"),
+        "nodes": TaskOption(1200, integer(1, 8192), "N; memory grows with its square"),
+        "parts": TaskOption(4, integer(2), "owners the graph is made for, at least two"),
+        "classes": TaskOption(4, integer(2), "colours, and labels"),
+        "noise": TaskOption(0.3, number(0.0), "standard deviation of the columns of noise"),
+        "own": TaskOption(10, integer(0), "neighbours of the same owner"),
+        "telling": TaskOption(7, integer(0), "neighbours of other owners that have the label's colour"),
+        "other": TaskOption(3, integer(0), "neighbours of other owners of any colour"),
+        "graph_seed": TaskOption(0, integer(0), "names the draw of the graph"),
     }
 
     def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:
@@ -510,20 +517,20 @@ class SyntheticGraph(GraphTask):
     """A graph of planted parts, of any size: for what happens when graphs grow."""
 
     name = "synthetic-graph"
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **OPTIONS,
-        "cut": Option(
+        "cut": TaskOption(
             "auto",
             choice("auto", PLANTED, *sharing.METHODS),
             "planted, which auto is for as many owners as the graph is made of; metis, ...",
         ),
-        "nodes": Option(4000, integer(1), "N"),
-        "degree": Option(20, integer(1), "mean number of neighbours"),
-        "parts": Option(4, integer(1), "parts the graph is made of"),
-        "cross": Option(0.05, number(0.0, 1.0), "share of edges between them"),
-        "columns": Option(16, integer(1), "features of a node"),
-        "classes": Option(8, integer(2), "labels"),
-        "graph_seed": Option(0, integer(0), "names the draw of the graph"),
+        "nodes": TaskOption(4000, integer(1), "N"),
+        "degree": TaskOption(20, integer(1), "mean number of neighbours"),
+        "parts": TaskOption(4, integer(1), "parts the graph is made of"),
+        "cross": TaskOption(0.05, number(0.0, 1.0), "share of edges between them"),
+        "columns": TaskOption(16, integer(1), "features of a node"),
+        "classes": TaskOption(8, integer(2), "labels"),
+        "graph_seed": TaskOption(0, integer(0), "names the draw of the graph"),
     }
 
     def _load(self, options: Mapping[str, Any]) -> tuple[LabelledGraph, DataSource]:

@@ -9,15 +9,15 @@ from torch import nn
 
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification
 from fedcomp.tasks.models import Cnn, Mlp, QuickstartCnn
-from fedcomp.tasks.options import Option, choice, flag, integer, optional, widths
-from fedcomp.tasks.sources import Table, held_out, load
+from fedcomp.tasks.options import TaskOption, choice, flag, integer, optional, widths
+from fedcomp.tasks.sources import LabelledExamples, held_out, load
 
-MODEL_OPTIONS: Mapping[str, Option] = {
-    "model": Option("mlp", choice("mlp", "cnn"), "mlp or cnn"),
-    "hidden": Option((256, 256), widths, "widths of the mlp's hidden layers"),
-    "batch_norm": Option(False, flag, "batch normalisation after the cnn's convolutions"),
-    "train_examples": Option(None, optional(integer(1)), "use only the first so many training examples"),
-    "validation": Option(False, flag, "hold out a fifth of the training examples and test on them: for tuning"),
+MODEL_OPTIONS: Mapping[str, TaskOption] = {
+    "model": TaskOption("mlp", choice("mlp", "cnn"), "mlp or cnn"),
+    "hidden": TaskOption((256, 256), widths, "widths of the mlp's hidden layers"),
+    "batch_norm": TaskOption(False, flag, "batch normalisation after the cnn's convolutions"),
+    "train_examples": TaskOption(None, optional(integer(1)), "use only the first so many training examples"),
+    "validation": TaskOption(False, flag, "hold out a fifth of the training examples and test on them: for tuning"),
 }
 
 
@@ -31,7 +31,7 @@ class _Images(Classification):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         table, source = load(self.name, options["root"], options["download"])
-        assert isinstance(table, Table)
+        assert isinstance(table, LabelledExamples)
         stop = options["train_examples"]
         train, test = (table.x_train[:stop], table.y_train[:stop]), (table.x_test, table.y_test)
         if options["validation"]:
@@ -64,10 +64,10 @@ class Digits(_Images):
 
     name = "digits"
     side, channels, width, kernel = 8, (16, 32), 64, 3
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
         **MODEL_OPTIONS,
-        "model": Option("mlp", choice("mlp", "cnn", "quickstart"), "mlp, cnn or quickstart"),
+        "model": TaskOption("mlp", choice("mlp", "cnn", "quickstart"), "mlp, cnn or quickstart"),
     }
 
 
@@ -81,10 +81,10 @@ class Mnist(_Images):
 
     name = "mnist"
     side, channels, width, kernel = 28, (16, 32), 64, 5
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
         **MODEL_OPTIONS,
-        "model": Option("cnn", choice("mlp", "cnn"), "mlp or cnn"),
+        "model": TaskOption("cnn", choice("mlp", "cnn"), "mlp or cnn"),
     }
 
 
@@ -98,10 +98,10 @@ class Cifar(_Images):
 
     name = "cifar10-subset"
     side = 32
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
         **{key: MODEL_OPTIONS[key] for key in ("hidden", "train_examples", "validation")},
-        "model": Option("quickstart", choice("mlp", "quickstart"), "mlp or quickstart"),
+        "model": TaskOption("quickstart", choice("mlp", "quickstart"), "mlp or quickstart"),
     }
 
     def _make_model(self) -> nn.Module:

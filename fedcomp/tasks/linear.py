@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from fedcomp.errors import ConfigError
 from fedcomp.tasks.base import COMMON_OPTIONS, Task
 from fedcomp.tasks.models import Mlp
-from fedcomp.tasks.options import Option, choice, number
-from fedcomp.tasks.sources import Table, load
+from fedcomp.tasks.options import TaskOption, choice, number
+from fedcomp.tasks.sources import LabelledExamples, load
 
 
 class _LinearTask(Task):
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
-        "model": Option("logistic", choice("logistic", "svm"), "logistic (regression) or svm (hinge loss)"),
-        "l2": Option(0.0, number(0.0), "coefficient of |w|^2 / 2 in the objective"),
+        "model": TaskOption("logistic", choice("logistic", "svm"), "logistic (regression) or svm (hinge loss)"),
+        "l2": TaskOption(0.0, number(0.0), "coefficient of |w|^2 / 2 in the objective"),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         table, source = load(self.name, options["root"], options["download"])
-        assert isinstance(table, Table)
+        assert isinstance(table, LabelledExamples)
         train, test = (table.x_train, table.y_train), (table.x_test, table.y_test)
         super().__init__(options, source, train, test, classes=2)
 

@@ -38,7 +38,7 @@ def plain(option: str, value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class TaskOption:
     """One option of a task: its default, its parser and a line of help."""
 
     default: Any
@@ -46,7 +46,7 @@ class Option:
     help: str
 
 
-def resolve(task: str, table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+def resolve(task: str, table: Mapping[str, TaskOption], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options of ``task`` with ``given`` values in canonical form and defaults for the rest.
 
     Raises

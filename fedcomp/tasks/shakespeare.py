@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedcomp.errors import ConfigError
 from fedcomp.tasks.base import COMMON_OPTIONS, Task
 from fedcomp.tasks.models import CharLstm
-from fedcomp.tasks.options import Option, integer, optional
+from fedcomp.tasks.options import TaskOption, integer, optional
 from fedcomp.tasks.partition import parse_partitioner
 from fedcomp.tasks.sources import Corpus, load
 
@@ -34,15 +34,15 @@ class TinyShakespeare(Task):
     """
 
     name = "tiny-shakespeare"
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
-        "partition": Option("natural", COMMON_OPTIONS["partition"].parse, "natural (by speaker) or iid"),
-        "seq_len": Option(32, integer(2), "characters per window"),
-        "speakers": Option(None, optional(integer(1)), "keep the speakers with the most text"),
-        "min_chars": Option(1000, integer(0), "drop speakers with less text"),
-        "embedding": Option(16, integer(1), "size of the character embedding"),
-        "hidden": Option(128, integer(1), "units of each recurrent layer"),
-        "layers": Option(1, integer(1), "recurrent layers"),
+        "partition": TaskOption("natural", COMMON_OPTIONS["partition"].parse, "natural (by speaker) or iid"),
+        "seq_len": TaskOption(32, integer(2), "characters per window"),
+        "speakers": TaskOption(None, optional(integer(1)), "keep the speakers with the most text"),
+        "min_chars": TaskOption(1000, integer(0), "drop speakers with less text"),
+        "embedding": TaskOption(16, integer(1), "size of the character embedding"),
+        "hidden": TaskOption(128, integer(1), "units of each recurrent layer"),
+        "layers": TaskOption(1, integer(1), "recurrent layers"),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ class DataSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class LabelledExamples:
     """Examples as arrays: ``x`` float32 ``(N, features)``, ``y`` int64 ``(N,)`` with classes ``0 .. classes -
     1``."""
 
@@ -105,7 +105,7 @@ class Corpus:
     texts: Mapping[str, str]
 
 
-Content = Table | Corpus | LabelledGraph
+Content = LabelledExamples | Corpus | LabelledGraph
 
 Stamp = tuple[tuple[int, ...], ...]
 """What tells one state of a set's local files from another; see :func:`local_stamp`."""
@@ -268,7 +268,7 @@ def _verified(folder: Path, files: Mapping[str, str]) -> dict[str, bytes]:
 
 def _frozen(content: Content) -> Content:
     """Make shared arrays read-only: they are kept for the life of the process."""
-    if isinstance(content, Table):
+    if isinstance(content, LabelledExamples):
         for array in (content.x_train, content.y_train, content.x_test, content.y_test):
             array.flags.writeable = False
     if isinstance(content, LabelledGraph):
@@ -284,7 +284,7 @@ def held_out(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
     return out
 
 
-def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Table:
+def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> LabelledExamples:
     """Hold out every fifth row of each class; optionally standardise by the training rows."""
     y = np.asarray(y, np.int64)
     out = held_out(y)
@@ -294,7 +294,7 @@ def _split(x: NDArray[Any], y: NDArray[Any], *, standardise: bool = False) -> Ta
         mean, std = x[train].mean(0), x[train].std(0)
         x = (x - mean) / np.where(std > 0, std, 1.0)
     x = x.astype(np.float32)
-    return Table(x[train], y[train], x[test], y[test], int(y.max()) + 1)
+    return LabelledExamples(x[train], y[train], x[test], y[test], int(y.max()) + 1)
 
 
 def _embedded(name: str, skip: int = 0) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -316,20 +316,20 @@ def _embedded(name: str, skip: int = 0) -> tuple[NDArray[np.float64], NDArray[np
     return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
-def _digits() -> Table:
+def _digits() -> LabelledExamples:
     x, y = _embedded("digits.csv.gz")
     # Pixels are 0..16; the overall mean and deviation are 4.884 and 6.017 (measured).
     return _split((x - 4.884) / 6.017, y)
 
 
-def _digits_zero() -> Table:
+def _digits_zero() -> LabelledExamples:
     """Return the digits with the classes "not a zero" and "zero"; a fifth of the ten classes is held out, as there."""
     table = _digits()
     train, test = (np.asarray(y == 0, np.int64) for y in (table.y_train, table.y_test))
-    return Table(table.x_train, train, table.x_test, test, 2)
+    return LabelledExamples(table.x_train, train, table.x_test, test, 2)
 
 
-def _digits_five() -> Table:
+def _digits_five() -> LabelledExamples:
     """Return the digits in [0, 1] with the classes "below five" and "five and more", in order of the digit.
 
     The order makes the partition "sorted" one by digit: labels that only say which half a row is in cannot.
@@ -339,7 +339,7 @@ def _digits_five() -> Table:
     train, test = (np.argsort(y, kind="stable") for y in (table.y_train, table.y_test))
     y_train, y_test = table.y_train[train], table.y_test[test]
     half = [np.asarray(y >= 5, np.int64) for y in (y_train, y_test)]
-    return Table(table.x_train[train], half[0], table.x_test[test], half[1], 2)
+    return LabelledExamples(table.x_train[train], half[0], table.x_test[test], half[1], 2)
 
 
 def _digits_nodes() -> LabelledGraph:
@@ -349,18 +349,18 @@ def _digits_nodes() -> LabelledGraph:
     return LabelledGraph((x / 16.0).astype(np.float32), y, nobody, nobody.copy(), 10)
 
 
-def _breast_cancer() -> Table:
+def _breast_cancer() -> LabelledExamples:
     return _split(*_embedded("breast_cancer.csv", skip=1), standardise=True)
 
 
-def _enlarged_digits() -> Table:
+def _enlarged_digits() -> LabelledExamples:
     """Return the embedded digits in MNIST's shape: every pixel three times each way, a margin of two."""
     x, y = _embedded("digits.csv.gz")
     images = np.pad(x.reshape(-1, 8, 8).repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
     return _split(_mnist_scale(images / 16.0), y)
 
 
-def _enlarged_colour_digits() -> Table:
+def _enlarged_colour_digits() -> LabelledExamples:
     """Return the embedded digits in CIFAR-10's shape: every pixel four times each way, in three equal colours."""
     x, y = _embedded("digits.csv.gz")
     images = x.reshape(-1, 1, 8, 8).repeat(4, axis=2).repeat(4, axis=3).repeat(3, axis=1)
@@ -375,7 +375,7 @@ def _centred(images: NDArray[Any]) -> NDArray[np.float32]:
 _CIFAR_CLASSES: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def _read_cifar(files: Mapping[str, bytes]) -> Table:
+def _read_cifar(files: Mapping[str, bytes]) -> LabelledExamples:
     """Return the images by number, then class, so that the first so many hold all classes alike."""
     from PIL import Image
 
@@ -390,7 +390,7 @@ def _read_cifar(files: Mapping[str, bytes]) -> Table:
                 pixels = np.asarray(Image.open(stream)).transpose(2, 0, 1)
                 found[split].append((number, _CIFAR_CLASSES.index(kind), pixels))
     (x, y), (x_test, y_test) = (_stacked(rows) for rows in found.values())
-    return Table(x, y, x_test, y_test, 10)
+    return LabelledExamples(x, y, x_test, y_test, 10)
 
 
 def _stacked(rows: list[tuple[str, int, NDArray[np.uint8]]]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -405,7 +405,7 @@ def _mnist_scale(images: NDArray[Any]) -> NDArray[np.float32]:
     return ((images.reshape(len(images), -1) - 0.1307) / 0.3081).astype(np.float32)
 
 
-def _read_mnist(files: Mapping[str, bytes]) -> Table:
+def _read_mnist(files: Mapping[str, bytes]) -> LabelledExamples:
     arrays = []
     for data in files.values():
         raw = gzip.decompress(data)
@@ -416,12 +416,14 @@ def _read_mnist(files: Mapping[str, bytes]) -> Table:
     return _mnist_table(*arrays)
 
 
-def _mnist_table(x: NDArray[Any], y: NDArray[Any], x_test: NDArray[Any], y_test: NDArray[Any]) -> Table:
+def _mnist_table(x: NDArray[Any], y: NDArray[Any], x_test: NDArray[Any], y_test: NDArray[Any]) -> LabelledExamples:
     scale = np.float32(255)
-    return Table(_mnist_scale(x / scale), y.astype(np.int64), _mnist_scale(x_test / scale), y_test.astype(np.int64), 10)
+    return LabelledExamples(
+        _mnist_scale(x / scale), y.astype(np.int64), _mnist_scale(x_test / scale), y_test.astype(np.int64), 10
+    )
 
 
-def _fetch_mnist(root: str | None) -> Table:
+def _fetch_mnist(root: str | None) -> LabelledExamples:
     datasets = importlib.import_module("torchvision.datasets")
     folder = root or str(Path.home() / ".cache" / "fedcomp")
     parts = []
@@ -431,7 +433,7 @@ def _fetch_mnist(root: str | None) -> Table:
     return _mnist_table(*parts)
 
 
-def _read_a9a(files: Mapping[str, bytes]) -> Table:
+def _read_a9a(files: Mapping[str, bytes]) -> LabelledExamples:
     from sklearn.datasets import load_svmlight_file
 
     parts = []
@@ -439,10 +441,10 @@ def _read_a9a(files: Mapping[str, bytes]) -> Table:
         x, y = load_svmlight_file(io.BytesIO(data), n_features=123, zero_based=False)
         parts += [np.asarray(x.toarray(), np.float32), (y > 0).astype(np.int64)]
     x, y, x_test, y_test = parts
-    return Table(x, y, x_test, y_test, 2)
+    return LabelledExamples(x, y, x_test, y_test, 2)
 
 
-def _read_wifi(files: Mapping[str, bytes]) -> Table:
+def _read_wifi(files: Mapping[str, bytes]) -> LabelledExamples:
     (data,) = files.values()
     rows = np.loadtxt(io.BytesIO(data))
     return _split(rows[:, :7], rows[:, 7].astype(np.int64) - 1, standardise=True)

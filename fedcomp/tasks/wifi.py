@@ -9,8 +9,8 @@ from torch import nn
 
 from fedcomp.tasks.base import COMMON_OPTIONS, Classification
 from fedcomp.tasks.models import Mlp
-from fedcomp.tasks.options import Option, widths
-from fedcomp.tasks.sources import Table, load
+from fedcomp.tasks.options import TaskOption, widths
+from fedcomp.tasks.sources import LabelledExamples, load
 
 
 class Wifi(Classification):
@@ -21,14 +21,14 @@ class Wifi(Classification):
     """
 
     name = "wifi"
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, TaskOption]] = {
         **COMMON_OPTIONS,
-        "hidden": Option((64,), widths, "widths of the hidden layers; empty: linear"),
+        "hidden": TaskOption((64,), widths, "widths of the hidden layers; empty: linear"),
     }
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         table, source = load(self.name, options["root"], options["download"])
-        assert isinstance(table, Table)
+        assert isinstance(table, LabelledExamples)
         train, test = (table.x_train, table.y_train), (table.x_test, table.y_test)
         super().__init__(options, source, train, test, classes=table.classes)
 

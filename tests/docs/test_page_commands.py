@@ -42,7 +42,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.experiments.bench import BENCHMARKS
 from fedcomp.experiments.catalog import CATALOG, get_experiment
 from fedcomp.experiments.experiment import Config
-from fedcomp.experiments.run import app
+from fedcomp.experiments.run import Request, app
 from fedcomp.experiments.run import main as run_experiment
 
 ALL = [command for page in PAGES for command in commands(page)]
@@ -151,15 +151,8 @@ def largest() -> list[Command]:
 def written(command: Command) -> Config:
     """Return what a command asks for as it is written, by the program's own parser."""
     given = typer.main.get_command(app).make_context("page", arguments(command, 3)).params
-    return get_experiment(given["name"] or "quickstart").configure(
-        engine=given["engine"],
-        rounds=given["rounds"],
-        clients=given["clients"],
-        seed=given["seed"] or 0,
-        assignments=given["set_"] or (),
-        budget=given["budget"],
-        quick=given["quick"],
-    )
+    request = Request(**given)
+    return request.configure(get_experiment(request.name or "quickstart"))
 
 
 @pytest.mark.parametrize("command", EXPERIMENTS, ids=at)
@@ -243,7 +236,7 @@ def test_e1_every_experiment_stands_on_a_page() -> None:
 @pytest.mark.parametrize("command", distinct("python -m experiments.bench"), ids=at)
 def test_e1_a_benchmark_runs_at_its_smallest_size(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     """``wire``, ``kernels`` and ``engine`` take long even so: here they are found, and measure nothing."""
-    from fedcomp.experiments.bench.__main__ import Setup, main
+    from fedcomp.experiments.bench.__main__ import main
 
     name = next((word for word in command.words[3:] if not word.startswith("--")), None)
     if name is None and "--list" not in command.words:
@@ -252,11 +245,11 @@ def test_e1_a_benchmark_runs_at_its_smallest_size(command: Command, capsys: pyte
     elif name in ("wire", "kernels", "engine") or f"experiments.bench {name}" in RUN_BY:
         module, text = BENCHMARKS[str(name)]
         assert importlib.util.find_spec(module) is not None
-        idle = Setup({str(name): ("idle_benchmark", text)})
+        idle = {str(name): ("idle_benchmark", text)}
         sys.modules["idle_benchmark"] = type(sys)("idle_benchmark")
         sys.modules["idle_benchmark"].run = lambda **_: {"rows": [], "claims": []}  # type: ignore[attr-defined]
         try:
-            assert main(arguments(command, 3), setup=idle) == 0
+            assert main(arguments(command, 3), benchmarks=idle) == 0
         finally:
             del sys.modules["idle_benchmark"]
     else:

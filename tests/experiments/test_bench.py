@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedcomp.experiments.bench import BENCHMARKS
-from fedcomp.experiments.bench.__main__ import Setup, main
+from fedcomp.experiments.bench.__main__ import Benchmarks, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,15 +32,17 @@ def run(*, quick=False, progress=None):
 
 
 @pytest.fixture
-def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
+def benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Benchmarks:
     (tmp_path / "bench_module_small.py").write_text(MODULE)
     (tmp_path / "bench_module_broken.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return Setup({"small": ("bench_module_small", "how small"), "broken": ("bench_module_broken", "nothing")})
+    return {"small": ("bench_module_small", "how small"), "broken": ("bench_module_broken", "nothing")}
 
 
-def test_json_is_one_document_and_quick_reaches_the_module(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["small", "--json", "--quick"], setup=setup) == 0
+def test_json_is_one_document_and_quick_reaches_the_module(
+    benchmarks: Benchmarks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["small", "--json", "--quick"], benchmarks=benchmarks) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert document["benchmark"] == "small"
@@ -51,8 +53,8 @@ def test_json_is_one_document_and_quick_reaches_the_module(setup: Setup, capsys:
     assert "noise" in err
 
 
-def test_a_failed_claim_is_exit_code_1(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["small"], setup=setup) == 1
+def test_a_failed_claim_is_exit_code_1(benchmarks: Benchmarks, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["small"], benchmarks=benchmarks) == 1
     out = capsys.readouterr().out
     assert "FAILED" in out
     # Rows of other columns stand in a table of their own; text that looks like markup is shown as it is.
@@ -64,17 +66,17 @@ def test_a_failed_claim_is_exit_code_1(setup: Setup, capsys: pytest.CaptureFixtu
     [(["smal"], "'small'"), ([], "small"), (["small", "--jsn"], "--json"), (["small", "x"], "x")],
 )
 def test_wrong_input_is_one_line(
-    setup: Setup, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+    benchmarks: Benchmarks, capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
 ) -> None:
-    assert main(arguments, setup=setup) == 2
+    assert main(arguments, benchmarks=benchmarks) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
     assert word in err
 
 
-def test_a_broken_benchmark_is_one_line(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["broken"], setup=setup) == 3
+def test_a_broken_benchmark_is_one_line(benchmarks: Benchmarks, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broken"], benchmarks=benchmarks) == 3
     assert capsys.readouterr().err.splitlines()[-1] == "error: benchmark 'broken' broke: RuntimeError: no room"
 
 

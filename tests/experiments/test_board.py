@@ -12,7 +12,7 @@ import pytest
 from fake_engine import CATALOG, FakeEngine
 
 from fedcomp.experiments.board import export
-from fedcomp.experiments.run import Setup, main
+from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.spec import RoundRecord
 
 WRITTEN: dict[str, dict[tuple[str, int], float]] = {}
@@ -58,7 +58,7 @@ def test_every_finite_figure_is_a_point(written: dict[str, dict[tuple[str, int],
 @pytest.mark.long
 def test_a_run_exports_all_rounds(written: dict[str, dict[tuple[str, int], float]], tmp_path: Path) -> None:
     arguments = ["tiny", "--json", "--rounds", "2", "--out", str(tmp_path / "runs"), "--tensorboard", str(tmp_path)]
-    assert main(arguments, setup=Setup(CATALOG, FakeEngine(), lambda spec: None)) == 0
+    assert main(arguments, setup=RunnerSetup(CATALOG, FakeEngine(), lambda spec: None)) == 0
     assert set(written) == {"00-dense", "01-sparse"}
     assert [step for tag, step in written["00-dense"] if tag == "accuracy"] == [0, 1, 2]
 
@@ -69,7 +69,7 @@ def test_a_missing_extra_is_one_line_before_the_run(
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     engine = FakeEngine()
     arguments = ["tiny", "--out", str(tmp_path / "runs"), "--tensorboard", str(tmp_path)]
-    assert main(arguments, setup=Setup(CATALOG, engine, lambda spec: None)) != 0
+    assert main(arguments, setup=RunnerSetup(CATALOG, engine, lambda spec: None)) != 0
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "fedcomp[tensorboard]" in error

@@ -20,7 +20,7 @@ from fedcomp.experiments import console, engines, server_app
 from fedcomp.experiments.findings import Findings
 from fedcomp.experiments.page import render_report
 from fedcomp.experiments.report import promises
-from fedcomp.experiments.run import Setup, main
+from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.store import RunFolder
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.privacy.accounting import releases_for
@@ -28,7 +28,7 @@ from fedcomp.privacy.errors import PrivacyLedgerError
 from fedcomp.privacy.statement import Statement
 
 DELTA = 1e-5
-SETUP = Setup(catalog={"guarded": EXPERIMENT})
+SETUP = RunnerSetup(catalog={"guarded": EXPERIMENT})
 
 
 def entries(path: Path) -> list[dict]:
@@ -166,8 +166,8 @@ def test_the_command_line_keeps_a_budget_and_says_why_a_row_ended(tmp_path, caps
     assert "budget=3.2" in summary["changed"]
     folder = RunFolder.find(tmp_path, "last")
     # The ledger outlives the checkpoint of the finished row.
-    assert len(entries(folder.privacy(folder.specs[1]))) == allowed
-    assert not folder.checkpoint(folder.specs[1]).exists()
+    assert len(entries(folder.row(folder.specs[1]).privacy)) == allowed
+    assert not folder.row(folder.specs[1]).checkpoint.exists()
     # Of the run that is resumed, nothing is asked again.
     again, same = guarded(tmp_path, "--resume", "last", capsys=capsys)
     assert again == 0
@@ -212,7 +212,7 @@ def test_a_budget_is_an_epsilon(budget, said, tmp_path, capsys):
 
 def test_a_budget_without_a_private_row_is_refused(tmp_path, capsys):
     public = dataclasses.replace(EXPERIMENT, rows=lambda config: EXPERIMENT.rows(config)[:1])
-    setup = Setup(catalog={"guarded": public})
+    setup = RunnerSetup(catalog={"guarded": public})
     assert main(["guarded", "--budget", "1", "--out", str(tmp_path)], setup=setup) == 2
     assert "has nothing that a budget could end" in capsys.readouterr().err
 
@@ -231,7 +231,7 @@ def test_a_rows_own_smaller_budget_stays():
 def test_a_run_that_released_something_is_kept_though_no_round_was_finished(tmp_path):
     config = EXPERIMENT.configure()
     folder = RunFolder.create(tmp_path, config, EXPERIMENT.specs(config))
-    ledger = folder.privacy(folder.specs[1])
+    ledger = folder.row(folder.specs[1]).privacy
     ledger.write_text("header\nevent\n")
     assert not folder.discard_if_empty()
     ledger.write_text("header\n")

@@ -19,7 +19,7 @@ from fake_engine import CATALOG, MEASURED, TINY, FakeEngine
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.experiment import Config, Experiment
 from fedcomp.experiments.findings import Claim, Findings, Say
-from fedcomp.experiments.run import Setup, main
+from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.spec import RunResult
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ class Caller:
 
     def __call__(self, *arguments: str, engine: FakeEngine | None = None, experiment: Experiment = TINY) -> int:
         catalog = {**CATALOG, experiment.name: experiment}
-        setup = Setup(catalog, engine or FakeEngine(), check=lambda spec: None)
+        setup = RunnerSetup(catalog, engine or FakeEngine(), check=lambda spec: None)
         code = main([*arguments, "--out", str(self.out)], setup=setup)
         self.stdout, self.stderr = self.capsys.readouterr()
         return code
@@ -112,7 +112,7 @@ def test_a_row_that_cannot_run_is_refused_before_any_row_has_run(
         if spec.label == "sparse":  # type: ignore[attr-defined]
             raise ConfigError("task.partition 'dirichlett' is unknown; did you mean 'dirichlet'?")
 
-    assert main(["tiny", "--out", str(tmp_path / "runs")], setup=Setup(CATALOG, engine, check)) == 2
+    assert main(["tiny", "--out", str(tmp_path / "runs")], setup=RunnerSetup(CATALOG, engine, check)) == 2
     assert engine.ran == []
     assert not (tmp_path / "runs").exists()
     assert capsys.readouterr().err.count("\n") == 1
@@ -161,7 +161,7 @@ def test_json_stays_pure_when_everybody_below_prints(tmp_path: Path) -> None:
     script.write_text(
         "import os, subprocess, sys\n"
         "from fake_engine import CATALOG, FakeEngine\n"
-        "from fedcomp.experiments.run import Setup, main\n"
+        "from fedcomp.experiments.run import RunnerSetup, main\n"
         "class Noisy(FakeEngine):\n"
         "    def __call__(self, spec, **options):\n"
         "        print('print')\n"
@@ -170,7 +170,7 @@ def test_json_stays_pure_when_everybody_below_prints(tmp_path: Path) -> None:
         "        from flwr.common.logger import log\n"
         "        log(20, 'flower says hello')\n"
         "        return super().__call__(spec, **options)\n"
-        "sys.exit(main(['tiny', '--json'], setup=Setup(CATALOG, Noisy(), lambda spec: None)))\n"
+        "sys.exit(main(['tiny', '--json'], setup=RunnerSetup(CATALOG, Noisy(), lambda spec: None)))\n"
     )
     done = python(str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

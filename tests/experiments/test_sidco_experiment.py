@@ -151,7 +151,7 @@ def test_each_claim_can_fail(op: str) -> None:
     # A share within a factor of two is only low when nothing is within, and high when everything is.
     fits |= {"E, M = 1": 1.0} if high else {}
     rules = {name: {"achieved": [9.0 if high else 1e-9] * 2, "stages": [1, 1]} for name in estimates.SEARCHES}
-    forged = sidco.Measured(
+    forged = sidco.Measurements(
         losses={sidco.DENSE: 1.0, sidco.EXPONENTIAL: 2.0, sidco.PARETO: 2.0},
         known=[[dict(fits) | {"E, M = 1": 9.0 if high else 1e-9} for _ in estimates.SYNTHETIC]],
         captured=Records(Record({"what": what, "fits": fits}) for what in ("alone", "with memory")),

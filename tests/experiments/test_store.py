@@ -79,17 +79,18 @@ def test_rounds_are_on_disk_when_append_returns_and_the_last_line_of_a_round_cou
 
 def test_a_finished_row_comes_back_and_its_checkpoint_goes(folder: RunFolder) -> None:
     spec = folder.specs[1]
-    assert folder.load(spec) is None
-    result = FakeEngine()(spec, on_round=None, checkpoint=folder.checkpoint(spec))
-    assert folder.checkpoint(spec).exists()
-    folder.save(result)
-    assert not folder.checkpoint(spec).exists()
-    again = folder.load(spec)
+    row = folder.row(spec)
+    assert row.load() is None
+    result = FakeEngine()(spec, on_round=None, checkpoint=row.checkpoint)
+    assert row.checkpoint.exists()
+    row.save(result)
+    assert not row.checkpoint.exists()
+    again = row.load()
     assert again is not None
     assert again.spec == spec
     assert again.rounds == result.rounds
     np.testing.assert_array_equal(again.arrays["weight"], result.arrays["weight"])
-    assert folder.load(folder.specs[0]) is None
+    assert folder.row(folder.specs[0]).load() is None
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

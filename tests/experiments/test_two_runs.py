@@ -13,7 +13,7 @@ from pages import Page
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.experiments.experiment import Config, Experiment
 from fedcomp.experiments.findings import Findings
-from fedcomp.experiments.run import Setup, main
+from fedcomp.experiments.run import RunnerSetup, main
 from fedcomp.experiments.sheets import Sheet
 from fedcomp.experiments.spec import RunSpec
 from fedcomp.experiments.two_runs import compare
@@ -21,7 +21,7 @@ from fedcomp.experiments.two_runs import compare
 
 def run(root: Path, *arguments: str) -> str:
     before = set(root.glob("*/"))
-    main([*arguments, "--out", str(root), "--json"], setup=Setup(CATALOG, FakeEngine(), lambda spec: None))
+    main([*arguments, "--out", str(root), "--json"], setup=RunnerSetup(CATALOG, FakeEngine(), lambda spec: None))
     (made,) = {path for path in root.glob("*/") if path.is_dir()} - before
     return made.name
 
@@ -56,7 +56,7 @@ def test_rows_whose_labels_name_another_setting_are_one(tmp_path: Path) -> None:
     names = []
     for label in ("top 1", "top 2"):
         catalog = {"tiny": relabelled(label)}
-        main(["tiny", "--out", str(tmp_path), "--json"], setup=Setup(catalog, FakeEngine(), lambda spec: None))
+        main(["tiny", "--out", str(tmp_path), "--json"], setup=RunnerSetup(catalog, FakeEngine(), lambda spec: None))
         names += [path.name for path in tmp_path.glob("*/") if path.name not in names]
     (systems,) = [sheet for sheet in compare(tmp_path, *names).sheets if sheet.title == "Systems"]
     assert [row[0] for row in systems.rows] == ["dense", "top 1 / top 2"]
