@@ -1,33 +1,26 @@
-"""SuperNodes that look for messages more often than Flower's do: three seconds of sleep are most of an exchange."""
+"""Deployments whose processes sleep less and import less than Flower's: nearly all that a message costs.
+
+An idle SuperNode looks for messages every three seconds, and for every message SuperExec starts a process that imports
+Flower, the library and torch. What these do is in ``tests/quick``; each message still has a process of its own.
+"""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from page_reading import ROOT
 
 from fedcomp.experiments.engines.superlink import TASK_POLL
 
-_CUSTOM = """
-import sys, time
 
-_sleep = time.sleep
+def quicken(patch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Let no process that is started from now on oversleep, and none look so often that looking is most of its work.
 
-
-def sleep(seconds):
-    # An idle SuperNode looks for messages every three seconds.
-    _sleep(0.3 if seconds == 3 and sys.argv[0].endswith("flower-supernode") else seconds)
-
-
-time.sleep = sleep
-"""
-
-
-def quicken(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let no process that is started from now on oversleep, and none look so often that looking is most of its work."""
-    (folder / "sitecustomize.py").write_text(_CUSTOM, encoding="utf-8")
+    With ``modules`` the client apps are forked from a process that has imported them.
+    """
     # The checkout that is tested, whatever else is installed.
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "quick"), str(ROOT)]))
     patch.setenv(TASK_POLL, "0.2")
+    if modules:
+        patch.setenv("WARM_APPS", ",".join(modules))

@@ -43,9 +43,7 @@ def test_7_14_an_owner_that_is_killed_is_done_without_until_it_is_back(
 ) -> None:
     monkeypatch.syspath_prepend(str(APP))
     app = importlib.import_module("owners")
-    quick = tmp_path / "quick"
-    quick.mkdir()
-    quicken(monkeypatch, quick)
+    quicken(monkeypatch, "fedcomp.clients.gcn", "fedcomp.strategies.gcn.strategy")
 
     def kill(fate: Fate) -> None:
         fate.killed = fate.deployment.kill(app.VICTIM)

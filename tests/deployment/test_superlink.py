@@ -44,7 +44,7 @@ def processes_below(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_a_deployment_gives_the_result_of_this_process_and_leaves_nothing(monkeypatch, tmp_path):
-    quicken(monkeypatch, tmp_path)
+    quicken(monkeypatch)
     here = engines.run(replace(SPEC, engine="inprocess"))
     used: list[Deployment] = []
 

@@ -195,7 +195,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, ledgers: Path) -> dict[st
     asked += [spec(name, "superlink") for name in EARLY]
     with pytest.MonkeyPatch.context() as patch:
         # The bundle holds the two apps only.
-        quicken(patch, tmp_path_factory.mktemp("quick"))
+        quicken(patch, "fedcomp.clients.app", "torch")
         with Deployment(2, peers=True) as deployment:
             out, specs = deployment.home("out"), deployment.folder / "specs.json"
             specs.write_text(json.dumps([one.to_run_config() for one in asked]), encoding="utf-8")

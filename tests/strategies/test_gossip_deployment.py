@@ -49,9 +49,7 @@ class Fate:
 def test_a_node_that_was_paused_loses_nothing_and_one_that_was_killed_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = tmp_path / "quick"
-    quick.mkdir()
-    quicken(monkeypatch, quick)
+    quicken(monkeypatch, "fedcomp.clients.gossip", "fedcomp.strategies.gossip.strategy")
     with Deployment(4) as deployment:
         with pytest.raises(ConfigError, match="node 0 runs already"):
             deployment.start(0)
