@@ -64,7 +64,7 @@ class RecordCell:
         from torch.utils.data import TensorDataset
 
         from fedcomp.privacy.accounting import rdp_epsilon
-        from fedcomp.privacy.dpsgd import private_training
+        from fedcomp.privacy.dpsgd import StepSettings, private_training
         from fedcomp.privacy.entropy import make_entropy
         from fedcomp.privacy.errors import BudgetExceeded
         from fedcomp.privacy.ledger import PrivacyLedger
@@ -103,15 +103,17 @@ class RecordCell:
                 module,
                 sgd,
                 TensorDataset(x, y),
-                method=self.method,
-                noise_multiplier=self.noise_multiplier,
-                max_grad_norm=self.clip,
-                rate=self.rate,
+                ledger,
+                StepSettings(
+                    noise_multiplier=self.noise_multiplier,
+                    rate=self.rate,
+                    max_grad_norm=self.clip,
+                    loss_reduction="none",
+                    entropy=entropy,
+                    key=key,
+                ),
                 steps=self.steps,
-                ledger=ledger,
-                entropy=entropy,
-                key=key,
-                loss_reduction="none",
+                method=self.method,
                 **options,
             ) as training:
                 made = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedcomp.privacy.dpsgd import PrivateTraining, private_training
+from fedcomp.privacy.dpsgd import PrivateTraining, StepSettings, private_training
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.sampling import Sampling
@@ -23,6 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lsg": {"rank": 2, "keep": 0.5},
 }
 """Every method with options that fit :func:`net`."""
+
+STEP = {field.name for field in fields(StepSettings)}
 
 
 def net(features: int = 6, hidden: int = 5, classes: int = 3) -> nn.Module:
@@ -71,22 +74,12 @@ def training(
     **options: Any,
 ) -> PrivateTraining:
     """Return a private training with plain SGD, and everything repeatable."""
-    chosen = {
-        "entropy": seeded(),
-        "ledger": ledger(rate, max(1000, len(data)), budget),
-        **OPTIONS[method],
-        **options,
-    }
-    return private_training(
-        module,
-        torch.optim.SGD(module.parameters(), lr=lr),
-        data,
-        method=method,
-        noise_multiplier=noise_multiplier,
-        rate=rate,
-        steps=steps,
-        **chosen,
-    )
+    book = options.pop("ledger", None) or ledger(rate, max(1000, len(data)), budget)
+    given = {**OPTIONS.get(method, {}), **options}
+    own = {name: given.pop(name) for name in STEP if name in given}
+    settings = StepSettings(**{"noise_multiplier": noise_multiplier, "rate": rate, "entropy": seeded(), **own})
+    sgd = torch.optim.SGD(module.parameters(), lr=lr)
+    return private_training(module, sgd, data, book, settings, steps=steps, method=method, **given)
 
 
 def per_sample(module: nn.Module, data: TensorDataset) -> Tensor:

@@ -25,6 +25,7 @@ from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.record_dp import Account, TrainingPlan
 from fedcomp.flower.rounds import fit
 from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
@@ -33,6 +34,7 @@ from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.record_dp import RecordDp
+from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
 from fedcomp.strategies.private.topagg import TopAgg, topagg
 from fedcomp.strategies.shared_support import SharedSupport
 
@@ -137,7 +139,10 @@ PATHS: dict[str, Path] = {
         buffers=False,
     ),
     "distributed noise": Path(
-        lambda: DistributedDp(quiet(), clip=500.0, tolerated=2, **NOISY), coded_app, updates_only=True, buffers=False
+        lambda: DistributedDp(quiet(), ShareSettings(clip=500.0, tolerated=2), **NOISY),
+        coded_app,
+        updates_only=True,
+        buffers=False,
     ),
     "private mean": Path(
         pair(lambda: DpFedAvg(quiet(), clip=1e4, **NOISY), TopK(density=0.2)), PRIVATE, updates_only=True
@@ -162,11 +167,22 @@ PATHS: dict[str, Path] = {
         lambda: TopAgg(quiet(), BALLOT, server_lr=0.25, **NOISY), plain(private()), updates_only=True
     ),
     "private factors": Path(
-        lambda: Lsg(quiet(), clip=2000.0, rank=5, keep=0.5, mask="noisy_magnitude", **NOISY),
+        lambda: Lsg(quiet(), LsgSettings(clip=2000.0, rank=5, keep=0.5, mask="noisy_magnitude"), **NOISY),
         plain(lsg(), private()),
         updates_only=True,
     ),
-    "local privacy": Path(lambda: local_dp(quiet(), TopK(density=0.2), clip=1e4, **NOISY), PRIVATE, updates_only=True),
+    "local privacy": Path(
+        lambda: local_dp(
+            quiet(),
+            Privatise(1e4, 0.5, insecure_deterministic=True),
+            TopK(density=0.2),
+            population=NODES,
+            delta=1e-3,
+            seed=7,
+        ),
+        PRIVATE,
+        updates_only=True,
+    ),
     "private records": Path(lambda: RecordDp(quiet(), PLAN, records=1000), plain(accounted)),
     "private records, compressed": Path(
         lambda: RecordDp(Compressed(quiet(), SPARSE), PLAN, records=1000), plain(accounted, compression())

@@ -131,7 +131,7 @@ def train_privately(trainee: Trainee, plan: TrainingPlan, context: Context) -> A
     from torch.utils.data import TensorDataset
 
     with optional("DP-SGD"):
-        from fedcomp.privacy.dpsgd import private_training
+        from fedcomp.privacy.dpsgd import StepSettings, private_training
     from fedcomp.tasks.base import EmptyPartition, single_thread
 
     task, model = trainee.task, trainee.model
@@ -156,17 +156,19 @@ def train_privately(trainee: Trainee, plan: TrainingPlan, context: Context) -> A
             model,
             sgd,
             TensorDataset(*trainee.data.tensors),
-            method=plan.method,
-            noise_multiplier=plan.noise_multiplier,
-            max_grad_norm=plan.clip,
-            rate=plan.rate,
+            ledger,
+            StepSettings(
+                noise_multiplier=plan.noise_multiplier,
+                rate=plan.rate,
+                max_grad_norm=plan.clip,
+                noise=plan.noise,
+                adjacency=plan.adjacency,
+                loss_reduction="none",
+                entropy=entropy,
+                key=trainee.key,
+            ),
             steps=plan.steps,
-            ledger=ledger,
-            entropy=entropy,
-            adjacency=plan.adjacency,
-            noise=plan.noise,
-            key=trainee.key,
-            loss_reduction="none",
+            method=plan.method,
             **plan.options,
         )
 

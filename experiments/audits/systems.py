@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -31,12 +32,12 @@ from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.lsg import LowRankPlan
 from fedcomp.privacy.mechanism import GridGaussian, Votes
-from fedcomp.privacy.optimizers import MaskedOptimizer, PrivateOptimizer, TopAggOptimizer
+from fedcomp.privacy.optimizers import MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
 from fedcomp.strategies.private.lsg import KeptIntake, Lsg
-from fedcomp.strategies.private.settings import TeacherSettings, VoteSettings
+from fedcomp.strategies.private.settings import LsgSettings, TeacherSettings, VoteSettings
 from fedcomp.strategies.private.strategy import PrivateStrategy
 from fedcomp.strategies.replies import Arrival
 from fedcomp.tasks.teachers import by_hash, wrapping_deal
@@ -107,7 +108,7 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Rounds:
     """Return low-rank masked updates: the noisy sum of the kept coordinates, on dense replies of half the clients."""
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
-        strategy = kind(mean_, clip=cases.CLIP, rank=RANK, keep=keep, **cases.promise(given, 0))
+        strategy = kind(mean_, LsgSettings(clip=cases.CLIP, rank=RANK, keep=keep), **cases.promise(given, 0))
         strategy.trial = seed
         return strategy
 
@@ -310,7 +311,7 @@ class Steps(Subject):
     ----------
     name : str
     make : callable
-        From an optimiser, and keyword arguments that every private optimiser has, to the one under audit.
+        From an optimiser and the arguments that every private optimiser has to the one under audit.
     absent, present : data sets
         Records and their gradients, float32 (width,).
     """
@@ -339,12 +340,15 @@ class Steps(Subject):
         ledger = new_ledger("add_remove")
         optimizer = self.make(
             torch.optim.SGD([weights], lr=0.0),
-            noise_multiplier=z,
-            rate=1.0,
+            ledger,
+            StepSettings(
+                noise_multiplier=z,
+                rate=1.0,
+                max_grad_norm=cases.CLIP,
+                entropy=entropy or SeededEntropy(Key(seed, "audit steps"), insecure_deterministic=True),
+                key=Key(0, "audit steps"),
+            ),
             expected_batch_size=8.0,
-            ledger=ledger,
-            entropy=entropy or SeededEntropy(Key(seed, "audit steps"), insecure_deterministic=True),
-            key=Key(0, "audit steps"),
         )
         return optimizer, weights, ledger
 
@@ -384,35 +388,24 @@ def dp_sgd(
     name: str = "DP-SGD", make: MakeOptimizer | None = None, width: int = 64, canary: Any = None, **arguments: Any
 ) -> Steps:
     """Return DP-SGD, or another optimiser, on few records."""
-
-    def plain(optimizer: torch.optim.Optimizer, **rest: Any) -> PrivateOptimizer:
-        return PrivateOptimizer(optimizer, max_grad_norm=cases.CLIP, **rest)
-
     base = list(enumerate(cases.updates(3, width, length=1.5 * cases.CLIP)))
     tried = [*([] if canary is None else [canary]), *cases.canaries(width)]
     # The coins of votes are dealt in the order of the records: this one is dealt its own after all others.
     present = [*base, (9, tried[0])]
     pairs: list[tuple[Data, Data]] = [(base, [*base, (9, one)]) for one in tried]
-    return Steps(name, make or plain, width, base, present, pairs, **arguments)
+    return Steps(name, make or PrivateOptimizer, width, base, present, pairs, **arguments)
 
 
 def topagg_sgd(*, stochastic: bool = True) -> Steps:
     """Return DP-SGD on votes."""
-
-    def make(optimizer: torch.optim.Optimizer, **rest: Any) -> PrivateOptimizer:
-        return TopAggOptimizer(optimizer, k=8, stochastic=stochastic, **rest)
-
     canary = cases.updates(4, 64, length=1.0)[3]
+    make = partial(TopAggOptimizer, k=8, stochastic=stochastic)
     return dp_sgd(f"DP-SGD on votes{'' if stochastic else ', plain signs'}", make, canary=canary)
 
 
 def masked_sgd() -> Steps:
     """Return DP-SGD with a mask that keeps everything it is asked about: the clip comes after it."""
-
-    def make(optimizer: torch.optim.Optimizer, **rest: Any) -> PrivateOptimizer:
-        return MaskedOptimizer(optimizer, keep=1.0, max_grad_norm=cases.CLIP, **rest)
-
-    return dp_sgd("DP-SGD, masked", make)
+    return dp_sgd("DP-SGD, masked", partial(MaskedOptimizer, keep=1.0))
 
 
 # Messages that are private themselves.

@@ -12,8 +12,8 @@ noise. This file and the optimisers import torch and Opacus; nobody imports them
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,24 +28,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedcomp.errors import ConfigError, nearest
 from fedcomp.privacy.entropy import Entropy, SystemEntropy
-from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, TopAggOptimizer
+from fedcomp.privacy.optimizers import LsgOptimizer, MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
 
-__all__ = [
-    "METHODS",
-    "LsgOptimizer",
-    "MaskedOptimizer",
-    "PoissonLoader",
-    "PrivateOptimizer",
-    "PrivateTraining",
-    "TopAggOptimizer",
-    "check_module",
-    "private_training",
-]
-
-METHODS: Final = ("dp-sgd", "topagg", "random-mask", "lsg")
+_OPTIMIZERS: Final[Mapping[str, Callable[..., PrivateOptimizer]]] = {
+    "dp-sgd": PrivateOptimizer,
+    "topagg": TopAggOptimizer,
+    "random-mask": MaskedOptimizer,
+    "lsg": LsgOptimizer,
+}
+METHODS: Final = tuple(_OPTIMIZERS)
 """What :func:`private_training` can make."""
 
 
@@ -206,15 +200,11 @@ def private_training(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     data: Dataset[Any] | DataLoader[Any],
-    *,
-    method: str = "dp-sgd",
-    noise_multiplier: float,
-    rate: float,
-    steps: int,
     ledger: PrivacyLedger,
-    max_grad_norm: float = 1.0,
-    entropy: Entropy | None = None,
-    loss_reduction: str = "mean",
+    settings: StepSettings,
+    *,
+    steps: int,
+    method: str = "dp-sgd",
     **options: Any,
 ) -> PrivateTraining:
     """Assemble private training of ``module``.
@@ -226,24 +216,16 @@ def private_training(
     optimizer : torch.optim.Optimizer
         Over all parameters of the module that require gradients.
     data : Dataset or DataLoader
-        Records; every record is one unit.
-    method : {"dp-sgd", "topagg", "random-mask", "lsg"}
-    noise_multiplier, max_grad_norm, ledger
-        As in :class:`PrivateOptimizer`. Votes have no clip norm; theirs is sqrt(k).
-    loss_reduction : {"mean", "sum", "none"}
-        What the loss does over a batch. "none": it is one number for each record, and the sum is divided by the
-        expected batch size, as with "mean". A mean divides by the batch's own size and per-sample hooks multiply by
-        it again, which in floating point is not quite 1: then the last bits of every record's gradient depend on how
-        many others there are.
-    rate : float
-        Poisson sampling rate; the sum is divided by ``rate * len(data)``, not rounded.
+        Records; every record is one unit. Sums are divided by ``settings.rate * len(data)``, not rounded.
+    ledger : PrivacyLedger
+        Is written before a step's noise is drawn. Its budget is the budget.
+    settings : StepSettings
     steps : int
         Batches of one iteration of the loader; schedules run over ``schedule_steps``, default the same.
-    entropy : Entropy, optional
-        Of noise and sampling.
+    method : {"dp-sgd", "topagg", "random-mask", "lsg"}
     **options
         Those of the method: ``k``, ``saturation``, ``stochastic``, ``threshold``; ``keep``, ``schedule``, ``mask``;
-        ``rank``, ``whole``, ``history``, ``refresh``; and ``adjacency``, ``noise``, ``key``, ``label``, ``start``.
+        ``rank``, ``whole``, ``history``, ``refresh``; and ``start``.
 
     Raises
     ------
@@ -258,35 +240,25 @@ def private_training(
             f"the optimiser holds {len(held)} parameters and the module {len(named)} that require gradients; they must "
             "be the same: a parameter outside would be trained without noise, or not at all. Freeze what is not trained"
         )
-    source = SystemEntropy() if entropy is None else entropy
-    per_record = loss_reduction == "none"
-    loader = PoissonLoader(data, rate=rate, steps=steps, entropy=source)
-    common: dict[str, Any] = {
-        "noise_multiplier": noise_multiplier,
-        "rate": rate,
-        "expected_batch_size": rate * loader.records,
-        "ledger": ledger,
-        "entropy": source,
-        "loss_reduction": "mean" if per_record else loss_reduction,
+    source = SystemEntropy() if settings.entropy is None else settings.entropy
+    reduction = settings.loss_reduction
+    per_record = reduction == "none"
+    loader = PoissonLoader(data, rate=settings.rate, steps=steps, entropy=source)
+    own = replace(settings, entropy=source, loss_reduction="mean" if per_record else reduction)
+    given: dict[str, Any] = {
+        "expected_batch_size": settings.rate * loader.records,
         "drawn": lambda: loader.drawn,
+        **({"schedule_steps": steps} if method in ("random-mask", "lsg") else {}),
+        **({"names": [named[p] for p in held]} if method == "lsg" else {}),
         **options,
     }
-    private: PrivateOptimizer
-    if method == "topagg":
-        private = TopAggOptimizer(optimizer, **common)
-    elif method == "dp-sgd":
-        private = PrivateOptimizer(optimizer, max_grad_norm=max_grad_norm, **common)
-    elif method == "random-mask":
-        private = MaskedOptimizer(optimizer, max_grad_norm=max_grad_norm, **{"schedule_steps": steps} | common)
-    elif method == "lsg":
-        common = {"schedule_steps": steps, "names": [named[p] for p in held], **common}
-        private = LsgOptimizer(optimizer, max_grad_norm=max_grad_norm, **common)
-    else:
+    if method not in _OPTIMIZERS:
         raise ConfigError(f"method={method!r} is not known{nearest(str(method), METHODS)}")
-    hooks = GradSampleHooks(module, loss_reduction="sum" if per_record else loss_reduction)
+    private = _OPTIMIZERS[method](optimizer, ledger, own, **given)
+    hooks = GradSampleHooks(module, loss_reduction="sum" if per_record else reduction)
     hooks.forbid_grad_accumulation()
     accountant = RDPAccountant()
-    private.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=rate))
+    private.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=settings.rate))
     return PrivateTraining(module, private, loader, accountant, hooks, per_record)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -39,8 +40,6 @@ from fedcomp.rng import Key
 
 if TYPE_CHECKING:
     from fedcomp.privacy.ledger import PrivacyLedger
-
-__all__ = ["LsgOptimizer", "MaskedOptimizer", "PrivateOptimizer", "TopAggOptimizer", "clip_rows", "vote_rows"]
 
 _DECAY: Final = 0.9
 """Of the running sum of noisy updates that ``mask="noisy_magnitude"`` looks at."""
@@ -136,6 +135,47 @@ def vote_rows(
     return votes
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What a step of private training does to gradients, and what its batches are.
+
+    Parameters
+    ----------
+    noise_multiplier : float
+        Standard deviation of the noise over the sensitivity.
+    rate : float
+        Probability with which a record is in a batch (Poisson sampling).
+    max_grad_norm : float
+        Clip norm C of one record's gradient over all parameters; votes have none, theirs is sqrt(k).
+    noise : str
+        As in :class:`~fedcomp.privacy.mechanism.Mechanism`.
+    adjacency : str, optional
+        The ledger's, which is the default.
+    loss_reduction : {"mean", "sum", "none"}
+        What the loss does over a batch; after "sum" nothing is divided. "none", for :func:`private_training
+        <fedcomp.privacy.dpsgd.private_training>` alone: the loss is one number for each record, and the sum is divided
+        by the expected batch size, as with "mean". A mean divides by the batch's own size and per-sample hooks multiply
+        by it again, which in floating point is not quite 1: then the last bits of every record's gradient depend on how
+        many others there are.
+    label : str
+        Of the event.
+    entropy : Entropy, optional
+        Of noise and batches; default: the operating system's.
+    key : Key
+        Public randomness: masks, carriers. The step's number becomes its round. With a seed for entropy, votes too.
+    """
+
+    noise_multiplier: float
+    rate: float
+    max_grad_norm: float = 1.0
+    noise: str = "discrete_gaussian"
+    adjacency: Adjacency | None = None
+    loss_reduction: str = "mean"
+    label: str = "gradient"
+    entropy: Entropy | None = None
+    key: Key | None = None
+
+
 class PrivateOptimizer(DPOptimizer):
     """Flat DP-SGD on a grid: each record's gradient is clipped, rounded, summed exactly, and noise is drawn once.
 
@@ -143,28 +183,11 @@ class PrivateOptimizer(DPOptimizer):
     ----------
     optimizer : torch.optim.Optimizer
         Makes the step from the noisy gradient.
-    noise_multiplier : float
-        Standard deviation of the noise over the sensitivity.
-    max_grad_norm : float
-        Clip norm C of one record's gradient over all parameters.
-    rate : float
-        Probability with which a record is in a batch (Poisson sampling).
-    expected_batch_size : float
-        ``rate * records``, not rounded: the sum is divided by it.
     ledger : PrivacyLedger
         Is written before a step's noise is drawn. Its budget is the budget.
-    entropy : Entropy, optional
-        Of the noise; default: the operating system's.
-    adjacency : str, optional
-        The ledger's, which is the default.
-    noise : str
-        As in :class:`~fedcomp.privacy.mechanism.Mechanism`.
-    key : Key
-        Public randomness: masks, carriers. The step's number becomes its round. With a seed for entropy, votes too.
-    loss_reduction : {"mean", "sum"}
-        What the loss does over a batch; ``"sum"`` divides nothing.
-    label : str
-        Of the event.
+    settings : StepSettings
+    expected_batch_size : float
+        ``rate * records``, not rounded: the sum is divided by it.
     start : int, optional
         Number of the first step. A step draws its batch anew, and is a round of its own in the ledger; default: after
         the rounds the ledger holds.
@@ -188,25 +211,17 @@ class PrivateOptimizer(DPOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
-        noise_multiplier: float,
-        max_grad_norm: float = 1.0,
-        rate: float,
-        expected_batch_size: float,
         ledger: PrivacyLedger,
-        entropy: Entropy | None = None,
-        adjacency: Adjacency | None = None,
-        noise: str = "discrete_gaussian",
-        key: Key | None = None,
-        loss_reduction: str = "mean",
-        label: str = "gradient",
+        settings: StepSettings,
+        *,
+        expected_batch_size: float,
         start: int | None = None,
         drawn: Callable[[], int] | None = None,
     ) -> None:
-        if adjacency not in (None, ledger.adjacency):
+        if settings.adjacency not in (None, ledger.adjacency):
             raise ConfigError(
-                f"adjacency={adjacency!r} is not the ledger's, {ledger.adjacency!r}: the noise would be scaled for one "
-                "and the epsilon said for the other"
+                f"adjacency={settings.adjacency!r} is not the ledger's, {ledger.adjacency!r}: the noise would be "
+                "scaled for one and the epsilon said for the other"
             )
         if ledger.sampling.cap:
             raise ConfigError(
@@ -215,23 +230,21 @@ class PrivateOptimizer(DPOptimizer):
             )
         if not 0.0 < expected_batch_size < math.inf:
             raise ConfigError(f"expected_batch_size={expected_batch_size!r} is not valid: rate * records, above 0")
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction={loss_reduction!r} is not known; say 'mean' or 'sum'")
+        if settings.loss_reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss_reduction={settings.loss_reduction!r} is not known; say 'mean' or 'sum'")
         super().__init__(
             optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
+            noise_multiplier=settings.noise_multiplier,
+            max_grad_norm=settings.max_grad_norm,
             expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
+            loss_reduction=settings.loss_reduction,
         )
         self.batch = float(expected_batch_size)
-        self.rate = rate
+        self.settings = settings
         self.ledger = ledger
-        self.entropy = SystemEntropy() if entropy is None else entropy
+        self.entropy = SystemEntropy() if settings.entropy is None else settings.entropy
         self.adjacency: Adjacency = ledger.adjacency
-        self.noise = noise
-        self.key = (Key(0) if key is None else key).at(purpose="dp-sgd")
-        self.label = label
+        self.key = (Key(0) if settings.key is None else settings.key).at(purpose="dp-sgd")
         self.steps = max((e.round + e.times for e in ledger.entries), default=0) if start is None else start
         self._first = self.steps
         self._drawn = drawn
@@ -250,7 +263,7 @@ class PrivateOptimizer(DPOptimizer):
         return GridGaussian(
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
-            noise=self.noise,
+            noise=self.settings.noise,
             clip=self.max_grad_norm,
             size=self.length(),
         )
@@ -293,7 +306,8 @@ class PrivateOptimizer(DPOptimizer):
         self._using = self._total = None
         batch = 0 if self._drawn is None else self._drawn()
         number = self._first + batch - 1 if batch else self.steps
-        self.ledger.record(mechanism.event(rate=self.rate, size=total.size, label=self.label), round=number)
+        event = mechanism.event(rate=self.settings.rate, size=total.size, label=self.settings.label)
+        self.ledger.record(event, round=number)
         self.steps += 1
         gradient = torch.from_numpy(self.expand(mechanism.perturb(total, self.entropy)))
         start = 0
@@ -347,7 +361,7 @@ class TopAggOptimizer(PrivateOptimizer):
 
     Parameters
     ----------
-    optimizer, **rest
+    optimizer, ledger, settings, **rest
         As in :class:`PrivateOptimizer`; there is no clip norm to choose, ``max_grad_norm`` is sqrt(k).
     k : int
         Votes of a record; the number of parameters and more means all.
@@ -363,6 +377,8 @@ class TopAggOptimizer(PrivateOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        ledger: PrivacyLedger,
+        settings: StepSettings,
         *,
         k: int,
         saturation: float | None = None,
@@ -381,14 +397,14 @@ class TopAggOptimizer(PrivateOptimizer):
         self.saturation = saturation
         self.stochastic = stochastic
         self.threshold = threshold
-        super().__init__(optimizer, max_grad_norm=math.sqrt(self.k), **rest)
+        super().__init__(optimizer, ledger, replace(settings, max_grad_norm=math.sqrt(self.k)), **rest)
 
     def mechanism(self) -> Votes:
         """Return the mechanism of a sum of votes: the bound sqrt(k) is structural."""
         return Votes(
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
-            noise=self.noise,
+            noise=self.settings.noise,
             k=self.k,
             shape=(self.length(),),
         )
@@ -424,7 +440,7 @@ class MaskedOptimizer(PrivateOptimizer):
 
     Parameters
     ----------
-    optimizer, **rest
+    optimizer, ledger, settings, **rest
         As in :class:`PrivateOptimizer`.
     keep : float
         Fraction kept, at the end of the schedule.
@@ -441,6 +457,8 @@ class MaskedOptimizer(PrivateOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        ledger: PrivacyLedger,
+        settings: StepSettings,
         *,
         keep: float,
         schedule: str = "constant",
@@ -458,7 +476,7 @@ class MaskedOptimizer(PrivateOptimizer):
         self.mask = mask
         self._kept: NDArray[np.int64] | None = None
         self._former: NDArray[np.float64] | None = None
-        super().__init__(optimizer, **rest)
+        super().__init__(optimizer, ledger, settings, **rest)
 
     def full(self) -> int:
         """Return how many coordinates there are to choose from."""
@@ -515,7 +533,7 @@ class LsgOptimizer(MaskedOptimizer):
 
     Parameters
     ----------
-    optimizer, **rest
+    optimizer, ledger, settings, **rest
         As in :class:`MaskedOptimizer`; ``keep=1`` is low rank alone.
     rank : int
         Of the carriers; tensors of one dimension, and matrices no larger than that, stay whole.
@@ -533,9 +551,10 @@ class LsgOptimizer(MaskedOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        ledger: PrivacyLedger,
+        settings: StepSettings,
         *,
         rank: int,
-        keep: float = 1.0,
         names: Sequence[str] = (),
         whole: Sequence[str] = (),
         history: int = 0,
@@ -554,7 +573,7 @@ class LsgOptimizer(MaskedOptimizer):
         self.history = history
         self.refresh = refresh
         self._pairs: Carriers | None = None
-        super().__init__(optimizer, keep=keep, **rest)
+        super().__init__(optimizer, ledger, settings, **{"keep": 1.0, **rest})
         self._before = self._model() if history else None
 
     def full(self) -> int:

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final
 
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from fedcomp import params
 from fedcomp.codecs import Codec, FixedPoint, RandomK, fixed_point_of, get_codec
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.coding.sumcode import Summed, SumPlan
@@ -42,6 +41,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg, Settings
 from fedcomp.strategies.coded.sums import SumCode
 from fedcomp.strategies.compressed import Compressed
+from fedcomp.strategies.private.settings import ShareSettings
 from fedcomp.strategies.private.strategy import NOT_COVERED, Outcome, PrivateRule, PrivateStrategy
 from fedcomp.strategies.private.sums import Nothing
 
@@ -75,11 +75,7 @@ class NoisyMean(PrivateStrategy):
     ----------
     inner : Strategy
         One of Flower's weighted means, with ``fraction_evaluate=0.0``.
-    clip : float
-    tolerated, honest, scale, rotation
-        As in :class:`fedcomp.privacy.distributed.DistributedSum`.
-    private : int
-        Relays that learn nothing together.
+    shares : ShareSettings
     **promise
         As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`.
     """
@@ -87,18 +83,7 @@ class NoisyMean(PrivateStrategy):
     takes_plain: ClassVar[bool] = False
     bounds_updates: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        inner: Strategy,
-        *,
-        clip: float,
-        tolerated: int,
-        honest: float,
-        scale: int,
-        rotation: int,
-        private: int,
-        **promise: Any,
-    ) -> None:
+    def __init__(self, inner: Strategy, shares: ShareSettings, **promise: Any) -> None:
         super().__init__(inner, **promise)
         if self.adjacency == "add_remove":
             raise ConfigError(
@@ -110,12 +95,9 @@ class NoisyMean(PrivateStrategy):
                 "shares of noise are dimensioned for a number of contributors that is known, Poisson sampling draws "
                 "another one each round; use Sampling('capped') or everyone"
             )
-        self.clip = params.positive("clip", clip)
-        self.tolerated = tolerated
-        self.honest = honest
-        self.scale = scale
-        self.rotation = rotation
-        self.private = private
+        self.shares = shares
+        # A public word of the run; rotations of one norm are all alike, so it costs nothing that everybody knows it.
+        self.rotation = 1 + Key(self.seed, "privacy/rotation").u64() % (1 << 31) if shares.rotate else 0
         if self.population:
             self.sum_of(_UNKNOWN, self.contributors)
 
@@ -125,12 +107,12 @@ class NoisyMean(PrivateStrategy):
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
             noise=self.noise,
-            clip=self.clip,
+            clip=self.shares.clip,
             size=size,
             contributors=contributors,
-            tolerated=self.tolerated,
-            honest=self.honest,
-            scale=self.scale,
+            tolerated=self.shares.tolerated,
+            honest=self.shares.honest,
+            scale=self.shares.scale,
             rotation=self.rotation,
         )
 
@@ -177,14 +159,14 @@ class NoisyMean(PrivateStrategy):
     def describe(self) -> str:
         """Return what a client does with its update."""
         turned = "turned by a public rotation, " if self.rotation else ""
-        return (
-            f"every client clips its update to L2 norm {self.clip:g}; {turned}rounded at random with the norm checked"
-        )
+        clip = f"clips its update to L2 norm {self.shares.clip:g}"
+        return f"every client {clip}; {turned}rounded at random with the norm checked"
 
     def describe_settings(self) -> str:
         """Return all that must not change within a run."""
+        own = asdict(self.shares) | {"rotation": self.rotation}
         named = ("clip", "tolerated", "honest", "scale", "rotation", "private")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in named)
+        return ", ".join(f"{name}={own[name]!r}" for name in named)
 
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
@@ -194,7 +176,7 @@ class NoisyMean(PrivateStrategy):
             self.privacy,
             mechanism=mechanism,
             trust=_TRUST.format(
-                private=self.private,
+                private=self.shares.private,
                 telling=mechanism.contributors - mechanism.counted - mechanism.tolerated,
                 asked=mechanism.contributors,
                 left=math.sqrt(1.0 - 1.0 / mechanism.counted),
@@ -273,33 +255,19 @@ class DistributedDp(CodedFedAvg):
     ----------
     inner : Strategy
         One of Flower's weighted means, with ``fraction_evaluate=0.0``; it gets the noisy mean.
-    clip : float
-        Largest L2 norm of one client's update, in the units of the update.
-    noise_multiplier : float
-        Standard deviation of the noise on the sum over its sensitivity, when as many clients vanish as may.
-    tolerated : int
-        Clients of a round that may vanish. Each client's share is sigma^2 / (floor(honest n) - tolerated).
-    honest : float
-        Share of clients whose noise the adversary does not know. 1 counts on everybody's, which is right for somebody
-        who takes no part: a client knows its own.
-    private : int
-        T: so many clients learn nothing of others from what they hold for them; at least those that are not honest.
+    shares : ShareSettings
+        The clip norm, and how the noise is shared.
     codec : Codec or dict, optional
         What is summed: ``RandomK`` or ``RandomBlock`` with ``shared=True``. Default: everything.
     feedback : bool
         Remember what was clipped, rounded or not chosen, and send it later. A clip that is always too small fills the
         memory without bound.
-    scale : int
-        Grid steps of the clip norm; 0 chooses, see :class:`fedcomp.privacy.distributed.DistributedSum`.
-    rotate : bool
-        Turn updates by a public rotation first, so that less room is needed for single large coordinates.
     transport, share_timeout, collect_timeout, max_store_bytes, spool
         As :class:`fedcomp.strategies.coded.strategy.CodedFedAvg`. Shards are always sealed: the server passes them on.
     seed : int
     **promise
-        As :class:`~fedcomp.strategies.private.strategy.PrivateStrategy`: adjacency ("zero_out" or "replace"), delta,
-        population,
-        sampling, count, budget, noise ("discrete_gaussian" or "skellam"), insecure_deterministic.
+        As :class:`~fedcomp.strategies.private.strategy.PrivateStrategy`: noise_multiplier (of the sum when as many
+        clients vanish as may), adjacency ("zero_out" or "replace"), noise ("discrete_gaussian", "skellam") and others.
 
     Raises
     ------
@@ -309,9 +277,8 @@ class DistributedDp(CodedFedAvg):
     Examples
     --------
     >>> from flwr.serverapp.strategy import FedAvg
-    >>> strategy = DistributedDp(
-    ...     FedAvg(fraction_evaluate=0.0), clip=1.0, noise_multiplier=2.0, tolerated=2, population=20
-    ... )
+    >>> shares = ShareSettings(clip=1.0, tolerated=2)
+    >>> strategy = DistributedDp(FedAvg(fraction_evaluate=0.0), shares, noise_multiplier=2.0, population=20)
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {"_made": tuple[Count, Count]}
@@ -319,16 +286,10 @@ class DistributedDp(CodedFedAvg):
     def __init__(
         self,
         inner: Strategy,
+        shares: ShareSettings,
         *,
-        clip: float,
-        noise_multiplier: float,
-        tolerated: int = 0,
-        honest: float = 1.0,
-        private: int = 1,
         codec: Codec | dict[str, Any] | None = None,
         feedback: bool = False,
-        scale: int = 0,
-        rotate: bool = False,
         transport: str = "hub",
         share_timeout: float | None = None,
         collect_timeout: float | None = None,
@@ -339,24 +300,13 @@ class DistributedDp(CodedFedAvg):
         self.summed = RandomK(1.0) if codec is None else get_codec(codec)
         self.feedback = feedback
         self._made = (0, 0)
-        noisy = NoisyMean(
-            inner,
-            clip=clip,
-            noise_multiplier=noise_multiplier,
-            tolerated=tolerated,
-            honest=honest,
-            scale=scale,
-            rotation=1 + Key(seed, "privacy/rotation").u64() % (1 << 31) if rotate else 0,
-            private=private,
-            seed=seed,
-            **promise,
-        )
+        noisy = NoisyMean(inner, shares, seed=seed, **promise)
         # Grid and room depend on the model and the number of clients; the real codec is made when both are known.
-        unknown = BoundedFixedPoint(self.summed, clip=noisy.clip, levels=64)
+        unknown = BoundedFixedPoint(self.summed, clip=shares.clip, levels=64)
         super().__init__(
             Compressed(noisy, unknown, feedback=feedback, seed=seed),
             construction="noisysum",
-            private=private,
+            private=shares.private,
             transport=transport,
             share_timeout=share_timeout,
             collect_timeout=collect_timeout,

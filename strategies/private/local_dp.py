@@ -1,9 +1,9 @@
 """Local differential privacy: the mean of messages that every client has noised itself.
 
-``local_dp(FedAvg(fraction_evaluate=0.0), TopK(density=0.01), clip=1.0, noise_multiplier=4.0, population=1000)`` is the
-drop-in pair with :class:`fedcomp.privacy.local.Privatise` before the codec. The server adds no noise and needs no
-trust; the price is that every message carries noise of its own: the mean of n has sqrt(n) times as much as under a
-trusted server, and twice that, because two messages may be as far apart as 2C.
+``local_dp(FedAvg(fraction_evaluate=0.0), Privatise(1.0, 4.0), TopK(density=0.01), population=1000)`` is the drop-in
+pair with :class:`fedcomp.privacy.local.Privatise` before the codec. The server adds no noise and needs no trust; the
+price is that every message carries noise of its own: the mean of n has sqrt(n) times as much as under a trusted server,
+and twice that, because two messages may be as far apart as 2C.
 
 Clip and noise are each client's own doing. One that leaves them out may send anything finite: reports name the norm of
 every message, and a guard refuses what is far out of the ordinary. Both are post-processing of messages.
@@ -131,16 +131,13 @@ class LocalMean(PrivateStrategy):
 
 def local_dp(
     inner: Strategy,
+    privatise: Privatise,
     codec: Codec | dict[str, Any],
     *,
-    clip: float,
-    noise_multiplier: float,
-    releases: int = 0,
     feedback: bool = False,
     downlink: Codec | dict[str, Any] | None = None,
     policy: DensityPolicy | None = None,
     guard: Norms | None = None,
-    insecure_deterministic: bool = False,
     seed: int = 0,
     **promise: Any,
 ) -> Compressed:
@@ -149,10 +146,10 @@ def local_dp(
     Parameters
     ----------
     inner : Strategy
+    privatise : Privatise
+        What every client does to its update first; its ``releases`` is the limit that clients are asked to keep.
     codec : Codec or dict
         What becomes of the noised update: post-processing.
-    clip, noise_multiplier, releases
-        See :class:`fedcomp.privacy.local.Privatise`; ``releases`` is the limit that clients are asked to keep.
     feedback : bool
         Remember what of the *noised* update was not sent.
     downlink, policy, guard, seed
@@ -165,13 +162,11 @@ def local_dp(
     --------
     >>> from flwr.serverapp.strategy import FedAvg
     >>> from fedcomp.codecs import QSGD
-    >>> strategy = local_dp(
-    ...     FedAvg(fraction_evaluate=0.0), QSGD(levels=8), clip=1.0, noise_multiplier=4.0, population=1000
-    ... )
+    >>> noise = Privatise(clip=1.0, noise_multiplier=4.0)
+    >>> strategy = local_dp(FedAvg(fraction_evaluate=0.0), noise, QSGD(levels=8), population=1000)
     """
-    first = Privatise(clip, noise_multiplier, releases, insecure_deterministic)
     last = get_codec(codec)
     if feedback and not last.remembers:
         last = ErrorFeedback(last)
-    mean = LocalMean(inner, first, seed=seed, **promise)
-    return Compressed(mean, chain(first, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)
+    mean = LocalMean(inner, privatise, seed=seed, **promise)
+    return Compressed(mean, chain(privatise, last), downlink, feedback=False, policy=policy, guard=guard, seed=seed)

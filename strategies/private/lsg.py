@@ -13,7 +13,7 @@ finite; the mechanism clips once more in any case.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,6 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fedcomp import params
 from fedcomp.codecs import Codec
 from fedcomp.codecs.base import norm
 from fedcomp.errors import ConfigError
@@ -32,10 +31,11 @@ from fedcomp.flower.records import to_arrays
 from fedcomp.layout import Layout, Vector
 from fedcomp.privacy.bounds import clip_arrays
 from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.lsg import Carriers, LowRankPlan, check_fraction, check_mask, count_kept, fraction, kept
+from fedcomp.privacy.lsg import Carriers, LowRankPlan, count_kept, fraction, kept
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.intake import Intake
+from fedcomp.strategies.private.settings import LsgSettings
 from fedcomp.strategies.private.strategy import Contribution, PrivateStrategy
 from fedcomp.strategies.replies import Arrival, SentMessage
 
@@ -91,32 +91,16 @@ class Lsg(PrivateStrategy):
     ----------
     inner : Strategy
         One of Flower's weighted means, with ``fraction_evaluate=0.0``.
-    clip : float
-        Largest L2 norm of one client's kept coordinates, over all tensors and both products.
-    rank : int
-        Of the carriers; 0 factors nothing.
-    keep : float
-        Fraction of the coordinates that is kept, at the end of the schedule.
-    schedule : {"constant", "linear", "cosine"}
-    schedule_rounds : int
-        Rounds that the schedule runs over; not needed for "constant".
-    mask : {"random", "noisy_magnitude"}
-        By the seed alone, or half of them where former noisy updates were large; which those are then travels down.
-    whole : str
-        Patterns of names of tensors that stay whole, separated by spaces: the last layer, for one.
-    history : int
-        After this many rounds the carriers follow the way the model went since round 1; 0: always the model itself.
-    noise_multiplier : float
-        Standard deviation of the noise on the sum over its sensitivity (``clip``; twice that with "replace").
+    settings : LsgSettings
     **promise
-        As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`.
+        As :class:`fedcomp.strategies.private.strategy.PrivateStrategy`. The sensitivity is the clip norm; twice that
+        with "replace".
 
     Examples
     --------
     >>> from flwr.serverapp.strategy import FedAvg
-    >>> strategy = Lsg(
-    ...     FedAvg(fraction_evaluate=0.0), clip=1.0, rank=8, keep=0.5, noise_multiplier=1.0, population=1000
-    ... )
+    >>> settings = LsgSettings(clip=1.0, rank=8, keep=0.5)
+    >>> strategy = Lsg(FedAvg(fraction_evaluate=0.0), settings, noise_multiplier=1.0, population=1000)
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {
@@ -124,37 +108,14 @@ class Lsg(PrivateStrategy):
         "_former": NDArray[np.float64] | None,
     }
 
-    def __init__(
-        self,
-        inner: Strategy,
-        *,
-        clip: float,
-        rank: int,
-        keep: float = 1.0,
-        schedule: str = "constant",
-        schedule_rounds: int = 0,
-        mask: str = "random",
-        whole: str = "",
-        history: int = 0,
-        noise_multiplier: float,
-        **promise: Any,
-    ) -> None:
-        check_fraction(schedule, schedule_rounds, keep)
-        check_mask(mask)
-        self.clip = params.positive("clip", clip)
-        self.rank = params.integer("rank", rank, low=0)
-        self.keep = float(keep)
-        self.schedule = schedule
-        self.schedule_rounds = schedule_rounds
-        self.mask = mask
-        self.whole = whole
-        self.history = params.integer("history", history, low=0)
+    def __init__(self, inner: Strategy, settings: LsgSettings, **promise: Any) -> None:
+        self.settings = settings
         self._first: NDArray[np.float64] | None = None
         self._former: NDArray[np.float64] | None = None
         self._plan: LowRankPlan | None = None
         self._pairs: Carriers = ()
         self._kept: NDArray[np.int64] = np.zeros(0, np.int64)
-        super().__init__(inner, noise_multiplier=noise_multiplier, **promise)
+        super().__init__(inner, **promise)
         self._request: LsgRequest | None = None
         self._released = self._shorten
 
@@ -168,18 +129,18 @@ class Lsg(PrivateStrategy):
         layout = Layout.of(arrays_now)
         # Factors and shares are of the round; only the model is the run's.
         request = self._request = LsgRequest(
-            rank=self.rank,
-            whole=self.whole,
-            share=fraction(self.schedule, server_round - 1, self.schedule_rounds, self.keep),
+            rank=self.settings.rank,
+            whole=self.settings.whole,
+            share=fraction(self.settings.schedule, server_round - 1, self.settings.schedule_rounds, self.settings.keep),
             draw=Key(self.seed, "lsg", server_round).u64() >> 1,
-            clip=self.clip,
-            chosen=self.mask == "noisy_magnitude" and self._former is not None,
+            clip=self.settings.clip,
+            chosen=self.settings.mask == "noisy_magnitude" and self._former is not None,
         )
         plan = self._plan = request.plan(layout)
         model = layout.flatten(arrays_now).astype(np.float64)
-        if self.history and self._first is None:
+        if self.settings.history and self._first is None:
             self._first = model
-        before = self._first if self.history and server_round > self.history else None
+        before = self._first if self.settings.history and server_round > self.settings.history else None
         self._pairs = plan.carriers(model, Key(self.seed, "lsg/carriers", server_round), before)
         self._kept = drawn(request, plan.short)
         if request.chosen:
@@ -205,7 +166,7 @@ class Lsg(PrivateStrategy):
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
         """Return the grid Gaussian for as many coordinates as are kept."""
         return GridGaussian(
-            clip=self.clip,
+            clip=self.settings.clip,
             size=layout.size,
             noise_multiplier=self.noise_multiplier,
             adjacency=self.adjacency,
@@ -215,7 +176,7 @@ class Lsg(PrivateStrategy):
     def _intake(self, server_round: int, layout: Layout) -> Intake:
         assert self._plan is not None
         plain = super()._intake(server_round, layout)
-        return KeptIntake(**vars(plain), plan=self._plan, pairs=self._pairs, kept=self._kept, clip=self.clip)
+        return KeptIntake(**vars(plain), plan=self._plan, pairs=self._pairs, kept=self._kept, clip=self.settings.clip)
 
     def contribution(self, update: Vector, layout: Layout, server_round: int) -> Contribution:
         """Return a client's kept coordinates.
@@ -226,8 +187,8 @@ class Lsg(PrivateStrategy):
             When they are longer than the client half would have left them, or not finite.
         """
         length = norm(update)
-        if not length <= self.clip * (1.0 + SLACK):
-            raise Unbounded(f"an update has norm {length:.6g}, a client clips it to {self.clip:g}")
+        if not length <= self.settings.clip * (1.0 + SLACK):
+            raise Unbounded(f"an update has norm {length:.6g}, a client clips it to {self.settings.clip:g}")
         return update
 
     def released(self, noisy: NDArray[np.float64], layout: Layout, server_round: int) -> Vector:
@@ -236,18 +197,18 @@ class Lsg(PrivateStrategy):
         short = np.zeros(self._plan.short)
         short[self._kept] = noisy / self.expected
         step = self._plan.reconstruct(short, self._pairs)
-        if self.mask == "noisy_magnitude":
+        if self.settings.mask == "noisy_magnitude":
             self._former = step if self._former is None else DECAY * self._former + step
         return step.astype(np.float32)
 
     def describe(self) -> str:
         """Return how an update is shortened and clipped."""
-        factors = f"products with carriers of rank {self.rank} of the public model" if self.rank else "coordinates"
-        how = "a public seed" if self.mask == "random" else "a public seed and former noisy updates"
-        share = f"{self.keep:g} of them" if self.schedule == "constant" else f"down to {self.keep:g} of them"
-        return f"{factors}, {share} kept by {how}, clipped together to L2 norm {self.clip:g}"
+        own = self.settings
+        factors = f"products with carriers of rank {own.rank} of the public model" if own.rank else "coordinates"
+        how = "a public seed" if own.mask == "random" else "a public seed and former noisy updates"
+        share = f"{own.keep:g} of them" if own.schedule == "constant" else f"down to {own.keep:g} of them"
+        return f"{factors}, {share} kept by {how}, clipped together to L2 norm {own.clip:g}"
 
     def describe_settings(self) -> str:
         """Return the parameters."""
-        names = ("clip", "rank", "keep", "schedule", "schedule_rounds", "mask", "whole", "history")
-        return repr({name: getattr(self, name) for name in names})
+        return repr(asdict(self.settings))

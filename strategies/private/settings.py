@@ -1,4 +1,4 @@
-"""What a private strategy is told, in groups: its promise, how teachers vote, how they learn."""
+"""The settings of private strategies, in groups: the promise, LSG, shares of noise, how teachers vote and learn."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fedcomp import params
 from fedcomp.errors import ConfigError
 from fedcomp.flower.datalens import SENDS
 from fedcomp.privacy.events import Adjacency
+from fedcomp.privacy.lsg import check_fraction, check_mask
 from fedcomp.privacy.sampling import Sampling
 
 
@@ -72,6 +73,92 @@ class PrivacySettings:
         params.boolean("pad", self.pad)
         params.integer("population", self.population, low=0)
         object.__setattr__(self, "drawn", Sampling() if self.sampling is None else self.sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LsgSettings:
+    """How updates are shortened before noise.
+
+    Parameters
+    ----------
+    clip : float
+        Largest L2 norm of one client's kept coordinates, over all tensors and both products.
+    rank : int
+        Of the carriers; 0 factors nothing.
+    keep : float
+        Fraction of the coordinates that is kept, at the end of the schedule.
+    schedule : {"constant", "linear", "cosine"}
+    schedule_rounds : int
+        Rounds that the schedule runs over; not needed for "constant".
+    mask : {"random", "noisy_magnitude"}
+        By the seed alone, or half of them where former noisy updates were large; which those are then travels down.
+    whole : str
+        Patterns of names of tensors that stay whole, separated by spaces: the last layer, for one.
+    history : int
+        After this many rounds the carriers follow the way the model went since round 1; 0: always the model itself.
+
+    Raises
+    ------
+    ConfigError
+        For a value out of range.
+    """
+
+    clip: float
+    rank: int
+    keep: float = 1.0
+    schedule: str = "constant"
+    schedule_rounds: int = 0
+    mask: str = "random"
+    whole: str = ""
+    history: int = 0
+
+    def __post_init__(self) -> None:
+        check_fraction(self.schedule, self.schedule_rounds, self.keep)
+        check_mask(self.mask)
+        params.assign(
+            self,
+            clip=params.positive("clip", self.clip),
+            rank=params.integer("rank", self.rank, low=0),
+            keep=float(self.keep),
+            history=params.integer("history", self.history, low=0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareSettings:
+    """How clients bound their updates and share the noise of a sum.
+
+    Parameters
+    ----------
+    clip : float
+        Largest L2 norm of one client's update, in the units of the update.
+    tolerated : int
+        Clients of a round that may vanish. Each client's share is sigma^2 / (floor(honest n) - tolerated).
+    honest : float
+        Share of clients whose noise the adversary does not know. 1 counts on everybody's, which is right for somebody
+        who takes no part: a client knows its own.
+    private : int
+        T: so many clients learn nothing of others from what they hold for them; at least those that are not honest.
+    scale : int
+        Grid steps of the clip norm; 0 chooses, see :class:`fedcomp.privacy.distributed.DistributedSum`.
+    rotate : bool
+        Turn updates by a public rotation first, so that less room is needed for single large coordinates.
+
+    Raises
+    ------
+    ConfigError
+        For a clip norm that is not positive; the mechanism checks the other values.
+    """
+
+    clip: float
+    tolerated: int = 0
+    honest: float = 1.0
+    private: int = 1
+    scale: int = 0
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        params.assign(self, clip=params.positive("clip", self.clip))
 
 
 @dataclass(frozen=True, kw_only=True)

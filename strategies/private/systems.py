@@ -16,6 +16,7 @@ from fedcomp.flower.privacy import find_private
 from fedcomp.flower.record_dp import TrainingPlan
 from fedcomp.layout import Layout
 from fedcomp.privacy.adaptive import AdaptiveClip
+from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
@@ -40,7 +41,13 @@ from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.promise import Promise
 from fedcomp.strategies.private.record_dp import RecordDp
-from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
+from fedcomp.strategies.private.settings import (
+    LsgSettings,
+    PrivacySettings,
+    ShareSettings,
+    TeacherSettings,
+    VoteSettings,
+)
 from fedcomp.strategies.private.topagg import TopAgg, topagg
 from fedcomp.strategies.system import TRAINING, System, arguments, refuse_others, settings_of
 
@@ -114,20 +121,26 @@ def _random_mask(settings: Settings, seed: int) -> Strategy:
 
 
 def _local_dp(settings: Settings, seed: int) -> Strategy:
-    own: dict[str, Any] = {key: settings[key] for key in ("clip", "releases", "count")}
+    given = promise(settings, seed)
+    insecure = given.pop("insecure_deterministic")
+    own: dict[str, Any] = {key: settings[key] for key in ("clip", "releases")}
+    noise = Privatise(**own, noise_multiplier=given.pop("noise_multiplier"), insecure_deterministic=insecure)
     codec = uplink(settings, str(settings["codec"]))
-    return local_dp(make_inner(settings), codec, downlink=downlink(settings), **own, **promise(settings, seed))
+    count: Any = settings["count"]
+    return local_dp(make_inner(settings), noise, codec, downlink=downlink(settings), count=count, **given)
 
 
 def _lsg(settings: Settings, seed: int) -> Strategy:
-    own: dict[str, Any] = {key: settings[key] for key in _LSG}
-    return Lsg(make_inner(settings), **own, **promise(settings, seed))
+    shortened = LsgSettings(**arguments(LsgSettings, settings, _SHORTENED))
+    count: Any = settings["count"]
+    return Lsg(make_inner(settings), shortened, count=count, **promise(settings, seed))
 
 
 def _distributed_dp(settings: Settings, seed: int) -> Strategy:
-    own: dict[str, Any] = {key: settings[key] for key in _DISTRIBUTED}
+    shares = ShareSettings(**arguments(ShareSettings, settings, _SHARES))
+    own: dict[str, Any] = {key: settings[key] for key in ("feedback", "transport", "noise", "count")}
     codec = RandomK(float(settings["density"]))
-    return DistributedDp(make_inner(settings), codec=codec, **own, **promise(settings, seed))
+    return DistributedDp(make_inner(settings), shares, codec=codec, **own, **promise(settings, seed))
 
 
 def _datalens(settings: Settings, seed: int) -> Strategy:
@@ -211,16 +224,19 @@ _REFUSED: Final = (
     ("fraction_evaluate", 0.0, "metrics of clients would be released beside the noise; the server evaluates"),
 )
 _COUNT: Final = settings_of(Promise, "count")
-_LSG: Final[Mapping[str, Scalar]] = {
+_SHORTENED: Final[Mapping[str, Scalar]] = {
     "clip": 1.0,
     "rank": 8,
     "keep": 0.5,
-    **settings_of(Lsg, "schedule", "schedule_rounds", "mask", "whole", "history"),
-    **_COUNT,
+    **settings_of(LsgSettings, "schedule", "schedule_rounds", "mask", "whole", "history"),
+}
+_SHARES: Final[Mapping[str, Scalar]] = {
+    "clip": 1.0,
+    **settings_of(ShareSettings, "tolerated", "honest", "private", "scale", "rotate"),
 }
 _DISTRIBUTED: Final[Mapping[str, Scalar]] = {
-    "clip": 1.0,
-    **settings_of(DistributedDp, "tolerated", "honest", "private", "feedback", "scale", "rotate", "transport"),
+    **_SHARES,
+    **settings_of(DistributedDp, "feedback", "transport"),
     **settings_of(PrivacySettings, "noise"),
     **_COUNT,
 }
@@ -263,7 +279,7 @@ SYSTEMS: Final = (
         "derived here",
         "kept coordinates of the update's products with low-rank carriers of the model, clipped together; which ones "
         "are kept, a public seed says. rank of 0 factors nothing",
-        _LSG,
+        {**_SHORTENED, **_COUNT},
     ),
     _system(
         _distributed_dp,
@@ -286,7 +302,7 @@ SYSTEMS: Final = (
             "feedback": False,
             "downlink": "",
             "clip": 1.0,
-            **settings_of(local_dp, "releases"),
+            **settings_of(Privatise, "releases"),
             **_COUNT,
             "adjacency": "replace",
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -141,6 +142,12 @@ def test_what_counts_as_privatised() -> None:
         assert privatised(codec) is None
 
 
+def local(codec, **changes) -> Compressed:
+    given = {**BASIC, **changes}
+    own = {field.name: given.pop(field.name) for field in fields(Privatise) if field.name in given}
+    return local_dp(inner(), Privatise(**own), codec, **given)
+
+
 def run(strategy, *, fault=None, rounds=2, mods=None, nodes=4):
     mods = [compression(), private()] if mods is None else mods
     grid = federation(mods, nodes, fault=fault, metered=False)
@@ -150,7 +157,7 @@ def run(strategy, *, fault=None, rounds=2, mods=None, nodes=4):
 @pytest.mark.long
 @pytest.mark.parametrize("codec", [Identity(), QSGD(levels=64), TopK(density=0.2), RandomK(density=0.5)], ids=str)
 def test_the_server_averages_messages_and_adds_nothing(codec) -> None:
-    strategy = local_dp(inner(), codec, **{**BASIC, "clip": 3e4, "noise_multiplier": 0.0})
+    strategy = local(codec, clip=3e4, noise_multiplier=0.0)
     result = run(strategy, rounds=1)
     assert np.linalg.norm(stack(result.arrays)) > 1e3
     report = strategy.reports[1]
@@ -159,7 +166,7 @@ def test_the_server_averages_messages_and_adds_nothing(codec) -> None:
 
 
 def test_messages_are_paid_for_when_they_are_asked_for() -> None:
-    strategy = local_dp(inner(), QSGD(levels=8), **BASIC)
+    strategy = local(QSGD(levels=8))
     run(strategy, fault=lambda d: "lost_reply" if d.partition or d.round == 2 else None)
     ledger = find_private(strategy).privacy
     assert set(ledger.participations.values()) == {2}
@@ -172,7 +179,7 @@ def test_messages_are_paid_for_when_they_are_asked_for() -> None:
 
 
 def test_the_ledger_is_written_before_anybody_is_asked(monkeypatch) -> None:
-    strategy = local_dp(inner(), QSGD(levels=8), **BASIC)
+    strategy = local(QSGD(levels=8))
 
     def refuse(*args, **kwargs):
         raise BudgetExceeded("no")
@@ -186,7 +193,7 @@ def test_the_ledger_is_written_before_anybody_is_asked(monkeypatch) -> None:
 
 
 def test_the_cap_is_one_of_messages_and_ends_the_run() -> None:
-    strategy = local_dp(inner(), QSGD(levels=8), **BASIC, sampling=Sampling("capped", cap=2))
+    strategy = local(QSGD(levels=8), sampling=Sampling("capped", cap=2))
     run(strategy, rounds=4)
     assert set(find_private(strategy).privacy.participations.values()) == {2}
     assert "as often as it may" in find_private(strategy).over(5)
@@ -196,16 +203,16 @@ def test_a_redelivered_message_is_answered_with_the_same_noise() -> None:
     def fault(delivery):
         return "duplicate" if delivery.partition == 0 else None
 
-    strategy = local_dp(inner(), Identity(), **BASIC)
+    strategy = local(Identity())
     run(strategy, fault=fault, rounds=1)
     assert strategy.reports[1].duplicates == 1
-    once = local_dp(inner(), Identity(), **BASIC, insecure_deterministic=True)
-    twice = local_dp(inner(), Identity(), **BASIC, insecure_deterministic=True)
+    once = local(Identity(), insecure_deterministic=True)
+    twice = local(Identity(), insecure_deterministic=True)
     np.testing.assert_array_equal(stack(run(once, rounds=1).arrays), stack(run(twice, fault=fault, rounds=1).arrays))
 
 
 def test_a_client_that_does_not_privatise_is_left_out() -> None:
-    strategy = local_dp(inner(), QSGD(levels=8), **BASIC)
+    strategy = local(QSGD(levels=8))
     with pytest.raises(NoUsableReply, match="did not privatise"):
         run(strategy, mods=[private()], rounds=1)
     assert len(strategy.reports[1].refused) == 4
@@ -230,7 +237,7 @@ def test_what_local_privacy_cannot_mean_is_refused() -> None:
         ({"population": 1000}, "below 1/1000"),
     ):
         with pytest.raises(ConfigError, match=said):
-            local_dp(inner(), Identity(), **{**BASIC, **change})
+            local(Identity(), **change)
     promise = {"population": 4, "delta": 1e-3}
     mean = LocalMean(inner(), Privatise(1.0, 2.0), **promise)
     for codec in (Identity(), chain(Privatise(1.0, 1.0), Identity()), TopK(density=0.5)):

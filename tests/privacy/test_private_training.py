@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fedcomp.errors import ConfigError
-from fedcomp.privacy.dpsgd import METHODS, PoissonLoader, private_training
+from fedcomp.privacy.dpsgd import METHODS, PoissonLoader, StepSettings, private_training
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.ledger import PrivacyLedger
@@ -395,10 +395,9 @@ def test_parameters_the_optimiser_does_not_hold_are_refused() -> None:
             module,
             torch.optim.SGD(module[0].parameters(), lr=0.1),
             records(6),
-            noise_multiplier=1.0,
-            rate=1.0,
+            ledger(1.0),
+            StepSettings(noise_multiplier=1.0, rate=1.0),
             steps=1,
-            ledger=ledger(1.0),
         )
     for p in module[2].parameters():
         p.requires_grad_(False)
@@ -434,9 +433,8 @@ def test_a_claimed_rate_must_be_the_ledgers() -> None:
 )
 def test_wrong_arguments_are_refused_before_anything_is_trained(wrong: dict) -> None:
     module = net()
-    given = {"noise_multiplier": 1.0, "rate": 1.0, "steps": 1, "ledger": ledger(1.0), **wrong}
     with pytest.raises(ConfigError):
-        private_training(module, torch.optim.SGD(module.parameters(), lr=0.1), records(6), **given)
+        training(module, records(6), **{"noise_multiplier": 1.0, "ledger": ledger(1.0), **wrong})
     assert not hasattr(module[0].weight, "grad_sample")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from typing import ClassVar
@@ -34,6 +35,7 @@ from fedcomp.privacy.errors import BudgetExceeded
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.distributed_dp import DistributedDp, NoisyMean, NoisySum
+from fedcomp.strategies.private.settings import ShareSettings
 
 NODES = 6
 CLIP = 500.0
@@ -47,7 +49,9 @@ def grid_of(*, recorder=None, fault=None, client=None, nodes: int = NODES) -> Ta
 def distributed(inner=None, **options) -> DistributedDp:
     given = {"clip": CLIP, "noise_multiplier": 1.0, "tolerated": 2, "population": NODES, "delta": 1e-3}
     around = fedavg(fraction_evaluate=0.0) if inner is None else inner
-    return DistributedDp(around, **{**given, **options})
+    given |= options
+    shares = {field.name: given.pop(field.name) for field in dataclasses.fields(ShareSettings) if field.name in given}
+    return DistributedDp(around, ShareSettings(**shares), **given)
 
 
 def run(strategy: DistributedDp, grid: Tap, rounds: int = 1):
@@ -365,8 +369,8 @@ def poison(msg, context, call_next):
 
 
 def test_the_private_half_alone_asks_nobody_for_an_update_the_server_could_read() -> None:
-    sum_of = {"clip": CLIP, "noise_multiplier": 1.0, "tolerated": 2, "honest": 1.0, "scale": 0, "rotation": 0}
-    noisy = NoisyMean(fedavg(fraction_evaluate=0.0), **sum_of, private=1, population=NODES, delta=1e-3)
+    shares = ShareSettings(clip=CLIP, tolerated=2)
+    noisy = NoisyMean(fedavg(fraction_evaluate=0.0), shares, noise_multiplier=1.0, population=NODES, delta=1e-3)
     with pytest.raises(ConfigError, match="DistributedDp"):
         noisy.configure_train(1, model(), ConfigRecord(), grid_of())
     with pytest.raises(ConfigError, match="single updates"):

@@ -19,6 +19,7 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.layout import Layout
+from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.mechanism import GridGaussian
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.rng import Key
@@ -225,7 +226,7 @@ def test_no_other_client_may_relay_what_only_the_server_is_trusted_with(construc
     pair = Compressed(DpFedAvg(inner(), clip=1.0, **BASIC), TopK(density=0.5))
     with pytest.raises(ConfigError, match="not other clients"):
         CodedFedAvg(pair, construction=construction)
-    noised = local_dp(inner(), TopK(density=0.5), clip=1.0, **BASIC)
+    noised = local_dp(inner(), Privatise(1.0, 2.0), TopK(density=0.5), population=1000)
     assert CodedFedAvg(noised, construction="relay").inner is noised
 
 

@@ -30,6 +30,7 @@ from fedcomp.flower.report import Report
 from fedcomp.flower.rounds import fit
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.errors import Unbounded
+from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.strategy import CodedFedAvg
@@ -39,6 +40,7 @@ from fedcomp.strategies.private.distributed_dp import NoisyMean
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import LocalMean, local_dp
 from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.settings import LsgSettings
 from fedcomp.strategies.private.topagg import TopAgg
 from fedcomp.strategies.shared_support import SharedSupport
 from fedcomp.tasks import get_task
@@ -279,8 +281,8 @@ def test_d2_a_hostile_message_of_local_privacy_is_named_and_with_a_guard_refused
     """Nobody bounds what a client noised itself: before, the model was ruined and nobody named."""
 
     def run(**options: Any) -> tuple[Compressed, ArrayRecord, int]:
-        promise = {"clip": 1.0, "noise_multiplier": 4.0, "population": 5, "delta": 1e-3}
-        pair = local_dp(bare_mean(), QSGD(levels=7), **promise, insecure_deterministic=True, **options)
+        noise = Privatise(clip=1.0, noise_multiplier=4.0, insecure_deterministic=True)
+        pair = local_dp(bare_mean(), noise, QSGD(levels=7), population=5, delta=1e-3, **options)
         mods = [forged(1, 2, 1e25), compression(), private()]
         strategy = CodedFedAvg(pair, construction="relay") if coded else pair
         arrays, node = play(strategy, client_app([coded_mod(), *mods]) if coded else client_app(mods))
@@ -315,7 +317,7 @@ def test_d2_who_bounds_updates_says_so() -> None:
     strategies = [
         DpFedAvg(bare_mean(), clip=1.0, **options),
         TopAgg(bare_mean(), TopkSign(k=2), server_lr=1.0, **options),
-        Lsg(bare_mean(), clip=1.0, rank=0, **options),
+        Lsg(bare_mean(), LsgSettings(clip=1.0, rank=0), **options),
     ]
     for strategy in strategies:
         admit = strategy.mechanism(layout, 1).admit

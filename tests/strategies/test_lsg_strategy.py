@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from fedcomp.rng import Key
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.settings import LsgSettings
 
 NODES, SIZE, CULPRIT = 8, 1212, 3
 SHAPES = {"weight": (40, 30), "bias": (12,)}
@@ -55,7 +56,8 @@ def strategy(**options: Any) -> Lsg:
         "seed": 7,
         **options,
     }
-    return Lsg(fedavg(fraction_evaluate=0.0), **chosen)
+    own = {field.name: chosen.pop(field.name) for field in fields(LsgSettings) if field.name in chosen}
+    return Lsg(fedavg(fraction_evaluate=0.0), LsgSettings(**own), **chosen)
 
 
 def app() -> ClientApp:

@@ -20,6 +20,7 @@ from fedcomp.clients.private.mod import private
 from fedcomp.codecs import QSGD, TopK
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.privacy import find_private
+from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.sampling import Sampling
 from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.compressed import Compressed
@@ -27,6 +28,7 @@ from fedcomp.strategies.private.distributed_dp import DistributedDp
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.local_dp import local_dp
 from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.settings import LsgSettings, ShareSettings
 from fedcomp.strategies.private.topagg import topagg
 
 NODES, CAP, CULPRIT = 6, 2, 4
@@ -38,6 +40,8 @@ PROMISE = {
     "insecure_deterministic": True,
 }
 FEW = {**PROMISE, "count": 3}
+NOISE = Privatise(clip=1.0, noise_multiplier=3.0, insecure_deterministic=True)
+LOCAL = {key: FEW[key] for key in ("delta", "population", "sampling", "count")}
 
 PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "dense": (lambda: DpFedAvg(inner(), clip=1.0, **FEW), lambda: client_app([private()])),
@@ -49,14 +53,17 @@ PATHS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: topagg(inner(), TopkSign(k=40), server_lr=0.1, **FEW),
         lambda: client_app([compression(), private()]),
     ),
-    "lsg": (lambda: Lsg(inner(), clip=1.0, rank=0, keep=0.5, **FEW), lambda: client_app([lsg(), private()])),
+    "lsg": (
+        lambda: Lsg(inner(), LsgSettings(clip=1.0, rank=0, keep=0.5), **FEW),
+        lambda: client_app([lsg(), private()]),
+    ),
     "local": (
-        lambda: local_dp(inner(), QSGD(levels=8), clip=1.0, **FEW),
+        lambda: local_dp(inner(), NOISE, QSGD(levels=8), **LOCAL),
         lambda: client_app([compression(), private()]),
     ),
     # Shares of noise are made for the number that is asked: all of them, every time.
     "distributed": (
-        lambda: DistributedDp(inner(), clip=CLIP, tolerated=2, **PROMISE),
+        lambda: DistributedDp(inner(), ShareSettings(clip=CLIP, tolerated=2), **PROMISE),
         lambda: client_app([coded(), compression()]),
     ),
 }

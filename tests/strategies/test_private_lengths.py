@@ -29,6 +29,7 @@ from fedcomp.privacy.votes import TopkSign
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.private.lsg import Lsg
+from fedcomp.strategies.private.settings import LsgSettings
 from fedcomp.strategies.private.topagg import topagg
 
 NODES, SHAPE = 6, (60, 50)
@@ -104,7 +105,7 @@ def test_a7_votes_are_equally_long_whatever_was_learnt() -> None:
 
 
 def test_a7_low_rank_updates_are_equally_long_whatever_was_learnt() -> None:
-    strategy = Lsg(inner(), rank=2, keep=0.5, clip=1.0, **PROMISE)
+    strategy = Lsg(inner(), LsgSettings(rank=2, keep=0.5, clip=1.0), **PROMISE)
     for payload, wire in lengths(strategy, app_of([lsg(), private()]), model()):
         assert len(payload) == len(wire) == 1
 
