@@ -125,13 +125,18 @@ class Broadcast(Stateful):
             self._state = self.codec.init(layout)
             return self.adopt(target, exact, layout)
         require_finite(Update(target, layout))
-        if np.array_equal(target, self._target) and _same(exact, self.exact):
+        if self.is_current(target, exact, self._target):
             return self.version
         sent = target if self.codec.lossless else target - self.reference
         frame, self._state = self.codec.encode(Update(sent, layout), self._state, key)
         version = self.push(frame, self.codec, exact, layout)
         self._target = target.copy()
         return version
+
+    def is_current(self, model: Vector, exact: Arrays, target: Vector | None = None) -> bool:
+        """Whether a model is the reference, or ``target``, and has the current buffers."""
+        current = self.reference if target is None else target
+        return self.version > 0 and np.array_equal(model, current) and _same(exact, self.exact)
 
     def adopt(self, target: Vector, exact: Arrays, layout: Layout) -> int:
         """Make ``target`` the current model without a step that leads to it: every replica needs the full model.

@@ -66,9 +66,18 @@ class Announcer(Stateful):
         self._model: dict[str, NDArray[Any]] = {}
 
     @property
+    def model(self) -> dict[str, NDArray[Any]]:
+        """The tensors of the model that was adopted last."""
+        return self._model
+
+    @property
     def version(self) -> int:
         """Version of the model that was published last; 0 where models have none."""
         return 0 if self.broadcast is None else self.broadcast.version
+
+    def restored(self) -> None:
+        """Take the layout from the next model."""
+        self.layout = Layout(())
 
     def layout_of(self, arrays: ArrayRecord, codec: Codec, *, updates_only: bool) -> Layout:
         """Return the layout of updates of a model.
@@ -139,17 +148,12 @@ class Announcer(Stateful):
             content = RecordDict(dict(message.content.items()))
             fields: dict[str, Any] = {}
             if codec is not None:
-                fields |= {
-                    "codec": codec.to_config(),
-                    "session": self._session,
-                    "sequence": self.sequence,
-                    "acknowledged": peer.acknowledged,
-                    "generation": peer.generation,
-                }
-            if whole is not None:
-                fields |= self._fill_model(content, name, peer, whole)
+                fields |= self.training_fields(peer, codec)
+            if whole is not None and self.broadcast is not None:
+                fields |= self.fill_model(content, name, peer, whole)
+                fields["downlink"] = self.broadcast.codec.to_config()
             if codec is not None or downlink is not None:
-                fields["policy"] = policy_config(self._policy, self.layout)
+                fields["policy"] = self.policy_fields()
             announce(content, replace(Announcement(record=name, round=server_round, seed=self._seed), **fields))
             metadata = message.metadata
             addressed = Message(
@@ -158,6 +162,49 @@ class Announcer(Stateful):
             base = to_arrays(record) if id(record) in own else None
             self.sent.append(SentMessage(addressed, node, fields.get("sequence", 0), base, name))
         return [sent.message for sent in self.sent]
+
+    def policy_fields(self) -> dict[str, Any]:
+        """Return what tells a client which tensors travel dense."""
+        return policy_config(self._policy, self.layout)
+
+    def training_fields(self, peer: Peer, codec: Codec) -> dict[str, Any]:
+        """Return what a training message announces: the codec, and which update of the node was consumed last."""
+        return {
+            "codec": codec.to_config(),
+            "session": self._session,
+            "sequence": self.sequence,
+            "acknowledged": peer.acknowledged,
+            "generation": peer.generation,
+        }
+
+    def fill_model(
+        self, content: RecordDict, name: str, peer: Peer, whole: ArrayRecord, *, held: int = 0
+    ) -> dict[str, Any]:
+        """Put the broadcast model into ``content`` as the steps a node lacks, or whole; return what announces it.
+
+        Parameters
+        ----------
+        whole : ArrayRecord
+            The model, for a node that no steps lead from.
+        held : int
+            The version whose index block the node holds already; 0 for none.
+        """
+        broadcast = self.broadcast
+        assert broadcast is not None
+        steps = broadcast.steps_from(peer.version)
+        content.pop(name, None)
+        if steps is None:
+            content[name] = whole
+        for step in steps or ():
+            support = None if step.version == held else step.support
+            for suffix, part in {"": step.frame, ".exact": step.exact, ".support": support}.items():
+                if part is not None:
+                    put_frame(content, f"{STEP}.{step.version}{suffix}", part)
+        return {
+            "version": broadcast.version,
+            "base": 0 if steps is None else peer.version,
+            "digest": broadcast.digest,
+        }
 
     def intake(self, report: Report, codec: Codec, weight_key: str | None, *, updates_only: bool) -> Intake:
         """Return the current training exchange as it is to be received, with the report of its round."""
@@ -197,26 +244,6 @@ class Announcer(Stateful):
         key = Key(self._seed, "downlink", self.broadcast.version + 1)
         self.broadcast.publish(layout.flatten(self._model), exact, layout, key)
         return layout
-
-    def _fill_model(self, content: RecordDict, name: str, peer: Peer, whole: ArrayRecord) -> dict[str, Any]:
-        """Put the model into ``content`` as steps or whole; return the announcement's fields for it."""
-        broadcast = self.broadcast
-        assert broadcast is not None
-        steps = broadcast.steps_from(peer.version)
-        if steps is None:
-            content[name] = whole
-        else:
-            del content[name]
-            for step in steps:
-                put_frame(content, f"{STEP}.{step.version}", step.frame)
-                if step.exact is not None:
-                    put_frame(content, f"{STEP}.{step.version}.exact", step.exact)
-        return {
-            "downlink": broadcast.codec.to_config(),
-            "version": broadcast.version,
-            "base": 0 if steps is None else peer.version,
-            "digest": broadcast.digest,
-        }
 
     def _reference(self) -> Vector | None:
         """Return the vector clients trained from, in the uplink's layout; None where it is the model itself."""

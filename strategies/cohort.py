@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
+from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
 
+from fedcomp.codecs import params
 from fedcomp.flower.logs import log
 from fedcomp.rng import Key
 
@@ -46,3 +50,65 @@ def draw_cohort(
         return online
     drawn = set(sorted(online, key=lambda node: key.at(purpose=f"{key.purpose}/{node}").u64())[:count])
     return [node for node in online if node in drawn]
+
+
+MetricsAggregation = Callable[[list[RecordDict], str], MetricRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CohortSettings:
+    """Who takes part in a round, under which names records travel, and how metrics are averaged.
+
+    A strategy that samples by itself takes these as keyword arguments; they mean what they do in Flower's FedAvg.
+
+    Parameters
+    ----------
+    fraction_train, fraction_evaluate : float
+        Fraction of the connected nodes that trains, and that evaluates (0: none), in a round.
+    min_train_nodes, min_evaluate_nodes : int
+        Fewer than these are never asked, unless fewer are connected.
+    min_available_nodes : int
+        A round begins when so many nodes are connected.
+    weighted_by_key : str
+        The metric by which clients are weighed.
+    arrayrecord_key, configrecord_key : str
+        Names of the model and of the configuration in messages.
+    train_metrics_aggr_fn, evaluate_metrics_aggr_fn : callable
+        ``(contents, weighted_by_key) -> MetricRecord``.
+
+    Raises
+    ------
+    ConfigError
+        For a fraction or number out of range.
+    """
+
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 0.0
+    min_train_nodes: int = 1
+    min_evaluate_nodes: int = 1
+    min_available_nodes: int = 1
+    weighted_by_key: str = "num-examples"
+    arrayrecord_key: str = "arrays"
+    configrecord_key: str = "config"
+    train_metrics_aggr_fn: MetricsAggregation = field(default_factory=lambda: FedAvg().train_metrics_aggr_fn)
+    evaluate_metrics_aggr_fn: MetricsAggregation = field(default_factory=lambda: FedAvg().evaluate_metrics_aggr_fn)
+
+    def __post_init__(self) -> None:
+        rule = "it must be a fraction of the nodes"
+        params.number("fraction_train", self.fraction_train, rule=f"{rule} in (0, 1]", ok=lambda v: 0.0 < v <= 1.0)
+        params.number("fraction_evaluate", self.fraction_evaluate, rule=f"{rule} in [0, 1]", ok=lambda v: 0 <= v <= 1)
+        for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"):
+            params.integer(name, getattr(self, name), low=1)
+
+    def draw(
+        self, kind: Literal["train", "evaluate"], grid: Grid, key: Key, partitions: Mapping[int, int]
+    ) -> list[int]:
+        """Return the nodes that train, or evaluate, in a round; see :func:`draw_cohort`."""
+        return draw_cohort(
+            grid,
+            key,
+            fraction=getattr(self, f"fraction_{kind}"),
+            least=getattr(self, f"min_{kind}_nodes"),
+            available=self.min_available_nodes,
+            partitions=partitions,
+        )

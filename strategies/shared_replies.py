@@ -5,23 +5,25 @@ Nothing here adds anything to anything; see :mod:`fedcomp.strategies.shared_supp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
 from fedcomp.codecs.scalecom import FixedSupport, ScaleCom, Supports, open_support, support_frame
 from fedcomp.codecs.similarity import similarity
+from fedcomp.errors import FedcompError
 from fedcomp.exact import check_exact, decode_exact
-from fedcomp.flower.payload import take_frame
-from fedcomp.flower.protocol import EXACT, PROBE, UPDATE
-from fedcomp.flower.report import Report
+from fedcomp.flower.payload import NODE_RECORD, payload_bytes, take_frame, take_node
+from fedcomp.flower.protocol import EXACT, LEADS, LOOKS_AHEAD, NEXT_SUPPORT, PREFIX, PROBE, SUPPORT, UPDATE
+from fedcomp.flower.report import Report, shorten
 from fedcomp.layout import Layout, Vector
 from fedcomp.rng import Key
-from fedcomp.strategies.replies import Rejected, SentMessage
+from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.replies import Rejected, SentMessage, integer, strip, text, weight_of
 from fedcomp.wire import Frame
 
 
@@ -69,8 +71,21 @@ class SupportRound:
 
     Attributes
     ----------
+    reception : Reception
+        What is known of the clients; acknowledges what was used.
+    weight_key : str
+        The metric that weighs a client.
+    partitions : dict of int to int
+        By node: the partition it said first, which holds for good.
+    version : int
+        Version of the model in the messages.
+    looks_ahead : bool
+        Whether a leader is asked for the next round's support. A dense round leaves nothing in the memory to choose it
+        from.
     supports, block
         The support, and its index block as it travels; None and empty until a leader has chosen.
+    leader : int or None
+        Partition of the client that chose the support.
     silent : set of int
         Nodes that were asked to lead and did not.
     """
@@ -81,9 +96,15 @@ class SupportRound:
     layout: Layout
     model: Mapping[str, NDArray[Any]]
     report: Report
+    reception: Reception
+    weight_key: str
+    partitions: dict[int, int]
+    version: int
+    looks_ahead: bool = False
     clients: list[Client] = field(default_factory=list)
     supports: Supports | None = None
     block: Frame = b""
+    leader: int | None = None
     silent: set[int] = field(default_factory=set)
 
     @property
@@ -93,10 +114,104 @@ class SupportRound:
         return self.codec.on(self.supports, self.number)
 
     @property
+    def asks(self) -> int:
+        """What is asked of the leader: this round's support unless it is known, and the next one's."""
+        return (LEADS if self.supports is None else 0) | (LOOKS_AHEAD if self.looks_ahead else 0)
+
+    @property
     def senders(self) -> list[Client]:
         """The clients whose values are here, in partition order."""
         found = [client for client in self.clients if client.frame is not None]
         return sorted(found, key=lambda client: (client.partition, client.sent.node))
+
+    def trained(self, sent: SentMessage, reply: Message) -> Client:
+        """Return what a client says after training.
+
+        Raises
+        ------
+        Rejected
+            When the reply cannot be used.
+        """
+        header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
+        if any(not name.startswith(PREFIX) for name in reply.content.array_records):
+            said = header.get("unsupported")
+            why = said if isinstance(said, str) else "is it the first of its mods, and does it accept 'scalecom'?"
+            raise Rejected(f"the client answered with a model: its app lacks the half shared_support() ({why})")
+        _require_answer(header, sent)
+        _, weight = weight_of(reply.content, self.weight_key)
+        text(header, "record")
+        partition = take_node(reply)
+        if partition is None:
+            raise Rejected("the reply does not say which partition it comes from")
+        partition = self.partitions.setdefault(sent.node, partition)
+        payload = payload_bytes(reply)
+        client = Client(sent, strip(reply.content), weight, integer(header, "generation"), partition, payload=payload)
+        client.sample = self.sample_in(reply)
+        self.reception.note_version(sent, reply, self.version)
+        self._note_header(client, header)
+        if client.generation == sent.sequence:
+            self.report.fresh.append(sent.node)
+        if UPDATE not in reply.content:
+            # A reply without values takes nothing from the memory: it may be acknowledged at once.
+            self.acknowledge([client])
+        return client
+
+    def answered(self, client: Client, asked: SentMessage, reply: Message) -> Client:
+        """Check the header of an answer to a query; from now on the client's sequence is the query's.
+
+        Raises
+        ------
+        Rejected
+            When it answers another message, or with another memory.
+        """
+        header = reply.content.config_records.get(NODE_RECORD, ConfigRecord())
+        _require_answer(header, asked)
+        if integer(header, "generation") != client.generation:
+            raise Rejected("the client's memory is not the one it trained with")
+        client.sent = asked
+        client.payload += payload_bytes(reply)
+        self._note_header(client, header)
+        return client
+
+    def _note_header(self, client: Client, header: ConfigRecord) -> None:
+        node = client.sent.node
+        if header.get("rolled-back") is True and node not in self.report.rolled_back:
+            self.report.rolled_back.append(node)
+        ratio = header.get("memory")
+        if isinstance(ratio, float) and 0.0 <= ratio < float("inf"):
+            self.report.memory[node] = ratio
+
+    def acknowledge(self, clients: Iterable[Client]) -> None:
+        """Note what was consumed of some clients."""
+        self.reception.acknowledge((c.sent.node, c.sequence, c.generation) for c in clients)
+
+    def take_lead(self, client: Client, reply: Message) -> bool:
+        """Take the support a leader chose, unless the round's is known, and its values on it.
+
+        Return whether they can be used; what cannot is reported.
+        """
+        if self.supports is not None:
+            return True
+        try:
+            self.supports, self.block = self.support_in(reply, SUPPORT)
+            self.take_values(client, reply)
+        except FedcompError as reason:
+            self.supports = None
+            self.report.refuse(client.sent.node, f"as leader: {reason}")
+            return False
+        self.leader = client.partition
+        return True
+
+    def next_support(self, reply: Message) -> Frame | None:
+        """Return the index block a leader chose for the next round; None, with a note, when it cannot be used."""
+        try:
+            supports, block = self.support_in(reply, NEXT_SUPPORT)
+            if supports and not any(s.size for s in supports):
+                raise Rejected("nothing is left in the leader's memory")
+        except FedcompError as reason:
+            self.report.notes.append(shorten(f"no support for the next round, which will have two exchanges: {reason}"))
+            return None
+        return block
 
     def support_in(self, reply: Message, key: str) -> tuple[Supports, Frame]:
         """Return the support a leader sent under ``key``, checked, and its index block.
@@ -172,3 +287,8 @@ class SupportRound:
     @property
     def _probe_key(self) -> Key:
         return Key(self.seed, "probe", self.number)
+
+
+def _require_answer(header: ConfigRecord, sent: SentMessage) -> None:
+    if integer(header, "sequence") != sent.sequence:
+        raise Rejected(f"the reply answers message {header['sequence']!r}, expected {sent.sequence}: a stale reply")
