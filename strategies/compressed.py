@@ -19,7 +19,6 @@ from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.errors import ConfigError
 from fedcomp.flower.checkpoint import INNER
 from fedcomp.flower.logs import log
-from fedcomp.flower.report import Reports
 from fedcomp.flower.rounds import own_loop
 from fedcomp.layout import DensityPolicy, Layout, Vector
 from fedcomp.rng import Key
@@ -29,12 +28,12 @@ from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import weight_key_of
 from fedcomp.strategies.private.flower_dp import require_clip_holds, require_clip_is_seen
-from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.sinks import rule_of
 from fedcomp.strategies.wrapping import held, loop_of, require_inner
 
 
-class Compressed(Strategy, Stateful):
+class Compressed(Receiving, Strategy, Stateful):
     """Compress what an inner Flower strategy exchanges with its clients.
 
     Parameters
@@ -288,16 +287,6 @@ class Compressed(Strategy, Stateful):
         report = self.evaluations.begin(server_round)
         kept, errors = self.reception.evaluate(report, sent, replies, key, self.announcer.version)
         return self.inner.aggregate_evaluate(server_round, [*kept, *errors])
-
-    @property
-    def reports(self) -> Reports:
-        """Per training round: who was asked, what arrived in which form, what was refused and why."""
-        return self.reception.reports
-
-    @property
-    def evaluations(self) -> Reports:
-        """The same for client evaluation."""
-        return self.reception.evaluations
 
     def identity(self) -> dict[str, str]:
         """Return the codecs, which must not change within a run."""

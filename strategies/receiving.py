@@ -349,3 +349,19 @@ class Reception(Stateful):
             if generation:
                 peer = self.peers.setdefault(node, Peer())
                 peer.acknowledged, peer.generation = sequence, generation
+
+
+class Receiving:
+    """A strategy whose rounds are a :class:`Reception`'s."""
+
+    reception: Reception
+
+    @property
+    def reports(self) -> Reports:
+        """Per training round: who was asked, what arrived in which form, what was refused and why."""
+        return self.reception.reports
+
+    @property
+    def evaluations(self) -> Reports:
+        """The same for client evaluation."""
+        return self.reception.evaluations

@@ -27,7 +27,7 @@ from fedcomp.flower.logs import log
 from fedcomp.flower.payload import put_frame
 from fedcomp.flower.protocol import SUPPORT, Announcement, announce
 from fedcomp.flower.records import restore_dtypes, to_arrays, to_record
-from fedcomp.flower.report import Report, Reports, shorten
+from fedcomp.flower.report import Report, shorten
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy
 from fedcomp.layout import DensityPolicy, Layout
 from fedcomp.rng import Key
@@ -37,7 +37,7 @@ from fedcomp.strategies.cohort import CohortSettings
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import mean_of_constants
 from fedcomp.strategies.parts import CODEC_PREFIX, TASK_PREFIX, Settings, below
-from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.receiving import Receiving, Reception
 from fedcomp.strategies.replies import NOT_FINITE, Peer, SentMessage, strip, weight_of
 from fedcomp.strategies.shared_replies import Client, SupportRound
 from fedcomp.strategies.sinks import WeightedSum
@@ -49,7 +49,7 @@ _CANDIDATES: Final = 4
 """How many clients are asked to lead in one round before it is given up."""
 
 
-class SharedSupport(ExchangeStrategy, Stateful):
+class SharedSupport(Receiving, ExchangeStrategy, Stateful):
     """Average updates on a support that one client chooses for all.
 
     Parameters
@@ -124,16 +124,6 @@ class SharedSupport(ExchangeStrategy, Stateful):
         self._partitions: dict[int, int] = {}
         self._holds: dict[int, int] = {}
         self._ahead: tuple[Frame, int] | None = None
-
-    @property
-    def reports(self) -> Reports:
-        """Per training round: who was asked, what arrived, what was refused and why."""
-        return self.reception.reports
-
-    @property
-    def evaluations(self) -> Reports:
-        """The same for client evaluation."""
-        return self.reception.evaluations
 
     def identity(self) -> str:
         """Return the codec, which must not change within a run."""
