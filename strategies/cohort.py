@@ -11,7 +11,7 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedcomp.codecs import params
+from fedcomp import params
 from fedcomp.flower.logs import log
 from fedcomp.rng import Key
 

@@ -20,7 +20,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from fedcomp.codecs import get_codec, params
+from fedcomp import params
+from fedcomp.codecs import get_codec
 from fedcomp.codecs.scalecom import ScaleCom, open_support
 from fedcomp.errors import ConfigError, FedcompError
 from fedcomp.flower.logs import log
