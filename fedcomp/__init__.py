@@ -58,4 +58,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    # What this file imports for itself is not offered.
+    return sorted(__all__)

@@ -80,6 +80,14 @@ class Compressed(Receiving, Strategy, Stateful):
     -----
     An inner strategy that overrides ``start`` runs its own loop, with the hooks of this one. Attributes that this
     strategy does not have are the inner strategy's, for reading, calling and setting.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAdam
+    >>> from fedcomp.codecs import TopK
+    >>> strategy = Compressed(FedAdam(), TopK(density=0.01), downlink=TopK(density=0.05))
+    >>> strategy.codec
+    ErrorFeedback(codec=TopK(density=0.01))
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {

@@ -50,6 +50,13 @@ class Norms:
     within the factor and pushes in a wrong direction, nor against one that grows slowly: each accepted norm is the
     measure of later ones. Buffers that travel as values (running statistics) are not part of the norm. Norms that
     honestly grow by more than the factor from one round to the next are refused where a round has a single reply.
+
+    Examples
+    --------
+    >>> from flwr.serverapp.strategy import FedAvg
+    >>> from fedcomp.codecs import TopK
+    >>> from fedcomp.strategies.compressed import Compressed
+    >>> strategy = Compressed(FedAvg(), TopK(density=0.01), guard=Norms(times_median=5.0))
     """
 
     times_median: float = 10.0

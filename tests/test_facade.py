@@ -82,6 +82,7 @@ def test_every_name_is_public_and_leads_to_what_it_says() -> None:
         assert not isinstance(found, type) or found.__name__ == name or name == "State"  # the name of a dict
         assert getattr(found, "__doc__", None), f"{name} has no docstring"
     assert set(names) <= set(dir(fc))
+    assert not {"Any", "Iterator", "Path"} & set(dir(fc))
     stub = (ROOT / "fedcomp" / "__init__.pyi").read_text()
     assert set(re.findall(r"^from \S+ import (\w+) as", stub, re.MULTILINE)) <= set(names)
 

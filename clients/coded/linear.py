@@ -73,7 +73,8 @@ def linear_device(rows: RowsOf) -> ClientHalf:
     Examples
     --------
     >>> import numpy as np
-    >>>     >>> from fedcomp.clients.client import client
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.client import client
     >>> x, y = np.eye(4), np.array([0.0, 1.0, 0.0, 1.0])
     >>> app = client(ClientApp(), linear_device(lambda msg, context, partitions: LinearRows(x, y, "logistic")))
     """

@@ -80,7 +80,8 @@ def coded(max_store_bytes: int = MAX_STORE_BYTES) -> ClientHalf:
 
     Examples
     --------
-    >>>     >>> from fedcomp.clients.client import client
+    >>> from flwr.clientapp import ClientApp
+    >>> from fedcomp.clients.client import client
     >>> app = client(ClientApp(), only=[coded(), "compression"])
     """
     if isinstance(max_store_bytes, bool) or not isinstance(max_store_bytes, int) or max_store_bytes < 0:

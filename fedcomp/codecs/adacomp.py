@@ -67,6 +67,17 @@ class AdaComp(PositionalCodec):
     -----
     State: ``memory``, the residue, float32 of the vector's size; what travels dense leaves none. Two vectors of that
     size are held at once, the old and the new residue.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = AdaComp(bin=4)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 2.,  0., -2.,  0.,  2.,  2.,  0.,  0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "adacomp"

@@ -163,6 +163,14 @@ def chain(*stages: Transform | Codec) -> Chain:
     ------
     ConfigError
         When the last stage is not a codec, or an earlier one is not a transform.
+
+    Examples
+    --------
+    >>> from fedcomp.codecs.clip import Clip
+    >>> from fedcomp.codecs.feedback import ErrorFeedback
+    >>> from fedcomp.codecs.topk import TopK
+    >>> chain(Clip(1.0), ErrorFeedback(TopK(density=0.01)))
+    chain(Clip(max_norm=1.0), ErrorFeedback(codec=TopK(density=0.01)))
     """
     *before, last = stages or (None,)
     if not isinstance(last, Codec):

@@ -39,6 +39,17 @@ class ChunkTop1(ListedCodec):
         Chunks of every tensor by itself, or of the whole model as one vector, where they straddle its tensors.
     values : {"float32", "fp16", "bf16"}
         How the chosen values travel, as for :class:`~fedcomp.codecs.TopK`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = ChunkTop1(density=0.25)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([3., 0., 0., 0., 0., 1., 0., 0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "chunk"

@@ -25,6 +25,18 @@ class Clip(Transform):
     ----------
     max_norm : float
         Positive and finite. Zero vectors and shorter ones pass unchanged, without a copy.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.codecs import Identity, chain
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 4]), Layout.flat(2))
+    >>> codec = chain(Clip(max_norm=2.5), Identity())
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout).round(3)
+    array([1.5, 2. ], dtype=float32)
     """
 
     transform_id: ClassVar[str] = "clip"

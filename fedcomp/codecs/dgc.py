@@ -69,6 +69,19 @@ class DGC(Wrapper):
     Momentum and velocity belong to the client: they live in its state, are rolled back with a lost frame, and momentum
     fades by ``momentum`` per round missed (ours: the paper has no absent clients). State: as
     :class:`~fedcomp.codecs.ErrorFeedback`, ``memory`` is v and ``momentum`` is u.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = DGC(density=0.25, warmup=0)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 3.,  0., -2.,  0.,  0.,  0.,  0.,  0.], dtype=float32)
+    >>> codec.residual(state)
+    array([ 0. ,  0. ,  0. ,  0. ,  0.5,  1. ,  0. , -0.1], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "dgc"

@@ -35,6 +35,18 @@ class Dithering(PositionalCodec):
     ----------
     bits : int
         b, from 1 (ternary) to 16.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = Dithering(bits=4)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 3.   ,  0.   , -2.25 ,  0.   ,  0.75 ,  1.125,  0.   ,  0.   ],
+          dtype=float32)
     """
 
     codec_id: ClassVar[str] = "dithering"

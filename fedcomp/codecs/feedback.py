@@ -86,6 +86,20 @@ class ErrorFeedback(Wrapper):
     by the last frame, O(k)), ``round`` (of the last frame), ``bound`` (what the guard allowed then), ``threshold`` (a
     warm start that never changes a result), and the codec's own state under ``codec.``. A state of another size, dtype
     or codec raises :class:`~fedcomp.errors.StateError`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.codecs.topk import TopK
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = ErrorFeedback(TopK(density=0.25))
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 3.,  0., -2.,  0.,  0.,  0.,  0.,  0.], dtype=float32)
+    >>> codec.residual(state)
+    array([ 0. ,  0. ,  0. ,  0. ,  0.5,  1. ,  0. , -0.1], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "feedback"

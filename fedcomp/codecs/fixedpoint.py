@@ -55,6 +55,18 @@ class FixedPoint(Wrapper):
     -----
     Rounding does not commute with addition, so the codec is not ``linear``; its integers can be added all the same.
     The step is float32(clip / levels). With a power of two for it every multiple is a float32, and sums lose nothing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.codecs.randomk import RandomK
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = FixedPoint(RandomK(density=1.0), clip=4.0, levels=8)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 3. ,  0. , -2. ,  0. ,  0.5,  1. ,  0. ,  0. ], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "fixedpoint"

@@ -101,6 +101,19 @@ class KeyRegion(AdaptiveCodec, ListedCodec):
     -----
     State per stretch: ``histograms`` (float64, 2 x 64; a row of zeros: a region not seen yet), ``gains`` (float64) and
     ``wanted`` (int64: what the fractions of the last round come to), key region first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(Key(0).generator().standard_normal(4096).astype(np.float32), Layout.flat(4096))
+    >>> update.vector[:256] *= 10
+    >>> codec = KeyRegion(key_density=0.1, sparse_density=0.005)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> sent = np.flatnonzero(codec.decode(frame, update.layout))
+    >>> bool(np.sum(sent < 256) > np.sum(sent >= 256))  # a sixteenth of the elements, but most of the energy
+    True
     """
 
     codec_id: ClassVar[str] = "keyregion"

@@ -35,6 +35,18 @@ class NaturalCompression(PositionalCodec):
     - magnitudes above 2¹²⁷ = 1.7e38 would have to become 2¹²⁸ at times, which float32 does not hold: they are refused.
 
     It has no parameters: coordinates are rounded one by one, tensors play no part.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = NaturalCompression()
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 2.    ,  0.    , -2.    ,  0.    ,  0.5   ,  1.    ,  0.    ,
+           -0.0625], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "natural"

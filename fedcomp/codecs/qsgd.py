@@ -29,6 +29,17 @@ class QSGD(PositionalCodec):
         s, the number of positive levels; a coordinate costs about log2(2 s + 1) bits.
     bucket : int
         Coordinates that share one Euclidean norm. Large buckets save bytes and cost variance.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 4, 0, 0]), Layout.flat(4))
+    >>> codec = QSGD(levels=4)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([2.5 , 3.75, 0.  , 0.  ], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "qsgd"

@@ -34,6 +34,17 @@ class RandomBlock(RandomK):
         One block of the whole model, or one per tensor (the authors').
     shared : bool
         One block for all clients, drawn from (seed, round, layer); else the partition is part of the draw.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = RandomBlock(density=0.5)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 0. ,  0. , -2. ,  0. ,  0.5,  0. ,  0. ,  0. ], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "randomblock"

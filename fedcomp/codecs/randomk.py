@@ -37,6 +37,17 @@ class RandomK(PositionalCodec):
         Draw over the whole model, or per tensor.
     shared : bool
         One support for all clients, drawn from (seed, round, layer); else the partition is part of the draw.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = RandomK(density=0.5, unbiased=True)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([6., 0., 0., 0., 1., 2., 0., 0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "randomk"

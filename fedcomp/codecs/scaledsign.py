@@ -49,6 +49,18 @@ class ScaledSign(PositionalCodec):
         One scale per tensor, or for the whole model: its tensors differ in magnitude, so that one scale fits few.
     block : int
         Coordinates that share a scale within a stretch, at least 2; 0 for one scale per stretch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = ScaledSign()
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 0.825,  0.825, -0.825,  0.825,  0.825,  0.825,  0.825, -0.825],
+          dtype=float32)
     """
 
     codec_id: ClassVar[str] = "scaledsign"
@@ -122,6 +134,17 @@ class NormSign(ScaledSign):
     ----------
     scope, block
         As :class:`ScaledSign`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = NormSign()
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 1.5,  1.5, -1.5,  1.5,  1.5,  1.5,  1.5, -1.5], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "normsign"

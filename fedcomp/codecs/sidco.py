@@ -228,6 +228,17 @@ class SIDCo(AdaptiveCodec, ListedCodec):
     wanted of this period, the mean of the last one), ``events`` (int64 counters). It belongs to one client and one
     stretch; in the authors' code it is shared by all layers of a process. One call per round means a decision every
     five rounds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(Key(0).generator().laplace(size=100_000).astype(np.float32), Layout.flat(100_000))
+    >>> codec = SIDCo(density=0.01, family="exponential")
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> bool(abs(np.count_nonzero(codec.decode(frame, update.layout)) / 1000 - 1) < 0.1)
+    True
     """
 
     codec_id: ClassVar[str] = "sidco"

@@ -51,6 +51,17 @@ class SignSGD(PositionalCodec):
         Length of every coordinate's move per round, positive: the server's learning rate.
     scope : {"global", "layer"}
         What abstains as one: the whole compressed part, or a tensor. The bits are the same.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = SignSGD(step=0.01)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 1.,  1., -1.,  1.,  1.,  1.,  1., -1.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "signsgd"

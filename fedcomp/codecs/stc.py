@@ -35,6 +35,17 @@ class STC(PositionalCodec):
         may set another one per tensor.
     scope : {"global", "layer"}
         Rank the whole model as one vector with one μ, or every tensor by itself with a μ each.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = STC(density=0.25)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 2.5,  0. , -2.5,  0. ,  0. ,  0. ,  0. ,  0. ], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "stc"

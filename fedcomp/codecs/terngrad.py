@@ -45,6 +45,17 @@ class TernGrad(PositionalCodec):
         whose deviation is 0.
     scope : {"layer", "global"}
         One s per tensor, or for the whole model: the largest value of any tensor then adds variance to all.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = TernGrad()
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([3., 0., 0., 0., 0., 0., 0., 0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "terngrad"

@@ -42,6 +42,17 @@ class TopK(ListedCodec):
         Rounds W in which the density falls exponentially to ``density`` d: with e = 0 in the first round it is
         ``max(d, d ** ((e + 1) / (W + 1)))`` (deep gradient compression's schedule by epochs, Lin et al. 2018; code
         read). Rounds count from 1, as Flower's do, by the key; round 0 is taken for the first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fedcomp.layout import Layout, Update
+    >>> from fedcomp.rng import Key
+    >>> update = Update(np.float32([3, 0, -2, 0, 0.5, 1, 0, -0.1]), Layout.flat(8))
+    >>> codec = TopK(density=0.25)
+    >>> frame, state = codec.encode(update, codec.init(update.layout), Key(0))
+    >>> codec.decode(frame, update.layout)
+    array([ 3.,  0., -2.,  0.,  0.,  0.,  0.,  0.], dtype=float32)
     """
 
     codec_id: ClassVar[str] = "topk"

@@ -134,6 +134,11 @@ class RandomFaults:
     ------
     ConfigError
         For an unknown kind, a negative probability, or a sum above 1.
+
+    Examples
+    --------
+    >>> from fedcomp.rng import Key
+    >>> plan = RandomFaults(Key(7), {"offline": 0.1, "lost_reply": 0.05})
     """
 
     key: Key
@@ -172,6 +177,10 @@ class ScriptedFaults:
         What happens to that node in that server round.
     message_types : sequence of str
         Only messages whose type starts with one of these are concerned; default ``("train",)``.
+
+    Examples
+    --------
+    >>> plan = ScriptedFaults({(3, 0): "offline", (4, 1): "lost_reply"})
     """
 
     script: Mapping[tuple[int, int], Fault | Kind]

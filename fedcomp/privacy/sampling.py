@@ -62,6 +62,11 @@ class Sampling:
     ------
     ConfigError
         When a figure is out of range or belongs to another kind.
+
+    Examples
+    --------
+    >>> Sampling("poisson", rate=0.01)
+    Sampling(kind='poisson', rate=0.01, cap=0, reveal_participation=False)
     """
 
     kind: Kind = "everyone"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ from gossip_problems import problem, ring_weights, run
 
 from fedcomp.errors import ConfigError, FedcompError, NonFiniteUpdate
 from fedcomp.experiments.decentralised import GossipCell
-from fedcomp.gossip import tuning
 from fedcomp.gossip.base import Algorithm, State
 from fedcomp.gossip.choco import CHOCO
 from fedcomp.gossip.compressor import get_compressor
@@ -266,7 +264,3 @@ def test_a_watch_of_no_use_is_refused() -> None:
     for wrong in ({"window": 4}, {"growth": 1.0}, {"ceiling": 0.5}, {"floor": -1.0}):
         with pytest.raises(ConfigError):
             DivergenceWatch(**wrong)
-
-
-def test_the_example_runs() -> None:
-    assert doctest.testmod(tuning, optionflags=doctest.ELLIPSIS).failed == 0
