@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from numpy.typing import NDArray
 
-from fedcomp.codecs.scalecom import FixedSupport, ScaleCom, Supports, open_support, support_frame
+from fedcomp.codecs.scalecom import FixedSupport, ScaleCom, Supports, everything, open_support, support_frame
 from fedcomp.codecs.similarity import similarity
 from fedcomp.errors import FedcompError
 from fedcomp.exact import check_exact, decode_exact
@@ -226,7 +226,7 @@ class SupportRound:
             raise Rejected(f"the client was asked to lead and sent no {key}")
         if self.codec.dense:
             # There is nothing to choose, so nothing of the leader's choice is read.
-            supports = self.codec.everything(self.layout)
+            supports = everything(self.codec.leader, self.layout)
             return supports, support_frame(supports, self.codec, self.layout)
         return open_support(block, self.codec, self.layout), block
 

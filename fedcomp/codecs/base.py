@@ -1,4 +1,4 @@
-"""The codec protocol: what of an update is sent, with explicit state in and explicit state out.
+"""The codec protocol: which part of an update is sent, with explicit state in and explicit state out.
 
 A codec is immutable configuration. Everything that changes from round to round is in ``State``, a plain
 ``dict[str, ndarray]`` the caller owns, stores and rolls back; a codec has no hidden members. Client half (``encode``)
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedcomp.errors import LayoutError, NonFiniteUpdate
 from fedcomp.layout import Layout, Update, Vector
+from fedcomp.params import Configured
 from fedcomp.rng import Key
 from fedcomp.wire import Bundle, Frame, Kind, Limits, Schema, decode
 
@@ -25,122 +26,8 @@ State = dict[str, NDArray[Any]]
 """What a codec remembers between two updates of one client. Arrays only; counters are 0-d arrays."""
 
 
-class Codec(ABC):
-    """Turns an update into a frame and back.
-
-    Class attributes declare what the codec is; they are checked by the shared tests.
-
-    Attributes
-    ----------
-    codec_id : str
-        The registered name that travels to peers.
-    lossless : bool
-        ``decode(encode(x)) == x`` bit for bit. The drop-in pair then sends the model itself instead of a difference.
-    linear : bool
-        For one support and one key, decoding commutes with addition: frames of several clients may be summed.
-    unbiased : bool
-        ``E[decode(encode(x))] == x``.
-    remembers : bool
-        The codec holds memory of what was not sent; it needs no error feedback around it.
-    never_enlarges : bool
-        ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw and every state, up to the rounding of float32: an update
-        that was clipped before it was encoded is still within the clip norm when it was decoded.
-    phases : int
-        Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
-    votes : bool
-        A frame is a vote, not an estimate of the update: only the sum of all of them, through :meth:`conclude`, is one.
-        A receiver that looks at single decoded frames (a median, a norm) cannot use them.
-    gain : float
-        How many times the sum of what is sent may exceed the sum of the updates in the long run: 1/(1 - momentum) with
-        momentum correction.
-    """
-
-    codec_id: ClassVar[str]
-    lossless: bool = False
-    linear: bool = False
-    unbiased: bool = False
-    remembers: bool = False
-    never_enlarges: bool = False
-    phases: int = 1
-    votes: bool = False
-    gain: float = 1.0
-
-    @abstractmethod
-    def get_config(self) -> dict[str, Any]:
-        """Return the JSON-able parameters that recreate this codec (without its id)."""
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Codec:
-        """Create the codec from :meth:`get_config`'s dictionary."""
-        return cls(**config)
-
-    def contraction(self, layout: Layout) -> float | None:
-        """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds.
-
-        For a codec that draws at random the bound is on the expectation over the key.
-        """
-        return None
-
-    def variance(self, layout: Layout) -> float | None:
-        """Return ω with ``E‖C(x) - x‖² <= ω‖x‖²`` for an unbiased codec, or None when it is not one."""
-        return None
-
-    def to_config(self) -> dict[str, Any]:
-        """Return ``{"id": codec_id, **get_config()}``: JSON-able, what :func:`fedcomp.codecs.get_codec` takes."""
-        return {"id": self.codec_id, **self.get_config()}
-
-    def __repr__(self) -> str:
-        args = ", ".join(f"{k}={v!r}" for k, v in self.get_config().items())
-        return f"{type(self).__name__}({args})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.get_config() == other.get_config()
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def init(self, layout: Layout) -> State:
-        """Return the state of a client that has sent nothing yet."""
-        return {}
-
-    @abstractmethod
-    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
-        """Encode ``update``; return the frame and the state after it was sent.
-
-        ``update`` and ``state`` are not modified, so that a caller whose message is lost can roll back.
-
-        Raises
-        ------
-        NonFiniteUpdate
-            When the update holds NaN or infinity; the state is then untouched.
-        """
-
-    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
-        """Return ``state`` (which :meth:`encode` returned with ``frame``) as if ``frame`` had never left.
-
-        Called when the server did not acknowledge the frame. Codecs with memory put the mass of ``frame`` back into it.
-        """
-        return state
-
-    def residual(self, state: State) -> Vector | None:
-        """Return what ``state`` remembers of updates and has not sent, float32 of the layout's size; None if nothing is
-        remembered. A view, not to be written to."""
-        return state.get("memory") if self.remembers else None
-
-    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
-        """Return the coordinates to which ``frame`` delivers something other than zero in sparse form, ascending.
-
-        None for a dense frame, whose coordinates are not chosen.
-        """
-        return np.zeros(0, np.int64)
-
-    def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
-        """Return the coordinates of the vector on which every frame of the round of ``key`` lies, ascending.
-
-        None when senders choose coordinates of their own, or send all of them. What is returned follows from the key
-        and the layout alone: no update has a part in it.
-        """
-        return None
+class Receiver(ABC):
+    """The server's half of a codec: which frames are taken, and what is made of them."""
 
     @abstractmethod
     def schema(self, layout: Layout) -> Schema:
@@ -214,6 +101,105 @@ class Codec(ABC):
             As :meth:`open`.
         """
         return norm(self.decode(frame, layout))
+
+    def support(self, frame: Frame | Bundle, layout: Layout) -> NDArray[np.int64]:
+        """Return the coordinates to which ``frame`` delivers something other than zero in sparse form, ascending.
+
+        Empty for a dense frame, whose coordinates are not chosen.
+        """
+        return np.zeros(0, np.int64)
+
+
+class Codec(Receiver, Configured):
+    """Turns an update into a frame and back.
+
+    Class attributes declare what the codec is; they are checked by the shared tests.
+
+    Attributes
+    ----------
+    codec_id : str
+        The registered name that travels to peers.
+    lossless : bool
+        ``decode(encode(x)) == x`` bit for bit. The drop-in pair then sends the model itself instead of a difference.
+    linear : bool
+        For one support and one key, decoding commutes with addition: frames of several clients may be summed.
+    unbiased : bool
+        ``E[decode(encode(x))] == x``.
+    remembers : bool
+        The codec holds memory of what was not sent; it needs no error feedback around it.
+    never_enlarges : bool
+        ``‖decode(encode(x))‖ <= ‖x‖`` for every x, every draw and every state, up to the rounding of float32: an update
+        that was clipped before it was encoded is still within the clip norm when it was decoded.
+    phases : int
+        Exchanges an encoding needs. 1 for everything that fits Flower's own hooks.
+    votes : bool
+        A frame is a vote, not an estimate of the update: only the sum of all of them, through :meth:`conclude`, is one.
+        A receiver that looks at single decoded frames (a median, a norm) cannot use them.
+    gain : float
+        How many times the sum of what is sent may exceed the sum of the updates in the long run: 1/(1 - momentum) with
+        momentum correction.
+    """
+
+    codec_id: ClassVar[str]
+    lossless: bool = False
+    linear: bool = False
+    unbiased: bool = False
+    remembers: bool = False
+    never_enlarges: bool = False
+    phases: int = 1
+    votes: bool = False
+    gain: float = 1.0
+
+    def contraction(self, layout: Layout) -> float | None:
+        """Return δ with ``‖x - C(x)‖² <= (1-δ)‖x‖²`` for every x, or None when no such bound holds.
+
+        For a codec that draws at random the bound is on the expectation over the key.
+        """
+        return None
+
+    def variance(self, layout: Layout) -> float | None:
+        """Return ω with ``E‖C(x) - x‖² <= ω‖x‖²`` for an unbiased codec, or None when it is not one."""
+        return None
+
+    def to_config(self) -> dict[str, Any]:
+        """Return ``{"id": codec_id, **get_config()}``: JSON-able, what :func:`fedcomp.codecs.get_codec` takes."""
+        return {"id": self.codec_id, **self.get_config()}
+
+    def init(self, layout: Layout) -> State:
+        """Return the state of a client that has sent nothing yet."""
+        return {}
+
+    @abstractmethod
+    def encode(self, update: Update, state: State, key: Key) -> tuple[Frame, State]:
+        """Encode ``update``; return the frame and the state after it was sent.
+
+        ``update`` and ``state`` are not modified, so that a caller whose message is lost can roll back.
+
+        Raises
+        ------
+        NonFiniteUpdate
+            When the update holds NaN or infinity; the state is then untouched.
+        """
+
+    def rollback(self, state: State, frame: Frame, layout: Layout) -> State:
+        """Return ``state`` (which :meth:`encode` returned with ``frame``) as if ``frame`` had never left.
+
+        Called when the server did not acknowledge the frame. Codecs with memory put the mass of ``frame`` back into it.
+        """
+        return state
+
+    def residual(self, state: State) -> Vector | None:
+        """Return what ``state`` remembers of updates and has not sent, float32 of the layout's size; None if nothing is
+        remembered. A view, not to be written to."""
+        return state.get("memory") if self.remembers else None
+
+    def common_support(self, layout: Layout, key: Key) -> NDArray[np.int64] | None:
+        """Return the coordinates of the vector on which every frame of the round of ``key`` lies, ascending.
+
+        None when senders choose coordinates of their own, or send all of them. What is returned follows from the key
+        and the layout alone: no update has a part in it.
+        """
+        return None
 
 
 def norm(vector: NDArray[Any], origin: NDArray[Any] | None = None) -> float:

@@ -15,12 +15,12 @@ from fedcomp.codecs.registry import Registry, codecs
 from fedcomp.codecs.wrapper import Wrapper
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.params import dataclass_config, dataclass_repr, shown
+from fedcomp.params import Configured, shown
 from fedcomp.rng import Key
 from fedcomp.wire import Frame
 
 
-class Transform(ABC):
+class Transform(Configured, ABC):
     """Turns an update into another update of the same layout before it is encoded. Subclasses are frozen dataclasses.
 
     Nothing of a transform is undone by the receiver; what must be undone is a codec.
@@ -42,21 +42,9 @@ class Transform(ABC):
         """Return ``state`` (which :meth:`apply` returned) as if its update had never left."""
         return state
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the JSON-able parameters that recreate this transform."""
-        return dataclass_config(self)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Transform:
-        """Create the transform from :meth:`get_config`'s dictionary."""
-        return cls(**config)
-
     def to_config(self) -> dict[str, Any]:
         """Return ``{"id": transform_id, **get_config()}``."""
         return {"id": self.transform_id, **self.get_config()}
-
-    def __repr__(self) -> str:
-        return dataclass_repr(self)
 
 
 _LAZY: Final = {"privatise": "fedcomp.privacy.local"}

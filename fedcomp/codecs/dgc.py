@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedcomp import params
 from fedcomp.codecs.base import State
@@ -117,13 +117,6 @@ class DGC(Wrapper):
         if self.clip is not None:
             params.assign(self, clip=params.positive("clip", self.clip))
             Clip(self._share(self.clip))
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters."""
-        return params.dataclass_config(self)
-
-    def __repr__(self) -> str:
-        return params.dataclass_repr(self)
 
     def _share(self, clip: float) -> float:
         """Return one client's bound: N independent updates of this norm have a sum of norm about ``clip``."""

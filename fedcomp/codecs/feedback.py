@@ -145,13 +145,6 @@ class ErrorFeedback(Wrapper):
         """What momentum correction makes of a constant update: 1/(1 - momentum) times as much."""
         return 1.0 / (1.0 - self.momentum)
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters, the inner codec as a nested configuration."""
-        return params.dataclass_config(self)
-
-    def __repr__(self) -> str:
-        return params.dataclass_repr(self)
-
     def init(self, layout: Layout) -> State:
         """Return a state with empty memory."""
         state: State = {"memory": np.zeros(layout.size, np.float32)}

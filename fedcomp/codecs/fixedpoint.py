@@ -102,13 +102,6 @@ class FixedPoint(Wrapper):
         """Bits of one value in a frame."""
         return (2 * self.levels).bit_length()
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters, the inner codec as a nested configuration."""
-        return params.dataclass_config(self)
-
-    def __repr__(self) -> str:
-        return params.dataclass_repr(self)
-
     def init(self, layout: Layout) -> State:
         """Return the inner codec's empty state."""
         return self.codec.init(layout)

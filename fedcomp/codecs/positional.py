@@ -9,7 +9,7 @@ checks, accumulation, decoding and the dense rest are here, once.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, get_args
@@ -22,7 +22,6 @@ from fedcomp.codecs.base import Codec, State, all_finite, norm, require_finite
 from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
 from fedcomp.kernels import scatter_add
 from fedcomp.layout import Layout, Update, Vector
-from fedcomp.params import dataclass_config, dataclass_repr
 from fedcomp.rng import Key
 from fedcomp.wire import DENSE, SPARSE, Bundle, Expected, Frame, Schema, SchemaMismatch, Tensor, Values
 
@@ -113,15 +112,11 @@ DENSE_REST: Final = "the dense rest"
 """What reports call the tensor of a frame that holds everything the layout sends dense."""
 
 
-class PositionalCodec(Codec):
-    """Base of codecs whose frame is one tensor per stretch plus the dense rest. Subclasses are frozen dataclasses.
+class Packing(ABC):
+    """How one stretch of a vector becomes one tensor, and what a receiver takes for it.
 
     Attributes
     ----------
-    scope : {"global", "layer"}
-        What one tensor of the frame covers.
-    values : wire value class
-        What a received tensor must hold; anything else is refused.
     finds_non_finite : bool
         :meth:`pack` raises NonFiniteUpdate by itself, which saves a pass over the vector.
     index : str
@@ -130,7 +125,6 @@ class PositionalCodec(Codec):
         :meth:`pack` takes float64 values, too, and ranks or rounds them as they are. Updates are float32.
     """
 
-    scope: str = "global"
     finds_non_finite: bool = False
     index = "auto"
     wide: ClassVar[bool] = False
@@ -143,15 +137,50 @@ class PositionalCodec(Codec):
         """Return what the receiver expects for ``stretch``; what it rules out is refused before it is decoded."""
         return Expected("", (stretch.size,), "float32")
 
-    def check(self, tensor: Tensor, stretch: Stretch) -> None:
+    def check(self, tensor: Tensor, stretch: Stretch) -> None:  # noqa: B027  # what is expected may be all
         """Raise :class:`fedcomp.wire.WireError` when ``tensor`` is not what :meth:`pack` makes of a stretch."""
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the dataclass fields."""
-        return dataclass_config(self)
+    def section(self, stretch: Stretch, dtype: str = "float32") -> wire.Section | None:
+        """Return how a tensor of ``stretch`` travels in a message that needs no frame, None where it needs one.
 
-    def __repr__(self) -> str:
-        return dataclass_repr(self)
+        Parameters
+        ----------
+        dtype : str
+            Of the values that are packed: "float32", or "float64" for a codec that is :attr:`wide`.
+        """
+        expected = self.expect(stretch)
+        if expected.value_codecs is None or len(expected.value_codecs) != 1:
+            return None
+        values = wire.VALUE_BY_NAME[next(iter(expected.value_codecs))]
+        index = "none" if expected.kinds == {DENSE} else "known" if self.index == "seeded" else self.index
+        if index not in wire.SECTION_INDEX:
+            return None
+        params = values.agreed(self.form())
+        return wire.Section(stretch.size, values, index, expected.max_k, self.wire_dtype(dtype), params)
+
+    def wire_dtype(self, dtype: str) -> str:
+        """Return the dtype of the tensor that :meth:`pack` makes of values of ``dtype``."""
+        return "float32"
+
+    def positions(self, stretch: Stretch, key: Key) -> NDArray[np.int64] | None:
+        """Return the coordinates of ``stretch`` that travel under ``key``, ascending; None unless they are drawn."""
+        return None
+
+    def form(self) -> dict[str, int]:
+        """Return what the lengths of quantised values depend on, as :func:`fedcomp.wire.longest` takes it."""
+        return {}
+
+
+class PositionalCodec(Packing, Codec):
+    """Base of codecs whose frame is one tensor per stretch plus the dense rest. Subclasses are frozen dataclasses.
+
+    Attributes
+    ----------
+    scope : {"global", "layer"}
+        What one tensor of the frame covers.
+    """
+
+    scope: str = "global"
 
     def stretches(self, layout: Layout) -> tuple[Stretch, ...]:
         """Return the parts of the vector that become tensors of their own."""
@@ -186,36 +215,6 @@ class PositionalCodec(Codec):
         parts = self.stretches(layout)
         rest = layout.size - _covered(parts)
         return (*map(self.expect, parts), *((expected_dense(rest, wire.Raw),) if rest else ()))
-
-    def section(self, stretch: Stretch, dtype: str = "float32") -> wire.Section | None:
-        """Return how a tensor of ``stretch`` travels in a message that needs no frame, None where it needs one.
-
-        Parameters
-        ----------
-        dtype : str
-            Of the values that are packed: "float32", or "float64" for a codec that is :attr:`wide`.
-        """
-        expected = self.expect(stretch)
-        if expected.value_codecs is None or len(expected.value_codecs) != 1:
-            return None
-        values = wire.VALUE_BY_NAME[next(iter(expected.value_codecs))]
-        index = "none" if expected.kinds == {DENSE} else "known" if self.index == "seeded" else self.index
-        if index not in wire.SECTION_INDEX:
-            return None
-        params = values.agreed(self.form())
-        return wire.Section(stretch.size, values, index, expected.max_k, self.wire_dtype(dtype), params)
-
-    def wire_dtype(self, dtype: str) -> str:
-        """Return the dtype of the tensor that :meth:`pack` makes of values of ``dtype``."""
-        return "float32"
-
-    def positions(self, stretch: Stretch, key: Key) -> NDArray[np.int64] | None:
-        """Return the coordinates of ``stretch`` that travel under ``key``, ascending; None unless they are drawn."""
-        return None
-
-    def form(self) -> dict[str, int]:
-        """Return what the lengths of quantised values depend on, as :func:`fedcomp.wire.longest` takes it."""
-        return {}
 
     def longest(self, layout: Layout) -> int:
         """Return a number of bytes that no frame for ``layout`` exceeds, whatever was learnt."""

@@ -229,13 +229,6 @@ class ScaleCom(Wrapper):
         """What samples memories for similarity figures, the same coordinates everywhere; None without ``probe``."""
         return _Sampler(self.probe, scope=self.scope) if self.probe else None
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the parameters."""
-        return params.dataclass_config(self)
-
-    def __repr__(self) -> str:
-        return params.dataclass_repr(self)
-
     def init(self, layout: Layout) -> State:
         """Return a state with empty memory."""
         return self._feedback(self.codec).init(layout)
@@ -277,17 +270,13 @@ class ScaleCom(Wrapper):
     def choose_from(self, vector: Vector, layout: Layout, key: Key) -> Supports:
         """Return the selector's support of ``vector``, float32 of the layout's size; of all coordinates if dense."""
         if self.dense:
-            return self.everything(layout)
+            return everything(self.leader, layout)
         found = []
         for stretch in self.leader.stretches(layout):
             indices = self.leader.pack(vector[stretch.slice], stretch, key.at(layer=stretch.index)).indices
             assert indices is not None  # selectors list theirs
             found.append(indices)
         return tuple(found)
-
-    def everything(self, layout: Layout) -> Supports:
-        """Return the support of all coordinates: coordinates that are zero at one client are not so at another."""
-        return tuple(np.arange(stretch.size) for stretch in self.leader.stretches(layout))
 
     def send(self, state: State, supports: Supports, support_id: int, layout: Layout, key: Key) -> tuple[Frame, State]:
         """Return the frame of the waiting update's p on ``supports``, and the state after it was sent.
@@ -341,6 +330,11 @@ class _Sampler(RandomK):
     def count(self, stretch: Stretch) -> int:
         """Return the number of probed coordinates of ``stretch``."""
         return params.count(self.density, stretch.size)
+
+
+def everything(leader: PositionalCodec, layout: Layout) -> Supports:
+    """Return the support of all coordinates: coordinates that are zero at one client are not so at another."""
+    return tuple(np.arange(stretch.size) for stretch in leader.stretches(layout))
 
 
 def support_frame(supports: Sequence[NDArray[np.int64]], codec: ScaleCom, layout: Layout) -> Frame:
