@@ -19,7 +19,7 @@ noise, the generator and all it makes, is post-processing.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
@@ -29,29 +29,27 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from fedcomp.errors import ConfigError, FedcompError, StateError
+from fedcomp.errors import ConfigError, StateError
 from fedcomp.flower import datalens
 from fedcomp.flower.datalens import TrainingRequest
 from fedcomp.flower.logs import log
 from fedcomp.flower.payload import PayloadError, take_frame
 from fedcomp.flower.privacy import LENGTHS, SECRET
 from fedcomp.flower.records import to_arrays, to_record
-from fedcomp.flower.report import Report, Reports, ReportSection, figure
+from fedcomp.flower.report import Reports, ReportSection, figure
 from fedcomp.flower.rounds import Exchanges, ExchangeStrategy, Push
 from fedcomp.plain import Count
-from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
-from fedcomp.privacy.events import Adjacency, Event
-from fedcomp.privacy.ledger import PrivacyLedger
+from fedcomp.privacy.events import Event
 from fedcomp.privacy.mechanism import PrivateSum, Votes
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.privacy.votes import decode_rows, threshold
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
-from fedcomp.strategies.partitions import Holders
+from fedcomp.strategies.private.promise import PrivateRun
 from fedcomp.strategies.private.settings import PrivacySettings, TeacherSettings, VoteSettings
-from fedcomp.strategies.replies import SentMessage, match_replies
-from fedcomp.strategies.round_log import RoundLog
+from fedcomp.strategies.receiving import Reception
+from fedcomp.strategies.replies import SentMessage
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -92,24 +90,17 @@ class Voted(ReportSection, name="datalens"):
 
     Attributes
     ----------
-    asked, answered : int
-        Clients that were sent the training request, and whose votes are in the sum.
-    lost : list of str
-        Why there is no answer, one entry for each client without one.
-    refused : list of str
-        Why votes were left out, those of nodes that declare one partition among them.
+    answered : int
+        Clients whose votes are in the sum.
     moved : float
         Fraction of the pixels whose noisy sum passed the threshold; it may be released.
     """
 
-    asked: int = figure(unit="nodes", public=True)
     answered: int = figure(unit="nodes", public=True)
-    lost: list[str] = figure(list, unit="nodes", public=True, show="reasons")
-    refused: list[str] = figure(list, unit="nodes", public=True, show="reasons")
     moved: float = figure(0.0, public=True)
 
 
-class DataLens(ExchangeStrategy, Stateful):
+class DataLens(PrivateRun, ExchangeStrategy, Stateful):
     """A generator that is trained on noisy votes. The model of the run is the generator.
 
     The clients need the half :func:`fedcomp.clients.private.datalens.datalens_teachers`; :mod:`fedcomp.clients.app`
@@ -150,7 +141,7 @@ class DataLens(ExchangeStrategy, Stateful):
         "_session": str,
         "_sequence": Count,
         "_moments": dict[str, NDArray[Any]] | None,
-        "reports": Reports,
+        "_reception": nested("_reception"),
     }
 
     def __init__(
@@ -179,35 +170,24 @@ class DataLens(ExchangeStrategy, Stateful):
                 "the number of records: give population, the public number of records of all clients"
             )
         self.student, self.votes, self.teaching = student, votes, teachers
-        self.noise_multiplier, self.noise, self.pad = given.noise_multiplier, given.noise, given.pad
-        self.adjacency: Adjacency = adjacency
-        self.insecure_deterministic, self.seed = given.insecure_deterministic, given.seed
-        self.sampling = given.drawn
+        super().__init__(given, unit="client" if count == 1 else "record")
         self.deadline = deadline
-        self.clients, self.population = 0, population
-        self.reports = Reports()
-        self._log = RoundLog("DataLens")
-        unit = "client" if count == 1 else "record"
-        self.privacy = PrivacyLedger(
-            delta=given.delta,
-            population=0,
-            adjacency=adjacency,
-            sampling=self.sampling,
-            budget=given.budget,
-            unit=unit,
-        )
+        self.clients = 0
         self.mechanism((votes.images, votes.k))  # refuses its own arguments
+        self._reception = Reception("DataLens")
         self._key = configrecord_key
         self._session = secrets.token_hex(8)
         self._sequence = 0
         self._pixels = 0
         self._moments: Arrays | None = None
         self._made: StudentTrainer | None = None
-        self._said: set[str] = set()
         if clients:
             self.declare(clients)
 
-    # What is promised.
+    @property
+    def reports(self) -> Reports:
+        """Per round: who was asked, what arrived, what was refused and why. For the server, not for release."""
+        return self._reception.reports
 
     def mechanism(self, shape: tuple[int, int]) -> Votes:
         """Return the mechanism for B images of d pixels, ``shape`` (B, d)."""
@@ -238,13 +218,14 @@ class DataLens(ExchangeStrategy, Stateful):
             return
         if isinstance(population, bool) or not isinstance(population, int) or population < 1:
             raise ConfigError(f"{population!r} is no number of clients: a whole number, at least 1")
-        self.privacy.declare(self.population or population)
+        if not self.privacy.population:
+            self.privacy.declare(population)
         self.clients = population
 
     def open_ledger(self, path: Path) -> None:
         """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
         self._require_clients()
-        self.privacy.open(Path(path))
+        super().open_ledger(path)
 
     def over(self, server_round: int) -> str:
         """Return why round ``server_round`` may not be made, empty when it may.
@@ -252,12 +233,7 @@ class DataLens(ExchangeStrategy, Stateful):
         How many pixels an image has is known from the first round on, and matters only for what the noise sampler adds
         to delta; the round itself asks again, before any client hears of it.
         """
-        if self.privacy.affords(self.event(self._pixels or self.votes.k), round=server_round):
-            return ""
-        return (
-            f"the budget of epsilon {self.privacy.budget:g} at delta {self.privacy.delta:g} allows no further step: "
-            f"{self.privacy.epsilon():.4g} is spent"
-        )
+        return self.unaffordable(self.event(self._pixels or self.votes.k), server_round)
 
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
@@ -269,9 +245,8 @@ class DataLens(ExchangeStrategy, Stateful):
             unit_note=(
                 "a client is one teacher, so all its records together are protected"
                 if one
-                else f"a record is in the hands of one teacher, of which a client has "
-                f"{self.teaching.teachers}, for as long as "
-                "the assignment of records to clients is disjoint as well; a client as a whole is not protected"
+                else f"a record is in the hands of one teacher, of which a client has {self.teaching.teachers}, for as "
+                "long as the assignment of records to clients is disjoint as well; a client as a whole is not protected"
             ),
             clip=f"at most {self.votes.k} votes of -1 or 1 on an image, counted by the server; "
             "no gradient leaves a client",
@@ -292,54 +267,51 @@ class DataLens(ExchangeStrategy, Stateful):
             self.adjacency,
         )
 
-    # A round.
-
     def round(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Exchanges[tuple[ArrayRecord | None, MetricRecord | None]]:
         """Take one step of the generator; without one, and without a message, when the budget does not allow it."""
         self._require_clients()
         generator = to_arrays(arrays)
-        student = self._student(config)
+        student = self._made = self._made or self.student(dict(config))
         request, images = self._request(server_round, student, generator)
         self._pixels = request.pixels
-        reason = self.over(server_round)
+        chosen: list[int] = []
+        # Teachers are contacted after the budget was asked; a release that would cross it is never prepared.
+        if not (reason := self.over(server_round)):
+            chosen, reason = self.draw(list(grid.get_node_ids()), self.clients, server_round)
         if reason:
-            self._warn(f"no teacher is asked in round {server_round} or later: {reason}")
-            return None, None
-        online = list(grid.get_node_ids())
-        if len(online) > self.clients:
-            self._warn(
-                f"no teacher is asked in round {server_round}: {len(online)} clients are online, and their number was "
-                f"given as {self.clients}. The threshold and delta rest on the number of all that may ever take part"
-            )
-            return None, None
-        for node in self.privacy.surplus(online):
-            self._warn(
-                f"node {node} is not asked: all {self.privacy.population} clients have taken part under other ids"
-            )
-        chosen = self.sampling.draw(online, self.privacy, server_round, self._entropy("sampling", server_round))
-        if self.sampling.kind == "capped" and not chosen:
-            self._warn(f"round {server_round}: every client that is online has taken part as often as it may")
+            self.warn_once(reason, f"no teacher is asked in round {server_round}: {reason}")
             return None, None
         self._sequence = request.sequence
         config["server-round"] = server_round
         if self.withholds:
             config[SECRET] = True
-        messages = [self._message(node, request, config, arrays, images) for node in chosen]
-        # Made in each round: whom earlier rounds prefer would make one client's part in the sum depend on another's.
-        holders = Holders()
-        holders.meet(grid)
-        replies = yield Push(messages, self.deadline)
-        total = PrivateSum(self.mechanism((self.votes.images, request.pixels)), (self.votes.images, request.pixels))
-        sent = [SentMessage(message, message.metadata.dst_node_id, request.sequence) for message in messages]
-        whole = self.reports.begin(server_round)
-        whole.asked = len(sent)
-        votes = self._collect(total, request, match_replies(sent, replies, whole, holders), whole)
+        content = RecordDict({self._key: config})
+        request.put(content)
+        if self.teaching.send == "images":
+            datalens.put_images(content, images)
+        else:
+            content[datalens.MODEL] = arrays
+        sent = [SentMessage(Message(RecordDict(dict(content)), node, datalens.TYPE), node, 0) for node in chosen]
+        self._reception.meet(grid, afresh=True)
+        replies = yield Push([each.message for each in sent], self.deadline)
+        report = self.reports.begin(server_round)
+        report.asked = len(sent)
+        shape = (self.votes.images, request.pixels)
+        total = PrivateSum(self.mechanism(shape), shape)
+
+        def add(each: SentMessage, reply: Message) -> None:
+            # Whoever sent votes of which one cannot be verified is left out whole.
+            total.add_all(each.node, self._votes(reply, request))
+
+        report.used = sum(1 for _ in self._reception.received(sent, replies, report, add))
+        votes = report.section(Voted)
+        votes.answered = report.used
         noisy = total.release(
             self.privacy,
             round=server_round,
-            entropy=self._entropy("noise", server_round),
+            entropy=self.entropy("noise", server_round),
             event=self.event(request.pixels),
             participants=chosen,
         )
@@ -350,17 +322,12 @@ class DataLens(ExchangeStrategy, Stateful):
         after, kept = student.step(generator, moments, request.key, targets)
         # Arithmetic on an array without dimensions gives a number, which no checkpoint takes for an array.
         self._moments = {name: np.asarray(array) for name, array in kept.items()}
-        self._log.conclude(whole, withheld=self.withholds)
+        self._reception.log.conclude(report, withheld=self.withholds)
         if self.withholds:
             # The public sum shows it; who voted is forgotten with the rest.
-            whole.section(Voted).moved = votes.moved
+            report.section(Voted).moved = votes.moved
             return to_record(after), MetricRecord({"datalens.moved": votes.moved})
         return to_record(after), votes.metrics()
-
-    @property
-    def withholds(self) -> bool:
-        """Whether what a round costs rests on nobody knowing who took part: then no report says it."""
-        return self.sampling.event_rate < 1.0
 
     def _request(
         self, server_round: int, student: StudentTrainer, generator: Arrays
@@ -388,44 +355,6 @@ class DataLens(ExchangeStrategy, Stateful):
         )
         return request, images
 
-    def _message(
-        self,
-        node: int,
-        request: TrainingRequest,
-        config: ConfigRecord,
-        arrays: ArrayRecord,
-        images: NDArray[np.float32],
-    ) -> Message:
-        content = RecordDict({self._key: config})
-        request.put(content)
-        if self.teaching.send == "images":
-            datalens.put_images(content, images)
-        else:
-            content[datalens.MODEL] = arrays
-        return Message(content, node, datalens.TYPE)
-
-    def _collect(
-        self, total: PrivateSum, request: TrainingRequest, replies: Iterable[tuple[SentMessage, Message]], whole: Report
-    ) -> Voted:
-        """Add the votes of every reply that can be verified; whoever sent another one is left out whole."""
-        votes = whole.section(Voted)
-        votes.asked = whole.asked
-        for sent, reply in replies:
-            if reply.has_error():
-                votes.lost.append(str(reply.error.reason))
-                continue
-            try:
-                total.add_all(sent.node, self._votes(reply, request))
-            except FedcompError as error:
-                whole.refuse(sent.node, f"{type(error).__name__}: {error}")
-        whole.used = votes.answered = len(total.participants)
-        votes.lost += ["nothing came back in time"] * whole.lost
-        votes.refused = list(whole.refused.values())
-        # That a client failed says that it had been drawn.
-        for reason in () if self.withholds else sorted({*votes.lost, *votes.refused}):
-            log.warning("round %d: a client's votes are not in the sum: %s", whole.round, reason)
-        return votes
-
     def _votes(self, reply: Message, request: TrainingRequest) -> NDArray[np.int8]:
         """Return the votes of a client, int8 ``(teachers, B, pixels)``.
 
@@ -442,28 +371,12 @@ class DataLens(ExchangeStrategy, Stateful):
             raise Unbounded(f"votes have shape {rows.shape}, expected {(request.rows, request.pixels)}")
         return rows.reshape(self.teaching.teachers, self.votes.images, request.pixels)
 
-    def _student(self, config: ConfigRecord) -> StudentTrainer:
-        if self._made is None:
-            self._made = self.student(dict(config))
-        return self._made
-
-    def _entropy(self, purpose: str, server_round: int) -> Entropy:
-        key = Key(self.seed, f"privacy/{purpose}", server_round)
-        return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
-
-    def _warn(self, text: str) -> None:
-        if text not in self._said:
-            log.warning("DataLens: %s", text)
-            self._said.add(text)
-
     def _require_clients(self) -> None:
         if not self.clients:
             raise ConfigError(
                 "the public number of clients is not known: give clients=N, which the threshold and delta depend on; "
                 "how many are online now is not it"
             )
-
-    # Resuming.
 
     def identity(self) -> dict[str, Any]:
         """Return what must not change within a run; the ledger adds what it was begun with."""

@@ -14,7 +14,6 @@ from flwr.serverapp.strategy import Strategy
 from fedcomp.flower.logs import flowers, log
 from fedcomp.flower.metered import partition_lookup
 from fedcomp.flower.wrapper import GridWrapper
-from fedcomp.strategies.private.promise import Promise
 
 _POLL_SECONDS: Final = 1.0
 _MINIMA: Final = ("min_train_nodes", "min_available_nodes")
@@ -36,36 +35,6 @@ def online(grid: Grid, inner: Strategy) -> list[int]:
         return known is None, known or 0, node
 
     return sorted(found, key=place)
-
-
-def draw(promise: Promise, grid: Grid, server_round: int) -> tuple[list[int], str]:
-    """Return the nodes that are asked in a round, and why nobody is, empty when somebody may be.
-
-    Parameters
-    ----------
-    promise : Promise
-        Whose budget, population and sampling decide.
-    """
-    if reason := promise.over(server_round):
-        return [], reason
-    nodes = online(grid, promise.inner)
-    if len(nodes) > promise.population:
-        # Not an error that ends the run: a client that came back may for a while be there under its former id as well.
-        return [], (
-            f"{len(nodes)} clients are online, and the population was given as {promise.population}. Delta and the "
-            "mean's denominator rest on the number of all that may ever take part: end this run, and begin one that "
-            "says it"
-        )
-    for node in promise.privacy.surplus(nodes):
-        promise.warn_once(
-            f"node {node} is not asked: the {promise.population} clients of the population have all taken part, and "
-            "under another id one of them would have its turns again"
-        )
-    entropy = promise.entropy("sampling", server_round)
-    chosen = promise.sampling.draw(nodes, promise.privacy, server_round, entropy, count=promise.count)
-    if promise.sampling.kind == "capped" and nodes and not chosen:
-        promise.exhausted = "every client that is online has taken part as often as it may"
-    return chosen, promise.exhausted
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""What a private strategy promises, what was spent of it, and what may be said about a run."""
+"""What private strategies promise, what was spent of it, and what may be said about a run.
+
+:class:`PrivateRun` is what every one of them has: ledger, sampling, randomness. :class:`Promise` is that of a weighted
+mean of clients' updates.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,99 @@ NOT_COVERED: Final = (
 """What no statement of these strategies extends to."""
 
 
-class Promise(Release, Strategy):
+class PrivateRun:
+    """The ledger, the sampling and the randomness of one private run.
+
+    Parameters
+    ----------
+    given : PrivacySettings
+    unit : str
+        Whose contribution is hidden.
+
+    Attributes
+    ----------
+    privacy : PrivacyLedger
+        What was released, and what it cost.
+    exhausted : str
+        Why nobody is left who could be asked, empty while somebody is.
+    """
+
+    def __init__(self, given: PrivacySettings, *, unit: str = "client") -> None:
+        self.noise_multiplier, self.noise, self.pad = given.noise_multiplier, given.noise, given.pad
+        self.adjacency: Adjacency = given.adjacency
+        self.delta, self.budget, self.sampling = given.delta, given.budget, given.drawn
+        self.insecure_deterministic, self.seed = given.insecure_deterministic, given.seed
+        self.privacy = PrivacyLedger(
+            delta=given.delta,
+            population=given.population,
+            adjacency=given.adjacency,
+            sampling=given.drawn,
+            budget=given.budget,
+            unit=unit,
+        )
+        self.exhausted = ""
+        self._again = 0
+        self._warned: set[str] = set()
+
+    @property
+    def withholds(self) -> bool:
+        """Whether what a round costs rests on nobody knowing who took part: then neither log nor reports say."""
+        return self.sampling.event_rate < 1.0
+
+    def open_ledger(self, path: Path) -> None:
+        """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
+        self.privacy.open(Path(path))
+
+    def unaffordable(self, event: Event, server_round: int) -> str:
+        """Return why the budget does not allow a round with ``event``, empty when it does."""
+        if self.privacy.affords(event, round=server_round):
+            return ""
+        return (
+            f"the budget of epsilon {self.budget:g} at delta {self.delta:g} allows no further round: "
+            f"{self.privacy.epsilon():.4g} is spent"
+        )
+
+    def draw(self, nodes: Sequence[int], clients: int, server_round: int, *, count: int = 0) -> tuple[list[int], str]:
+        """Return which of the connected ``nodes`` are asked in a round, and why nobody is, empty when somebody may be.
+
+        Parameters
+        ----------
+        clients : int
+            Public number of all that may ever take part.
+        count : int
+            At most so many; 0 for all who may.
+        """
+        if len(nodes) > clients:
+            # Not an error that ends the run: a client that came back may for a while be there under its former id, too.
+            return [], (
+                f"{len(nodes)} clients are online, and their number was given as {clients}. What is promised rests on "
+                "the number of all that may ever take part: end this run, and begin one that says it"
+            )
+        for node in self.privacy.surplus(nodes):
+            self.warn_once(
+                f"node {node} is not asked: the {self.privacy.population} clients of the population have all taken "
+                "part, and under another id one of them would have its turns again"
+            )
+        chosen = self.sampling.draw(
+            nodes, self.privacy, server_round, self.entropy("sampling", server_round), count=count
+        )
+        capped = self.sampling.kind == "capped" and nodes and not chosen
+        self.exhausted = "every client that is online has taken part as often as it may" if capped else ""
+        return chosen, self.exhausted
+
+    def entropy(self, purpose: str, server_round: int) -> Entropy:
+        """Return the source of randomness for one purpose of a round, other than that of the same round made before."""
+        key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)
+        return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
+
+    def warn_once(self, text: str, said: str = "") -> None:
+        """Log a warning, ``text`` unless it is ``said`` in other words, the first time only."""
+        if text not in self._warned:
+            log.warning("%s: %s", type(self).__name__, said or text)
+            self._warned.add(text)
+
+
+class Promise(PrivateRun, Release, Strategy):
     """A promise of client-level differential privacy, and its books.
 
     Parameters
@@ -53,10 +149,8 @@ class Promise(Release, Strategy):
 
     Attributes
     ----------
-    privacy : PrivacyLedger
-        What was released, and what it cost.
-    exhausted : str
-        Why no further round may be made, empty while one may.
+    privacy, exhausted
+        Of :class:`PrivateRun`.
 
     Raises
     ------
@@ -66,13 +160,7 @@ class Promise(Release, Strategy):
 
     chosen: Sequence[int]
 
-    def __init__(
-        self,
-        inner: Strategy,
-        *,
-        count: int = 0,
-        **privacy: Any,
-    ) -> None:
+    def __init__(self, inner: Strategy, *, count: int = 0, **privacy: Any) -> None:
         if not isinstance(inner, Strategy) or not is_mean(inner):
             raise ConfigError(
                 f"{type(inner).__name__} looks at single updates, which a private sum does not show; use one of "
@@ -89,25 +177,12 @@ class Promise(Release, Strategy):
                 "it at 1.0 and give sampling=Sampling(...)"
             )
         given = PrivacySettings(**privacy)
-        self.inner = inner
-        self.noise_multiplier, self.noise, self.pad = given.noise_multiplier, given.noise, given.pad
-        self.adjacency: Adjacency = given.adjacency
-        self.delta, self.budget, self.sampling = given.delta, given.budget, given.drawn
-        self.insecure_deterministic, self.seed = given.insecure_deterministic, given.seed
         params.integer("count", count, low=0)
-        self.sampling.check(self.adjacency, count=count)
+        given.drawn.check(given.adjacency, count=count)
+        super().__init__(given)
+        self.inner = inner
         self.count = count
-        self.exhausted = ""
-        self.privacy = PrivacyLedger(
-            delta=given.delta,
-            population=given.population,
-            adjacency=given.adjacency,
-            sampling=given.drawn,
-            budget=given.budget,
-        )
         self._layout: Layout | None = None
-        self._again = 0
-        self._warned: set[str] = set()
 
     @property
     @abstractmethod
@@ -132,11 +207,6 @@ class Promise(Release, Strategy):
         return self.privacy.population
 
     @property
-    def withholds(self) -> bool:
-        """Whether what a round costs rests on nobody knowing who took part: then neither log nor reports say."""
-        return self.sampling.event_rate < 1.0
-
-    @property
     def expected(self) -> float:
         """Public number of contributions that sums are divided by."""
         return float(self.sampling.expected(self.population, count=self.count))
@@ -145,10 +215,6 @@ class Promise(Release, Strategy):
         """Learn the public number of clients, unless the constructor was told."""
         if not self.population:
             self.privacy.declare(population)
-
-    def open_ledger(self, path: Path) -> None:
-        """Keep the ledger in a file from now on; events in it that the ledger lacks were paid and count."""
-        self.privacy.open(Path(path))
 
     def over(self, server_round: int) -> str:
         """Return why round ``server_round`` may not be made, empty when it may.
@@ -159,12 +225,7 @@ class Promise(Release, Strategy):
         if self.exhausted or self._layout is None or self.budget is None:
             return self.exhausted
         cost = self.event(self.mechanism(self._layout, server_round), self._layout.size)
-        if self.privacy.affords(cost, round=server_round):
-            return ""
-        return (
-            f"the budget of epsilon {self.budget:g} at delta {self.delta:g} allows no further round: "
-            f"{self.privacy.epsilon():.4g} is spent"
-        )
+        return self.unaffordable(cost, server_round)
 
     def statement(self) -> Statement:
         """Return what may be said about the run so far."""
@@ -184,11 +245,6 @@ class Promise(Release, Strategy):
             },
         )
 
-    def entropy(self, purpose: str, server_round: int) -> Entropy:
-        """Return the source of randomness for one purpose of a round, other than that of the same round made before."""
-        key = Key(self.seed, f"privacy/{purpose}", server_round, self._again)
-        return make_entropy(key, insecure_deterministic=self.insecure_deterministic)
-
     def require_population(self) -> None:
         """Refuse to go on without the public number of clients.
 
@@ -202,8 +258,13 @@ class Promise(Release, Strategy):
                 "the mean depend; how many are online now is not it"
             )
 
-    def warn_once(self, text: str, said: str = "") -> None:
-        """Log a warning, ``text`` unless it is ``said`` in other words, the first time only."""
-        if text not in self._warned:
-            log.warning("%s: %s", type(self).__name__, said or text)
-            self._warned.add(text)
+    def identity(self) -> dict[str, Any]:
+        """Return what must not change within a run; the ledger adds what it was begun with."""
+        return {
+            "noise_multiplier": float(self.noise_multiplier),
+            "adjacency": self.adjacency,
+            "noise": self.noise,
+            "count": self.count,
+            "insecure_deterministic": self.insecure_deterministic,
+            "parameters": self.describe_settings(),
+        }

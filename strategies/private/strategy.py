@@ -38,7 +38,7 @@ from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.adaptive import Outcome
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
-from fedcomp.strategies.private.nodes import Shown, draw, unheard
+from fedcomp.strategies.private.nodes import Shown, online, unheard
 from fedcomp.strategies.private.promise import NOT_COVERED, Promise
 from fedcomp.strategies.private.release import Contribution
 from fedcomp.strategies.private.sums import Nothing, PrivateSink
@@ -182,7 +182,9 @@ class PrivateStrategy(Promise, Stateful):
         # A round that was paid for and is made again has other contributions: the noise it had would give them away.
         self._again = sum(entry.round == server_round for entry in self.privacy.entries)
         self._reception.meet(grid, afresh=True)
-        chosen, reason = draw(self, grid, server_round)
+        chosen: list[int] = []
+        if not (reason := self.over(server_round)):
+            chosen, reason = self.draw(online(grid, self.inner), self.population, server_round, count=self.count)
         if reason:
             self.warn_once(reason, f"nobody is asked in round {server_round}: {reason}")
             return []
@@ -283,17 +285,6 @@ class PrivateStrategy(Promise, Stateful):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return nothing."""
         return None
-
-    def identity(self) -> dict[str, Any]:
-        """Return what must not change within a run; the ledger adds what it was begun with."""
-        return {
-            "noise_multiplier": float(self.noise_multiplier),
-            "adjacency": self.adjacency,
-            "noise": self.noise,
-            "count": self.count,
-            "insecure_deterministic": self.insecure_deterministic,
-            "parameters": self.describe_settings(),
-        }
 
 
 class PrivateRule(UpdateRule):

@@ -29,7 +29,6 @@ from fedcomp.flower.rounds import fit
 from fedcomp.strategies.coded.strategy import CodedFedAvg
 from fedcomp.strategies.compressed import Compressed
 from fedcomp.strategies.partitions import Holders, contest
-from fedcomp.strategies.private.datalens import Voted
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 from fedcomp.strategies.replies import Usual, agreeing
 from fedcomp.strategies.shared_support import SharedSupport
@@ -152,21 +151,21 @@ def test_d1_in_a_private_round_twins_are_left_out_whoever_was_there_before(pair:
 def test_d1_in_a_round_of_datalens_twins_votes_are_left_out_and_named(teachers: int, caplog) -> None:
     """Before, all four copies of one partition were added: with several teachers its records counted four times."""
 
-    def played(copied: tuple[int, ...]) -> Voted:
+    def played(copied: tuple[int, ...]) -> Report:
         strategy = datalens_toy.strategy(teachers=teachers, adjacency="replace" if teachers > 1 else "zero_out")
         config = lambda p: {"partition-id": 0 if p in copied else p}  # noqa: E731
         grid = MeteredGrid(Blind(datalens_toy.client(), 4, seed=2, node_config=config), TrafficLedger())
         strategy.start(grid, datalens_toy.model(), num_rounds=1, timeout=9)
-        return strategy.reports[1].datalens
+        return strategy.reports[1]
 
     with caplog.at_level(logging.WARNING, "fedcomp"):
         report = played((0, 1, 2, 3))
-    assert (report.asked, report.answered, len(report.refused)) == (4, 0, 4)
-    assert all("4 nodes declare partition 0" in reason for reason in report.refused)
+    assert (report.asked, report.used, len(report.refused)) == (4, 0, 4)
+    assert all("4 nodes declare partition 0" in reason for reason in report.refused.values())
     assert any("4 nodes declare partition 0" in message for message in caplog.messages)
     report = played((0, 2))
-    assert (report.answered, len(report.refused), report.lost) == (2, 2, [])
-    assert played(()).refused == []
+    assert (report.datalens.answered, len(report.refused), report.lost) == (2, 2, 0)
+    assert played(()).refused == {}
 
 
 def test_d1_in_a_round_of_datalens_the_holder_of_an_earlier_round_is_not_preferred() -> None:
@@ -176,7 +175,7 @@ def test_d1_in_a_round_of_datalens_the_holder_of_an_earlier_round_is_not_preferr
     assert strategy.reports[1].datalens.answered == 3
     grid.add_node(TWIN)
     fit(strategy, MeteredGrid(grid, TrafficLedger()), datalens_toy.model(), 2, start_round=2, timeout=9)
-    assert (strategy.reports[2].datalens.answered, len(strategy.reports[2].datalens.refused)) == (2, 2)
+    assert (strategy.reports[2].datalens.answered, len(strategy.reports[2].refused)) == (2, 2)
 
 
 CODED = {
