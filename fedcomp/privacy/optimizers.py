@@ -35,6 +35,7 @@ from fedcomp.privacy.entropy import Entropy, SeededEntropy, SystemEntropy
 from fedcomp.privacy.events import Adjacency
 from fedcomp.privacy.lsg import Carriers, LowRankPlan, check_fraction, check_mask, count_kept, fraction, kept
 from fedcomp.privacy.mechanism import GridGaussian, Mechanism, Votes
+from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.votes import threshold as cut
 from fedcomp.rng import Key
 
@@ -245,7 +246,7 @@ class PrivateOptimizer(DPOptimizer):
         self.entropy = SystemEntropy() if settings.entropy is None else settings.entropy
         self.adjacency: Adjacency = ledger.adjacency
         self.key = (Key(0) if settings.key is None else settings.key).at(purpose="dp-sgd")
-        self.steps = max((e.round + e.times for e in ledger.entries), default=0) if start is None else start
+        self.steps = next_round(ledger.entries) if start is None else start
         self._first = self.steps
         self._drawn = drawn
         self.refused = 0

@@ -193,6 +193,11 @@ class Spending:
         self._counts = _with(self._counts, before, (entry.event,), entry.times)
 
 
+def next_round(entries: Iterable[LedgerEntry], first: int = 0) -> int:
+    """Return the number of the first round that no entry has, ``first`` where there are no entries."""
+    return max((entry.round + entry.times for entry in entries), default=first)
+
+
 def cost_of(counts: Mapping[Profile, int], delta: float, *, cap: int = 0, amplified: bool = True) -> Cost:
     """Return what rounds cost; not ``amplified``: with every unit in every release, without sampling and cap."""
     if amplified:

@@ -303,7 +303,7 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
 
         def add(each: SentMessage, reply: Message) -> None:
             # Whoever sent votes of which one cannot be verified is left out whole.
-            total.add_all(each.node, self._votes(reply, request))
+            total.add_all(each.node, votes_of(reply, request))
 
         report.used = sum(1 for _ in self._reception.received(sent, replies, report, add))
         votes = report.section(Voted)
@@ -355,22 +355,6 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         )
         return request, images
 
-    def _votes(self, reply: Message, request: TrainingRequest) -> NDArray[np.int8]:
-        """Return the votes of a client, int8 ``(teachers, B, pixels)``.
-
-        Raises
-        ------
-        FedcompError
-            When they are missing, damaged, or too many on an image.
-        """
-        frame = take_frame(reply.content, datalens.VOTES)
-        if frame is None:
-            raise PayloadError(f"the reply has no frame {datalens.VOTES!r}")
-        rows = decode_rows(frame, request.rows, request.pixels, request.k)
-        if rows.shape != (request.rows, request.pixels):
-            raise Unbounded(f"votes have shape {rows.shape}, expected {(request.rows, request.pixels)}")
-        return rows.reshape(self.teaching.teachers, self.votes.images, request.pixels)
-
     def _require_clients(self) -> None:
         if not self.clients:
             raise ConfigError(
@@ -388,3 +372,20 @@ class DataLens(PrivateRun, ExchangeStrategy, Stateful):
         self.declare(values["clients"])
         if self.clients != values["clients"]:
             raise StateError(f"the state is of {values['clients']} clients, this strategy of {self.clients}")
+
+
+def votes_of(reply: Message, request: TrainingRequest) -> NDArray[np.int8]:
+    """Return the votes in a client's reply, int8 ``(teachers, B, pixels)``.
+
+    Raises
+    ------
+    FedcompError
+        When they are missing, damaged, or too many on an image.
+    """
+    frame = take_frame(reply.content, datalens.VOTES)
+    if frame is None:
+        raise PayloadError(f"the reply has no frame {datalens.VOTES!r}")
+    rows = decode_rows(frame, request.rows, request.pixels, request.k)
+    if rows.shape != (request.rows, request.pixels):
+        raise Unbounded(f"votes have shape {rows.shape}, expected {(request.rows, request.pixels)}")
+    return rows.reshape(request.teachers, request.images, request.pixels)

@@ -7,11 +7,13 @@ mean of clients' updates.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
@@ -133,7 +135,21 @@ class PrivateRun:
             self._warned.add(text)
 
 
-class Promise(PrivateRun, Release, Strategy):
+class NoClientEvaluation:
+    """A strategy that asks no client to evaluate: metrics of clients would be released without noise."""
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask nobody."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return nothing."""
+        return None
+
+
+class Promise(PrivateRun, NoClientEvaluation, Release, Strategy):
     """A promise of client-level differential privacy, and its books.
 
     Parameters

@@ -32,13 +32,16 @@ from fedcomp.flower.report import Reports, reports_of
 from fedcomp.flower.schema import SchemaError
 from fedcomp.layout import Layout
 from fedcomp.privacy.parallel import ParallelLedger
+from fedcomp.privacy.spending import next_round
 from fedcomp.privacy.statement import Statement, make_statement
 from fedcomp.rng import Key
 from fedcomp.stateful import Stateful, nested
 from fedcomp.strategies.guard import Norms
 from fedcomp.strategies.intake import Intake
 from fedcomp.strategies.means import MEANS, is_mean, weight_key_of
+from fedcomp.strategies.partitions import Holders
 from fedcomp.strategies.private.nodes import Shown, online
+from fedcomp.strategies.private.promise import NoClientEvaluation
 from fedcomp.strategies.receiving import Reception
 from fedcomp.strategies.replies import SentMessage
 from fedcomp.strategies.sinks import rule_of
@@ -57,7 +60,49 @@ _NOBODY: Final = -1  # A party that has spent nothing.
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class RecordDp(Strategy, Stateful):
+class Claims(Stateful):
+    """What clients said they spent, by their ledgers; two ledgers of one client are two clients' worth.
+
+    Attributes
+    ----------
+    parties : dict of int to int
+        The partition on whose records each node answered.
+    steps : dict of int to dict of str to int
+        Steps so far, by partition and by the name of the ledger.
+    """
+
+    STATE: ClassVar[Mapping[str, Any]] = {"parties": dict[int, int], "steps": dict[int, dict[str, int]]}
+
+    def __init__(self) -> None:
+        self.parties: dict[int, int] = {}
+        self.steps: dict[int, dict[str, int]] = {}
+
+    def take(self, node: int, declared: int | None, account: Account, holders: Holders) -> tuple[int, int]:
+        """Return on whose records a node trained, and how many steps were not known of before.
+
+        Of nodes that declare one partition each is counted, used or not: their records may be the same.
+
+        Raises
+        ------
+        WrongAccount
+            When it is not clear on whose records.
+        """
+        if declared is None:
+            raise WrongAccount("the reply does not say whose records it is of")
+        # Where the engine knows whose they are, nobody can spend what is another's.
+        party = holders.known.get(node, declared)
+        if self.parties.setdefault(node, party) != party:
+            raise WrongAccount(f"the node answered for partition {self.parties[node]} before, now for {party}")
+        # By ledger: what one of two says was not spent before is not what the other one spent.
+        claims = self.steps.setdefault(party, {})
+        known = claims.get(account.run, 0)
+        # Put back to an older state, as a resumed run does with its clients: what was spent since stays spent.
+        put_back = account.total - account.now < known
+        claims[account.run] = account.total
+        return party, account.now if put_back else account.total - known
+
+
+class RecordDp(NoClientEvaluation, Strategy, Stateful):
     """Let clients train with DP-SGD, and account for it.
 
     Parameters
@@ -88,8 +133,7 @@ class RecordDp(Strategy, Stateful):
         "privacy": nested("privacy"),
         "_reception": nested("_reception"),
         "inner": INNER,
-        "_claimed": dict[int, dict[str, int]],
-        "_parties": dict[int, int],
+        "_claims": nested("_claims"),
         "_asked": list[int],
     }
 
@@ -118,10 +162,16 @@ class RecordDp(Strategy, Stateful):
         self.inner = inner
         self.plan = plan
         self.clients = 0
-        self.privacy = self._books(records)
+        self.privacy = ParallelLedger(
+            delta=plan.delta,
+            population=records,
+            adjacency=plan.adjacency,
+            sampling=plan.sampling,
+            budget=plan.budget or None,
+            unit="record",
+        )
         self._weight = str(weight_key_of(mean) or "num-examples")
-        self._claimed: dict[int, dict[str, int]] = {}
-        self._parties: dict[int, int] = {}
+        self._claims = Claims()
         self._asked: list[int] = []
         self._sent: list[SentMessage] = []
         self._size = 0
@@ -130,23 +180,10 @@ class RecordDp(Strategy, Stateful):
         # Refuses wrong figures now, not at the first round.
         plan.event(max(1, int(plan.options.get("k", 1))))
 
-    def _books(self, records: int) -> ParallelLedger:
-        plan = self.plan
-        return ParallelLedger(
-            delta=plan.delta,
-            population=records,
-            adjacency=plan.adjacency,
-            sampling=plan.sampling,
-            budget=plan.budget or None,
-            unit="record",
-        )
-
     @property
     def reports(self) -> Reports:
         """The inner strategy's reports where it makes any, else this one's."""
         return reports_of(self.inner, self._reception.reports)
-
-    # What the outside asks.
 
     def declare(self, population: int) -> None:
         """Learn the number of clients, which the promise does not depend on."""
@@ -201,7 +238,7 @@ class RecordDp(Strategy, Stateful):
 
     def _affords(self, node: int) -> bool:
         # Who has never answered has spent nothing that anybody knows of, and asks its own ledger.
-        return self.privacy.allows(self._parties.get(node, _NOBODY), self._event, self.plan.steps)
+        return self.privacy.allows(self._claims.parties.get(node, _NOBODY), self._event, self.plan.steps)
 
     @property
     def _event(self) -> Any:
@@ -242,8 +279,6 @@ class RecordDp(Strategy, Stateful):
             plan.steps,
         )
         self.inner.summary()
-
-    # Flower's hooks.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -319,7 +354,10 @@ class RecordDp(Strategy, Stateful):
                 account = Account.take(reply)
                 # The very same reply, delivered again, is no other training.
                 if answered.get(number) != account:
-                    self._book(sent.node, take_node(reply), account)
+                    party, steps = self._claims.take(sent.node, take_node(reply), account, self._reception.holders)
+                    # Steps draw records of their own, so they are rounds of the ledger that no entry has.
+                    at = next_round(self.privacy.entries, 1)
+                    self.privacy.record(self._event, round=at, times=steps, participants=[party])
                 answered[number] = account
             except (WrongAccount, SchemaError) as reason:
                 passed.append(Message(Error(_REFUSED, str(reason)), reply_to=sent.message))
@@ -330,47 +368,6 @@ class RecordDp(Strategy, Stateful):
             reply.content["metrics"] = MetricRecord({self._weight: 1.0})
             passed.append(reply)
         return passed
-
-    def _book(self, node: int, declared: int | None, account: Account) -> None:
-        """Write down what a client spent since it was last heard of.
-
-        Of nodes that declare one partition each is written down, used or not: their records may be the same.
-
-        Raises
-        ------
-        WrongAccount
-            When it is not clear on whose records.
-        """
-        if declared is None:
-            raise WrongAccount("the reply does not say whose records it is of")
-        # Where the engine knows whose they are, nobody can spend what is another's.
-        party = self._reception.holders.known.get(node, declared)
-        if self._parties.setdefault(node, party) != party:
-            raise WrongAccount(f"the node answered for partition {self._parties[node]} before, now for {party}")
-        # By ledger: what one of two says was not spent before is not what the other one spent.
-        claims = self._claimed.setdefault(party, {})
-        known = claims.get(account.run, 0)
-        # Put back to an older state, as a resumed run does with its clients: what was spent since stays spent.
-        put_back = account.total - account.now < known
-        new = account.now if put_back else account.total - known
-        self.privacy.record(self._event, round=self._next(), times=new, participants=[party])
-        claims[account.run] = account.total
-
-    def _next(self) -> int:
-        """Return the first number of steps that no entry has: steps draw records of their own."""
-        return max((entry.round + entry.times for entry in self.privacy.entries), default=1)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask nobody: metrics of clients would be released without noise."""
-        return []
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return nothing."""
-        return None
-
-    # What survives.
 
     def identity(self) -> str:
         """Return what must not change within a run; the budget may."""

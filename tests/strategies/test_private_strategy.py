@@ -337,9 +337,7 @@ def test_more_clients_than_the_population_are_not_asked_and_the_run_can_go_on(ca
     with caplog.at_level(logging.WARNING, "flwr.fedcomp"):
         assert play(strategy, vectors(11)) is None
         assert play(strategy, vectors(11), server_round=2) is None
-    assert [
-        r.message for r in caplog.records if "11 clients are online, and their number was given as 10" in r.message
-    ]
+    assert [r.message for r in caplog.records if "11 clients are online, and their number was given as 10" in r.message]
     assert strategy.privacy.releases == 0
     # Whoever was there twice, under a former id, is so for a while only.
     assert not strategy.over(3)
