@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
-from fedcomp.experiments.audits.rounds import Answer, Rounds
-from fedcomp.experiments.audits.subjects import Data, Subject, Sums
-from fedcomp.flower.logs import quiet
+from fedcomp.experiments.audits.rounds import ClientReply, Reading, Rounds, mean
+from fedcomp.experiments.audits.subjects import Subject, Sums, Worlds
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.audit import adversarial
 from fedcomp.privacy.events import Adjacency
@@ -41,13 +38,6 @@ WIDTH: Final = 64
 """Floats of the model."""
 
 
-@cache
-def mean() -> FedAvg:
-    """Return Flower's mean, which keeps nothing from round to round."""
-    with quiet():
-        return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=1)
-
-
 def updates(count: int, width: int, *, length: float) -> list[Float32]:
     """Return random updates of this L2 length, float32."""
     draws = Key(0, "audit updates").generator().standard_normal((count, width))
@@ -63,20 +53,19 @@ def vote(place: int, width: int, k: int) -> Int8:
 
 
 def worlds(
-    adjacency: Adjacency, base: Sequence[tuple[int, Any]], canary: tuple[int, Any], other: Any
-) -> tuple[Data, Data]:
-    """Return both data sets: without and with the canary, or with ``other`` in its place for "replace"."""
-    absent = [*base, (canary[0], other)] if adjacency == "replace" else list(base)
-    return absent, [*base, canary]
-
-
-def pairs_of(adjacency: Adjacency, base: Data, place: int, contributions: Sequence[Any]) -> list[tuple[Data, Data]]:
-    """Return pairs for tier A: every contribution there or not, or against the next one, its opposite."""
+    adjacency: Adjacency, base: Sequence[tuple[int, Any]], place: int, tried: Sequence[Any], canary: Any, other: Any
+) -> Worlds:
+    """Return both worlds, without and with the canary of a participant, or with ``other`` in its place for "replace";
+    and pairs for tier A: every contribution tried there or not, or against the next one, its opposite."""
     held = list(base)
-    if adjacency == "replace":
-        twos = zip(contributions[::2], contributions[1::2], strict=False)
-        return [([*held, (place, a)], [*held, (place, b)]) for a, b in twos]
-    return [(held, [*held, (place, one)]) for one in contributions]
+    replaced = adjacency == "replace"
+    twos = zip(tried[::2], tried[1::2], strict=False)
+    pairs = (
+        [([*held, (place, a)], [*held, (place, b)]) for a, b in twos]
+        if replaced
+        else [(held, [*held, (place, one)]) for one in tried]
+    )
+    return Worlds([*held, (place, other)] if replaced else held, [*held, (place, canary)], pairs)
 
 
 # Mechanisms alone.
@@ -101,11 +90,9 @@ def votes_sum(
 
     base = [(place, contribution(place)) for place in range(3)]
     canary = contribution(9)
-    absent, present = worlds(adjacency, base, (9, canary), -canary)
-    few = [contribution(place) for place in range(10, 14)]
-    tried = [sign * one for one in few for sign in (1, -1)]
+    tried = [sign * contribution(place) for place in range(10, 14) for sign in (1, -1)]
     name = f"votes{' by row' if rows else ''}, {adjacency}, {noise.replace('_', ' ')}"
-    return Sums(name, mechanism, shape, absent, present, pairs_of(adjacency, base, 9, tried))
+    return Sums(name, mechanism, shape, worlds(adjacency, base, 9, tried, canary, -canary))
 
 
 def grid_sum(
@@ -120,9 +107,8 @@ def grid_sum(
     mechanism = kind(noise_multiplier=z, adjacency=adjacency, noise=noise, clip=CLIP, size=width)
     base = list(enumerate(updates(3, width, length=1.5 * CLIP)))
     tried = adversarial(width, CLIP, Key(0, "adversarial"), count=8)
-    absent, present = worlds(adjacency, base, (9, tried[0]), tried[1])
     name = f"clipped vectors, {adjacency}, {noise.replace('_', ' ')}"
-    return Sums(name, mechanism, (width,), absent, present, pairs_of(adjacency, base, 9, tried))
+    return Sums(name, mechanism, (width,), worlds(adjacency, base, 9, tried, tried[0], tried[1]))
 
 
 # Strategies.
@@ -156,7 +142,6 @@ def dp_fedavg(
     z: float = 1.0,
     noise: str = "discrete_gaussian",
     messages: bool = False,
-    name: str = "",
     canary: Any = None,
 ) -> Rounds:
     """Return DP-FedAvg on updates (or messages) of half the clients that were expected.
@@ -168,20 +153,20 @@ def dp_fedavg(
         return kind(mean(), clip=CLIP, **promise(given, seed, z, adjacency=adjacency, noise=noise))
 
     found = canaries()
-    base: list[tuple[int, Any]] = list(enumerate(updates(NODES - 1, WIDTH, length=1.5 * CLIP)))
+    last = NODES - 1
+    base: list[tuple[int, Any]] = list(enumerate(updates(last, WIDTH, length=1.5 * CLIP)))
     spare: Any = found[0] if canary is None else canary
     other: Any = -found[0]
     tried: list[Any] = list(found)
     if messages:
-        base = [(i, Answer(update, examples=1 + 5 * i, loss=float(i), buffers=i)) for i, update in base]
+        base = [(i, ClientReply(update, examples=1 + 5 * i, loss=float(i), buffers=i)) for i, update in base]
         # The canary says all it can beside its update: many examples, a large loss, other buffers.
-        spare = Answer(found[0], examples=1000, loss=50.0, buffers=40) if canary is None else canary
-        other = Answer(-found[0], examples=1, loss=0.0, buffers=0)
-        tried = [Answer(one, examples=100, loss=3.0, buffers=7) for one in found]
-    absent, present = worlds(adjacency, base, (NODES - 1, spare), other)
-    search = pairs_of(adjacency, base, NODES - 1, tried) if canary is None else []
-    name = name or f"DP-FedAvg, {adjacency}{', replies' if messages else ''}"
-    return Rounds(name, make, MODEL, absent, present, clients=NODES, pairs=search, messages=messages)
+        spare = ClientReply(found[0], examples=1000, loss=50.0, buffers=40) if canary is None else canary
+        other = ClientReply(-found[0], examples=1, loss=0.0, buffers=0)
+        tried = [ClientReply(one, examples=100, loss=3.0, buffers=7) for one in found]
+    both = worlds(adjacency, base, last, tried if canary is None else [], spare, other)
+    name = f"DP-FedAvg, {adjacency}{', replies' if messages else ''}"
+    return Rounds(name, make, both, MODEL, NODES, messages=messages)
 
 
 SHARE_NOISE: Final = 0.8
@@ -198,7 +183,7 @@ def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Rounds:
     def make(given: float | None, seed: int) -> PrivateStrategy:
         return kind(mean(), clip=rule, **promise(given, seed))
 
-    def tell(strategy: PrivateStrategy) -> list[float]:
+    def share(strategy: PrivateStrategy) -> list[float]:
         assert isinstance(strategy, DpFedAvg)
         moved = -math.log(strategy.clip / strategy.clips[max(strategy.clips)]) / rule.rate
         return [(moved + rule.quantile) * EXPECTED]
@@ -207,20 +192,9 @@ def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Rounds:
     # At the clip norm, and not beyond it: a whole contribution, and a bit that says "within".
     canary = np.zeros(WIDTH, np.float32)
     canary[0] = CLIP
-    tried = [canary, -canary, *canaries()]
-    search = pairs_of("zero_out", base, NODES - 1, tried)
-    present = [*base, (NODES - 1, canary)]
-    return Rounds(
-        "DP-FedAvg, adaptive clip",
-        make,
-        MODEL,
-        base,
-        present,
-        clients=NODES,
-        pairs=search,
-        tell=tell,
-        tell_scale=[SHARE_NOISE],
-    )
+    both = worlds("zero_out", base, NODES - 1, [canary, -canary, *canaries()], canary, None)
+    reading = Reading(further=share, further_scale=(SHARE_NOISE,))
+    return Rounds("DP-FedAvg, adaptive clip", make, both, MODEL, NODES, reading)
 
 
 BALLOT: Final = TopkSign(k=8)
@@ -234,12 +208,11 @@ def topagg(adjacency: Adjacency = "zero_out", *, kind: type[TopAgg] = TopAgg, z:
 
     base = [(place, vote(place, WIDTH, 8).astype(np.float32)) for place in range(NODES - 1)]
     canary = vote(9, WIDTH, 8).astype(np.float32)
-    absent, present = worlds(adjacency, base, (NODES - 1, canary), -canary)
     tried = [sign * vote(place, WIDTH, 8).astype(np.float32) for place in range(10, 14) for sign in (1, -1)]
     # What is no vote must not be counted: two of a vote, and one vote too many.
     tried += [2.0 * canary, np.ones(WIDTH, np.float32)]
-    search = pairs_of(adjacency, base, NODES - 1, tried)
-    return Rounds(f"TopAgg, {adjacency}", make, MODEL, absent, present, clients=NODES, pairs=search)
+    both = worlds(adjacency, base, NODES - 1, tried, canary, -canary)
+    return Rounds(f"TopAgg, {adjacency}", make, both, MODEL, NODES)
 
 
 SUBJECTS: Final[dict[str, Callable[[], Subject]]] = {

@@ -12,19 +12,19 @@ from importlib.metadata import version
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
-    FedAvg,
     Strategy,
 )
 from numpy.typing import NDArray
 
-from fedcomp.experiments.audits.rounds import nobody
+from fedcomp.experiments.audits.rounds import mean, nobody, reply_by_hand
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
+from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.privacy.accounting import gaussian_epsilon
 from fedcomp.privacy.audit import off_grid
 
@@ -44,48 +44,33 @@ def flower_version() -> str:
     return version("flwr")
 
 
-class Round:
-    """One round of a Flower strategy with replies made by hand.
-
-    Parameters
-    ----------
-    strategy : Strategy
-    clients : int
-    """
-
-    def __init__(self, strategy: Strategy, clients: int) -> None:
-        self.strategy, self.clients = strategy, clients
-        self._number = 0
-
-    def play(
-        self, model: Named, replies: Sequence[Named], *, examples: Sequence[int] = (), metrics: Sequence[float] = ()
-    ) -> tuple[dict[str, NDArray[Any]] | None, dict[str, Any]]:
-        """Return what the strategy makes of ``replies``: arrays and metrics."""
-        self._number += 1
-        record = ArrayRecord({k: Array(np.asarray(v)) for k, v in model.items()})
-        with quiet(), InProcessGrid(nobody, self.clients) as grid:
-            asked = list(self.strategy.configure_train(self._number, record, ConfigRecord(), grid))
-            answers = []
-            for place, (message, reply) in enumerate(zip(asked, replies, strict=False)):
-                weight: dict[str, Any] = {"num-examples": examples[place] if examples else 1}
-                weight |= {"loss": metrics[place]} if metrics else {}
-                arrays = ArrayRecord({k: Array(np.asarray(v)) for k, v in reply.items()})
-                content = RecordDict({"arrays": arrays, "metrics": MetricRecord(weight)})
-                answers.append(Message(content, reply_to=message))
-            with np.errstate(all="ignore"):
-                found, told = self.strategy.aggregate_train(self._number, answers)
-        out = None if found is None else {k: v.numpy() for k, v in found.items()}
-        return out, {} if told is None else dict(told)
+def play(
+    strategy: Strategy,
+    clients: int,
+    model: Named,
+    replies: Sequence[Named],
+    *,
+    examples: Sequence[int] = (),
+    metrics: Sequence[float] = (),
+) -> tuple[Arrays | None, dict[str, Any]]:
+    """Return what a strategy makes of one round's replies: arrays and metrics."""
+    with quiet(), InProcessGrid(nobody, clients) as grid:
+        asked = strategy.configure_train(1, to_record(model), ConfigRecord(), grid)
+        answers = []
+        for place, (message, reply) in enumerate(zip(asked, replies, strict=False)):
+            said: dict[str, Any] = {"num-examples": examples[place] if examples else 1}
+            answers.append(reply_by_hand(message, reply, **said, **({"loss": metrics[place]} if metrics else {})))
+        with np.errstate(all="ignore"):
+            found, told = strategy.aggregate_train(1, answers)
+    return None if found is None else to_arrays(found), {} if told is None else dict(told)
 
 
-def _fedavg() -> FedAvg:
-    with quiet():
-        return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=1)
-
-
-def _fixed(clients: int, *, noise_multiplier: float, clip: float = 1.0) -> Round:
-    wrapper = DifferentialPrivacyServerSideFixedClipping(_fedavg(), noise_multiplier, clip, clients)
-    return Round(wrapper, clients)
+def _fixed(
+    clients: int, model: Named, replies: Sequence[Named], *, noise_multiplier: float = 1.0, **said: Any
+) -> tuple[Arrays | None, dict[str, Any]]:
+    """Play a round of fixed clipping, with a clip norm of 1."""
+    wrapper = DifferentialPrivacyServerSideFixedClipping(mean(), noise_multiplier, 1.0, clients)
+    return play(wrapper, clients, model, replies, **said)
 
 
 def spread_norms(count: int = CLIENTS) -> list[float]:
@@ -97,14 +82,13 @@ def spread_norms(count: int = CLIENTS) -> list[float]:
 def clip_norms(start: float, rounds: int) -> list[float]:
     """Return Flower's clip norm after 0, 1, ... rounds on updates whose median norm is 1, without any noise."""
     wrapper = DifferentialPrivacyServerSideAdaptiveClipping(
-        _fedavg(), 0.0, CLIENTS, initial_clipping_norm=start, target_clipped_quantile=QUANTILE, clip_norm_lr=LR
+        mean(), 0.0, CLIENTS, initial_clipping_norm=start, target_clipped_quantile=QUANTILE, clip_norm_lr=LR
     )
-    played = Round(wrapper, CLIENTS)
     model = {"w": np.zeros(4, np.float32)}
     replies = [{"w": np.array([norm, 0, 0, 0], np.float32)} for norm in spread_norms()]
     out = [start]
     for _ in range(rounds):
-        played.play(model, replies)
+        play(wrapper, CLIENTS, model, replies)
         out.append(float(wrapper.clipping_norm))
     return out
 
@@ -119,7 +103,7 @@ def integer_buffers() -> tuple[float, float, str]:
     trained: Arrays = model | {"w": np.full(1000, 1e-3, np.float32)}
     noisy = _local(model, trained, noise=0.1)
     moved = {k: float(np.mean(noisy[k] != model[k])) for k in model}
-    out, _ = _fixed(10, noise_multiplier=1.0).play(model, [trained] * 10)
+    out, _ = _fixed(10, model, [trained] * 10)
     assert out is not None
     return moved["w"], moved["count"], str(out["count"].dtype)
 
@@ -127,7 +111,7 @@ def integer_buffers() -> tuple[float, float, str]:
 def raises(replies: Sequence[Named], model: Named) -> str:
     """Return the name of the exception that a round with these replies ends with, empty for none."""
     try:
-        _fixed(len(replies), noise_multiplier=1.0).play(model, replies)
+        _fixed(len(replies), model, replies)
     except (ArithmeticError, TypeError, ValueError) as error:
         return type(error).__name__
     return ""
@@ -151,14 +135,14 @@ def not_finite(value: float) -> float:
     model = {"w": np.zeros(4, np.float32)}
     bad = np.ones(4, np.float32)
     bad[0] = value
-    out, _ = _fixed(3, noise_multiplier=1.0).play(model, [{"w": bad}, {"w": np.ones(4, np.float32)}] * 2)
+    out, _ = _fixed(3, model, [{"w": bad}, {"w": np.ones(4, np.float32)}] * 2)
     return 0.0 if out is None else float(np.mean(np.isnan(out["w"])))
 
 
 def missing_replies(sampled: int = 20, replied: int = 5) -> float:
     """Return the noise over what the mean of those who replied needs: 1 is right."""
     model = {"w": np.zeros(WIDE, np.float32)}
-    out, _ = _fixed(sampled, noise_multiplier=1.0).play(model, [_unit()] * replied)
+    out, _ = _fixed(sampled, model, [_unit()] * replied)
     if out is None:
         return math.nan
     # One of the clients that replied moves their mean by C / replied.
@@ -170,11 +154,10 @@ def heavy_client(heavy: int = 1000, light: int = 10, clients: int = 10) -> float
     model = {"w": np.zeros(WIDE, np.float32)}
     examples = [heavy] + [light] * (clients - 1)
     still = {"w": np.full(WIDE, 1e-12, np.float32)}
-    out, _ = _fixed(clients, noise_multiplier=1.0).play(model, [_unit(), *[still] * (clients - 1)], examples=examples)
-    if out is None:
+    replies = [_unit(), *[still] * (clients - 1)]
+    out, exact = (_fixed(clients, model, replies, noise_multiplier=z, examples=examples)[0] for z in (1.0, 0.0))
+    if out is None or exact is None:
         return math.nan
-    exact, _ = _fixed(clients, noise_multiplier=0.0).play(model, [_unit(), *[still] * (clients - 1)], examples=examples)
-    assert exact is not None
     return float(exact["w"][0]) / float(np.std(out["w"][1:]))
 
 
@@ -188,9 +171,9 @@ def adaptive_noise() -> tuple[float, float]:
     for clip in (0.5, 2.0):
         # So little noise on the count, relative to 4000 clients, that it decides nothing.
         wrapper = DifferentialPrivacyServerSideAdaptiveClipping(
-            _fedavg(), 1.0, CLIENTS, initial_clipping_norm=clip, clip_norm_lr=LR, clipped_count_stddev=1.0
+            mean(), 1.0, CLIENTS, initial_clipping_norm=clip, clip_norm_lr=LR, clipped_count_stddev=1.0
         )
-        out, _ = Round(wrapper, CLIENTS).play(model, [_unit()] * CLIENTS)
+        out, _ = play(wrapper, CLIENTS, model, [_unit()] * CLIENTS)
         assert out is not None
         needed = wrapper.noise_multiplier * clip / CLIENTS
         ratios.append(float(np.std(out["w"][1:])) / needed)
@@ -200,7 +183,7 @@ def adaptive_noise() -> tuple[float, float]:
 def leaked_metric() -> float:
     """Return what of the clients' mean loss the wrapper hands on: 0 would be nothing, 1 all of it exactly."""
     model = {"w": np.zeros(4, np.float32)}
-    _, told = _fixed(2, noise_multiplier=1.0).play(model, [{"w": np.ones(4, np.float32)}] * 2, metrics=[1.0, 3.0])
+    _, told = _fixed(2, model, [{"w": np.ones(4, np.float32)}] * 2, metrics=[1.0, 3.0])
     return float(told.get("loss", 0.0)) / 2.0
 
 
@@ -212,7 +195,7 @@ def last_bits() -> tuple[float, float]:
         # A single coordinate moves, so that nothing but noise is added to the others; sigma is 1.
         reply = {"w": model["w"].copy()}
         reply["w"][0] += 1.0
-        out, _ = _fixed(1, noise_multiplier=1.0).play(model, [reply])
+        out, _ = _fixed(1, model, [reply])
         assert out is not None
         shares.append(off_grid(out["w"][1:], 2.0**-24))
     return shares[0], shares[1]
@@ -236,14 +219,12 @@ def _local(
     mod = LocalDpMod(clipping_norm=1.0, sensitivity=sensitivity, epsilon=epsilon, delta=delta)
 
     def app(message: Message, context: Context) -> Message:
-        arrays = ArrayRecord({k: Array(np.asarray(v)) for k, v in trained.items()})
-        return Message(RecordDict({"arrays": arrays}), reply_to=message)
+        return reply_by_hand(message, trained)
 
     with quiet(), InProcessGrid(nobody, 1) as grid:
-        record = ArrayRecord({k: Array(np.asarray(v)) for k, v in model.items()})
-        message = Message(RecordDict({"arrays": record}), grid.get_node_ids()[0], "train")
+        message = Message(RecordDict({"arrays": to_record(model)}), grid.get_node_ids()[0], "train")
         reply = mod(message, grid.context(0), app)
-    return {k: v.numpy() for k, v in reply.content.array_records["arrays"].items()}
+    return to_arrays(reply.content.array_records["arrays"])
 
 
 def _unit() -> dict[str, NDArray[np.float32]]:

@@ -7,21 +7,25 @@ one and pass the other. They are here to test the audit; nothing else may use th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 from flwr.app import Message, MetricRecord
 from numpy.typing import NDArray
 
-from fedcomp.codecs import TopK
-from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.experiments.audits import cases
+from fedcomp.codecs import ErrorFeedback, TopK
+from fedcomp.experiments.audits import cases, systems
+from fedcomp.experiments.audits.flower_flaws import spread_norms
+from fedcomp.experiments.audits.rounds import Reading, Rounds, mean
+from fedcomp.experiments.audits.subjects import Subject, Worlds, changed
+from fedcomp.experiments.audits.tiers import Verdict, tier_a, tier_b, tier_c, tier_d, tier_f
 from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.adaptive import AdaptiveClip, NormBits
-from fedcomp.privacy.bounds import to_grid
+from fedcomp.privacy.bounds import clip_arrays, to_grid
 from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Event
@@ -30,6 +34,8 @@ from fedcomp.privacy.mechanism import GridGaussian, Votes
 from fedcomp.privacy.noise import draw, gaussian
 from fedcomp.rng import Key
 from fedcomp.strategies.private.dp_fedavg import DpFedAvg
+from fedcomp.strategies.private.lsg import KeptIntake
+from fedcomp.strategies.replies import Arrival
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -54,24 +60,17 @@ class NoClip(GridGaussian):
         return _rounded(contribution, self.step)
 
 
-class _With(DpFedAvg):
-    """DP-FedAvg with another mechanism."""
+def using(variant: type[GridGaussian]) -> type[DpFedAvg]:
+    """Return DP-FedAvg with another mechanism."""
 
-    variant: type[GridGaussian] = GridGaussian
+    class Using(DpFedAvg):
+        def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
+            return changed(super().mechanism(layout, server_round), variant)
 
-    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        """Return the variant with the same arguments."""
-        right = super().mechanism(layout, server_round)
-        return self.variant(**{name: getattr(right, name) for name in right.__dataclass_fields__})
-
-
-class NoClipStrategy(_With):
-    """DP-FedAvg that forgets to clip."""
-
-    variant = NoClip
+    return Using
 
 
-class ClipPerTensor(NoClipStrategy):
+class ClipPerTensor(using(NoClip)):  # type: ignore[misc]  # a class made on the spot
     """Clips every tensor to C, and not the update."""
 
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
@@ -126,10 +125,9 @@ class NoiseOnMean(DpFedAvg):
 
     def mechanism(self, layout: Layout, server_round: int) -> MeanOverReplies:
         """Return the mechanism with a count that grows as replies come."""
-        right = super().mechanism(layout, server_round)
         self._came: list[int] = []
-        fields = {name: getattr(right, name) for name in right.__dataclass_fields__}
-        return MeanOverReplies(came=self._came, expected=self.expected, **fields)
+        right = super().mechanism(layout, server_round)
+        return changed(right, MeanOverReplies, came=self._came, expected=self.expected)
 
     def added(self, contribution: NDArray[Any]) -> None:
         """Count one."""
@@ -148,12 +146,6 @@ class NoisePerClient(GridGaussian):
         count = cases.EXPECTED
         shares = [draw(self.noise, self.grid_sigma, total.size, entropy) / count for _ in range(count)]
         return np.asarray((total + np.sum(shares, axis=0)) * self.step, np.float64)
-
-
-class NoisePerClientStrategy(_With):
-    """DP-FedAvg with noise that was divided once too often."""
-
-    variant = NoisePerClient
 
 
 class _FromReplies(DpFedAvg):
@@ -177,10 +169,9 @@ class WeightedByExamples(_FromReplies):
     def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
         """Return a mechanism that trusts what it is given: updates are clipped before they are weighed."""
         right = super().mechanism(layout, server_round)
-        fields = {name: getattr(right, name) for name in right.__dataclass_fields__}
         counts = [int(_metric(r, "num-examples")) for r in getattr(self, "_read", ())]
         self._weights = iter([count * len(counts) / sum(counts) for count in counts])
-        return NoClip(**fields)
+        return changed(right, NoClip)
 
     def contribution(self, update: NDArray[Any], layout: Layout, server_round: int) -> NDArray[Any]:
         """Clip, then weigh."""
@@ -314,10 +305,45 @@ class PrivateSupport(GridGaussian):
         return out
 
 
-class PrivateSupportStrategy(_With):
-    """DP-FedAvg that leaves the support of its top-k un-noised."""
+# Low-rank updates.
 
-    variant = PrivateSupport
+
+class TwoClips(KeptIntake):
+    """Shortens replies as ever and clips the left products and all the rest each by itself."""
+
+    def update(self, arrival: Arrival) -> Any:
+        """Return the kept coordinates, in two parts of norm C at most."""
+        loose = {entry.name: getattr(self, entry.name) for entry in fields(self)} | {"clip": 1e6 * self.clip}
+        out = np.array(KeptIntake(**loose).update(arrival))
+        left = np.zeros(self.plan.short, np.bool_)
+        for piece in self.plan.factored:
+            left[piece.at : piece.at + piece.matrix[0] * piece.rank] = True
+        for part in (left[self.kept], ~left[self.kept]):
+            out[part] = clip_arrays([out[part]], self.clip)[0][0]
+        return out
+
+
+class SeparateClips(systems.Steady):
+    """Clips the products with the left and with the right carriers each to C: together they have up to sqrt(2) C."""
+
+    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
+        """Return a mechanism that trusts the clips before it."""
+        return changed(super().mechanism(layout, server_round), NoClip)
+
+    def _intake(self, server_round: int, layout: Layout) -> TwoClips:
+        return TwoClips(**vars(super()._intake(server_round, layout)))
+
+    def contribution(self, update: Any, layout: Layout, server_round: int) -> Any:
+        """Trust it."""
+        return update
+
+
+class PrivateSupportOfLsg(systems.Steady):
+    """Keeps the largest coordinates of the exact sum, with noise on those alone."""
+
+    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
+        """Return a mechanism whose support is chosen by the exact sum."""
+        return changed(super().mechanism(layout, server_round), PrivateSupport)
 
 
 # Randomness.
@@ -329,3 +355,148 @@ class SameSeed(DpFedAvg):
     def entropy(self, purpose: str, server_round: int) -> Entropy:
         """Forget the round."""
         return make_entropy(Key(self.seed, f"privacy/{purpose}"), insecure_deterministic=True)
+
+
+# Which tier catches which.
+
+Verdicts = Callable[[], list[Verdict]]
+Check = Callable[[Subject], list[Verdict]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong variant and its original under the tier that must tell them apart.
+
+    Attributes
+    ----------
+    wrong : str
+        What is wrong, in a few words.
+    tier : str
+    original, mutated : callable
+        Audit the one and the other.
+    """
+
+    wrong: str
+    tier: str
+    original: Verdicts
+    mutated: Verdicts
+
+
+def _only(tier: Callable[..., Verdict], **how: Any) -> Check:
+    return lambda subject: [tier(subject, **how)]
+
+
+_A: Final = _only(tier_a)
+_B: Final[Check] = partial(tier_b, runs=20)
+_C: Final = _only(tier_c, runs=1000)
+_F: Final = _only(tier_f)
+# Two worlds that no noise parts need few runs: 100 show a mu of 3.2.
+_C_FEW: Final = _only(tier_c, runs=100)
+# Nine rounds have three times the mu of one, which 40 runs show.
+_C_ROUNDS: Final = _only(tier_c, runs=40, rounds=9)
+
+
+def tracked(kind: type[DpFedAvg], *, start: float = 0.5, rounds: int = 60) -> list[float]:
+    """Return the clip norms of a strategy without noise whose clients' updates have a median norm of 1."""
+    rows = [(place, np.array([norm, 0, 0, 0], np.float32)) for place, norm in enumerate(spread_norms())]
+
+    def make(given: float | None, seed: int) -> DpFedAvg:
+        promise = cases.promise(given, seed) | {"population": len(rows)}
+        return kind(mean(), clip=AdaptiveClip(initial=start), **promise)
+
+    reading = Reading(further=lambda strategy: [strategy.clip], further_scale=(1.0,))
+    subject = Rounds("clip norm", make, Worlds(rows, rows), {"w": np.zeros(4, np.float32)}, len(rows), reading)
+    return [start, *subject.run(rows, 1, rounds=rounds, noisy=False)[0, :, -1].tolist()]
+
+
+def _tracks(kind: type[DpFedAvg]) -> list[Verdict]:
+    found = tracked(kind)[-1]
+    return [Verdict("clip", kind.__name__, "60 rounds", 1.0, found, "clip norm / median", 60, 0.9 < found < 1.1)]
+
+
+class Silent(Votes):
+    """Draws no noise and claims it."""
+
+    def perturb(self, total: Any, entropy: Any) -> Any:
+        """Return the sum."""
+        return total * self.step
+
+
+def whole_run(kind: str, canaries: int, guesses: int, *, z: float = 2.0, seed: int = 0) -> Verdict:
+    """Audit one run of a sum with as many canaries, every one a coordinate of its own.
+
+    Parameters
+    ----------
+    kind : {"votes", "clipped vectors", "no noise"}
+    """
+    if kind == "clipped vectors":
+        subject, rows = cases.grid_sum(z=z, width=canaries), cases.CLIP * np.eye(canaries)
+    else:
+        variant = Silent if kind == "no noise" else Votes
+        subject, rows = cases.votes_sum(z=z, width=canaries, k=1, kind=variant), np.eye(canaries, dtype=np.int8)
+    return tier_d(subject, [(100 + i, row) for i, row in enumerate(rows)], guesses=guesses, seed=seed)
+
+
+def _caught(wrong: str, check: Check, case: Callable[..., Subject], kind: Any, **how: Any) -> Mutant:
+    """Return a mutant of a class: the same case, made with another kind."""
+    tier = {_A: "A", _B: "B", _F: "F"}.get(check, "C")
+    return Mutant(wrong, tier, lambda: check(case(**how)), lambda: check(case(kind=kind, **how)))
+
+
+def _held(deal: Callable[[Any, int], list[Any]]) -> list[Verdict]:
+    """Audit DataLens in the worlds that one record of this deal parts."""
+    return _A(systems.datalens(3, changed_teachers=systems.holders(deal)))
+
+
+def _after_memory(**kind: Any) -> list[Verdict]:
+    return _A(cases.dp_fedavg(canary=remembered(), **kind))
+
+
+_FEDAVG: Final = cases.dp_fedavg
+_REPLIES: Final = partial(cases.dp_fedavg, messages=True)
+
+MUTANTS: Final[dict[str, Mutant]] = {
+    "no clip": _caught("updates are summed as they come", _A, _FEDAVG, using(NoClip)),
+    "clip per tensor": _caught("every tensor clipped to C, not the update", _A, _FEDAVG, ClipPerTensor),
+    "clip before memory": Mutant(
+        "clipped, then error feedback adds what was not sent",
+        "A",
+        _after_memory,
+        lambda: _after_memory(kind=using(NoClip)),
+    ),
+    "noise on the mean": _caught("noise for those expected, mean over those that came", _A, _FEDAVG, NoiseOnMean),
+    "noise per client": _caught("clients add the noise, and it is averaged away", _B, _FEDAVG, using(NoisePerClient)),
+    "noise in integers": _caught("noise of buffers cast to integers", _B, _REPLIES, NoiseCastToIntegers),
+    "weights": _caught("clipped updates weighted by num-examples", _A, _REPLIES, WeightedByExamples),
+    "C for 2C": _caught(
+        "replace adjacency with the sensitivity of zero_out", _C, cases.grid_sum, OnlyC, adjacency="replace"
+    ),
+    "no root of k": _caught("noise of z, not of z sqrt(k)", _C, cases.votes_sum, ForgotRootK),
+    "event per batch": _caught(
+        "one event for a batch of images", _C, cases.votes_sum, OneEventPerBatch, rows=4, width=60, k=6
+    ),
+    "accountant reset": _caught("a new accountant in every round", _C_ROUNDS, _FEDAVG, ForgetfulAccountant),
+    "private support": _caught("top-k of the exact sum, noise on those alone", _B, _FEDAVG, using(PrivateSupport)),
+    "same seed": _caught("the same noise in every round", _F, _FEDAVG, SameSeed),
+    "metric leak": _caught("the exact mean loss is released", _C_FEW, _REPLIES, MetricLeak),
+    "Flower's sign": Mutant(
+        'the bit "was clipped" in the rule for "was within"',
+        "clip",
+        lambda: _tracks(DpFedAvg),
+        lambda: _tracks(FlowersSign),
+    ),
+    "uncentred bits": _caught("norm bits counted around 0, noise for 1/2", _A, cases.adaptive, UncentredBits),
+    "separate clips": _caught(
+        "both low-rank products clipped to C, not together", _A, systems.lsg, SeparateClips, keep=1.0
+    ),
+    "private support, low rank": _caught(
+        "largest of the exact low-rank sum, noise on those alone", _B, systems.lsg, PrivateSupportOfLsg
+    ),
+    "record twice": Mutant(
+        "one record in two teachers",
+        "A",
+        lambda: _held(systems.dealt_by_hash),
+        lambda: _held(systems.dealt_with_a_wrap),
+    ),
+}
+"""Every one is audited beside its original, on the same data."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
-from fedcomp.experiments.audits.subjects import Data, Floats, Subject
+from fedcomp.experiments.audits.subjects import Data, Floats, Subject, Worlds, numbered
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.logs import quiet
-from fedcomp.flower.records import to_arrays
+from fedcomp.flower.records import to_arrays, to_record
 from fedcomp.layout import Layout
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.strategies.private.strategy import PrivateStrategy
@@ -23,9 +26,27 @@ Make = Callable[[float | None, int], PrivateStrategy]
 """From a noise multiplier (None: the strategy's own) and a seed to a new strategy, with its population declared."""
 
 
+@cache
+def mean() -> FedAvg:
+    """Return Flower's mean, which keeps nothing from round to round."""
+    with quiet():
+        return FedAvg(fraction_evaluate=0.0, min_train_nodes=1, min_evaluate_nodes=0, min_available_nodes=1)
+
+
+def nobody(message: Message, context: Context) -> Message:
+    """Answer nothing: the app of nodes whose replies are made by hand."""
+    raise AssertionError("replies are made by hand")
+
+
+def reply_by_hand(message: Message, arrays: Mapping[str, NDArray[Any]], **metrics: float) -> Message:
+    """Return a reply with a trained model and metrics."""
+    content = RecordDict({"arrays": to_record(arrays), "metrics": MetricRecord(metrics)})
+    return Message(content, reply_to=message)
+
+
 @dataclass(frozen=True)
-class Answer:
-    """What a client answers, beside its update.
+class ClientReply:
+    """What a client replies, beside its update.
 
     Attributes
     ----------
@@ -48,29 +69,46 @@ class Answer:
     lost: bool = False
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What of a round is read, beside the step of the model.
+
+    Attributes
+    ----------
+    sum_of : callable
+        From a strategy after a round and the model's step to the noisy sum; default the step times the public
+        denominator.
+    width : int
+        Coordinates of the noisy sum; 0 for the model's floats.
+    further : callable
+        From a strategy after a round to what else was released in it, each figure with noise of its own.
+    further_scale : tuple of float
+        The claimed standard deviations of these figures.
+    """
+
+    sum_of: Callable[[Any, Floats], Floats] = lambda strategy, step: step * strategy.expected
+    width: int = 0
+    further: Callable[[Any], Sequence[float]] = lambda strategy: ()
+    further_scale: tuple[float, ...] = ()
+
+
 class Rounds(Subject):
     """A private strategy: what it released is read off the models it returns.
+
+    The outputs of a round are the noisy sum, by how much buffers moved, the sum of all released metrics, and what else
+    the reading finds.
 
     Parameters
     ----------
     name : str
     make : callable
+    worlds : Worlds
+        Participants are partitions; contributions are updates, or a :class:`ClientReply` with ``messages``.
     model : mapping of arrays
         Before every round; zeros for the floats, so that the step is not rounded away.
-    absent, present : data sets
-        Participants are partitions; contributions are updates, or an :class:`Answer` with ``messages``.
     clients : int
         Nodes that are there; those without a contribution do not answer.
-    read : callable, optional
-        From a strategy after a round and the model's step to the noisy sum; default the step times the public
-        denominator.
-    width : int, optional
-        Coordinates of the noisy sum; default the model's floats.
-    pairs : list of pairs of data sets
-    tell : callable, optional
-        From a strategy after a round to what else was released in it, each figure with noise of its own.
-    tell_scale : sequence of float
-        The claimed standard deviations of these figures.
+    reading : Reading
     messages : bool
         Whether updates come as ordinary replies through ``aggregate_train``; otherwise through ``aggregate_updates``,
         which is where those and all decoded frames end.
@@ -80,111 +118,74 @@ class Rounds(Subject):
         self,
         name: str,
         make: Make,
+        worlds: Worlds,
         model: Mapping[str, NDArray[Any]],
-        absent: Data,
-        present: Data,
-        *,
         clients: int,
-        read: Callable[[Any, Floats], Floats] = lambda strategy, step: step * strategy.expected,
-        width: int = 0,
-        pairs: Sequence[tuple[Data, Data]] = (),
-        tell: Callable[[PrivateStrategy], Sequence[float]] = lambda strategy: (),
-        tell_scale: Sequence[float] = (),
+        reading: Reading = Reading(),
+        *,
         messages: bool = False,
     ) -> None:
-        self.name, self.make, self.model, self.clients = name, make, dict(model), clients
-        self.absent, self.present, self.pairs, self.messages = absent, present, list(pairs), messages
+        self.make, self.model, self.clients, self.reading, self.messages = make, dict(model), clients, reading, messages
         self.layout = Layout.of(self.model)
-        self._read, self._tell, self._tell_scale = read, tell, list(tell_scale)
-        self._size = width or self.layout.size
+        size = reading.width or self.layout.size
+        exact = sum(math.prod(t.shape) for t in self.layout.exact)
+        self.gridded, buffers = slice(0, size), slice(size, size + exact)
+        parts = {"sum": self.gridded} if reading.width else {t.name: t.slice for t in self.layout.tensors}
+        further = slice(exact + size + 1, exact + size + 1 + len(reading.further_scale))
+        if reading.further_scale:
+            parts["told"] = further
         strategy = make(None, 0)
-        self.adjacency = strategy.adjacency
-        strategy.adopt(_record(self.model))
-        mechanism = strategy.mechanism(Layout.flat(width) if width else self.layout, 1)
-        self._sigma, self.step = mechanism.sigma, mechanism.step
-        self.gridded = slice(0, self._size)
-        self._exact = sum(math.prod(t.shape) for t in self.layout.exact)
-        self._width = self._size + self._exact + 1 + len(self._tell_scale)
-        self.parts = {"sum": self.gridded} if width else {t.name: t.slice for t in self.layout.tensors}
-        if self._tell_scale:
-            self.parts["told"] = slice(self._width - len(self._tell_scale), self._width)
-        if self._exact and self._moved():
-            self.parts["buffers"] = slice(self._size, self._size + self._exact)
+        strategy.adopt(to_record(self.model))
+        mechanism = strategy.mechanism(Layout.flat(size) if reading.width else self.layout, 1)
+        super().__init__(name, strategy.adjacency, worlds, mechanism, parts, further.stop)
+        # Buffers and metrics are to be nothing: their deviation only has to be some number.
+        self.scale[size : further.start] = 1.0
+        self.scale[further] = reading.further_scale
+        if exact and self.run(worlds.present, 1, noisy=False)[0, 0][buffers].any():
+            self.parts["buffers"] = buffers
 
-    def _moved(self) -> bool:
-        """Whether anything of the buffers that travel as values is released at all."""
-        out = self.run(self.present, 1, noisy=False)[0, 0]
-        return bool(np.any(out[self._size : self._size + self._exact]))
+    def nodes(self, data: Data) -> AbstractContextManager[InProcessGrid]:
+        """Return a grid of nodes that answer nothing."""
+        return InProcessGrid(nobody, self.clients)
 
-    @property
-    def scale(self) -> Floats:
-        """The mechanism's standard deviation for every float; 1 for buffers and metrics, which are to be nothing."""
-        return np.concatenate([np.full(self._size, self._sigma), np.ones(self._exact + 1), self._tell_scale])
+    def start(self, noisy: bool, seed: int, trial: int) -> PrivateStrategy:
+        """Return a new strategy."""
+        return self.make(None if noisy else 0.0, numbered(seed, trial))
 
-    def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
-        """Play every round from the same model, so that the runs' rounds can be compared.
+    def spent(self, run: PrivateStrategy) -> PrivacyLedger:
+        """Return the strategy's ledger, which may be another after a round."""
+        return run.privacy
 
-        The output is the noisy sum, then by how much buffers moved, then the sum of all released metrics, then what
-        ``tell`` says.
-        """
-        out = np.empty((runs, rounds, self._width))
-        with quiet(), InProcessGrid(nobody, self.clients) as grid:
-            for trial in range(runs):
-                strategy = self.make(None if noisy else 0.0, seed * 1_000_003 + trial)
-                for place in range(rounds):
-                    out[trial, place] = self._play(strategy, grid, data, place + 1)
-        return out
-
-    def ledger(self, rounds: int) -> PrivacyLedger:
-        """Return the ledger of one run."""
-        strategy = self.make(None, 0)
-        with quiet(), InProcessGrid(nobody, self.clients) as grid:
-            for place in range(rounds):
-                self._play(strategy, grid, self.present, place + 1)
-        return strategy.privacy
-
-    def _play(self, strategy: PrivateStrategy, grid: InProcessGrid, data: Data, server_round: int) -> Floats:
-        asked = list(strategy.configure_train(server_round, _record(self.model), ConfigRecord(), grid))
+    def play(self, run: PrivateStrategy, nodes: InProcessGrid, data: Data, number: int) -> Floats:
+        """Play every round from the same model, so that rounds can be compared."""
+        asked = list(run.configure_train(number, to_record(self.model), ConfigRecord(), nodes))
         if self.messages:
-            found, told = strategy.aggregate_train(server_round, list(self._replies(asked, grid, dict(data))))
+            found, metrics = run.aggregate_train(number, list(self._replies(asked, nodes, dict(data))))
         else:
-            ids = grid.get_node_ids()
-            updates = ((ids[place], update) for place, update in data)
-            found, told = strategy.aggregate_updates(server_round, updates, self.layout)
+            ids = nodes.get_node_ids()
+            found, metrics = run.aggregate_updates(number, ((ids[at], update) for at, update in data), self.layout)
         if found is None:
-            raise AssertionError(f"{self.name}: round {server_round} released nothing")
+            raise AssertionError(f"{self.name}: round {number} released nothing")
         arrays = to_arrays(found)
         step = (self.layout.flatten(arrays) - self.layout.flatten(self.model)).astype(np.float64)
         buffers = [np.asarray(arrays[t.name], np.float64) - self.model[t.name] for t in self.layout.exact]
-        metrics = math.fsum(float(v) for v in dict(told or {}).values() if isinstance(v, int | float))
-        told_so = list(self._tell(strategy))
-        return np.concatenate([self._read(strategy, step), *(b.ravel() for b in buffers), [metrics], told_so])
+        released = math.fsum(float(v) for v in dict(metrics or {}).values() if isinstance(v, int | float))
+        reading = self.reading
+        return np.concatenate(
+            [reading.sum_of(run, step), *(b.ravel() for b in buffers), [released], list(reading.further(run))]
+        )
 
     def _replies(
-        self, asked: Sequence[Message], grid: InProcessGrid, answers: Mapping[int, Answer]
+        self, asked: Sequence[Message], nodes: InProcessGrid, replies: Mapping[int, ClientReply]
     ) -> Iterator[Message]:
         for message in asked:
-            answer = answers.get(grid.partition_of(message.metadata.dst_node_id) or 0)
-            if answer is None:
+            reply = replies.get(nodes.partition_of(message.metadata.dst_node_id) or 0)
+            if reply is None:
                 continue
-            if answer.lost:
+            if reply.lost:
                 yield Message(Error(0, "lost"), reply_to=message)
                 continue
-            vector = (self.layout.flatten(self.model) + answer.update).astype(np.float32)
-            exact = {t.name: self.model[t.name] + answer.buffers for t in self.layout.exact}
-            content = RecordDict(
-                {
-                    "arrays": _record(self.layout.unflatten(vector, exact)),
-                    "metrics": MetricRecord({"num-examples": answer.examples, "loss": answer.loss}),
-                }
-            )
-            yield Message(content, reply_to=message)
-
-
-def _record(model: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(array)) for name, array in model.items()})
-
-
-def nobody(message: Message, context: Context) -> Message:
-    """Answer nothing: the app of nodes whose replies are made by hand."""
-    raise AssertionError("replies are made by hand")
+            vector = (self.layout.flatten(self.model) + reply.update).astype(np.float32)
+            exact = {t.name: self.model[t.name] + reply.buffers for t in self.layout.exact}
+            arrays = self.layout.unflatten(vector, exact)
+            yield reply_by_hand(message, arrays, **{"num-examples": reply.examples, "loss": reply.loss})

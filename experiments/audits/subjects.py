@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedcomp.flower.logs import quiet
 from fedcomp.privacy.entropy import SeededEntropy
 from fedcomp.privacy.errors import Unbounded
 from fedcomp.privacy.events import Adjacency, Event
@@ -28,6 +30,8 @@ from fedcomp.rng import Key
 Floats = NDArray[np.float64]
 Data = Sequence[tuple[int, Any]]
 """A data set: who contributes what."""
+
+Changed = TypeVar("Changed", bound=Mechanism)
 
 DELTA: Final = 1e-5
 POPULATION: Final = 1000
@@ -43,46 +47,90 @@ def rounds_mu(events: Sequence[Event]) -> float:
     return math.sqrt(math.fsum(e.releases / e.noise_multiplier**2 for e in events))
 
 
-class Subject(ABC):
-    """A private system under audit.
+@dataclass(frozen=True)
+class Worlds:
+    """Neighbouring data sets.
 
     Attributes
     ----------
-    name : str
-    adjacency : str
     absent, present : data sets
-        Two neighbouring data sets, as far apart as the author of the audit could bring them.
-    pairs : list of pairs of data sets
-        For the search of tier A; empty to search nothing.
-    parts : dict of str to slice
-        Stretches of the output whose noise is tested apart: tensors.
-    step : float
-        The outputs' public grid; 0 where there is none.
-    gridded : slice
-        Which of the outputs lie on it.
+        As far apart as the author of the audit could bring them.
+    pairs : sequence of pairs of data sets
+        For the search of tier A; empty to search nothing more.
     """
 
-    name: str
-    adjacency: Adjacency
     absent: Data
     present: Data
-    pairs: list[tuple[Data, Data]]
-    parts: dict[str, slice]
-    step: float = 0.0
+    pairs: Sequence[tuple[Data, Data]] = ()
+
+
+class Subject(ABC):
+    """A private system under audit: runs of it, one after the other, each of several rounds.
+
+    Parameters
+    ----------
+    name : str
+    adjacency : str
+    worlds : Worlds
+    mechanism : Mechanism
+        Its standard deviation is what is claimed of every output, its step is the outputs' public grid.
+    parts : dict of str to slice
+        Stretches of the output whose noise is tested apart: tensors.
+    width : int
+        Outputs of one round.
+
+    Attributes
+    ----------
+    scale : ndarray of float, (width,)
+        Claimed standard deviation of every output.
+    absent, present, pairs : data sets
+        Those of the worlds.
+    gridded : slice
+        Which of the outputs lie on the grid.
+    """
+
     gridded: slice = slice(None)
 
+    def __init__(
+        self, name: str, adjacency: Adjacency, worlds: Worlds, mechanism: Mechanism, parts: dict[str, slice], width: int
+    ) -> None:
+        self.name, self.adjacency, self.parts = name, adjacency, parts
+        self.absent, self.present, self.pairs = worlds.absent, worlds.present, worlds.pairs
+        self.step, self.scale = mechanism.step, np.full(width, mechanism.sigma)
+
     @abstractmethod
+    def start(self, noisy: bool, seed: int, trial: int) -> Any:
+        """Return a new run, whose noise, if it is ``noisy``, is named by ``seed`` and ``trial``."""
+
+    @abstractmethod
+    def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
+        """Return what round ``number``, from 1, releases, shape (width,)."""
+
+    @abstractmethod
+    def spent(self, run: Any) -> PrivacyLedger:
+        """Return the ledger of a run."""
+
+    def nodes(self, data: Data) -> AbstractContextManager[Any]:
+        """Return what :meth:`play` meets ``data`` on, such as a grid; None unless a subject has one."""
+        return nullcontext()
+
     def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
         """Return what ``runs`` independent runs of ``rounds`` rounds release, shape (runs, rounds, width)."""
+        out = np.empty((runs, rounds, len(self.scale)))
+        with quiet(), self.nodes(data) as nodes:
+            for trial in range(runs):
+                run = self.start(noisy, seed, trial)
+                for place in range(rounds):
+                    out[trial, place] = self.play(run, nodes, data, place + 1)
+        return out
 
-    @property
-    @abstractmethod
-    def scale(self) -> Floats:
-        """Claimed standard deviation of every coordinate of the output, shape (width,)."""
-
-    @abstractmethod
     def ledger(self, rounds: int) -> PrivacyLedger:
-        """Return the ledger of one run of ``rounds`` rounds over ``present``."""
+        """Return the ledger of one run of ``rounds`` rounds over the world with the canary."""
+        run = self.start(True, 0, 0)
+        with quiet(), self.nodes(self.present) as nodes:
+            for place in range(rounds):
+                self.play(run, nodes, self.present, place + 1)
+        return self.spent(run)
 
     def release_mu(self) -> float:
         """Return the mu that the events of one round claim."""
@@ -93,7 +141,21 @@ class Subject(ABC):
         return gaussian_mu(self.ledger(rounds).epsilon(), DELTA)
 
 
-@dataclass
+def numbered(seed: int, trial: int) -> int:
+    """Return one seed for a trial of a seeded series."""
+    return seed * 1_000_003 + trial
+
+
+def seeded(key: Key) -> SeededEntropy:
+    """Return noise that repeats: an audit has to."""
+    return SeededEntropy(key, insecure_deterministic=True)
+
+
+def changed(mechanism: Mechanism, kind: Callable[..., Changed], **more: Any) -> Changed:
+    """Return a mechanism of another kind with the same settings."""
+    return kind(**{entry.name: getattr(mechanism, entry.name) for entry in fields(mechanism)}, **more)
+
+
 class Sums(Subject):
     """A mechanism behind :class:`fedcomp.privacy.mechanism.PrivateSum`, without a strategy around it.
 
@@ -103,52 +165,29 @@ class Sums(Subject):
     mechanism : Mechanism
     shape : tuple of int
         Of the sum.
-    absent, present : data sets
-    pairs : list of pairs of data sets
+    worlds : Worlds
     """
 
-    name: str
-    mechanism: Mechanism
-    shape: tuple[int, ...]
-    absent: Data
-    present: Data
-    pairs: list[tuple[Data, Data]] = field(default_factory=list)
+    def __init__(self, name: str, mechanism: Mechanism, shape: tuple[int, ...], worlds: Worlds) -> None:
+        super().__init__(name, mechanism.adjacency, worlds, mechanism, {"sum": slice(None)}, math.prod(shape))
+        self.mechanism, self.shape = mechanism, shape
+        if mechanism.noise == "gaussian":
+            self.step = 0.0
 
-    def __post_init__(self) -> None:
-        self.adjacency = self.mechanism.adjacency
-        self.step = self.mechanism.step if self.mechanism.noise != "gaussian" else 0.0
-        self.parts = {"sum": slice(None)}
+    def start(self, noisy: bool, seed: int, trial: int) -> Any:
+        """Return the mechanism, a ledger and the noise of a run."""
+        mechanism = self.mechanism if noisy else replace(self.mechanism, noise_multiplier=0.0)
+        return mechanism, new_ledger(self.adjacency), seeded(Key(seed, "audit", trial))
 
-    @property
-    def scale(self) -> Floats:
-        """The mechanism's own standard deviation."""
-        return np.full(math.prod(self.shape), self.mechanism.sigma)
-
-    def collect(self, data: Data, *, noisy: bool = True) -> PrivateSum:
-        """Return the sum of what the mechanism admits; what it refuses is left out, as a strategy does."""
-        held = PrivateSum(self.mechanism if noisy else replace(self.mechanism, noise_multiplier=0.0), self.shape)
+    def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
+        """Release the sum of what the mechanism admits; what it refuses is left out, as a strategy does."""
+        mechanism, ledger, entropy = run
+        held = PrivateSum(mechanism, self.shape)
         for participant, contribution in data:
-            try:
+            with suppress(Unbounded):
                 held.add(participant, contribution)
-            except Unbounded:
-                continue
-        return held
+        return held.release(ledger, round=number, entropy=entropy).ravel()
 
-    def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
-        """Release the same sum in every run and round, each time with noise of its own."""
-        out = np.empty((runs, rounds, math.prod(self.shape)))
-        for trial in range(runs):
-            entropy = SeededEntropy(Key(seed, "audit", trial), insecure_deterministic=True)
-            ledger = new_ledger(self.adjacency)
-            for place in range(rounds):
-                held = self.collect(data, noisy=noisy)
-                out[trial, place] = held.release(ledger, round=place + 1, entropy=entropy).ravel()
-        return out
-
-    def ledger(self, rounds: int) -> PrivacyLedger:
-        """Return the ledger of one run."""
-        ledger = new_ledger(self.adjacency)
-        entropy = SeededEntropy(Key(0, "audit ledger"), insecure_deterministic=True)
-        for place in range(rounds):
-            self.collect(self.present).release(ledger, round=place + 1, entropy=entropy)
-        return ledger
+    def spent(self, run: Any) -> PrivacyLedger:
+        """Return the run's ledger."""
+        return run[1]

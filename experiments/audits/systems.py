@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -14,32 +15,39 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import RandomK
 from fedcomp.experiments.audits import cases
-from fedcomp.experiments.audits.mutants import NoClip, PrivateSupport
-from fedcomp.experiments.audits.rounds import Answer, Rounds
-from fedcomp.experiments.audits.subjects import DELTA, POPULATION, Data, Floats, Subject, new_ledger
-from fedcomp.flower import datalens
+from fedcomp.experiments.audits.rounds import ClientReply, Reading, Rounds, mean
+from fedcomp.experiments.audits.subjects import (
+    DELTA,
+    POPULATION,
+    Data,
+    Floats,
+    Subject,
+    Worlds,
+    changed,
+    new_ledger,
+    numbered,
+    seeded,
+)
+from fedcomp.flower.datalens import VOTES as VOTES_FRAME
 from fedcomp.flower.grid import InProcessGrid
-from fedcomp.flower.logs import quiet
 from fedcomp.flower.payload import put_frame, put_node
 from fedcomp.flower.records import to_record
 from fedcomp.flower.rounds import Push
 from fedcomp.layout import Layout, Update
 from fedcomp.privacy.bounded import BoundedFixedPoint
-from fedcomp.privacy.bounds import clip_arrays
 from fedcomp.privacy.distributed import DistributedSum
-from fedcomp.privacy.entropy import Entropy, SeededEntropy, make_entropy
+from fedcomp.privacy.entropy import Entropy, make_entropy
 from fedcomp.privacy.ledger import PrivacyLedger
 from fedcomp.privacy.local import Privatise
 from fedcomp.privacy.lsg import LowRankPlan
-from fedcomp.privacy.mechanism import GridGaussian, Votes
+from fedcomp.privacy.mechanism import Votes
 from fedcomp.privacy.optimizers import MaskedOptimizer, PrivateOptimizer, StepSettings, TopAggOptimizer
 from fedcomp.privacy.votes import encode_rows
 from fedcomp.rng import Key
 from fedcomp.strategies.private.datalens import DataLens
-from fedcomp.strategies.private.lsg import KeptIntake, Lsg
+from fedcomp.strategies.private.lsg import Lsg
 from fedcomp.strategies.private.settings import LsgSettings, TeacherSettings, VoteSettings
 from fedcomp.strategies.private.strategy import PrivateStrategy
-from fedcomp.strategies.replies import Arrival
 from fedcomp.tasks.teachers import by_hash, wrapping_deal
 
 RANK: Final = 2
@@ -64,75 +72,22 @@ class Steady(Lsg):
         return super().released(noisy, layout, server_round)
 
 
-class TwoClips(KeptIntake):
-    """Shortens replies as ever and clips the left products and all the rest each by itself."""
-
-    def update(self, arrival: Arrival) -> Any:
-        """Return the kept coordinates, in two parts of norm C at most."""
-        loose = {entry.name: getattr(self, entry.name) for entry in fields(self)} | {"clip": 1e6 * self.clip}
-        out = np.array(KeptIntake(**loose).update(arrival))
-        left = np.zeros(self.plan.short, np.bool_)
-        for piece in self.plan.factored:
-            left[piece.at : piece.at + piece.matrix[0] * piece.rank] = True
-        for part in (left[self.kept], ~left[self.kept]):
-            out[part] = clip_arrays([out[part]], self.clip)[0][0]
-        return out
-
-
-class SeparateClips(Steady):
-    """Clips the products with the left and with the right carriers each to C: together they have up to sqrt(2) C."""
-
-    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        """Return a mechanism that trusts the clips before it."""
-        right = super().mechanism(layout, server_round)
-        return NoClip(**{name: getattr(right, name) for name in right.__dataclass_fields__})
-
-    def _intake(self, server_round: int, layout: Layout) -> TwoClips:
-        return TwoClips(**vars(super()._intake(server_round, layout)))
-
-    def contribution(self, update: Any, layout: Layout, server_round: int) -> Any:
-        """Trust it."""
-        return update
-
-
-class PrivateSupportOfLsg(Steady):
-    """Keeps the largest coordinates of the exact sum, with noise on those alone."""
-
-    def mechanism(self, layout: Layout, server_round: int) -> GridGaussian:
-        """Return a mechanism whose support is chosen by the exact sum."""
-        right = super().mechanism(layout, server_round)
-        return PrivateSupport(**{name: getattr(right, name) for name in right.__dataclass_fields__})
-
-
 def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Rounds:
     """Return low-rank masked updates: the noisy sum of the kept coordinates, on dense replies of half the clients."""
 
     def make(given: float | None, seed: int) -> PrivateStrategy:
-        strategy = kind(mean_, LsgSettings(clip=cases.CLIP, rank=RANK, keep=keep), **cases.promise(given, 0))
+        strategy = kind(mean(), LsgSettings(clip=cases.CLIP, rank=RANK, keep=keep), **cases.promise(given, 0))
         strategy.trial = seed
         return strategy
 
-    mean_ = cases.mean()
     floats = {name: array for name, array in cases.MODEL.items() if array.dtype.kind == "f"}
     short = LowRankPlan.of({name: array.shape for name, array in floats.items()}, RANK).short
     # A zero model has carriers from the seed alone; every coordinate of the update is seen by some of them.
-    rows = [Answer(update) for update in cases.updates(cases.NODES, cases.WIDTH, length=50.0 * cases.CLIP)]
-    base = list(enumerate(rows[:-1]))
-    present = [*base, (cases.NODES - 1, rows[-1])]
-    tried = [Answer(one) for one in cases.canaries()]
-    search = cases.pairs_of("zero_out", base, cases.NODES - 1, tried)
-    return Rounds(
-        f"low rank, {keep:g} kept",
-        make,
-        cases.MODEL,
-        base,
-        present,
-        clients=cases.NODES,
-        pairs=search,
-        messages=True,
-        read=lambda strategy, step: strategy.seen,
-        width=round(keep * short),
-    )
+    rows = [ClientReply(update) for update in cases.updates(cases.NODES, cases.WIDTH, length=50.0 * cases.CLIP)]
+    tried = [ClientReply(one) for one in cases.canaries()]
+    worlds = cases.worlds("zero_out", list(enumerate(rows[:-1])), cases.NODES - 1, tried, rows[-1], None)
+    reading = Reading(lambda strategy, step: strategy.seen, width=round(keep * short))
+    return Rounds(f"low rank, {keep:g} kept", make, worlds, cases.MODEL, cases.NODES, reading, messages=True)
 
 
 # DataLens.
@@ -167,79 +122,61 @@ class _Drawn:
 
 class _Shown(DataLens):
     def mechanism(self, shape: tuple[int, int]) -> Votes:
-        right = super().mechanism(shape)
-        fields = {name: getattr(right, name) for name in right.__dataclass_fields__}
         # The constructor asks for a mechanism before anything else is there.
         self.seen: list[Floats] = self.__dict__.get("seen", [])
-        return _Watched(seen=self.seen, **fields)
+        return changed(super().mechanism(shape), _Watched, seen=self.seen)
 
 
-class Lessons(Subject):
+class TeacherVotes(Subject):
     """DataLens: clients' packed votes through the rounds of the strategy; what is read is the noisy sum.
 
     Parameters
     ----------
     teachers : int
         Of each client.
-    absent, present : data sets
+    worlds : Worlds
         Participants are partitions, contributions the votes of all their teachers, int8 (teachers, images, pixels).
     """
 
-    def __init__(
-        self, teachers: int, absent: Data, present: Data, *, pairs: Sequence[tuple[Data, Data]] = (), z: float = 1.0
-    ) -> None:
-        self.name, self.adjacency = f"DataLens, {teachers} teacher{'s' * (teachers > 1)} a client", "replace"
-        self.teachers, self.absent, self.present, self.pairs, self.z = teachers, absent, present, list(pairs), z
-        mechanism = self._make(self.z, 0).mechanism((IMAGES, PIXELS))
-        self._sigma, self.step = mechanism.sigma, mechanism.step
-        self.parts = {f"image {row}": slice(row * PIXELS, (row + 1) * PIXELS) for row in range(IMAGES)}
+    def __init__(self, teachers: int, worlds: Worlds) -> None:
+        self.teachers = teachers
+        name = f"DataLens, {teachers} teacher{'s' * (teachers > 1)} a client"
+        parts = {f"image {row}": slice(row * PIXELS, (row + 1) * PIXELS) for row in range(IMAGES)}
+        mechanism = self.start(True, 0, 0).mechanism((IMAGES, PIXELS))
+        super().__init__(name, "replace", worlds, mechanism, parts, IMAGES * PIXELS)
 
-    def _make(self, z: float, seed: int) -> _Shown:
+    def start(self, noisy: bool, seed: int, trial: int) -> _Shown:
+        """Return a new strategy."""
         return _Shown(
             lambda config: _Drawn(),
             VoteSettings(k=VOTES, images=IMAGES),
             TeacherSettings(teachers=self.teachers),
-            noise_multiplier=z,
+            noise_multiplier=float(noisy),
             population=POPULATION,
             delta=DELTA,
             clients=CLIENTS,
             insecure_deterministic=True,
-            seed=seed,
+            seed=numbered(seed, trial),
         )
 
-    @property
-    def scale(self) -> Floats:
-        """The mechanism's standard deviation."""
-        return np.full(IMAGES * PIXELS, self._sigma)
+    def nodes(self, data: Data) -> AbstractContextManager[InProcessGrid]:
+        """Return a grid of clients that vote."""
+        return InProcessGrid(_voters(data), CLIENTS)
 
-    def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
+    def spent(self, run: _Shown) -> PrivacyLedger:
+        """Return the strategy's ledger."""
+        return run.privacy
+
+    def play(self, run: _Shown, nodes: InProcessGrid, data: Data, number: int) -> Floats:
         """Return the noisy sums of votes."""
-        out = np.empty((runs, rounds, IMAGES * PIXELS))
-        with quiet(), InProcessGrid(_voters(data), CLIENTS) as grid:
-            for trial in range(runs):
-                strategy = self._make(self.z if noisy else 0.0, seed * 1_000_003 + trial)
-                for place in range(rounds):
-                    out[trial, place] = self._play(strategy, grid, place + 1)
-        return out
-
-    def ledger(self, rounds: int) -> PrivacyLedger:
-        """Return the ledger of one run."""
-        strategy = self._make(self.z, 0)
-        with quiet(), InProcessGrid(_voters(self.present), CLIENTS) as grid:
-            for place in range(rounds):
-                self._play(strategy, grid, place + 1)
-        return strategy.privacy
-
-    @staticmethod
-    def _play(strategy: _Shown, grid: InProcessGrid, server_round: int) -> Floats:
-        exchanges = strategy.round(server_round, to_record({"w": np.zeros(1, np.float32)}), ConfigRecord(), grid)
+        exchanges = run.round(number, to_record({"w": np.zeros(1, np.float32)}), ConfigRecord(), nodes)
         asked = next(exchanges)
         assert isinstance(asked, Push)
         try:
-            exchanges.send(grid.send_and_receive(asked.messages))
+            exchanges.send(nodes.send_and_receive(asked.messages))
         except StopIteration:
-            return strategy.seen[-1].ravel()
-        raise AssertionError("a lesson has one exchange")
+            return run.seen[-1].ravel()
+        raise AssertionError("a round of DataLens has one exchange")
 
 
 def _voters(data: Data) -> Callable[[Message, Context], Message]:
@@ -249,7 +186,7 @@ def _voters(data: Data) -> Callable[[Message, Context], Message]:
     def answer(message: Message, context: Context) -> Message:
         partition = int(context.node_config["partition-id"])
         content = RecordDict()
-        put_frame(content, datalens.VOTES, frames[partition])
+        put_frame(content, VOTES_FRAME, frames[partition])
         put_node(content, partition)
         return Message(content, reply_to=message)
 
@@ -287,16 +224,15 @@ def dealt_with_a_wrap(labels: NDArray[np.int64], teachers: int) -> list[NDArray[
     return list(wrapping_deal(labels, teachers, labels.size // teachers))
 
 
-def lessons(teachers: int = 1, *, changed: int = 1) -> Lessons:
-    """Return DataLens in the two worlds that one exchanged record parts: ``changed`` teachers vote the other way."""
+def datalens(teachers: int = 1, *, changed_teachers: int = 1) -> TeacherVotes:
+    """Return DataLens in the two worlds that one exchanged record parts: so many teachers vote the other way."""
     base = [(place, teacher_votes(place, teachers)) for place in range(CLIENTS - 1)]
     mine = teacher_votes(CLIENTS - 1, teachers)
-    other = mine.copy()
-    other[:changed] *= -1
-    some = mine.copy()
+    other, some = mine.copy(), mine.copy()
+    other[:changed_teachers] *= -1
     some[0, 0] = cases.vote(7, PIXELS, VOTES)
-    worlds = [[*base, (CLIENTS - 1, votes)] for votes in (mine, other, some)]
-    return Lessons(teachers, worlds[0], worlds[1], pairs=[(worlds[0], worlds[2])])
+    absent, present, third = ([*base, (CLIENTS - 1, votes)] for votes in (mine, other, some))
+    return TeacherVotes(teachers, Worlds(absent, present, [(absent, third)]))
 
 
 # Steps of DP-SGD.
@@ -312,148 +248,109 @@ class Steps(Subject):
     name : str
     make : callable
         From an optimiser and the arguments that every private optimiser has to the one under audit.
-    absent, present : data sets
+    width : int
+        Coordinates of a gradient.
+    worlds : Worlds
         Records and their gradients, float32 (width,).
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: MakeOptimizer,
-        width: int,
-        absent: Data,
-        present: Data,
-        pairs: Sequence[tuple[Data, Data]] = (),
-        z: float = 1.0,
-    ) -> None:
-        self.name, self.make, self.width, self.z, self.adjacency = name, make, width, z, "add_remove"
-        self.absent, self.present, self.pairs = absent, present, list(pairs)
-        optimizer, _, _ = self.start(z, 0)
-        self._sigma, self.step = optimizer.mechanism().sigma, optimizer.mechanism().step
-        self.parts = {"gradient": slice(None)}
+    def __init__(self, name: str, make: MakeOptimizer, width: int, worlds: Worlds) -> None:
+        self.make, self.width = make, width
+        mechanism = self.start(True, 0, 0)[0].mechanism()
+        super().__init__(name, "add_remove", worlds, mechanism, {"gradient": slice(None)}, width)
 
-    def start(
-        self, z: float, seed: int, entropy: Entropy | None = None
-    ) -> tuple[PrivateOptimizer, torch.nn.Parameter, PrivacyLedger]:
-        """Return an optimiser, its parameter and its ledger; noise comes from ``seed`` unless ``entropy`` is given."""
+    def start(self, noisy: bool, seed: int, trial: int) -> Any:
+        """Return an optimiser, its parameter and its ledger."""
+        return self.optimizer(float(noisy), seeded(Key(numbered(seed, trial), "audit steps")))
+
+    def optimizer(self, z: float, entropy: Entropy) -> tuple[PrivateOptimizer, torch.nn.Parameter, PrivacyLedger]:
+        """Return an optimiser with this noise, its parameter and its ledger."""
         weights = torch.nn.Parameter(torch.zeros(self.width))
         ledger = new_ledger("add_remove")
         optimizer = self.make(
             torch.optim.SGD([weights], lr=0.0),
             ledger,
             StepSettings(
-                noise_multiplier=z,
-                rate=1.0,
-                max_grad_norm=cases.CLIP,
-                entropy=entropy or SeededEntropy(Key(seed, "audit steps"), insecure_deterministic=True),
-                key=Key(0, "audit steps"),
+                noise_multiplier=z, rate=1.0, max_grad_norm=cases.CLIP, entropy=entropy, key=Key(0, "audit steps")
             ),
             expected_batch_size=8.0,
         )
         return optimizer, weights, ledger
 
-    @property
-    def scale(self) -> Floats:
-        """The mechanism's standard deviation."""
-        return np.full(self.width, self._sigma)
+    def spent(self, run: Any) -> PrivacyLedger:
+        """Return the run's ledger."""
+        return run[2]
 
-    def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
-        """Return the noisy sums of gradients."""
-        out = np.empty((runs, rounds, self.width))
-        for trial in range(runs):
-            optimizer, weights, _ = self.start(self.z if noisy else 0.0, seed * 1_000_003 + trial)
-            for place in range(rounds):
-                out[trial, place] = self.play(optimizer, weights, data)
-        return out
-
-    def ledger(self, rounds: int) -> PrivacyLedger:
-        """Return the ledger of one run."""
-        optimizer, weights, ledger = self.start(self.z, 0)
-        for _ in range(rounds):
-            self.play(optimizer, weights, self.present)
-        return ledger
-
-    def play(self, optimizer: PrivateOptimizer, weights: torch.nn.Parameter, data: Data) -> Floats:
+    def play(self, run: Any, nodes: Any, data: Data, number: int) -> Floats:
         """Return the noisy sum of one step."""
+        optimizer, weights, _ = run
         rows = np.stack([np.asarray(gradient, np.float32) for _, gradient in data])
         optimizer.zero_grad()
-        weights.grad_sample = torch.from_numpy(rows.copy())  # type: ignore[attr-defined]
+        weights.grad_sample = torch.from_numpy(rows.copy())
         if not optimizer.pre_step() or weights.grad is None:
             raise AssertionError(f"{self.name}: the step released nothing")
         # The step divides the sum by the expected batch.
         return weights.grad.double().numpy().ravel() * optimizer.batch
 
 
-def dp_sgd(
-    name: str = "DP-SGD", make: MakeOptimizer | None = None, width: int = 64, canary: Any = None, **arguments: Any
-) -> Steps:
-    """Return DP-SGD, or another optimiser, on few records."""
+def dp_sgd(name: str = "DP-SGD", kind: MakeOptimizer = PrivateOptimizer, canary: Any = None, **options: Any) -> Steps:
+    """Return DP-SGD, or another optimiser with its options, on few records."""
+    width = cases.WIDTH
     base = list(enumerate(cases.updates(3, width, length=1.5 * cases.CLIP)))
     tried = [*([] if canary is None else [canary]), *cases.canaries(width)]
     # The coins of votes are dealt in the order of the records: this one is dealt its own after all others.
-    present = [*base, (9, tried[0])]
-    pairs: list[tuple[Data, Data]] = [(base, [*base, (9, one)]) for one in tried]
-    return Steps(name, make or PrivateOptimizer, width, base, present, pairs, **arguments)
+    return Steps(name, partial(kind, **options), width, cases.worlds("add_remove", base, 9, tried, tried[0], None))
 
 
 def topagg_sgd(*, stochastic: bool = True) -> Steps:
     """Return DP-SGD on votes."""
-    canary = cases.updates(4, 64, length=1.0)[3]
-    make = partial(TopAggOptimizer, k=8, stochastic=stochastic)
-    return dp_sgd(f"DP-SGD on votes{'' if stochastic else ', plain signs'}", make, canary=canary)
+    name = f"DP-SGD on votes{'' if stochastic else ', plain signs'}"
+    canary = cases.updates(4, cases.WIDTH, length=1.0)[3]
+    return dp_sgd(name, TopAggOptimizer, canary, k=8, stochastic=stochastic)
 
 
 def masked_sgd() -> Steps:
     """Return DP-SGD with a mask that keeps everything it is asked about: the clip comes after it."""
-    return dp_sgd("DP-SGD, masked", partial(MaskedOptimizer, keep=1.0))
+    return dp_sgd("DP-SGD, masked", MaskedOptimizer, keep=1.0)
 
 
 # Messages that are private themselves.
 
 
-class Messages(Subject):
+class PrivateMessages(Subject):
     """One client's messages under local privacy: any two of its data sets are neighbours."""
 
-    def __init__(self, z: float = 1.0) -> None:
-        self.name, self.adjacency, self.z = "local privacy, a message", "replace", z
+    def __init__(self) -> None:
         found = cases.canaries()
-        self.absent, self.present = [(0, found[1])], [(0, found[0])]
-        self.pairs = [([(0, one)], [(0, other)]) for one, other in zip(found[::2], found[1::2], strict=False)]
-        mechanism = self._transform(z).mechanism(cases.WIDTH)
-        self._sigma, self.step = mechanism.sigma, mechanism.step
-        self.parts = {"message": slice(None)}
+        self.mechanism = self._transform(1.0).mechanism(cases.WIDTH)
+        worlds = cases.worlds("replace", [], 0, found, found[0], found[1])
+        super().__init__(
+            "local privacy, a message", "replace", worlds, self.mechanism, {"message": slice(None)}, cases.WIDTH
+        )
 
     @staticmethod
     def _transform(z: float) -> Privatise:
         return Privatise(clip=cases.CLIP, noise_multiplier=z, insecure_deterministic=True)
 
-    @property
-    def scale(self) -> Floats:
-        """The mechanism's standard deviation."""
-        return np.full(cases.WIDTH, self._sigma)
+    def start(self, noisy: bool, seed: int, trial: int) -> dict[str, Any]:
+        """Return a client's transform with its state and its key, and a ledger."""
+        transform, layout = self._transform(float(noisy)), Layout.flat(cases.WIDTH)
+        key = Key(numbered(seed, trial), "audit message")
+        return {"transform": transform, "state": transform.init(layout), "key": key, "ledger": new_ledger("replace")}
 
-    def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
-        """Return the messages."""
-        transform = self._transform(self.z if noisy else 0.0)
-        layout = Layout.flat(cases.WIDTH)
-        out = np.empty((runs, rounds, cases.WIDTH))
-        for trial in range(runs):
-            state = transform.init(layout)
-            for place in range(rounds):
-                key = Key(seed * 1_000_003 + trial, "audit message", place)
-                update, state = transform.apply(Update(data[0][1], layout), state, key)
-                out[trial, place] = update.vector
-        return out
-
-    def ledger(self, rounds: int) -> PrivacyLedger:
+    def spent(self, run: dict[str, Any]) -> PrivacyLedger:
         """Return a ledger with an event of the transform's mechanism per message, as the strategy records them."""
-        ledger = new_ledger("replace")
-        for place in range(rounds):
-            ledger.record(self._transform(self.z).mechanism(cases.WIDTH).event(size=cases.WIDTH), round=place + 1)
-        return ledger
+        return run["ledger"]
+
+    def play(self, run: dict[str, Any], nodes: Any, data: Data, number: int) -> Floats:
+        """Return a message."""
+        run["ledger"].record(self.mechanism.event(size=cases.WIDTH), round=number)
+        update = Update(data[0][1], Layout.flat(cases.WIDTH))
+        sent, run["state"] = run["transform"].apply(update, run["state"], run["key"].at(round=number - 1))
+        return np.asarray(sent.vector, np.float64)
 
 
-class Shares(Subject):
+class NoiseShares(Subject):
     """Distributed noise: every client rounds under a bound and adds its share, as many vanish as may.
 
     A client of the world without the canary sends zeros and its share of the noise: what is hidden is its update.
@@ -462,70 +359,57 @@ class Shares(Subject):
     clients: int = 6
     tolerated: int = 2
 
-    def __init__(self, noise: str = "discrete_gaussian", z: float = 1.0) -> None:
-        self.name, self.adjacency, self.noise, self.z = f"distributed, {noise.replace('_', ' ')}", "zero_out", noise, z
-        mechanism = self._mechanism(z)
-        self._sigma, self.step = mechanism.sigma, mechanism.step
-        self.parts = {"sum": slice(None)}
-        rows = cases.updates(self.clients - self.tolerated, cases.WIDTH, length=1.5 * cases.CLIP)
-        base = list(enumerate(rows[:-1]))
-        still = np.zeros(cases.WIDTH, np.float32)
-        last = len(base)
-        self.absent, self.present = [*base, (last, still)], [*base, (last, cases.canaries()[0])]
-        self.pairs = [(self.absent, [*base, (last, one)]) for one in cases.canaries()]
-
-    def _mechanism(self, z: float) -> DistributedSum:
-        return DistributedSum(
-            noise_multiplier=z,
-            noise=self.noise,
+    def __init__(self, noise: str = "discrete_gaussian") -> None:
+        self.mechanism = DistributedSum(
+            noise_multiplier=1.0,
+            noise=noise,
             clip=cases.CLIP,
             size=cases.WIDTH,
             contributors=self.clients,
             tolerated=self.tolerated,
         )
+        self.codec = BoundedFixedPoint.of(self.mechanism, RandomK(1.0), insecure_deterministic=True)
+        last = self.clients - self.tolerated - 1
+        base = list(enumerate(cases.updates(last + 1, cases.WIDTH, length=1.5 * cases.CLIP)[:-1]))
+        still, tried = np.zeros(cases.WIDTH, np.float32), cases.canaries()
+        absent = [*base, (last, still)]
+        worlds = Worlds(absent, [*base, (last, tried[0])], [(absent, [*base, (last, one)]) for one in tried])
+        name = f"distributed, {noise.replace('_', ' ')}"
+        super().__init__(name, "zero_out", worlds, self.mechanism, {"sum": slice(None)}, cases.WIDTH)
 
-    @property
-    def scale(self) -> Floats:
-        """Of as many shares as are counted on."""
-        return np.full(cases.WIDTH, self._sigma)
+    def nodes(self, data: Data) -> AbstractContextManager[Any]:
+        """Return the clients' updates as integers: rounding is the same in every run."""
+        rounded = [self.codec.bounded(update, Key(0, "audit rounding", partition=place)) for place, update in data]
+        return nullcontext(rounded)
 
-    def run(self, data: Data, runs: int, *, rounds: int = 1, noisy: bool = True, seed: int = 0) -> Floats:
-        """Return the sums of the noised integers, in the units of the update."""
-        mechanism = self._mechanism(self.z)
-        codec = BoundedFixedPoint.of(mechanism, RandomK(1.0), insecure_deterministic=True)
-        whole = [codec.bounded(update, Key(0, "audit rounding", partition=place)) for place, update in data]
-        out = np.empty((runs, rounds, cases.WIDTH))
-        for trial in range(runs):
-            for turn in range(rounds):
-                key = Key(seed * 1_000_003 + trial, "audit share", turn)
-                parts = [
-                    codec.noised(one, SeededEntropy(key.at(partition=place), insecure_deterministic=True))
-                    if noisy
-                    else one
-                    for place, one in enumerate(whole)
-                ]
-                out[trial, turn] = np.sum(parts, axis=0) * mechanism.step
-        return out
+    def start(self, noisy: bool, seed: int, trial: int) -> tuple[Key | None, PrivacyLedger]:
+        """Return the key of the shares, None for no noise, and a ledger."""
+        return Key(numbered(seed, trial), "audit share") if noisy else None, new_ledger("zero_out")
 
-    def ledger(self, rounds: int) -> PrivacyLedger:
+    def spent(self, run: tuple[Key | None, PrivacyLedger]) -> PrivacyLedger:
         """Return a ledger with the mechanism's event for every sum, as the strategy records them."""
-        ledger = new_ledger("zero_out")
-        for place in range(rounds):
-            ledger.record(self._mechanism(self.z).event(size=cases.WIDTH), round=place + 1)
-        return ledger
+        return run[1]
+
+    def play(self, run: tuple[Key | None, PrivacyLedger], nodes: Any, data: Data, number: int) -> Floats:
+        """Return the sum of the noised integers, in the units of the update."""
+        key, ledger = run
+        ledger.record(self.mechanism.event(size=cases.WIDTH), round=number)
+        shares = (key.at(round=number - 1, partition=place) if key else None for place in range(len(nodes)))
+        parts = [self.codec.noised(one, seeded(own)) if own else one for one, own in zip(nodes, shares, strict=True)]
+        return np.asarray(np.sum(parts, axis=0) * self.mechanism.step, np.float64)
 
 
 SUBJECTS: Final[dict[str, Callable[[], Subject]]] = {
     "low rank, 0.75 kept": lsg,
     "low rank, all kept": lambda: lsg(keep=1.0),
-    "DataLens": lambda: lessons(1),
-    "DataLens, 2 teachers a client": lambda: lessons(2),
+    "DataLens": lambda: datalens(1),
+    "DataLens, 2 teachers a client": lambda: datalens(2),
     "DP-SGD": dp_sgd,
     "DP-SGD on votes": topagg_sgd,
     "DP-SGD on votes, plain signs": lambda: topagg_sgd(stochastic=False),
     "DP-SGD, masked": masked_sgd,
-    "local privacy, a message": Messages,
-    "distributed noise": Shares,
-    "distributed noise, Skellam": lambda: Shares("skellam"),
+    "local privacy, a message": PrivateMessages,
+    "distributed noise": NoiseShares,
+    "distributed noise, Skellam": lambda: NoiseShares("skellam"),
 }
 """Makers of the subjects at noise multiplier 1."""

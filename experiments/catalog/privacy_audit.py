@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from fedcomp.experiments.experiment import Config, Experiment, Option, no_rows
-from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Series, Table, largest
-from fedcomp.experiments.kit import judged
+from fedcomp.experiments.findings import Claim, Curves, Findings, Say, Table, largest
+from fedcomp.experiments.kit import claim, curves, table
 from fedcomp.experiments.spec import RunResult
 from fedcomp.rng import Key
 
@@ -34,85 +35,27 @@ STARTS: Final = (0.1, 0.9, 1.2, 5.0)
 """First clip norms of clients whose updates have a median norm of 1."""
 
 TIERS: Final = ("A", "B", "C", "E", "F")
-HEADERS: Final = ("A: distance", "B: noise", "C: mu >=", "mu", "E: off grid", "F: alike")
+
+RUNS: Final = ("votes", "clipped vectors", "no noise")
+"""Sums of which one run is audited; the noise of the last was forgotten."""
 
 Audit = list[dict[str, Any]]
+"""Verdicts, as plain data."""
 
 
-class Bench:
-    """All measurements of one configuration, each kept by its name."""
+def audit(config: Config, make: Callable[[], Any]) -> Audit:
+    """Return the verdicts of tiers A, B, C, E and F on a subject."""
+    from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
 
-    def __init__(self, config: Config, say: Say) -> None:
-        self.config, self.say = config, say
-
-    def count(self, name: str) -> int:
-        """Return a setting that counts something."""
-        return int(self.config.settings[name])
-
-    def cell(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return ``make()``, or what it returned before an interruption."""
-        self.say(name)
-        return self.say.cell(name, make)
-
-    def audits(self) -> dict[str, Audit]:
-        """Return the verdicts of tiers A, B, C, E and F on every subject."""
-        from fedcomp.experiments.audits import cases, systems
-
-        makers = {**cases.SUBJECTS, **systems.SUBJECTS}
-        return {name: self.cell(f"audit/{name}", partial(self._audit, make)) for name, make in makers.items()}
-
-    def _audit(self, make: Callable[[], Any]) -> Audit:
-        from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
-
-        subject, seed = make(), self.config.seed
-        confidence = float(self.config.settings["confidence"])
-        found = [tier_a(subject), *tier_b(subject, runs=self.count("noise_runs"), seed=seed)]
-        found.append(tier_c(subject, runs=self.count("runs"), seed=seed, confidence=confidence))
-        found += [tier_e(subject, runs=5, seed=seed), tier_f(subject, seed=seed)]
-        return _plain(found)
-
-    def one_run(self) -> dict[str, Audit]:
-        """Return the verdicts of tier D: a sum of votes, of clipped vectors, and one whose noise was forgotten."""
-        from fedcomp.experiments.audits.caught import whole_run
-
-        count, guesses = self.count("canaries"), min(self.count("guesses"), self.count("canaries"))
-        out = {}
-        for kind in ("votes", "clipped vectors", "no noise"):
-
-            def make(kind: str = kind) -> Audit:
-                return _plain([whole_run(kind, count, guesses, seed=self.config.seed)])
-
-            out[kind] = self.cell(f"one run/{kind}", make)
-        return out
-
-    def mutants(self) -> dict[str, dict[str, Any]]:
-        """Return every mutant with the verdicts on its original and on itself."""
-        from fedcomp.experiments.audits.caught import MUTANTS
-
-        out = {}
-        for name, mutant in MUTANTS.items():
-
-            def make(mutant: Any = mutant) -> dict[str, Any]:
-                return {"original": _plain(mutant.original()), "mutated": _plain(mutant.mutated())}
-
-            out[name] = {"wrong": mutant.wrong, "tier": mutant.tier, **self.cell(f"mutant/{name}", make)}
-        return out
-
-    def floats(self) -> dict[str, list[float]]:
-        """Return the shares of outputs beside a grid for the values 0 and 1, by kind of noise."""
-        found: dict[str, list[float]] = self.cell(
-            "last bits", lambda: last_bits(self.count("float_draws"), self.config.seed)
-        )
-        return found
-
-    def flower(self) -> dict[str, Any]:
-        """Return what the wrappers of the installed Flower do."""
-        found: dict[str, Any] = self.cell("Flower", lambda: flower_findings(self.count("clip_rounds")))
-        return found
+    subject, seed, said = make(), config.seed, config.settings
+    found = [tier_a(subject), *tier_b(subject, runs=int(said["noise_runs"]), seed=seed)]
+    found.append(tier_c(subject, runs=int(said["runs"]), seed=seed, confidence=float(said["confidence"])))
+    found += [tier_e(subject, runs=5, seed=seed), tier_f(subject, seed=seed)]
+    return _plain(found)
 
 
 def _plain(verdicts: list[Verdict]) -> Audit:
-    return [verdict.to_json() for verdict in verdicts]
+    return [asdict(verdict) for verdict in verdicts]
 
 
 def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
@@ -147,7 +90,7 @@ def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
 def flower_findings(rounds: int) -> dict[str, Any]:
     """Return what the wrappers of the installed Flower do, as plain data."""
     from fedcomp.experiments.audits import flower_flaws as flaws
-    from fedcomp.experiments.audits.caught import tracked
+    from fedcomp.experiments.audits.mutants import tracked
     from fedcomp.strategies.private.dp_fedavg import DpFedAvg
 
     floats, integers, dtype = flaws.integer_buffers()
@@ -173,21 +116,53 @@ def flower_findings(rounds: int) -> dict[str, Any]:
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
     """Audit every system, every mutant and the installed Flower."""
-    bench = Bench(config, say)
-    audits, runs, mutants = bench.audits(), bench.one_run(), bench.mutants()
-    floats, flower = bench.floats(), bench.flower()
-    table, curves = power_of()
+    from fedcomp.experiments.audits import cases, mutants, systems
+
+    def cell(name: str, make: Callable[[], Any]) -> Any:
+        say(name)
+        return say.cell(name, make)
+
+    canaries, draws = int(config.settings["canaries"]), int(config.settings["float_draws"])
+    guesses = min(int(config.settings["guesses"]), canaries)
+    makers = {**cases.SUBJECTS, **systems.SUBJECTS}
+    audits = {name: cell(f"audit/{name}", partial(audit, config, make)) for name, make in makers.items()}
+    runs = {
+        kind: cell(
+            f"one run/{kind}",
+            lambda kind=kind: _plain([mutants.whole_run(kind, canaries, guesses, seed=config.seed)]),
+        )
+        for kind in RUNS
+    }
+    wrong = {
+        name: {
+            "wrong": one.wrong,
+            "tier": one.tier,
+            **cell(
+                f"mutant/{name}", lambda one=one: {"original": _plain(one.original()), "mutated": _plain(one.mutated())}
+            ),
+        }
+        for name, one in mutants.MUTANTS.items()
+    }
+    floats = cell("last bits", partial(last_bits, draws, config.seed))
+    flower = cell("Flower", partial(flower_findings, int(config.settings["clip_rounds"])))
+    powers, likely = power_of()
+    refuted = sum(
+        not verdict["ok"] for one in (*audits.values(), runs["votes"], runs["clipped vectors"]) for verdict in one
+    )
+    caught = sum(_caught(mutant) for mutant in wrong.values())
     return Findings(
         tables=[
-            _audit_table(audits, bench),
+            _audit_table(audits, int(config.settings["runs"])),
             _run_table(runs),
-            _mutant_table(mutants),
-            table,
+            _mutant_table(wrong),
+            powers,
             _float_table(floats, flower),
             _flower_table(flower),
         ],
-        figures=[curves, _clip_figure(flower)],
-        values=_values(audits, runs, mutants, floats, flower),
+        figures=[likely, _clip_figure(flower)],
+        claims=claims(audits, runs, wrong, floats, flower),
+        answer=f"{refuted} attacks refute what a system says of itself; {caught} of {len(wrong)} wrong variants are "
+        "caught.",
     )
 
 
@@ -195,69 +170,82 @@ def power_of() -> tuple[Table, Curves]:
     """Return how probable it is that a claim of mu = 1 is refuted, by what is true and how often the attack is run."""
     from fedcomp.privacy.audit import power
 
-    rows = []
-    for trials in TRIALS:
-        found = [power(mu, 1.0, trials) for mu in POWERS]
-        rows.append([trials, found[0][1], *(alarms for alarms, _ in found)])
-    table = Table(
-        "Power of the canary audit",
-        ("runs", "mean bound at 1", *(f"alarms at {mu:.2f}" for mu in POWERS)),
-        rows,
-        "Computed: both kinds of error are binomial. A claim of mu = 1 at a confidence of 99 %, by the true mu.",
-    )
+    columns: dict[str, Any] = {"runs": int, "mean bound at 1": lambda trials: power(1.0, 1.0, trials)[1]}
+    for mu in POWERS:
+        columns[f"alarms at {mu:.2f}"] = lambda trials, mu=mu: power(mu, 1.0, trials)[0]
+    caption = "Computed: both kinds of error are binomial. A claim of mu = 1 at a confidence of 99 %, by the true mu."
     grid = [1.0 + 0.02 * i for i in range(51)]
-    series = [Series(f"{trials} runs", grid, [power(mu, 1.0, trials)[0] for mu in grid]) for trials in TRIALS]
-    return table, Curves("How likely a claim of mu = 1 is refuted", "true mu", "probability of an alarm", series)
+    return table("Power of the canary audit", columns, TRIALS, caption), curves(
+        "How likely a claim of mu = 1 is refuted",
+        TRIALS,
+        lambda trials: grid,
+        lambda trials: [power(mu, 1.0, trials)[0] for mu in grid],
+        lambda trials: f"{trials} runs",
+        x_label="true mu",
+        y_label="probability of an alarm",
+    )
 
 
 def _by_tier(audit: Audit, tier: str) -> Audit:
     return [verdict for verdict in audit if verdict["tier"] == tier]
 
 
-def _audit_table(audits: Mapping[str, Audit], bench: Bench) -> Table:
-    rows: list[list[Any]] = []
-    for name, audit in audits.items():
-        a, c = _by_tier(audit, "A")[0], _by_tier(audit, "C")[0]
-        noise = max((v["found"] for v in _by_tier(audit, "B")), key=lambda ratio: abs(math.log(ratio)))
-        e, f = _by_tier(audit, "E")[0], _by_tier(audit, "F")[0]
-        found = [a["found"] / a["claimed"], noise, c["found"], c["claimed"], e["found"], f["found"]]
-        rows.append([name, *found, "stands" if all(v["ok"] for v in audit) else "REFUTED"])
-    return Table(
+def _verdict(audit: Audit) -> str:
+    return "stands" if all(verdict["ok"] for verdict in audit) else "REFUTED"
+
+
+def _audit_table(audits: Mapping[str, Audit], runs: int) -> Table:
+    def first(name: str, tier: str) -> dict[str, Any]:
+        return _by_tier(audits[name], tier)[0]
+
+    def noise(name: str) -> float:
+        ratios = [float(verdict["found"]) for verdict in _by_tier(audits[name], "B")]
+        return max(ratios, key=lambda ratio: abs(math.log(ratio)))
+
+    columns: dict[str, Any] = {
+        "system": str,
+        "A: distance": lambda name: first(name, "A")["found"] / first(name, "A")["claimed"],
+        "B: noise": noise,
+        "C: mu >=": lambda name: first(name, "C")["found"],
+        "mu": lambda name: first(name, "C")["claimed"],
+        "E: off grid": lambda name: first(name, "E")["found"],
+        "F: alike": lambda name: first(name, "F")["found"],
+        "verdict": lambda name: _verdict(audits[name]),
+    }
+    return table(
         "Audited systems",
-        ("system", *HEADERS, "verdict"),
-        rows,
+        columns,
+        audits,
         "A: largest distance of two neighbouring sums, over what the event says. B: noise over the claim, the worst of "
-        f"all tensors. C: lower bound on mu from {bench.count('runs')} runs in each world, and mu by the ledger's "
-        "epsilon. E: share of outputs beside the public grid. F: largest correlation of two rounds' noise. That a "
-        "claim stands is no proof of it.",
+        f"all tensors. C: lower bound on mu from {runs} runs in each world, and mu by the ledger's epsilon. E: share "
+        "of outputs beside the public grid. F: largest correlation of two rounds' noise. That a claim stands is no "
+        "proof of it.",
     )
 
 
 def _run_table(runs: Mapping[str, Audit]) -> Table:
-    rows: list[list[Any]] = []
-    for name, audit in runs.items():
-        v = audit[0]
-        verdict = "stands" if v["ok"] else "REFUTED"
-        rows.append([name, v["trials"], v["part"], v["claimed"], v["found"], verdict])
-    return Table(
+    columns: dict[str, Any] = {"sum": str}
+    headings = {"canaries": "trials", "guesses": "part", "epsilon claimed": "claimed", "epsilon >=": "found"}
+    columns |= {heading: (lambda kind, name=name: runs[kind][0][name]) for heading, name in headings.items()}
+    columns["verdict"] = lambda kind: _verdict(runs[kind])
+    return table(
         "D: one run with many canaries",
-        ("sum", "canaries", "guesses", "epsilon claimed", "epsilon >=", "verdict"),
-        rows,
+        columns,
+        runs,
         "Fair coins decide which canaries are in (Steinke, Nasr, Jagielski 2023). 100 guesses, all of them right, "
         "show an epsilon of 3.47 and no more: an alarm for gross mistakes. The last row is meant to be refuted.",
     )
 
 
-def _worst(audit: Audit) -> dict[str, Any]:
-    """Return the verdict that fails, or else the one farthest from its claim."""
-    failed = [verdict for verdict in audit if not verdict["ok"]]
-    return (failed or audit)[0]
+def _caught(mutant: Mapping[str, Any]) -> bool:
+    return all(v["ok"] for v in mutant["original"]) and not all(v["ok"] for v in mutant["mutated"])
 
 
 def _mutant_table(mutants: Mapping[str, Mapping[str, Any]]) -> Table:
     rows: list[list[Any]] = []
     for name, mutant in mutants.items():
-        wrong = _worst(mutant["mutated"])
+        # The verdict that fails, or else the first.
+        wrong = min(mutant["mutated"], key=lambda verdict: verdict["ok"])
         right = next((v for v in mutant["original"] if v["part"] == wrong["part"]), mutant["original"][0])
         shown = [wrong["measure"], wrong["claimed"], right["found"], wrong["found"]]
         rows.append([name, mutant["wrong"], mutant["tier"], *shown, _caught(mutant)])
@@ -270,18 +258,13 @@ def _mutant_table(mutants: Mapping[str, Mapping[str, Any]]) -> Table:
     )
 
 
-def _caught(mutant: Mapping[str, Any]) -> bool:
-    return all(v["ok"] for v in mutant["original"]) and not all(v["ok"] for v in mutant["mutated"])
-
-
 def _float_table(floats: Mapping[str, list[float]], flower: Mapping[str, Any]) -> Table:
-    rows: list[list[Any]] = [[name, *shares, shares[0] - shares[1]] for name, shares in floats.items()]
-    zero, one = flower["bits"]
-    rows.insert(2, [f"Flower {flower['version']}, fixed clipping", zero, one, zero - one])
+    shares = list(floats.items())
+    shares.insert(2, (f"Flower {flower['version']}, fixed clipping", flower["bits"]))
     return Table(
         "What the last bits tell",
         ("noise", "value 0", "value 1", "difference"),
-        rows,
+        [[name, zero, one, zero - one] for name, (zero, one) in shares],
         "Share of outputs that are no multiple of the last bit of a number beside 1 (Mironov 2012), one coordinate "
         "with unit noise. Whoever sees such an output knows that the value was 0.",
     )
@@ -323,94 +306,109 @@ def _flower_table(flower: Mapping[str, Any]) -> Table:
 
 
 def _clip_figure(flower: Mapping[str, Any]) -> Curves:
-    series = []
-    for whose, clips in ((f"Flower {flower['version']}", flower["clips"]), ("ours", flower["ours"])):
-        series += [Series(f"{whose}, from {start}", range(len(c)), c) for start, c in clips.items()]
-    return Curves(
+    trajectories = [
+        (f"{whose}, from {start}", clips)
+        for whose, found in ((f"Flower {flower['version']}", flower["clips"]), ("ours", flower["ours"]))
+        for start, clips in found.items()
+    ]
+    return curves(
         "Adaptive clip norm, updates of median norm 1",
-        "round",
-        "clip norm",
-        series,
+        trajectories,
+        lambda line: range(len(line[1])),
+        lambda line: line[1],
+        lambda line: line[0],
+        x_label="round",
+        y_label="clip norm",
         log_y=True,
         caption="No noise; 20 clients, the median is aimed at.",
     )
 
 
-def _values(
+def claims(
     audits: Mapping[str, Audit],
     runs: Mapping[str, Audit],
     mutants: Mapping[str, Mapping[str, Any]],
     floats: Mapping[str, list[float]],
     flower: Mapping[str, Any],
-) -> dict[str, float]:
-    out: dict[str, float] = {}
-    for tier in TIERS:
-        found = [v for audit in audits.values() for v in _by_tier(audit, tier)]
-        out[f"refuted/{tier}"] = sum(not v["ok"] for v in found) if found else math.nan
-    attacks = [_by_tier(audit, "C")[0] for audit in audits.values()]
-    out["least seen"] = min(v["found"] / v["claimed"] for v in attacks)
-    out["one run, refuted"] = sum(not runs[kind][0]["ok"] for kind in ("votes", "clipped vectors"))
-    out["one run, no noise refuted"] = float(not runs["no noise"][0]["ok"])
-    out["mutants"] = len(mutants)
-    out["mutants missed"] = sum(not _caught(mutant) for mutant in mutants.values())
-    ours = floats["integer noise on the grid"]
-    out["bits, ours"] = largest(ours)
-    out["bits, float"] = min(zero - one for name, (zero, one) in floats.items() if name != "integer noise on the grid")
-    ends = [clips[-1] for clips in flower["clips"].values()]
-    out["Flower's clip norm"] = min(max(end, 1.0 / end) for end in ends)
-    out["our clip norm"] = largest(max(c[-1], 1.0 / c[-1]) for c in flower["ours"].values())
-    out["Flower's integers"] = flower["moved"][1]
-    out["Flower's NaN"] = flower["nan"]
-    out["Flower's zero update"] = float(bool(flower["zero"]))
-    return out
-
-
-def claims(config: Config, results: Mapping[str, RunResult], findings: Findings) -> list[Claim]:
+) -> list[Claim]:
     """Nothing is refuted, every mutant is caught, no last bit tells anything; and what the installed Flower does."""
     from fedcomp.privacy.audit import power
 
-    v = findings.values
-    promise, flower = "every system's own claim", "measured on Flower 1.41.0; another version may have mended it"
-    out = [Claim(f"tier {tier}: verdicts against a system", v[f"refuted/{tier}"], "==", 0, promise) for tier in TIERS]
-    found, _ = power(math.sqrt(2.0), 1.0, 2000)
-    out += [
-        Claim("tier D: one-run audits against a system", v["one run, refuted"], "==", 0, promise),
-        Claim("tier D: noise that was forgotten is noticed", v["one run, no noise refuted"], "==", 1, "goal"),
-        Claim(
-            "tier C: weakest attack's bound over mu", v["least seen"], ">=", 0.2, "an attack that sees nothing is none"
+    ours = "integer noise on the grid"
+    promise, installed = "every system's own claim", "measured on Flower 1.41.0; another version may have mended it"
+
+    def refuted(verdicts: Audit) -> float:
+        return sum(not verdict["ok"] for verdict in verdicts) if verdicts else math.nan
+
+    def of_flower(name: str, value: float, bound: str) -> Claim:
+        return claim(name, value, bound, installed, gate=False)
+
+    ends = [clips[-1] for clips in flower["clips"].values()]
+    return [
+        *(
+            claim(
+                f"tier {tier}: verdicts against a system",
+                refuted([verdict for found in audits.values() for verdict in _by_tier(found, tier)]),
+                "== 0",
+                promise,
+            )
+            for tier in TIERS
         ),
-        Claim("mutants not told from their originals", v["mutants missed"], "==", 0, "goal: every one is caught"),
-        Claim("mutants tried", v["mutants"], ">=", 19, "15 published mistakes and four more"),
-        Claim("2000 runs: probability that sqrt(2) for 1 is noticed", found, ">=", 0.99, "computed"),
-        Claim("integer noise: outputs that tell 0 from 1", v["bits, ours"], "==", 0, "derived: all lie on one grid"),
-        Claim("float noise: outputs that tell 0 from 1", v["bits, float"], ">=", 0.2, "measured: a quarter of them"),
-        Claim("our adaptive clip norm, factor from the median", v["our clip norm"], "<=", 1.1, "the published rule"),
+        claim(
+            "tier D: one-run audits against a system",
+            refuted([*runs["votes"], *runs["clipped vectors"]]),
+            "== 0",
+            promise,
+        ),
+        claim("tier D: noise that was forgotten is noticed", refuted(runs["no noise"]), "== 1", "goal"),
+        claim(
+            "tier C: weakest attack's bound over mu",
+            min(v["found"] / v["claimed"] for found in audits.values() for v in _by_tier(found, "C")),
+            ">= 0.2",
+            "an attack that sees nothing is none",
+        ),
+        claim(
+            "mutants not told from their originals",
+            sum(not _caught(mutant) for mutant in mutants.values()),
+            "== 0",
+            "goal: every one is caught",
+        ),
+        claim("mutants tried", len(mutants), ">= 19", "15 published mistakes and four more"),
+        claim(
+            "2000 runs: probability that sqrt(2) for 1 is noticed",
+            power(math.sqrt(2.0), 1.0, 2000)[0],
+            ">= 0.99",
+            "computed",
+        ),
+        claim(
+            "integer noise: outputs that tell 0 from 1", largest(floats[ours]), "== 0", "derived: all lie on one grid"
+        ),
+        claim(
+            "float noise: outputs that tell 0 from 1",
+            min(zero - one for name, (zero, one) in floats.items() if name != ours),
+            ">= 0.2",
+            "measured: a quarter of them",
+        ),
+        claim(
+            "our adaptive clip norm, factor from the median",
+            largest(max(clips[-1], 1.0 / clips[-1]) for clips in flower["ours"].values()),
+            "<= 1.1",
+            "the published rule",
+        ),
+        of_flower(
+            "Flower: adaptive clip norm, smallest factor from the median", min(max(e, 1.0 / e) for e in ends), ">= 10.0"
+        ),
+        of_flower("Flower: share of integers that local noise moved", flower["moved"][1], "== 0"),
+        of_flower("Flower: one client's NaN is in the mean", flower["nan"], "> 0"),
+        of_flower("Flower: an unchanged model ends the round", float(bool(flower["zero"])), "== 1"),
     ]
-    for name, key, op, bound in (
-        ("Flower: adaptive clip norm, smallest factor from the median", "Flower's clip norm", ">=", 10.0),
-        ("Flower: share of integers that local noise moved", "Flower's integers", "==", 0.0),
-        ("Flower: one client's NaN is in the mean", "Flower's NaN", ">", 0.0),
-        ("Flower: an unchanged model ends the round", "Flower's zero update", "==", 1.0),
-    ):
-        out.append(Claim(name, v[key], op, bound, flower, gate=False))
-    return out
-
-
-def answer(config: Config, results: Mapping[str, RunResult], findings: Findings) -> str:
-    """Return what came out, in this run's figures."""
-    v = findings.values
-    refuted = sum(v[f"refuted/{tier}"] for tier in TIERS) + v["one run, refuted"]
-    return (
-        f"{refuted:.0f} attacks refute what a system says of itself; {v['mutants'] - v['mutants missed']:.0f} of "
-        f"{v['mutants']:.0f} wrong variants are caught."
-    )
 
 
 EXPERIMENT = Experiment(
     name="privacy_audit",
     question="Does any private system give away more than it says, and would we notice if it did?",
     rows=no_rows,
-    measure=judged(measure, claims, answer),
+    measure=measure,
     options=OPTIONS,
     rounds=0,
     clients=1,

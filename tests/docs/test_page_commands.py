@@ -218,11 +218,11 @@ def test_e1_an_experiment_runs_at_its_smallest_size(
 
 def leave_few_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the audit have two systems and two mutants: all of them are tests of their own (``-m audit``)."""
-    from fedcomp.experiments.audits import cases, caught, systems
+    from fedcomp.experiments.audits import cases, mutants, systems
 
     monkeypatch.setattr(cases, "SUBJECTS", {"votes": cases.votes_sum})
-    monkeypatch.setattr(systems, "SUBJECTS", {"message": systems.Messages})
-    monkeypatch.setattr(caught, "MUTANTS", {name: caught.MUTANTS[name] for name in ("no clip", "no root of k")})
+    monkeypatch.setattr(systems, "SUBJECTS", {"message": systems.PrivateMessages})
+    monkeypatch.setattr(mutants, "MUTANTS", {name: mutants.MUTANTS[name] for name in ("no clip", "no root of k")})
 
 
 def test_e1_every_experiment_stands_on_a_page() -> None:

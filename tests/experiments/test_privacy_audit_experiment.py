@@ -9,8 +9,9 @@ import math
 import pytest
 from noted_settings import Read
 
-from fedcomp.experiments.audits import cases, caught, systems
+from fedcomp.experiments.audits import cases, mutants, systems
 from fedcomp.experiments.catalog import privacy_audit
+from fedcomp.experiments.catalog.privacy_audit import claims
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Findings, Say
 
@@ -18,24 +19,25 @@ SMALL = ("runs=60", "noise_runs=5", "canaries=150", "guesses=40", "clip_rounds=8
 
 
 @pytest.fixture(scope="module")
-def run() -> tuple[Config, Findings, Read, dict[str, object]]:
+def run() -> tuple[Config, Findings, Read, dict[str, object], tuple]:
     """Two systems, two mutants, and the installed Flower."""
     config = privacy_audit.EXPERIMENT.configure(assignments=SMALL)
-    settings, kept = Read(config.settings), {}
+    settings, kept, measured = Read(config.settings), {}, []
     config = dataclasses.replace(config, settings=settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "SUBJECTS", {"votes": cases.votes_sum})
-        patch.setattr(systems, "SUBJECTS", {"message": systems.Messages})
-        patch.setattr(caught, "MUTANTS", {name: caught.MUTANTS[name] for name in ("no clip", "no root of k")})
+        patch.setattr(systems, "SUBJECTS", {"message": systems.PrivateMessages})
+        patch.setattr(mutants, "MUTANTS", {name: mutants.MUTANTS[name] for name in ("no clip", "no root of k")})
+        patch.setattr(privacy_audit, "claims", lambda *figures: measured.append(figures) or claims(*figures))
         findings = privacy_audit.measure(config, {}, Say(keep=kept.__setitem__))
         again = privacy_audit.measure(config, {}, Say(kept=kept, keep=lambda name, cell: pytest.fail(f"{name} again")))
     assert again.to_json() == findings.to_json()
-    return config, findings, settings, kept
+    return config, findings, settings, kept, measured[0]
 
 
 @pytest.mark.long
 def test_every_setting_is_read_and_findings_survive_json(run) -> None:
-    config, findings, settings, _ = run
+    config, findings, settings, _, _ = run
     assert settings.read == set(privacy_audit.OPTIONS)
     text = json.dumps(findings.to_json(), allow_nan=False)
     assert Findings.from_json(json.loads(text)).to_json() == findings.to_json()
@@ -43,7 +45,7 @@ def test_every_setting_is_read_and_findings_survive_json(run) -> None:
 
 
 def test_tables_say_what_was_audited_and_what_was_caught(run) -> None:
-    _, findings, _, _ = run
+    _, findings, *_ = run
     tables = {table.title: table for table in findings.tables}
     audited = tables["Audited systems"]
     assert [row[0] for row in audited.rows] == ["votes", "message"]
@@ -57,22 +59,23 @@ def test_tables_say_what_was_audited_and_what_was_caught(run) -> None:
 
 
 def test_claims_read_the_findings_and_refuted_systems_fail_them(run) -> None:
-    config, findings, _, _ = run
-    claims = {claim.name: claim for claim in privacy_audit.claims(config, {}, findings)}
-    promised = [claim for name, claim in claims.items() if name.startswith("tier") and "weakest" not in name]
+    _, findings, _, _, (audits, runs, tried, floats, flower) = run
+    found = {claim.name: claim for claim in findings.claims}
+    promised = [claim for name, claim in found.items() if name.startswith("tier") and "weakest" not in name]
     assert len(promised) == 7
     assert all(claim.ok for claim in promised)
-    assert claims["mutants not told from their originals"].ok
+    assert found["mutants not told from their originals"].ok
     # Two of nineteen were tried, and eight rounds are too few for a clip norm to arrive.
-    assert not claims["mutants tried"].ok
-    assert not claims["our adaptive clip norm, factor from the median"].ok
-    worse = dict(findings.values) | {"refuted/B": 1.0, "mutants missed": 2.0}
-    wrong = {c.name: c for c in privacy_audit.claims(config, {}, dataclasses.replace(findings, values=worse))}
-    assert not wrong["tier B: verdicts against a system"].ok
-    assert not wrong["mutants not told from their originals"].ok
-    flower = [claim for name, claim in claims.items() if name.startswith("Flower")]
-    assert len(flower) == 4
-    assert not any(claim.gate for claim in flower)
+    assert not found["mutants tried"].ok
+    assert not found["our adaptive clip norm, factor from the median"].ok
+    refuted = {name: [{**v, "ok": v["tier"] != "B"} for v in audit] for name, audit in audits.items()}
+    missed = {name: {**mutant, "mutated": mutant["original"]} for name, mutant in tried.items()}
+    worse = {claim.name: claim for claim in claims(refuted, runs, missed, floats, flower)}
+    lost = {name for name, claim in worse.items() if found[name].ok and not claim.ok}
+    assert lost == {"tier B: verdicts against a system", "mutants not told from their originals"}
+    of_flower = [claim for name, claim in found.items() if name.startswith("Flower")]
+    assert len(of_flower) == 4
+    assert not any(claim.gate for claim in of_flower)
 
 
 def test_flowers_defects_are_those_of_the_installed_version(run) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fedcomp.experiments.audits import cases, systems
-from fedcomp.experiments.audits.caught import whole_run
-from fedcomp.experiments.audits.rounds import Answer, Rounds, quiet
-from fedcomp.experiments.audits.subjects import Subject, Sums
+from fedcomp.experiments.audits.mutants import whole_run
+from fedcomp.experiments.audits.rounds import ClientReply, Rounds, mean
+from fedcomp.experiments.audits.subjects import Subject, Sums, Worlds
 from fedcomp.experiments.audits.tiers import tier_a, tier_b, tier_c, tier_e, tier_f
 from fedcomp.privacy.audit import every_vote, likeness, neighbours, off_grid
 from fedcomp.privacy.entropy import SeededEntropy, SystemEntropy
@@ -46,8 +46,7 @@ def test_audit_A_coins_of_votes_are_secret_where_the_order_of_the_records_decide
     subject = systems.topagg_sgd()
     drawn = []
     for _ in range(2):
-        optimizer, weights, _ = subject.start(0.0, 0, SystemEntropy())
-        drawn.append(subject.play(optimizer, weights, subject.present))
+        drawn.append(subject.play(subject.optimizer(0.0, SystemEntropy()), None, subject.present, 1))
     assert not np.array_equal(*drawn)
 
 
@@ -63,7 +62,7 @@ def test_audit_B_every_part_has_the_noise_that_was_claimed(subject: Subject) -> 
 
 @pytest.mark.long
 def test_audit_C_no_attack_on_the_worst_pair_refutes_the_ledger(subject: Subject) -> None:
-    quick = isinstance(subject, Sums | systems.Messages | systems.Shares)
+    quick = isinstance(subject, Sums | systems.PrivateMessages | systems.NoiseShares)
     found = tier_c(subject, runs=1500 if quick else 200)
     assert found.ok, found
     # The attack sees something, or it would refute nothing ever.
@@ -88,7 +87,7 @@ def test_audit_A_exhaustive_search_of_votes_reaches_the_claim_under_every_adjace
     votes = every_vote(5, 2)
     base = [(0, votes[3]), (1, votes[40])]
     pairs = list(neighbours(base, [(9, vote) for vote in votes], adjacency))
-    subject = Sums("all votes", mechanism, (5,), base, base, pairs)
+    subject = Sums("all votes", mechanism, (5,), Worlds(base, base, pairs))
     found = tier_a(subject)
     assert found.ok
     assert found.found == pytest.approx(1.0, rel=1e-12)
@@ -119,7 +118,8 @@ def test_audit_B_lost_clients_leave_noise_and_guarantee_as_they_are(lost: int) -
     """n is not the number expected, and errors come instead of replies: the noise on the sum is the same."""
     subject = cases.dp_fedavg(messages=True)
     data = [
-        (place, Answer(answer.update, lost=place < lost, examples=answer.examples)) for place, answer in subject.present
+        (place, ClientReply(answer.update, lost=place < lost, examples=answer.examples))
+        for place, answer in subject.present
     ]
     outputs = subject.run(data, 60)
     residuals = outputs - subject.run(data, 1, noisy=False)
@@ -132,7 +132,7 @@ def test_audit_B_lost_clients_leave_noise_and_guarantee_as_they_are(lost: int) -
 @pytest.mark.long
 def test_audit_B_an_empty_round_releases_the_same_noise_and_costs_the_same() -> None:
     subject = cases.dp_fedavg()
-    empty = Rounds("nobody", subject.make, cases.MODEL, [], [], clients=cases.NODES)
+    empty = Rounds("nobody", subject.make, Worlds([], []), cases.MODEL, cases.NODES)
     outputs = empty.run([], 60)[..., : cases.WIDTH]
     from fedcomp.privacy.audit import noise_scale
 
@@ -153,7 +153,10 @@ def test_audit_C_integer_buffers_weights_and_losses_of_replies_tell_nothing() ->
     """The canary differs in nothing but what beside its update is in a reply: there is no direction to look in."""
     subject = cases.dp_fedavg(messages=True)
     update = subject.present[-1][1].update
-    said = [Answer(update, examples=1, loss=0.0, buffers=0), Answer(update, examples=10**6, loss=1e9, buffers=10**6)]
+    said = [
+        ClientReply(update, examples=1, loss=0.0, buffers=0),
+        ClientReply(update, examples=10**6, loss=1e9, buffers=10**6),
+    ]
     base = list(subject.absent)
     one, other = (subject.run([*base, (cases.NODES - 1, answer)], 3, seed=1) for answer in said)
     np.testing.assert_array_equal(one, other)
@@ -179,11 +182,10 @@ def test_audit_D_one_round_of_a_strategy_with_a_canary_per_client() -> None:
 
     def make(given, seed):
         arguments = cases.promise(given, seed, 2.0) | {"population": count}
-        return DpFedAvg(cases.mean(), clip=cases.CLIP, **arguments)
+        return DpFedAvg(mean(), clip=cases.CLIP, **arguments)
 
     rows = [(place, cases.CLIP * np.eye(1, count, place, dtype=np.float32)[0]) for place in range(count)]
-    with quiet():
-        subject = Rounds("DP-FedAvg, canaries", make, model, rows, rows, clients=count)
+    subject = Rounds("DP-FedAvg, canaries", make, Worlds(rows, rows), model, count)
     # What beside the sum is released (a metric, nothing here) is left out of the score.
     padded = [(place, np.append(row, 0.0)) for place, row in rows]
     coins = Key(0, "canaries").uniform(count) < 0.5
@@ -226,10 +228,10 @@ def test_audit_F_global_seeds_do_not_touch_secure_noise() -> None:
 def test_audit_F_a_strategy_without_a_seed_draws_from_the_operating_system() -> None:
     def make(given, seed):
         arguments = cases.promise(given, seed) | {"insecure_deterministic": False}
-        return DpFedAvg(cases.mean(), clip=cases.CLIP, **arguments)
+        return DpFedAvg(mean(), clip=cases.CLIP, **arguments)
 
     subject = cases.dp_fedavg()
-    secure = Rounds("secure", make, cases.MODEL, subject.absent, subject.present, clients=cases.NODES)
+    secure = Rounds("secure", make, Worlds(subject.absent, subject.present), cases.MODEL, cases.NODES)
     first, second = (secure.run(subject.present, 1, seed=3)[0, 0, : cases.WIDTH] for _ in range(2))
     exact = secure.run(subject.present, 1, noisy=False)[0, 0, : cases.WIDTH]
     assert likeness(first - exact, second - exact).ok
