@@ -80,11 +80,13 @@ def query(msg: Message, context: Context) -> Message:
     return Message(reply, reply_to=msg)
 
 
-def linear_rows(msg: Message, context: Context, partitions: int) -> LinearRows:
+def rows_of_task(msg: Message, context: Context, partitions: int) -> LinearRows:
     """Return this node's own examples for coded gradient descent: the first ``partitions`` nodes hold the data."""
+    from fedcomp.tasks.linear import linear_rows
+
     job = NodeJob.read(msg, context)
     task = job.task()
-    return LinearRows(*task.linear_rows(task.client(job.partition, partitions)), task.linear_loss)
+    return LinearRows(*linear_rows(task, task.client(job.partition, partitions)), task.linear_loss)
 
 
 def local_objective(msg: Message, context: Context, setup: GossipSetup) -> LocalObjective:
@@ -163,7 +165,7 @@ def trainee(msg: Message, context: Context) -> Trainee:
 app = client(
     _app,
     record_dp(trainee),
-    linear_device(linear_rows),
+    linear_device(rows_of_task),
     gossip_node(local_objective),
     datalens_teachers(teachers),
     graph_owner(graph_part, graph_learner),

@@ -181,7 +181,7 @@ class _Training:
         self.task = task_of(cell.clients, cell.evaluation)
         scale = PROXY if cell.validation else 1
         self.clients = max(1, cell.clients // scale)
-        x, y = self.task.raw("train")
+        x, y = self.task.train_split.x, self.task.train_split.y
         order = Key(0, "generator_training/held out").uniform(len(x)).argsort()
         held, own = np.split(order, [len(x) // HELD]) if cell.validation else (order[:0], order)
         held = held[:_JUDGED]

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedcomp.experiments.audits.rounds import ClientReply, Reading, Rounds, mean
+from fedcomp.experiments.audits.rounds import ClientReply, RoundReading, Rounds, mean
 from fedcomp.experiments.audits.subjects import Subject, Sums, Worlds
 from fedcomp.privacy.adaptive import AdaptiveClip
 from fedcomp.privacy.audit import adversarial
@@ -193,7 +193,7 @@ def adaptive(*, kind: type[DpFedAvg] = DpFedAvg) -> Rounds:
     canary = np.zeros(WIDTH, np.float32)
     canary[0] = CLIP
     both = worlds("zero_out", base, NODES - 1, [canary, -canary, *canaries()], canary, None)
-    reading = Reading(further=share, further_scale=(SHARE_NOISE,))
+    reading = RoundReading(further=share, further_scale=(SHARE_NOISE,))
     return Rounds("DP-FedAvg, adaptive clip", make, both, MODEL, NODES, reading)
 
 

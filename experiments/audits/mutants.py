@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedcomp.codecs import ErrorFeedback, TopK
 from fedcomp.experiments.audits import cases, systems
 from fedcomp.experiments.audits.flower_flaws import spread_norms
-from fedcomp.experiments.audits.rounds import Reading, Rounds, mean
+from fedcomp.experiments.audits.rounds import RoundReading, Rounds, mean
 from fedcomp.experiments.audits.subjects import Subject, Worlds, changed
 from fedcomp.experiments.audits.tiers import Verdict, tier_a, tier_b, tier_c, tier_d, tier_f
 from fedcomp.flower.records import to_arrays, to_record
@@ -404,7 +404,7 @@ def tracked(kind: type[DpFedAvg], *, start: float = 0.5, rounds: int = 60) -> li
         promise = cases.promise(given, seed) | {"population": len(rows)}
         return kind(mean(), clip=AdaptiveClip(initial=start), **promise)
 
-    reading = Reading(further=lambda strategy: [strategy.clip], further_scale=(1.0,))
+    reading = RoundReading(further=lambda strategy: [strategy.clip], further_scale=(1.0,))
     subject = Rounds("clip norm", make, Worlds(rows, rows), {"w": np.zeros(4, np.float32)}, len(rows), reading)
     return [start, *subject.run(rows, 1, rounds=rounds, noisy=False)[0, :, -1].tolist()]
 

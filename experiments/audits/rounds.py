@@ -38,7 +38,7 @@ def nobody(message: Message, context: Context) -> Message:
     raise AssertionError("replies are made by hand")
 
 
-def reply_by_hand(message: Message, arrays: Mapping[str, NDArray[Any]], **metrics: float) -> Message:
+def reply_by_hand(message: Message, arrays: Mapping[str, NDArray[Any]], **metrics: Any) -> Message:
     """Return a reply with a trained model and metrics."""
     content = RecordDict({"arrays": to_record(arrays), "metrics": MetricRecord(metrics)})
     return Message(content, reply_to=message)
@@ -70,7 +70,7 @@ class ClientReply:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RoundReading:
     """What of a round is read, beside the step of the model.
 
     Attributes
@@ -108,7 +108,7 @@ class Rounds(Subject):
         Before every round; zeros for the floats, so that the step is not rounded away.
     clients : int
         Nodes that are there; those without a contribution do not answer.
-    reading : Reading
+    reading : RoundReading
     messages : bool
         Whether updates come as ordinary replies through ``aggregate_train``; otherwise through ``aggregate_updates``,
         which is where those and all decoded frames end.
@@ -121,7 +121,7 @@ class Rounds(Subject):
         worlds: Worlds,
         model: Mapping[str, NDArray[Any]],
         clients: int,
-        reading: Reading = Reading(),
+        reading: RoundReading = RoundReading(),
         *,
         messages: bool = False,
     ) -> None:

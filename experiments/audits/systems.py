@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedcomp.codecs import RandomK
 from fedcomp.experiments.audits import cases
-from fedcomp.experiments.audits.rounds import ClientReply, Reading, Rounds, mean
+from fedcomp.experiments.audits.rounds import ClientReply, RoundReading, Rounds, mean
 from fedcomp.experiments.audits.subjects import (
     DELTA,
     POPULATION,
@@ -86,7 +86,7 @@ def lsg(*, kind: type[Steady] = Steady, keep: float = 0.75) -> Rounds:
     rows = [ClientReply(update) for update in cases.updates(cases.NODES, cases.WIDTH, length=50.0 * cases.CLIP)]
     tried = [ClientReply(one) for one in cases.canaries()]
     worlds = cases.worlds("zero_out", list(enumerate(rows[:-1])), cases.NODES - 1, tried, rows[-1], None)
-    reading = Reading(lambda strategy, step: strategy.seen, width=round(keep * short))
+    reading = RoundReading(lambda strategy, step: strategy.seen, width=round(keep * short))
     return Rounds(f"low rank, {keep:g} kept", make, worlds, cases.MODEL, cases.NODES, reading, messages=True)
 
 

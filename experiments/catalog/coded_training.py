@@ -124,16 +124,17 @@ class LinearProblem:
         """Return the problem the rows have, with float64 data."""
         from fedcomp.tasks import get_task
         from fedcomp.tasks.arrays import to_arrays
+        from fedcomp.tasks.linear import linear_rows
 
         l2 = float(config.settings["task.l2"])
         task = get_task(TASK, model=model, l2=l2)
         k = partitions(config)
-        parts = [task.linear_rows(task.client(j, k)) for j in range(k)]
+        parts = [linear_rows(task, task.client(j, k)) for j in range(k)]
         start = np.concatenate([a.astype(np.float64).ravel() for a in to_arrays(task.model(config.seed)).values()])
         return cls(
             [x for x, _ in parts],
             [y for _, y in parts],
-            task.linear_rows(task.test),
+            linear_rows(task, task.test),
             start,
             task.linear_loss,
             float(config.settings["lr"]),

@@ -126,21 +126,16 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     guesses = min(int(config.settings["guesses"]), canaries)
     makers = {**cases.SUBJECTS, **systems.SUBJECTS}
     audits = {name: cell(f"audit/{name}", partial(audit, config, make)) for name, make in makers.items()}
-    runs = {
-        kind: cell(
-            f"one run/{kind}",
-            lambda kind=kind: _plain([mutants.whole_run(kind, canaries, guesses, seed=config.seed)]),
-        )
-        for kind in RUNS
-    }
+
+    def whole_run(kind: str) -> Audit:
+        return _plain([mutants.whole_run(kind, canaries, guesses, seed=config.seed)])
+
+    def both(mutant: mutants.Mutant) -> dict[str, Audit]:
+        return {"original": _plain(mutant.original()), "mutated": _plain(mutant.mutated())}
+
+    runs = {kind: cell(f"one run/{kind}", partial(whole_run, kind)) for kind in RUNS}
     wrong = {
-        name: {
-            "wrong": one.wrong,
-            "tier": one.tier,
-            **cell(
-                f"mutant/{name}", lambda one=one: {"original": _plain(one.original()), "mutated": _plain(one.mutated())}
-            ),
-        }
+        name: {"wrong": one.wrong, "tier": one.tier, **cell(f"mutant/{name}", partial(both, one))}
         for name, one in mutants.MUTANTS.items()
     }
     floats = cell("last bits", partial(last_bits, draws, config.seed))

@@ -47,6 +47,18 @@ def single_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the body with ``model`` in evaluation mode, without gradients and on one thread; then restore its mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), single_thread():
+            yield
+    finally:
+        model.train(was_training)
+
+
 @dataclass(frozen=True)
 class Split:
     """Examples a model is trained or evaluated on.
@@ -77,6 +89,38 @@ class Split:
     def num_examples(self) -> int:
         """Number of examples."""
         return len(self.x)
+
+    def batches(
+        self, *, batch_size: int, key: Key, epochs: int | None = 1, max_steps: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shuffled batches; epoch e is ordered by ``key`` with ``/e`` appended to its purpose.
+
+        Parameters
+        ----------
+        batch_size : int
+            The last batch of an epoch may be smaller.
+        epochs, max_steps : int or None
+            Whichever ends first; one of them may be None, and 0 yields nothing.
+
+        Raises
+        ------
+        ConfigError
+            When one of them is not a whole number or negative, ``batch_size`` is below 1, or both are None.
+        """
+        _check_limits(batch_size, epochs, max_steps)
+        x, y = self.tensors
+        steps, epoch = 0, 0
+        if not len(self):
+            return
+        while epochs is None or epoch < epochs:
+            order = torch.from_numpy(permutation(len(self), key.at(purpose=f"{key.purpose}/{epoch}")))
+            for start in range(0, len(self), batch_size):
+                if max_steps is not None and steps >= max_steps:
+                    return
+                rows = order[start : start + batch_size]
+                yield x[rows], y[rows]
+                steps += 1
+            epoch += 1
 
 
 @dataclass(frozen=True)
@@ -265,25 +309,6 @@ class Task(ABC):
             raise ConfigError(f"partition {partition} is not in range({num_partitions})")
         return Split(self.test.x[partition::num_partitions], self.test.y[partition::num_partitions])
 
-    def raw(self, split: str = "train", *, signed: bool = False) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return ``(X, y)`` of the "train" or "test" split as read-only arrays.
-
-        With ``signed``, the classes 0 and 1 of a binary task become -1.0 and +1.0 (float32).
-
-        Raises
-        ------
-        ConfigError
-            For another split name, or ``signed`` on a task with more than two classes.
-        """
-        if split not in ("train", "test"):
-            raise ConfigError(f"unknown split {split!r}; expected 'train' or 'test'")
-        rows = self.train_split if split == "train" else self.test
-        if not signed:
-            return rows.x, rows.y
-        if self.classes != 2:
-            raise ConfigError(f"signed labels need two classes, {self.name!r} has {self.classes}")
-        return rows.x, (2 * rows.y - 1).astype(np.float32)
-
     @property
     def linear_loss(self) -> str:
         """The loss as a function of one linear score per example: "logistic" or "hinge".
@@ -298,49 +323,6 @@ class Task(ABC):
             "'breast-cancer' or 'a9a'"
         )
 
-    def linear_rows(self, data: Split) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return ``(X, y)`` of a linear task's examples, shapes ``(N, features)`` and ``(N,)``, labels 0 and 1.
-
-        Raises
-        ------
-        ConfigError
-            As :attr:`linear_loss`.
-        """
-        assert self.linear_loss
-        return data.x.astype(np.float64), data.y.astype(np.float64)
-
-    def batches(
-        self, data: Split, *, batch_size: int, key: Key, epochs: int | None = 1, max_steps: int | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield shuffled batches; epoch e is ordered by ``key`` with ``/e`` appended to its purpose.
-
-        Parameters
-        ----------
-        batch_size : int
-            The last batch of an epoch may be smaller.
-        epochs, max_steps : int or None
-            Whichever ends first; one of them may be None, and 0 yields nothing.
-
-        Raises
-        ------
-        ConfigError
-            When one of them is not a whole number or negative, ``batch_size`` is below 1, or both are None.
-        """
-        _check_limits(batch_size, epochs, max_steps)
-        x, y = data.tensors
-        steps, epoch = 0, 0
-        if not len(data):
-            return
-        while epochs is None or epoch < epochs:
-            order = torch.from_numpy(permutation(len(data), key.at(purpose=f"{key.purpose}/{epoch}")))
-            for start in range(0, len(data), batch_size):
-                if max_steps is not None and steps >= max_steps:
-                    return
-                rows = order[start : start + batch_size]
-                yield x[rows], y[rows]
-                steps += 1
-            epoch += 1
-
     def train(
         self,
         model: nn.Module,
@@ -350,26 +332,22 @@ class Task(ABC):
         key: Key,
         epochs: int | None = 1,
         batch_size: int = 32,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
         max_steps: int | None = None,
-        proximal: float = 0.0,
+        **rates: float,
     ) -> dict[str, float]:
         """Train ``model`` in place by SGD on ``data``.
 
-        The update is that of :class:`fedcomp.tasks.sgd.Sgd`.
-
         Parameters
         ----------
-        lr, momentum, weight_decay : float
-            Of SGD. The momentum buffer starts at zero in every call.
+        lr : float
+            Step size.
         key : Key
             Names the order of the examples.
         epochs, batch_size, max_steps
-            See :meth:`batches`.
-        proximal : float
-            mu of FedProx's term mu/2 ||w - w0||^2 (Li et al. 2020, arXiv 1812.06127), w0 the values at the call; adds
-            mu (w - w0) to the gradient.
+            See :meth:`Split.batches`.
+        **rates : float
+            ``momentum``, ``weight_decay`` and ``proximal`` of :class:`fedcomp.tasks.sgd.Sgd`, which restarts in
+            every call.
 
         Returns
         -------
@@ -384,7 +362,7 @@ class Task(ABC):
         ConfigError
             When a hyperparameter is negative, not a number or not finite; the model is then unchanged.
         """
-        descent = Sgd(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, proximal=proximal)
+        descent = Sgd(model.parameters(), lr=lr, **rates)
         _check_limits(batch_size, epochs, max_steps)
         if len(data) == 0:
             raise EmptyPartition(
@@ -394,7 +372,7 @@ class Task(ABC):
         total, seen = 0.0, 0
         model.train()
         with single_thread():
-            for x, y in self.batches(data, batch_size=batch_size, key=key, epochs=epochs, max_steps=max_steps):
+            for x, y in data.batches(batch_size=batch_size, key=key, epochs=epochs, max_steps=max_steps):
                 loss = self.objective(model, self.outputs(model, x), y)
                 descent.step(loss)
                 total += loss.item() * len(y)
@@ -425,7 +403,7 @@ class Task(ABC):
         elif key is None:
             raise ConfigError("a random batch needs a key; pass key=Key(seed, purpose, round, partition)")
         else:
-            x, y = next(self.batches(data, batch_size=batch_size, key=key))
+            x, y = next(data.batches(batch_size=batch_size, key=key))
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         model.train()
         with single_thread():
@@ -440,19 +418,14 @@ class Task(ABC):
         is restored.
         """
         loss, right, predictions = 0.0, 0, 0
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), single_thread():
-                for start in range(0, len(split), self.evaluation_batch):
-                    x, y = (t[start : start + self.evaluation_batch] for t in split.tensors)
-                    outputs = self.outputs(model, x)
-                    loss += self.objective(model, outputs, y).item() * len(y)
-                    hits = self.correct(outputs, y)
-                    right += int(hits.sum())
-                    predictions += hits.numel()
-        finally:
-            model.train(was_training)
+        with evaluating(model):
+            for start in range(0, len(split), self.evaluation_batch):
+                x, y = (t[start : start + self.evaluation_batch] for t in split.tensors)
+                outputs = self.outputs(model, x)
+                loss += self.objective(model, outputs, y).item() * len(y)
+                hits = self.correct(outputs, y)
+                right += int(hits.sum())
+                predictions += hits.numel()
         return {
             "loss": loss / max(len(split), 1),
             "accuracy": right / max(predictions, 1),

@@ -22,7 +22,7 @@ from torch import nn
 from fedcomp.errors import ConfigError
 from fedcomp.rng import Key
 from fedcomp.tasks import gan
-from fedcomp.tasks.base import COMMON_OPTIONS, Classification, Split, single_thread
+from fedcomp.tasks.base import COMMON_OPTIONS, Classification, Split, evaluating
 from fedcomp.tasks.models import Cnn, Mlp, build
 from fedcomp.tasks.options import TaskOption, choice, integer, number, widths
 from fedcomp.tasks.sources import DataSource, LabelledExamples, load
@@ -142,18 +142,13 @@ class GeneratorTask(Classification):
     def synthetic(self, model: nn.Module, count: int, key: Key) -> Split:
         """Return ``count`` generated images and their labels; the model's mode is restored."""
         assert isinstance(model, gan.Generator)
-        was_training = model.training
-        model.eval()
         images, labels = [], []
-        try:
-            with torch.no_grad(), single_thread():
-                for start in range(0, count, _PIECE):
-                    size = min(_PIECE, count - start)
-                    z, said = gan.noise_and_labels(key.at(layer=start), size, model.noise, model.classes)
-                    images.append(model(torch.from_numpy(z), gan.one_hot(said, model.classes)).numpy())
-                    labels.append(said)
-        finally:
-            model.train(was_training)
+        with evaluating(model):
+            for start in range(0, count, _PIECE):
+                size = min(_PIECE, count - start)
+                z, drawn = gan.noise_and_labels(key.at(layer=start), size, model.noise, model.classes)
+                images.append(model(torch.from_numpy(z), gan.one_hot(drawn, model.classes)).numpy())
+                labels.append(drawn)
         return Split(np.concatenate(images), np.concatenate(labels))
 
     def samples(self, model: nn.Module, columns: int, key: Key) -> NDArray[np.float32]:
@@ -161,13 +156,8 @@ class GeneratorTask(Classification):
         assert isinstance(model, gan.Generator)
         labels = np.repeat(np.arange(self.classes), columns)
         z, _ = gan.noise_and_labels(key, len(labels), model.noise, model.classes)
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), single_thread():
-                images = model(torch.from_numpy(z), gan.one_hot(labels, model.classes)).numpy()
-        finally:
-            model.train(was_training)
+        with evaluating(model):
+            images = model(torch.from_numpy(z), gan.one_hot(labels, model.classes)).numpy()
         return images.reshape(self.classes, columns, self.side, self.side)
 
     def classifier(self) -> nn.Module:

@@ -13,14 +13,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedcomp.errors import ConfigError
-from fedcomp.tasks.base import COMMON_OPTIONS, Task
+from fedcomp.tasks.base import COMMON_OPTIONS, Split, Task
 from fedcomp.tasks.models import Mlp
 from fedcomp.tasks.options import TaskOption, choice, number
 from fedcomp.tasks.sources import LabelledExamples, load
+
+
+def linear_rows(task: Task, data: Split) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return ``(X, y)`` of a linear task's examples, shapes ``(N, features)`` and ``(N,)``, labels 0 and 1.
+
+    Raises
+    ------
+    ConfigError
+        As :attr:`fedcomp.tasks.base.Task.linear_loss`.
+    """
+    _ = task.linear_loss  # a task that has none says so
+    return data.x.astype(np.float64), data.y.astype(np.float64)
 
 
 class _LinearTask(Task):

@@ -170,7 +170,7 @@ class LocalObjective:
         x, y = self.data.tensors
         if not self.batch_size:
             return x, y
-        # The first batch of Task.batches without sorting the rest: its words are the smallest of the permutation's.
+        # The first batch of Split.batches without sorting the rest: its words are the smallest of the permutation's.
         words = key.at(purpose=f"{key.purpose}/0").bits(len(self.data))
         size = min(self.batch_size, len(words))
         candidates = np.flatnonzero(words <= np.partition(words, size - 1)[size - 1])

@@ -33,6 +33,7 @@ from fedcomp.gossip.traffic import GossipTraffic
 from fedcomp.gossip.vector import GossipPolicy, flatten, unflatten
 from fedcomp.layout import Layout
 from fedcomp.tasks import get_task
+from fedcomp.tasks.linear import linear_rows
 from fedcomp.tasks.local import LocalObjective
 
 NODES = 4
@@ -59,7 +60,7 @@ def test_the_optimum_is_a_zero_of_the_gradient_written_out_by_hand(problem: Conv
     weight, bias = (named[name].reshape(-1) for name in problem.objectives[0].parameters)
     pull, push = [], []
     for i in range(NODES):
-        x, y = task.linear_rows(task.client(i, NODES))
+        x, y = linear_rows(task, task.client(i, NODES))
         residual = 1 / (1 + np.exp(-(x @ weight + bias))) - y
         pull.append(x.T @ residual / len(y) + 0.1 * weight)
         push.append(residual.mean())
@@ -70,7 +71,7 @@ def test_the_optimum_is_a_zero_of_the_gradient_written_out_by_hand(problem: Conv
     assert np.linalg.norm(problem.gradients(problem.optimum).mean(axis=0)) < 1e-14
     # The bias is a feature of ones that is not regularised; a logistic loss is most curved at zero, where it is 1/4.
     penalty = np.diag([0.1] * len(weight) + [0.0])
-    rows = [task.linear_rows(task.client(i, NODES))[0] for i in range(NODES)]
+    rows = [linear_rows(task, task.client(i, NODES))[0] for i in range(NODES)]
     full = [np.c_[x, np.ones(len(x))] for x in rows]
     curvature = [np.linalg.eigvalsh(x.T @ x / (4 * len(x)) + penalty)[-1] for x in full]
     assert problem.smoothness == pytest.approx(max(curvature), rel=1e-12)

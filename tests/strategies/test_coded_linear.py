@@ -30,6 +30,7 @@ from fedcomp.flower.rounds import fit
 from fedcomp.rng import Key
 from fedcomp.strategies.coded.linear import CodedLinearGD, LinearModel
 from fedcomp.tasks import get_task
+from fedcomp.tasks.linear import linear_rows
 
 
 @pytest.mark.long
@@ -370,7 +371,7 @@ def test_tasks_that_are_not_linear_say_so_and_linear_ones_give_their_rows() -> N
     strategy.start(grid, model(), num_rounds=1, train_config=config)
     assert "not linear in its inputs" in strategy.reports[1].linear.refused[0]
     task = get_task("digits-zero", model="svm")
-    x, y = task.linear_rows(task.client(0, 4))
+    x, y = linear_rows(task, task.client(0, 4))
     assert (x.dtype, y.dtype, set(np.unique(y))) == (np.float64, np.float64, {0.0, 1.0})
     assert task.linear_loss == "hinge"
     digits = get_task("digits")

@@ -14,6 +14,7 @@ from fedcomp.rng import Key
 from fedcomp.tasks import get_task
 from fedcomp.tasks.arrays import load_arrays, to_arrays
 from fedcomp.tasks.base import EmptyPartition, Task
+from fedcomp.tasks.linear import linear_rows
 from fedcomp.tasks.local import LocalObjective
 from fedcomp.tasks.sources import DataWarning
 
@@ -71,7 +72,7 @@ def test_float32_gradients_are_the_tasks_own_bit_for_bit(name: str, options: Any
 def test_a_batch_is_the_first_of_the_tasks_batches(size: int) -> None:
     task = _task()
     mine = LocalObjective(task, 0, 8, batch_size=size)
-    x, y = next(task.batches(task.client(0, 8), batch_size=size, key=KEY))
+    x, y = next(task.client(0, 8).batches(batch_size=size, key=KEY))
     mine_x, mine_y = mine._batch(KEY)
     assert torch.equal(mine_x, x)
     assert torch.equal(mine_y, y)
@@ -80,7 +81,7 @@ def test_a_batch_is_the_first_of_the_tasks_batches(size: int) -> None:
 def test_equal_words_are_taken_in_order_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     task = _task()
     monkeypatch.setattr(Key, "bits", lambda self, count: np.arange(count, dtype=np.uint64) // np.uint64(3) % 7)
-    x, _ = next(task.batches(task.client(0, 8), batch_size=31, key=KEY))
+    x, _ = next(task.client(0, 8).batches(batch_size=31, key=KEY))
     assert torch.equal(LocalObjective(task, 0, 8, batch_size=31)._batch(KEY)[0], x)
 
 
@@ -203,7 +204,7 @@ def test_the_objective_of_digits_five_is_strongly_convex_in_its_bias_too() -> No
     counts = [np.bincount(node.data.y, minlength=2).tolist() for node in nodes]
     assert counts == [[181, 0], [181, 0], [180, 0], [180, 0], [1, 179], [0, 180], [0, 180], [0, 180]]
     with pytest.raises(ConfigError, match="regularises the bias"):
-        task.linear_rows(task.client(0, 8))
+        linear_rows(task, task.client(0, 8))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 
 from fedcomp.errors import ConfigError
 from fedcomp.tasks import get_task, registry, sources, synthetic
-from fedcomp.tasks.sources import Corpus, DataError, DataMismatch, DataWarning, Table, load
+from fedcomp.tasks.sources import Corpus, DataError, DataMismatch, DataWarning, LabelledExamples, load
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_local_files_are_read_and_verified_without_warning(tmp_path: Path, monke
         warnings.simplefilter("error")
         table, source = load("wifi", root=tmp_path)
     assert (source.used, source.verified, source.substitute) == ("local", True, False)
-    assert isinstance(table, Table)
+    assert isinstance(table, LabelledExamples)
     assert table.x_train.shape == (48, 7)
     assert np.bincount(table.y_test).tolist() == [3, 3, 3, 3]
     np.testing.assert_allclose(table.x_train.mean(0), 0, atol=1e-5)
@@ -234,7 +234,7 @@ def test_library_is_used_only_on_request(tmp_path: Path, monkeypatch: pytest.Mon
     table, source = load("mnist", root=tmp_path, download=True)
     assert calls == [(str(tmp_path), True, True), (str(tmp_path), False, True)]
     assert (source.used, source.verified, source.substitute) == ("library", False, False)
-    assert isinstance(table, Table)
+    assert isinstance(table, LabelledExamples)
     assert table.x_train.shape == (30, 784)
     assert table.x_train[0, 0] == pytest.approx((1 - 0.1307) / 0.3081, rel=1e-6)
     assert table.x_test[0, 0] == pytest.approx(-0.1307 / 0.3081, rel=1e-6)
@@ -262,7 +262,7 @@ def test_unknown_set() -> None:
 
 def test_loaded_arrays_are_read_only() -> None:
     table, _ = load("digits")
-    assert isinstance(table, Table)
+    assert isinstance(table, LabelledExamples)
     with pytest.raises(ValueError, match="read-only"):
         table.x_train[0] = 0
 
@@ -294,13 +294,13 @@ def test_path_loss_falls_with_distance() -> None:
 def test_real_files_have_their_published_counts(local_data: Path) -> None:
     mnist, source = load("mnist", root=local_data)
     assert source.verified
-    assert isinstance(mnist, Table)
+    assert isinstance(mnist, LabelledExamples)
     counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert np.bincount(mnist.y_train).tolist() == counts
     assert mnist.x_test.shape == (10000, 784)
     assert abs(mnist.x_train.mean()) < 1e-3
     a9a, _ = load("a9a", root=local_data)
-    assert isinstance(a9a, Table)
+    assert isinstance(a9a, LabelledExamples)
     assert (a9a.x_train.shape, int(a9a.y_train.sum())) == ((32561, 123), 7841)
     assert (a9a.x_test.shape, int(a9a.y_test.sum())) == ((16281, 123), 3846)
     assert np.count_nonzero(a9a.x_train) == 451592
@@ -310,7 +310,7 @@ def test_real_files_have_their_published_counts(local_data: Path) -> None:
     assert sum(len(t) >= 1000 for t in text.texts.values()) == 141
     assert len(set("".join(text.texts.values()))) <= 65
     wifi, _ = load("wifi", root=local_data)
-    assert isinstance(wifi, Table)
+    assert isinstance(wifi, LabelledExamples)
     assert np.bincount(np.concatenate([wifi.y_train, wifi.y_test])).tolist() == [500] * 4
 
 
@@ -336,7 +336,7 @@ def test_the_images_of_cifar10_are_read_by_number_then_class(tmp_path: Path, mon
     monkeypatch.setattr(sources, "SETS", {**sources.SETS, "cifar10-subset": entry})
     table, source = load("cifar10-subset", root=tmp_path)
     assert source.verified
-    assert isinstance(table, Table)
+    assert isinstance(table, LabelledExamples)
     assert table.y_train.tolist() == [3, 9, 3]
     assert table.y_test.tolist() == [9]
     # Colours first, in [-1, 1]: red as drawn (JPEG loses a little), green none, blue full.
@@ -375,8 +375,8 @@ def test_a_missing_library_or_file_says_what_to_do(monkeypatch: pytest.MonkeyPat
 def test_digits_five_is_in_order_of_the_digit_and_in_the_unit_interval() -> None:
     table, _ = load("digits-five")
     other, _ = load("digits")
-    assert isinstance(table, Table)
-    assert isinstance(other, Table)
+    assert isinstance(table, LabelledExamples)
+    assert isinstance(other, LabelledExamples)
     order = np.argsort(other.y_train, kind="stable")
     np.testing.assert_array_equal(table.y_train, (other.y_train[order] >= 5).astype(np.int64))
     np.testing.assert_allclose(table.x_train, (other.x_train[order] * 6.017 + 4.884) / 16, atol=1e-6)

@@ -87,7 +87,7 @@ def test_char_lstm_beats_the_unigram_entropy() -> None:
 
 def test_logistic_objective_is_the_textbook_one() -> None:
     task = _task("breast-cancer", l2=0.1)
-    x, y = task.raw("train", signed=True)
+    x, y = task.train_split.x, 2.0 * task.train_split.y - 1.0
     assert set(np.unique(y)) == {-1.0, 1.0}
     model = task.model(0)
     arrays = to_arrays(model)
@@ -103,7 +103,7 @@ def test_logistic_objective_is_the_textbook_one() -> None:
 
 def test_hinge_objective_is_the_textbook_one() -> None:
     task = _task("breast-cancer", model="svm")
-    x, y = task.raw("test", signed=True)
+    x, y = task.test.x, 2.0 * task.test.y - 1.0
     model = task.model(1)
     arrays = to_arrays(model)
     margin = y * (x @ arrays["layers.0.weight"][0] + arrays["layers.0.bias"][0])
@@ -122,7 +122,7 @@ def test_training_is_torch_sgd_bit_for_bit(momentum: float, weight_decay: float)
         theirs.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay, foreach=False
     )
     with single_thread():
-        for x, y in task.batches(data, epochs=2, batch_size=16, key=KEY):
+        for x, y in data.batches(epochs=2, batch_size=16, key=KEY):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(theirs(x), y).backward()
             optimizer.step()
@@ -140,19 +140,18 @@ def test_descent_owns_its_momentum_and_leaves_frozen_parameters() -> None:
 
 
 def test_batches_cover_each_epoch_and_stop_at_max_steps() -> None:
-    task = _task("digits")
     data = Split(np.arange(10, dtype=np.float32)[:, None], np.arange(10))
-    seen = [y.tolist() for _, y in task.batches(data, epochs=2, batch_size=4, key=KEY)]
+    seen = [y.tolist() for _, y in data.batches(epochs=2, batch_size=4, key=KEY)]
     assert [len(s) for s in seen] == [4, 4, 2, 4, 4, 2]
     first, second = [*seen[0], *seen[1], *seen[2]], [*seen[3], *seen[4], *seen[5]]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert len(list(task.batches(data, epochs=None, max_steps=7, batch_size=4, key=KEY))) == 7
-    assert len(list(task.batches(data, epochs=1, max_steps=2, batch_size=4, key=KEY))) == 2
+    assert len(list(data.batches(epochs=None, max_steps=7, batch_size=4, key=KEY))) == 7
+    assert len(list(data.batches(epochs=1, max_steps=2, batch_size=4, key=KEY))) == 2
     with pytest.raises(ConfigError, match="limit"):
-        next(task.batches(data, epochs=None, batch_size=4, key=KEY))
+        next(data.batches(epochs=None, batch_size=4, key=KEY))
     nothing = Split(np.empty((0, 1), np.float32), np.empty(0, np.int64))
-    assert list(task.batches(nothing, epochs=None, max_steps=3, batch_size=4, key=KEY)) == []
+    assert list(nothing.batches(epochs=None, max_steps=3, batch_size=4, key=KEY)) == []
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def test_no_steps_leave_the_model_as_it_is(limit: dict[str, int]) -> None:
 def test_proximal_steps_are_those_of_fedprox(mu: float) -> None:
     # w <- w - lr (gradient of the loss at w + mu (w - w0)), in float64 by hand on a logistic regression of 31 numbers.
     task = _task("breast-cancer")
-    x, y = (a[:12].astype(float) for a in task.raw("train", signed=True))
+    x, y = task.train_split.x[:12].astype(float), 2.0 * task.train_split.y[:12] - 1.0
     data = Split(task.train_split.x[:12], task.train_split.y[:12])
     model = task.model(4)
     arrays = to_arrays(model)
@@ -230,7 +229,7 @@ def test_proximal_is_torch_sgd_on_the_penalised_loss(momentum: float) -> None:
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05, momentum=momentum, foreach=False)
     start = [p.detach().clone() for p in theirs.parameters()]
     with single_thread():
-        for x, y in task.batches(data, epochs=2, batch_size=16, key=KEY):
+        for x, y in data.batches(epochs=2, batch_size=16, key=KEY):
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(theirs(x), y)
             pull = sum((p - w).square().sum() for p, w in zip(theirs.parameters(), start, strict=True))
