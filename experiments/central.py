@@ -15,7 +15,7 @@ Why the in-process grid does not do this: ``python -m experiments.bench messages
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from fedcomp.codecs import Codec, Identity, get_codec
 from fedcomp.codecs.scalecom import ScaleCom
 from fedcomp.errors import ConfigError, NonFiniteUpdate
 from fedcomp.experiments.findings import Table, different_bytes
-from fedcomp.experiments.schemes import Led, RoundExchange, RoundScheme, Separate, scheme_of, sum_frame
+from fedcomp.experiments.schemes import Led, RoundExchange, RoundScheme, scheme_of
 from fedcomp.experiments.spec import RunResult, RunSpec
 from fedcomp.experiments.systems import get_system
 from fedcomp.flower.grid import InProcessGrid
@@ -48,27 +48,6 @@ from fedcomp.wire import FILLED
 if TYPE_CHECKING:
     from fedcomp.privacy.statement import Statement
     from fedcomp.tasks.base import Task
-
-__all__ = [
-    "Beside",
-    "Clients",
-    "ExchangeCost",
-    "Led",
-    "Outcome",
-    "Plan",
-    "Point",
-    "PrivateOutcome",
-    "RoundExchange",
-    "RoundScheme",
-    "Separate",
-    "beside",
-    "measured",
-    "run",
-    "scheme_of",
-    "simulate",
-    "simulate_private",
-    "sum_frame",
-]
 
 
 class Clients:
@@ -242,7 +221,7 @@ class Outcome:
 
     arrays: dict[str, NDArray[Any]]
     points: list[Point]
-    exchanges: list[ExchangeCost]
+    exchanges: list[RoundExchange]
     diverged: int | None = None
     steps: list[float] = field(default_factory=list)
 
@@ -287,26 +266,8 @@ class Outcome:
         return _mean([e.overlap for e in self.exchanges if not math.isnan(e.overlap)])
 
 
-@dataclass(frozen=True)
-class ExchangeCost:
-    """An :class:`RoundExchange` without its vectors."""
-
-    uplink: int
-    downlink: int
-    union: int
-    kept: tuple[int, ...]
-    overlap: float
-
-
-def simulate(plan: Plan, scheme: RoundScheme, on_point: Callable[[Point], object] | None = None) -> Outcome:
+def simulate(plan: Plan, scheme: RoundScheme) -> Outcome:
     """Run ``plan`` with ``scheme``.
-
-    Parameters
-    ----------
-    plan : Plan
-    scheme : RoundScheme
-    on_point : callable, optional
-        Called with each new point.
 
     Raises
     ------
@@ -315,27 +276,37 @@ def simulate(plan: Plan, scheme: RoundScheme, on_point: Callable[[Point], object
     """
     clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=scheme.lossless)
     weights = [len(split) for split in clients.data]
-    states = scheme.start(clients.layout, plan.clients)
-    history = _History(clients, clients.vector, on_point)
+    states, vector = scheme.start(clients.layout, plan.clients), clients.vector
     server = _Server(plan, clients.layout, sparse=scheme.codec.sparse(clients.layout) and not plan.everywhere)
-    history.look(0)
+    out = Outcome({}, [], [])
+
+    def look(number: int, loss: float, accuracy: float) -> None:
+        out.points.append(Point(number, loss, accuracy, out.uplink, out.downlink))
+
+    look(0, *clients.evaluate(vector))
     for number in range(1, plan.rounds + 1):
-        before = history.vector
-        updates = [clients.update(i, number, before) for i in range(plan.clients)]
+        updates = [clients.update(i, number, vector) for i in range(plan.clients)]
         due = number == plan.rounds or (plan.every > 0 and number % plan.every == 0)
         try:
             with np.errstate(over="ignore", invalid="ignore"):
                 done = scheme.round(updates, weights, states, Key(plan.seed, "uplink", number), look=due)
-                after = server.step(number, before, done.mean if scheme.lossless else before + done.mean)
+                after = server.step(number, vector, done.mean if scheme.lossless else vector + done.mean)
             if not np.isfinite(after).all():
                 raise NonFiniteUpdate("the aggregate is not finite")
         except NonFiniteUpdate:
-            return history.diverge(number)
-        states = done.states
-        history.advance(after, done)
+            # The last model that was one is kept.
+            out.diverged = number
+            look(number, math.inf, math.nan)
+            break
+        vector, states = after, done.states
+        # A vector a round, and the states of all clients, would fill the memory.
+        out.exchanges.append(replace(done, mean=done.mean[:0], states=[]))
         if due:
-            history.look(number)
-    return replace(history.outcome(None), steps=server.stale)
+            look(number, *clients.evaluate(vector))
+    else:
+        out.steps = server.stale
+    out.arrays = clients.arrays(vector)
+    return out
 
 
 def measured(plan: Plan, codec: Mapping[str, Any], *, oracle: bool = False) -> dict[str, Any]:
@@ -363,10 +334,7 @@ def measured(plan: Plan, codec: Mapping[str, Any], *, oracle: bool = False) -> d
     made = get_codec(dict(codec))
     scheme = Led(made, oracle=True) if oracle and isinstance(made, ScaleCom) else scheme_of(made)
     with quiet():
-        return _figures(simulate(plan, scheme))
-
-
-def _figures(out: Outcome) -> dict[str, Any]:
+        out = simulate(plan, scheme)
     names = ("uplink", "downlink", "kept", "union", "overlap", "diverged", "settled", "stale")
     return {
         "loss": out.final.loss,
@@ -413,39 +381,6 @@ class _Server:
         step = np.square(after - model, dtype=np.float64)
         self.stale.append(float(step[mean == model].sum() / step.sum()) if step.any() else 0.0)
         return after
-
-
-class _History:
-    """The shared model and the records of a simulation."""
-
-    def __init__(self, clients: Clients, vector: Vector, on_point: Callable[[Point], object] | None) -> None:
-        self.clients, self.vector, self._on_point = clients, vector, on_point
-        self.points: list[Point] = []
-        self.costs: list[ExchangeCost] = []
-
-    def advance(self, vector: Vector, done: RoundExchange) -> None:
-        """Take over the round's result."""
-        self.vector = vector
-        self.costs.append(ExchangeCost(done.uplink, done.downlink, done.union, tuple(done.kept), done.overlap))
-
-    def look(self, number: int) -> None:
-        """Evaluate the shared model."""
-        self._add(number, *self.clients.evaluate(self.vector))
-
-    def diverge(self, number: int) -> Outcome:
-        """End here: the updates of round ``number`` are no numbers."""
-        self._add(number, math.inf, math.nan)
-        return self.outcome(number)
-
-    def outcome(self, diverged: int | None) -> Outcome:
-        """Return what there is."""
-        return Outcome(self.clients.arrays(self.vector), self.points, self.costs, diverged)
-
-    def _add(self, number: int, loss: float, accuracy: float) -> None:
-        uplink, downlink = sum(cost.uplink for cost in self.costs), sum(cost.downlink for cost in self.costs)
-        self.points.append(Point(number, loss, accuracy, uplink, downlink))
-        if self._on_point is not None:
-            self._on_point(self.points[-1])
 
 
 @dataclass

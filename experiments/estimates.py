@@ -139,7 +139,7 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
     from fedcomp.codecs import TopK
     from fedcomp.codecs.feedback import ErrorFeedback
     from fedcomp.codecs.positional import stretches
-    from fedcomp.experiments.central import Separate
+    from fedcomp.experiments.schemes import Separate
     from fedcomp.layout import Layout, SmallDense, Update
 
     task = source.task()

@@ -19,7 +19,7 @@ from fedcomp.strategies.parts import TASK_PREFIX, below, policy
 
 if TYPE_CHECKING:
     from fedcomp.codecs import AdaComp, State
-    from fedcomp.experiments.central import RoundExchange, RoundScheme
+    from fedcomp.experiments.schemes import RoundExchange, RoundScheme
     from fedcomp.layout import Update
     from fedcomp.rng import Key
 
@@ -237,7 +237,8 @@ def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
 def watch(result: RunResult) -> dict[str, Any]:
     """Run AdaComp's row without messages, and return what its frames held and how far its final model differs."""
     from fedcomp.codecs import AdaComp
-    from fedcomp.experiments.central import Plan, Separate, simulate
+    from fedcomp.experiments.central import Plan, simulate
+    from fedcomp.experiments.schemes import Separate
 
     plan, scheme = Plan.of(result.spec)
     assert isinstance(scheme, Separate)

@@ -40,7 +40,7 @@ from fedcomp.codecs import (
     TopK,
 )
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.experiments.central import Led
+from fedcomp.experiments.schemes import Led
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
 

@@ -49,7 +49,7 @@ from fedcomp.codecs import (
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.scalecom import FixedSupport
 from fedcomp.errors import NonFiniteUpdate
-from fedcomp.experiments.central import Led
+from fedcomp.experiments.schemes import Led
 from fedcomp.kernels import tiers
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key

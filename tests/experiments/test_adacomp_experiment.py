@@ -13,10 +13,10 @@ from fake_engine import FakeEngine
 from fedcomp.codecs import AdaComp
 from fedcomp.experiments import engines
 from fedcomp.experiments.catalog import adacomp
-from fedcomp.experiments.central import Separate
 from fedcomp.experiments.experiment import Config
 from fedcomp.experiments.findings import Curves, Findings, Say
 from fedcomp.experiments.kit import Record, Records
+from fedcomp.experiments.schemes import Separate
 from fedcomp.experiments.spec import RoundRecord, RunResult
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
