@@ -67,7 +67,7 @@ class Clients:
     Raises
     ------
     ConfigError
-        When the model has buffers that travel beside the vector (statistics, counters): run it on an engine.
+        When the model has buffers that travel outside the vector (statistics, counters): run it on an engine.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Clients:
     ) -> None:
         self.task, self.seed, self.training, self.lossless = task, seed, training, lossless
         self.model = task.model(seed)
-        # Views of the one model's own memory: a client's training begins by copying the shared model into them.
+        # Views of the one model's own memory: a client's training starts by copying the shared model into them.
         self.views = {name: tensor.detach().numpy() for name, tensor in self.model.state_dict().items()}
         self.layout = Layout.of(self.views, dense, cast_floats=not lossless)
         if self.layout.exact:
             raise ConfigError(
-                f"the model has {len(self.layout.exact)} buffers that are no weights, first "
+                f"the model has {len(self.layout.exact)} buffers that are not weights, first "
                 f"{self.layout.exact[0].name!r}; without messages only weights are trained: use a model without them, "
                 "or an engine"
             )
@@ -247,7 +247,7 @@ class Outcome:
 
     @property
     def downlink(self) -> int:
-        """Bytes of the frames that tell every client every mean."""
+        """Bytes of the frames that carry every mean to every client."""
         return sum(e.downlink for e in self.exchanges)
 
     @property
@@ -272,7 +272,7 @@ def simulate(plan: Plan, scheme: RoundScheme) -> Outcome:
     Raises
     ------
     ConfigError
-        When the model has buffers that travel beside the vector (statistics, counters): run it on an engine.
+        When the model has buffers that travel outside the vector (statistics, counters): run it on an engine.
     """
     clients = Clients(plan.task, plan.clients, plan.seed, plan.training, dense=plan.policy, lossless=scheme.lossless)
     weights = [len(split) for split in clients.data]
@@ -423,7 +423,7 @@ def simulate_private(spec: RunSpec) -> PrivateOutcome:
     ------
     ConfigError
         When the system is not private, has no codec, or asks for what only messages can do: a compressed downlink,
-        a codec with memory, buffers beside the vector.
+        a codec with memory, buffers outside the vector.
     """
     system = get_system(spec.system)
     settings = system.resolve(spec.settings)

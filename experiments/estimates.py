@@ -41,7 +41,7 @@ SYNTHETIC: Final = (
     ("60 layers x t(4)", 0.001),
     ("60 layers x Laplace", 0.001),
 )
-"""Distributions whose tails are known, and densities at which they tell the families apart."""
+"""Distributions whose tails are known, and densities that tell the families apart."""
 LAYERS: Final = 60
 LAYERED: Final = f"{LAYERS} layers x "
 
@@ -139,28 +139,21 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
     from fedcomp.codecs import TopK
     from fedcomp.codecs.feedback import ErrorFeedback
     from fedcomp.codecs.positional import stretches
+    from fedcomp.experiments.central import Clients
     from fedcomp.experiments.schemes import Separate
-    from fedcomp.layout import Layout, SmallDense, Update
+    from fedcomp.layout import SmallDense
 
-    task = source.task()
-    model = task.model(seed)
-    views = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    training = {"lr": source.lr, "batch_size": source.batch_size, "max_steps": 1}
     # Layers of a few hundred values are left out: no quantile of theirs is as fine as the densities asked for.
-    layout = Layout.of(views, SmallDense(share=1.0))
+    clients = Clients(source.task(), source.clients, seed, training, dense=SmallDense(share=1.0))
+    layout, vector = clients.layout, clients.vector
     scheme = Separate(ErrorFeedback(TopK(density, scope=scope)))
     states = scheme.start(layout, source.clients)
-    data = [task.client(i, source.clients) for i in range(source.clients)]
-    vector = layout.flatten(views)
+    weights = [float(len(split)) for split in clients.data]
     parts = [p for p in stretches(layout, scope) if p.stop <= layout.compressed_size]
     out = []
     for step in range(1, source.steps + 1):
-        updates = []
-        for i, split in enumerate(data):
-            for name, array in layout.unflatten(vector).items():
-                np.copyto(views[name], array)
-            key = Key(seed, "batches", step, i)
-            task.train(model, split, key=key, lr=source.lr, batch_size=source.batch_size, max_steps=1)
-            updates.append(Update(layout.flatten(views) - vector, layout))
+        updates = [clients.update(i, step, vector) for i in range(source.clients)]
         if step in source.marks:
             gradient = updates[0].vector
             total = states[0]["memory"] + gradient
@@ -168,7 +161,6 @@ def on_gradients(source: Source, density: float, scope: str, seed: int) -> list[
                 name = "all layers" if scope == "global" else part.name
                 row = {"source": source.name, "part": name, "what": what, "step": step, "density": density}
                 out.append(row | {"fits": judge(values[part.slice], density)})
-        weights = [float(len(split)) for split in data]
         done = scheme.round(updates, weights, states, Key(seed, "uplink", step), look=False)
         states = done.states
         vector = vector + done.mean

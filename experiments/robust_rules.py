@@ -1,4 +1,4 @@
-"""The part of the experiment ``sparsifiers`` about rules that are no mean: which codecs a median or Krum can follow.
+"""The part of the experiment ``sparsifiers`` about rules other than the mean: which codecs a median or Krum can follow.
 
 A problem that every sensible rule solves: client i pulls the model towards its own target, and these lie close around a
 common one. A rule that looks at each coordinate, or at each reply, of lists of coordinates that clients chose for
@@ -55,7 +55,7 @@ CODECS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 OPTIONS: Final = {
-    "rule_rounds": Option(20, "rounds of the rows with a rule that is no mean", least=1),
+    "rule_rounds": Option(20, "rounds of the rows with a rule other than the mean", least=1),
     "rule_density": Option(0.1, "share of the coordinates that their sparse codecs send", above=0.0, most=1.0),
 }
 
@@ -106,7 +106,7 @@ def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
         name: (lambda rule, name=name: round(reached[rule, name], 3)) for name in CODECS
     }
     return table(
-        "Rules that are no mean: distance to the target",
+        "Rules other than the mean: distance to the target",
         columns,
         RULES,
         f"{CLIENTS} clients pull a model of {SIZE} weights from zero towards targets close around a common one; 1 is "

@@ -38,8 +38,8 @@ class RoundExchange:
     uplink : int
         Bytes of all frames from the clients.
     downlink : int
-        Bytes of the frames that would tell every client the mean: on a support all clients know, its values alone; else
-        values and the union of all supports, or all values where that is shorter.
+        Bytes of the frames that would carry the mean to every client: on a support all clients know, its values alone;
+        else values and the union of all supports, or all values where that is shorter.
     union : int
         Compressible coordinates at which the mean is not zero.
     kept : list of int
@@ -116,7 +116,7 @@ class Separate:
         kept: list[int] = []
         uplink = 0
         for i, (update, weight, state) in enumerate(zip(updates, weights, states, strict=True)):
-            # A codec that does not remember starts every message anew.
+            # A codec without memory starts every message from its initial state.
             before = state if self.codec.remembers else self.codec.init(layout)
             frame, state = self.codec.encode(update, before, key.at(partition=i))
             uplink += len(frame)

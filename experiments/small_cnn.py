@@ -41,7 +41,7 @@ OPTIONS: Final = {
     ),
     "cnn_rounds": Option(30, "rounds of the CNN's rows", least=1),
     "cnn_seeds": Option(2, "trainings of each of the CNN's rows", least=1, most=100),
-    "cnn_tune": Option(False, "choose the CNN's step sizes anew on the validation split, and use those"),
+    "cnn_tune": Option(False, "choose the CNN's step sizes again on the validation split, and use those"),
 }
 
 
@@ -93,7 +93,7 @@ ROWS: Final = (
 
 
 def measure(config: Config, say: Say) -> tuple[Table, list[Claim]]:
-    """Train every row with its step size, chosen anew if asked: fifty times fewer bytes, at little cost."""
+    """Train every row with its step size, chosen again if asked: fifty times fewer bytes, at little cost."""
     processes, shared = int(config.settings["workers"]), {"config": config}
     rates = {row.label: row.lr for row in ROWS}
     if config.settings["cnn_tune"]:

@@ -160,7 +160,7 @@ def dp_fedavg(
     tried: list[Any] = list(found)
     if messages:
         base = [(i, ClientReply(update, examples=1 + 5 * i, loss=float(i), buffers=i)) for i, update in base]
-        # The canary says all it can beside its update: many examples, a large loss, other buffers.
+        # The canary reports all it can besides its update: many examples, a large loss, other buffers.
         spare = ClientReply(found[0], examples=1000, loss=50.0, buffers=40) if canary is None else canary
         other = ClientReply(-found[0], examples=1, loss=0.0, buffers=0)
         tried = [ClientReply(one, examples=100, loss=3.0, buffers=7) for one in found]
@@ -209,7 +209,7 @@ def topagg(adjacency: Adjacency = "zero_out", *, kind: type[TopAgg] = TopAgg, z:
     base = [(place, vote(place, WIDTH, 8).astype(np.float32)) for place in range(NODES - 1)]
     canary = vote(9, WIDTH, 8).astype(np.float32)
     tried = [sign * vote(place, WIDTH, 8).astype(np.float32) for place in range(10, 14) for sign in (1, -1)]
-    # What is no vote must not be counted: two of a vote, and one vote too many.
+    # Invalid votes must not be counted: two of a vote, and one vote too many.
     tried += [2.0 * canary, np.ones(WIDTH, np.float32)]
     both = worlds(adjacency, base, NODES - 1, tried, canary, -canary)
     return Rounds(f"TopAgg, {adjacency}", make, both, MODEL, NODES)

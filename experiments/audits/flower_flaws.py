@@ -181,14 +181,14 @@ def adaptive_noise() -> tuple[float, float]:
 
 
 def leaked_metric() -> float:
-    """Return what of the clients' mean loss the wrapper hands on: 0 would be nothing, 1 all of it exactly."""
+    """Return the share of the clients' mean loss that the wrapper passes on: 0 is none of it, 1 all of it exactly."""
     model = {"w": np.zeros(4, np.float32)}
     _, told = _fixed(2, model, [{"w": np.ones(4, np.float32)}] * 2, metrics=[1.0, 3.0])
     return float(told.get("loss", 0.0)) / 2.0
 
 
 def last_bits() -> tuple[float, float]:
-    """Return the shares of noisy outputs that are no multiple of 2^-24, where the model is 0 and where it is 1."""
+    """Return the shares of noisy outputs that are not a multiple of 2^-24, where the model is 0 and where it is 1."""
     shares = []
     for value in (0.0, 1.0):
         model = {"w": np.full(WIDE, value, np.float32)}

@@ -1,7 +1,7 @@
 """Wrong variants of the private code, each of which looks right and trains well, and the tier that must catch it.
 
-Every mutant changes one thing in a class of the product and is audited beside its original: the audit has to flag the
-one and pass the other. They are here to test the audit; nothing else may use them.
+Every mutant changes one thing in a class of the product and is audited together with its original: the audit has
+to flag the one and pass the other. They exist to test the audit; nothing else may use them.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class WeightedByExamples(_FromReplies):
 
 
 class NoiseCastToIntegers(_FromReplies):
-    """Averages integer buffers and casts their noise to integers: there is none left."""
+    """Averages integer buffers and casts their noise to integers, which leaves no noise."""
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         """Add the mean of the buffers, and noise of the updates' standard deviation."""
@@ -203,7 +203,7 @@ class MetricLeak(_FromReplies):
     """Releases the mean of the clients' losses, exactly."""
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        """Return the loss beside the model."""
+        """Return the loss with the model."""
         arrays, _ = super().aggregate_train(server_round, replies)
         losses = [_metric(r, "loss") for r in self._read]
         return arrays, MetricRecord({"loss": math.fsum(losses) / len(losses)})
@@ -274,7 +274,7 @@ class OneEventPerBatch(Votes):
 
 
 class ForgetfulAccountant(DpFedAvg):
-    """Makes its accountant anew in every round."""
+    """Restarts its accountant in every round."""
 
     def configure_train(self, *arguments: Any) -> Any:
         """Forget what was spent."""
@@ -499,4 +499,4 @@ MUTANTS: Final[dict[str, Mutant]] = {
         lambda: _held(systems.dealt_with_a_wrap),
     ),
 }
-"""Every one is audited beside its original, on the same data."""
+"""Every one is audited together with its original, on the same data."""

@@ -46,7 +46,7 @@ def reply_by_hand(message: Message, arrays: Mapping[str, NDArray[Any]], **metric
 
 @dataclass(frozen=True)
 class ClientReply:
-    """What a client replies, beside its update.
+    """What a client replies: its update, and what else a reply says.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class ClientReply:
 
 @dataclass(frozen=True)
 class RoundReading:
-    """What of a round is read, beside the step of the model.
+    """Which figures of a round are read, besides the step of the model.
 
     Attributes
     ----------

@@ -108,7 +108,7 @@ class _Watched(Votes):
 
 
 class _Drawn:
-    """A generator that makes the same images for ever: what is audited is the sum of votes on them."""
+    """A generator that always makes the same images: the sum of votes on them is what is audited."""
 
     def images(self, arrays: Any, key: Key, count: int) -> NDArray[np.float32]:
         return np.zeros((count, PIXELS), np.float32)

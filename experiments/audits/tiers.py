@@ -29,7 +29,7 @@ class Verdict:
     trials : int
         Pairs, residuals, runs or canaries.
     ok : bool
-        Whether the claim stands. That it stands is no proof.
+        Whether the claim stands; this does not prove it.
     """
 
     tier: str
@@ -114,7 +114,7 @@ def tier_d(
 
 
 def tier_e(subject: Subject, *, runs: int, seed: int = 0) -> Verdict:
-    """Count outputs beside the public grid in both worlds; any difference tells them apart."""
+    """Count outputs off the public grid in both worlds; any of them may tell the worlds apart."""
     shares = [
         off_grid(subject.run(data, runs, seed=seed)[..., subject.gridded], subject.step)
         for data in (subject.absent, subject.present)

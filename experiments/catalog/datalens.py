@@ -204,7 +204,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                 "records with two teachers under the published deal, MNIST's class counts",
                 deals[0][2],
                 "== 1138",
-                "derived from its order of dealing: classes that have run out begin anew",
+                "derived from its order of dealing: classes that have run out start over",
             ),
             *costs.claims,
         ],

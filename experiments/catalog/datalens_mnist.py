@@ -64,7 +64,7 @@ GRIDS: Final[Mapping[str, tuple[Options, ...]]] = {
         {"lr": 1.0, "local": 3, "releases": releases, "clip": clip} for releases in (15, 40) for clip in (1.0, 3.0)
     ),
 }
-"""What ``--set tune=true`` tries, as much for every row and epsilon."""
+"""What ``--set tune=true`` tries: as many settings for every row and epsilon."""
 
 CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
     TOPAGG: (2, 2),
@@ -78,7 +78,7 @@ CHOSEN: Final[Mapping[str, tuple[int, int]]] = {
 OPTIONS = {
     "seeds": Option(3, "trainings per row and epsilon, with the seeds from --seed on", least=1, most=20),
     "workers": workers(),
-    "tune": Option(False, "choose settings anew on held-out training images, and use those"),
+    "tune": Option(False, "choose settings again on held-out training images, and use those"),
     "images": Option(EACH, "generated images that teachers vote on in a step; each is a release", least=1),
     "teacher_lr": Option(
         0.0, "step size of teachers that are kept between steps; 0: they restart at every step", least=0.0
@@ -248,7 +248,7 @@ def _tuning_table(tried: Mapping[str, float]) -> Table:
 
 
 def _sheets(config: Config, task: Any, outcomes: Outcomes) -> list[Pictures]:
-    """Return generated images of the first seed, and records beside them."""
+    """Return generated images of the first seed, and records next to them."""
     columns, names = 8, [str(c) for c in range(task.classes)]
     split = task.train_split
     real = np.stack([split.x[np.flatnonzero(split.y == c)[:columns]] for c in range(task.classes)])

@@ -59,7 +59,7 @@ def _plain(verdicts: list[Verdict]) -> Audit:
 
 
 def last_bits(draws: int, seed: int) -> dict[str, list[float]]:
-    """Return the shares of noisy values 0 and 1 that are no multiple of the last bit of a number beside 1.
+    """Return the shares of noisy values 0 and 1 that are not a multiple of the last bit of a number next to 1.
 
     Unit noise; float32 has multiples of 2^-24 there, float64 of 2^-53.
     """
@@ -213,8 +213,8 @@ def _audit_table(audits: Mapping[str, Audit], runs: int) -> Table:
         audits,
         "A: largest distance of two neighbouring sums, over what the event says. B: noise over the claim, the worst of "
         f"all tensors. C: lower bound on mu from {runs} runs in each world, and mu by the ledger's epsilon. E: share "
-        "of outputs beside the public grid. F: largest correlation of two rounds' noise. That a claim stands is no "
-        "proof of it.",
+        "of outputs off the public grid. F: largest correlation of two rounds' noise. That a claim stands does not "
+        "prove it.",
     )
 
 
@@ -257,10 +257,10 @@ def _float_table(floats: Mapping[str, list[float]], flower: Mapping[str, Any]) -
     shares = list(floats.items())
     shares.insert(2, (f"Flower {flower['version']}, fixed clipping", flower["bits"]))
     return Table(
-        "What the last bits tell",
+        "What the last bits reveal",
         ("noise", "value 0", "value 1", "difference"),
         [[name, zero, one, zero - one] for name, (zero, one) in shares],
-        "Share of outputs that are no multiple of the last bit of a number beside 1 (Mironov 2012), one coordinate "
+        "Share of outputs that are not a multiple of the last bit of a number next to 1 (Mironov 2012), one coordinate "
         "with unit noise. Whoever sees such an output knows that the value was 0.",
     )
 
@@ -326,7 +326,7 @@ def claims(
     floats: Mapping[str, list[float]],
     flower: Mapping[str, Any],
 ) -> list[Claim]:
-    """Nothing is refuted, every mutant is caught, no last bit tells anything; and what the installed Flower does."""
+    """Nothing is refuted, every mutant is caught, the last bits reveal nothing; and what the installed Flower does."""
     from fedcomp.privacy.audit import power
 
     ours = "integer noise on the grid"
@@ -360,7 +360,7 @@ def claims(
             "tier C: weakest attack's bound over mu",
             min(v["found"] / v["claimed"] for found in audits.values() for v in _by_tier(found, "C")),
             ">= 0.2",
-            "an attack that sees nothing is none",
+            "an attack that sees nothing refutes nothing",
         ),
         claim(
             "mutants not told from their originals",

@@ -100,7 +100,7 @@ OPTIONS = {
     "batch_size": Option(8, "examples per step", least=1),
     "max_steps": Option(0, "steps a client makes in a round at most; 0: no limit but the epochs", least=0),
     "delta": Option(1e-3, "delta of every guarantee; below one over the clients", above=0.0, most=0.1),
-    "tune": Option(False, "choose clip, rates, votes and thresholds anew, on other seeds, by the training loss"),
+    "tune": Option(False, "choose clip, rates, votes and thresholds again, on other seeds, by the training loss"),
     "tune_seeds": Option(1, "trainings per candidate when tuning", least=1, most=10),
     "agreement_size": Option(2000, "coordinates of the synthetic gradients", least=10),
 }
@@ -224,7 +224,7 @@ def _voting() -> list[str]:
 
 def _choose(config: Config, say: Say) -> tuple[dict[str, Mapping[str, Any]], list[Table]]:
     """Return the settings of each method at each epsilon; with ``tune`` those with the least training loss on seeds
-    that nothing else uses, and the table of all that were tried."""
+    that nothing else uses, and the table of everything tried."""
     stored = {m.name(e): m.candidates[i] for m in METHODS for e, i in zip(EPSILONS, m.chosen, strict=True)}
     if not config.settings["tune"]:
         return stored, []
@@ -339,7 +339,7 @@ def _trained_tables(trained: Figures, votes: Figures, chosen: Mapping[str, Mappi
             "others' was chosen: why DP-FedAvg without noise is above it. Epsilon at delta as in the statement below, "
             "every client in every round; z is the noise multiplier. Points over dense: against DP-FedAvg dense at the "
             "same epsilon; negative is what votes lose. Bytes: frame of a client and round, uplink, which is padded "
-            "wherever a round is private, so that its length tells nothing.",
+            "wherever a round is private, so that its length reveals nothing.",
         ),
         table(
             "Bytes of a vote",

@@ -73,7 +73,7 @@ CHOSEN: Final[Mapping[str, tuple[Options, ...]]] = {
 OPTIONS = {
     "seeds": Option(5, "trainings per method and epsilon, with the seeds from --seed on", least=1, most=100),
     "workers": workers(2),
-    "tune": Option(False, "choose step sizes, k, rank and kept fraction anew on the validation split, and use those"),
+    "tune": Option(False, "choose step sizes, k, rank and kept fraction again on the validation split, and use those"),
     "secure": Option(False, "take noise and samples from the operating system instead of the seed"),
     "rate": Option(0.2, "probability with which a record is in a batch", above=0.0, most=1.0),
     "delta": Option(1e-5, "delta of every epsilon", above=0.0, most=1e-4),
@@ -403,8 +403,8 @@ def answer(outcomes: Outcomes) -> str:
 
 
 NOTES: Final = """\
-Records are the unit: whoever trains is trusted with them, and the models are released. Batches are drawn record by \
-record, every one independently, and the sum is divided by the expected batch.
+The unit is a record: the trainer is trusted with the records, and the models are released. Records are drawn for a \
+batch independently of each other, and the sum is divided by the expected batch.
 
 Step sizes, k, rank and the kept fraction of each method and epsilon were chosen on a fifth of the training records \
 that was held out, with other seeds than those reported (--set tune=true does it again). That choice, and these \
@@ -412,7 +412,7 @@ figures themselves, are not covered by the epsilons.
 
 TopAgg inside DP-SGD is derived here: the published abstract names it, its algorithm and its table were not available. \
 It loses here, and loses the more the smaller epsilon is: noise falls on all coordinates, while a vote for k of them \
-says nothing of the others. Much of the loss is the votes' own randomness, which is added to that of the noise: plain \
+says nothing about the others. Much of the loss is the votes' own randomness, which is added to the noise: plain \
 signs, which a saturation as small as the published one amounts to, lose less. The case of both is the size of a \
 message. "LSG" is low rank after published code with a sparse half derived here.
 

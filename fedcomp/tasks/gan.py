@@ -332,7 +332,7 @@ class Teachers:
     gradients are zero.
 
     What one teacher learns depends on its own records alone: not on those of the others, nor on how many they have. A
-    record that is exchanged, added or taken out moves one teacher's votes, whoever computes beside it.
+    record that is exchanged, added or taken out moves one teacher's votes, whoever else is computed with it.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Cifar(_Images):
     """12,000 images of CIFAR-10 (32x32 pixels, three colours), stored as JPEG files: 10,000 and 2,000 for testing.
 
     The default model is the CNN of Flower's PyTorch quickstart, 62,006 parameters. The files are lossy: no figure from
-    here may be set beside a published one. Without them the embedded 8x8 digits are enlarged to 32x32 in three equal
+    here may be compared with a published one. Without them the embedded 8x8 digits are enlarged to 32x32 in three equal
     colours: shapes, model and bytes are the same, the accuracy is not, and the record says so.
     """
 

@@ -108,7 +108,7 @@ class Corpus:
 Content = LabelledExamples | Corpus | LabelledGraph
 
 Stamp = tuple[tuple[int, ...], ...]
-"""What tells one state of a set's local files from another; see :func:`local_stamp`."""
+"""What distinguishes one state of a set's local files from another; see :func:`local_stamp`."""
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> str | None:
@@ -150,7 +150,7 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
     """Return size, times of change in nanoseconds and inode of each local file of the set ``name``; None when
     there is no folder for it under ``root``, or one that it shares and that holds only files of other sets.
 
-    A file written anew has another stamp, so what was loaded and verified before is not taken for it.
+    A rewritten file has another stamp, so what was loaded and verified before is not taken for it.
 
     Raises
     ------
@@ -172,7 +172,7 @@ def local_stamp(name: str, root: str | None) -> Stamp | None:
             continue
         except OSError as error:
             raise DataError(f"{folder / file} cannot be read ({error.strerror}); make it readable") from error
-        # Not even opened: reading a pipe would wait for ever.
+        # Not even opened: reading a pipe would block for ever.
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{folder / file} is not a regular file; put the data file there or remove the folder")
         stamps.append((found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino))

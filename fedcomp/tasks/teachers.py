@@ -28,7 +28,7 @@ def by_hash(ids: Iterable[int], teachers: int, key: Key) -> NDArray[np.int64]:
     Parameters
     ----------
     ids : iterable of int
-        What names a record for ever; here its position in the training split.
+        A permanent name of a record; here its position in the training split.
     teachers : int
         At least 1.
     """
@@ -43,7 +43,7 @@ def by_hash(ids: Iterable[int], teachers: int, key: Key) -> NDArray[np.int64]:
 def wrapping_deal(labels: NDArray[np.integer], teachers: int, each: int) -> NDArray[np.int64]:
     """Return what DataLens' published code deals out, positions of records, int64 ``(teachers, each)``.
 
-    Cards are dealt class by class in turn, and a class that has run out begins anew (read): with classes of unequal
+    Cards are dealt class by class in turn, and a class that has run out starts over (read): with classes of unequal
     size some records have two teachers and others none. Here to measure that; nothing learns from it.
     """
     labels = np.asarray(labels)
@@ -58,7 +58,7 @@ def wrapping_deal(labels: NDArray[np.integer], teachers: int, each: int) -> NDAr
 
 def shared_records(dealt: NDArray[np.int64], records: int) -> tuple[int, int]:
     """Return how many of ``records`` records have more than one teacher, and how many have none."""
-    # A teacher that were dealt the same record twice would still be one teacher.
+    # A teacher that is dealt the same record twice is still one teacher.
     pairs = np.unique(np.stack([np.repeat(np.arange(len(dealt)), dealt.shape[1]), dealt.reshape(-1)]), axis=1)
     held = np.bincount(pairs[1], minlength=records)
     return int((held > 1).sum()), int((held == 0).sum())
