@@ -155,7 +155,7 @@ def _plan(msg: Message, context: Context, part: GraphPart) -> Message:
     without."""
     ask = PlanRequest.take(msg)
     sent = take_frames(msg, part.parts, gcn.NORMS, gcn.STRUCTURE)
-    kept = OwnerState.load(context, ask, part, _reader(part, ask))
+    kept = OwnerState.load(context, ask, part, row_reader(part, ask))
     norms, structure = NodeValues(), tuple(sent[gcn.STRUCTURE].items())
     for owner, frame in sent[gcn.NORMS].items():
         ids, values = decode_norms(frame, nodes=part.structure.nodes)
@@ -261,7 +261,7 @@ class _Turn:
         if ask.purpose != purpose:
             raise PayloadError(f"the plan of a message to {purpose} is one to {ask.purpose}")
         part = part_of(msg, context)
-        read = _reader(part, ask)
+        read = row_reader(part, ask)
         kept = OwnerState.load(context, ask, part, read)
         if kept.lacks_norms(ask) and _measures(_settings(ask)):
             raise MissingRows(
@@ -500,6 +500,6 @@ def _check_complete(found: Mapping[int, Ids], wants: Mapping[int, Ids]) -> None:
         )
 
 
-def _reader(part: GraphPart, ask: PlanRequest) -> Callable[..., tuple[Ids, Floats]]:
+def row_reader(part: GraphPart, ask: PlanRequest) -> Callable[..., tuple[Ids, Floats]]:
     codec = get_row_codec(ask.row_codec)
     return partial(codec.decode, features=part.features.shape[1], dtype=part.features.dtype, nodes=part.structure.nodes)

@@ -38,7 +38,7 @@ UNIFORM: Final = "uniform sampling, as many rows"
 EVALUATED: Final = "evaluated on the clients"
 UPDATES: Final = "rows as auto, updates as qsgd"
 LADIES: Final = "LADIES"
-_RENORMALISED: Final = f"{LADIES}, rows renormalised"
+RENORMALISED: Final = f"{LADIES}, rows renormalised"
 
 GOAL: Final = "goal of this package"
 THEORY: Final = "theory"
@@ -134,7 +134,7 @@ OPTIONS = {
     "bias_batch": Option(32, "nodes of that batch", least=1),
 }
 
-_TAKEN: Final = ("n", "fanout", "q", "batch_size", "local_steps", "lr", "task.hidden")
+TAKEN: Final = ("n", "fanout", "q", "batch_size", "local_steps", "lr", "task.hidden")
 
 
 def name(where: str, label: str) -> str:
@@ -174,7 +174,7 @@ def rules(config: Config) -> dict[str, Own]:
 
 def compared(config: Config) -> dict[str, Own]:
     """Return the rules of the rows, which the claims are about."""
-    mine, (measured, _, matched) = rules(config), _promising(config)
+    mine, (measured, _, matched) = rules(config), promising(config)
     return {label: mine[label] for label in (FULL, UNSKEWED, matched, measured, LOCAL)}
 
 
@@ -262,7 +262,7 @@ def spec(config: Config, where: str, label: str, own: Own, rounds: int) -> RunSp
         **{f"task.{key}": value for key, value in _graph(config).items()},
         **own,
     }
-    made = config.spec(SYSTEM, name(where, label), str(config.settings["task"]), take=_TAKEN, **given)
+    made = config.spec(SYSTEM, name(where, label), str(config.settings["task"]), take=TAKEN, **given)
     return replace(made, rounds=rounds)
 
 
@@ -340,7 +340,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     say("biases: means of many draws")
     biases = say.cell("biases", partial(_biases, config, graphs[RANDOM]))
     codecs = say.cell("row codecs", partial(codec_sizes, graphs[RANDOM]))
-    made = _claims(config, groups, exact, biases)
+    made = claims_of(config, groups, exact, biases)
     first, second = made[:2]
     for graph in graphs.values():
         # Its record has the partitions it was asked for.
@@ -350,7 +350,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         figures=_figures(config, groups, equal, exact),
         claims=made,
         answer=f"{first.value:.1f} times fewer remote rows a batch than without skew, at {second.value:.2f} points of "
-        f"accuracy less ({CUT}, {_promising(config)[0]}).",
+        f"accuracy less ({CUT}, {promising(config)[0]}).",
         tasks=[*(graph.record() for graph in graphs.values()), groups[name(CROSS, UNSKEWED)][0].task],
     )
 
@@ -426,7 +426,7 @@ def _biases(config: Config, graph: GraphTask) -> dict[str, Any]:
     mine, few = rules(config), {"n": str(config.settings["bias_n"])}
     wanted: dict[str, Own] = {label: mine[label] for label in (UNSKEWED, _budget(config))}
     wanted |= families(config)
-    wanted[_RENORMALISED] = {"sampler": "ladies", "renormalise": True}
+    wanted[RENORMALISED] = {"sampler": "ladies", "renormalise": True}
     wanted[LOCAL] = mine[LOCAL]
     size = {"batch": int(config.settings["bias_batch"]), "draws": int(config.settings["draws"]), "seed": config.seed}
     part = graph.shared(config.clients).part(0)
@@ -770,13 +770,13 @@ def _accuracy_curve(title: str, groups: Groups, where: str, labels: Iterable[str
 # Claims.
 
 
-def _promising(config: Config) -> tuple[str, str, str]:
+def promising(config: Config) -> tuple[str, str, str]:
     """Return the rules that follow from a budget: with measured norms, for the worst case, and by the model."""
     measured, worst = (next(label for label in rules(config) if label.startswith(w)) for w in ("measured", "worst"))
     return measured, worst, _budget(config)
 
 
-def _claims(config: Config, groups: Groups, exact: Exact, biases: Mapping[str, Mapping[str, float]]) -> list[Claim]:
+def claims_of(config: Config, groups: Groups, exact: Exact, biases: Mapping[str, Mapping[str, float]]) -> list[Claim]:
     """Fewer rows at the accuracy of the unskewed sampler; what is remote is learnt from; bytes are those sent."""
     return [
         *_comparison_claims(config, groups, exact),
@@ -789,7 +789,7 @@ def _claims(config: Config, groups: Groups, exact: Exact, biases: Mapping[str, M
 
 def _comparison_claims(config: Config, groups: Groups, exact: Exact) -> list[Claim]:
     plain, made = groups[name(CUT, UNSKEWED)], []
-    for label in _promising(config)[::2]:
+    for label in promising(config)[::2]:
         mine = groups[name(CUT, label)]
         times = fewer(mean(plain.each("per_batch")), mean(mine.each("per_batch")))
         points = 100 * (mean(plain.each("accuracy")) - mean(mine.each("accuracy")))
@@ -846,7 +846,7 @@ def _byte_claims(groups: Groups) -> list[Claim]:
 
 
 def _budget_claims(config: Config, where: str, groups: Groups, exact: Exact) -> list[Claim]:
-    budget, (measured, worst, mine) = float(config.settings["budget"]), _promising(config)
+    budget, (measured, worst, mine) = float(config.settings["budget"]), promising(config)
     saved = {
         cache: fewer(
             *(mean(groups[name(SHORT[where], cached(label, cache))].each("rows_fetched")) for label in (UNSKEWED, mine))
@@ -892,7 +892,7 @@ def _bias_claims(biases: Mapping[str, Mapping[str, float]]) -> list[Claim]:
         ),
         claim(
             "the same of LADIES as published, rows renormalised",
-            over[_RENORMALISED],
+            over[RENORMALISED],
             ">= 2.0",
             "measured on other seeds: 4.8",
         ),

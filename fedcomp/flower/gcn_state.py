@@ -29,12 +29,13 @@ from fedcomp.graphs.cache import FeatureCache
 
 Reals = NDArray[np.float64]
 
-_META: Final = "fedcomp.gcn.kept"
-_ARRAYS: Final = "fedcomp.gcn.kept.arrays"
-_CACHE: Final = "fedcomp.gcn.kept.cache"
-_FRAMES: Final = "fedcomp.gcn.kept.frames/"
-_SECRET: Final = "fedcomp.gcn.secret"
-_SECRET_BYTES: Final = 32
+KEPT: Final = "fedcomp.gcn.kept"
+KEPT_ARRAYS: Final = "fedcomp.gcn.kept.arrays"
+KEPT_CACHE: Final = "fedcomp.gcn.kept.cache"
+KEPT_FRAMES: Final = "fedcomp.gcn.kept.frames/"
+SECRET: Final = "fedcomp.gcn.secret"
+SECRET_BYTES: Final = 32
+"""Names of the records in a node's state, and the length of a secret."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class OwnerState:
         rows_of = json.dumps([part.digest, ask.row_codec, ask.noise])
         cache = FeatureCache(ask.cache, ask.cache_bytes, key=rows_of)
         fresh = cls(part.digest, rows_of, cache, session=ask.session)
-        meta = context.state.config_records.get(_META)
+        meta = context.state.config_records.get(KEPT)
         if meta is None or meta.get("digest") != part.digest:
             return fresh
         try:
@@ -208,14 +209,14 @@ class OwnerState:
             frames |= {f"rows/{place}": frame for place, frame in enumerate(self.last.rows.values())}
         cache = None if self.stored else to_record(self.cache.to_arrays())
         record, entries = to_record(arrays), ConfigRecord({k: v for k, v in meta.items() if v not in ("", [])})
-        for name in [n for n in state if n.startswith(_FRAMES)]:
+        for name in [n for n in state if n.startswith(KEPT_FRAMES)]:
             del state[name]
         for name, frame in frames.items():
-            put_frame(state, f"{_FRAMES}{name}", frame)
+            put_frame(state, f"{KEPT_FRAMES}{name}", frame)
         if cache is not None:
-            state[_CACHE] = cache
-        state[_ARRAYS] = record
-        state[_META] = entries
+            state[KEPT_CACHE] = cache
+        state[KEPT_ARRAYS] = record
+        state[KEPT] = entries
 
 
 Reader = Callable[[bytes], tuple[Ids, NDArray[Any]]]
@@ -224,7 +225,7 @@ Reader = Callable[[bytes], tuple[Ids, NDArray[Any]]]
 
 def _read(context: Context, meta: ConfigRecord, ask: PlanRequest, fresh: OwnerState) -> OwnerState:
     said: dict[str, Any] = dict(meta)
-    arrays = to_arrays(context.state.array_records[_ARRAYS])
+    arrays = to_arrays(context.state.array_records[KEPT_ARRAYS])
     last = None
     if "last.session" in said:
         rows = dict(zip(said.get("last.owners", []), _frames(context, "rows"), strict=True))
@@ -233,7 +234,7 @@ def _read(context: Context, meta: ConfigRecord, ask: PlanRequest, fresh: OwnerSt
     same_rows, same_run = said["rows-of"] == fresh.rows_of, said["session"] == ask.session
     cache = fresh.cache
     if same_rows:
-        held = to_arrays(context.state.array_records[_CACHE])
+        held = to_arrays(context.state.array_records[KEPT_CACHE])
         cache = FeatureCache.from_arrays(held, cache.policy, cache.limit_bytes, key=cache.key)
     return OwnerState(
         fresh.digest,
@@ -254,7 +255,7 @@ def _policy(cache: FeatureCache) -> str:
 
 
 def _frames(context: Context, kind: str) -> list[bytes]:
-    prefix = f"{_FRAMES}{kind}/"
+    prefix = f"{KEPT_FRAMES}{kind}/"
     count = sum(name.startswith(prefix) for name in context.state)
     found = [take_frame(context.state, f"{prefix}{place}") for place in range(count)]
     whole = [frame for frame in found if frame is not None]
@@ -285,15 +286,15 @@ def own_secret(context: Context) -> tuple[bytes, bool]:
     StateError
         When what is kept is not a secret.
     """
-    held = context.state.config_records.get(_SECRET)
+    held = context.state.config_records.get(SECRET)
     if held is None:
-        return secrets.token_bytes(_SECRET_BYTES), True
+        return secrets.token_bytes(SECRET_BYTES), True
     secret = held.get("secret")
-    if not isinstance(secret, bytes) or len(secret) != _SECRET_BYTES:
+    if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
         raise StateError("the secret that this owner's noise comes from is damaged; restart the node")
     return secret, False
 
 
 def keep_secret(context: Context, secret: bytes) -> None:
     """Keep it: noise that is redrawn at every fetch would average out."""
-    context.state[_SECRET] = ConfigRecord({"secret": secret})
+    context.state[SECRET] = ConfigRecord({"secret": secret})

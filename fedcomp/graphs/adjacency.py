@@ -8,6 +8,7 @@ what is asked for; none touches all nodes after it was made.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.graphs.base import GraphError, Ids, Rows, UnknownStructure, find
+from fedcomp.graphs.base import GraphError, Ids, Rows, UnknownStructure, as_ids, ascending, find
 
 KINDS: Final = ("sym", "mean")
+
+MAX_PARTS: Final = 1 << 31
+"""Owners are below it: they are held as int32."""
 
 Owners = NDArray[np.int32]
 Reals = NDArray[np.float64]
@@ -97,27 +101,47 @@ def normalised(edges_src: Ids, edges_dst: Ids, nodes: int, kind: str = "sym", se
         raise ConfigError(f"unknown normalisation {kind!r}{nearest(kind, KINDS)}")
     if nodes < 1:
         raise ConfigError(f"a graph has at least one node, not {nodes}")
-    src, dst = as_ids(edges_src, nodes), as_ids(edges_dst, nodes)
-    if len(src) != len(dst):
-        raise GraphError(f"{len(src)} first ends and {len(dst)} second ends of edges; expected as many")
-    lists = [(src, dst)]
+    lists = [(edges_src, edges_dst)]
     if kind == "sym":
-        lists.append((dst, src))
+        lists.append((edges_dst, edges_src))
     if self_loops:
         every = np.arange(nodes, dtype=np.int64)
         lists.append((every, every))
-    # One integer per entry: sorting them sorts rows and columns at once, and parallel edges become neighbours.
-    entries = np.sort(np.concatenate([a * nodes + b for a, b in lists]))
-    entries = entries[np.concatenate([np.ones(min(1, len(entries)), bool), entries[1:] != entries[:-1]])]
-    rows, columns = np.divmod(entries, nodes)
-    degrees = np.bincount(rows, minlength=nodes)
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)])
+    indptr, rows, columns = sorted_entries(lists, nodes)
+    degrees = np.diff(indptr)
     if kind == "sym":
         values = 1.0 / np.sqrt(degrees[rows].astype(np.float64) * degrees[columns])
     else:
         values = 1.0 / degrees[rows]
     narrow = np.int32 if nodes <= np.iinfo(np.int32).max else np.int64
     return Adjacency(indptr, columns.astype(narrow), values, nodes)
+
+
+def sorted_entries(lists: Iterable[tuple[Ids, Ids]], nodes: int) -> tuple[Ids, Ids, Ids]:
+    """Return the entries that lists of rows and columns name, each once, in the order of compressed sparse rows.
+
+    Returns
+    -------
+    indptr : ndarray of int64, (nodes + 1,)
+    rows, columns : ndarray of int64
+        Ascending by row, then by column.
+
+    Raises
+    ------
+    GraphError
+        When rows and columns of a list differ in number, or an id is out of range.
+    """
+    found = []
+    for rows, columns in lists:
+        if len(rows) != len(columns):
+            raise GraphError(f"{len(rows)} first ends and {len(columns)} second ends of edges; expected as many")
+        found.append(as_ids(rows, nodes) * nodes + as_ids(columns, nodes))
+    # One integer per entry: sorting them sorts rows and columns at once, and repeats become neighbours.
+    entries = np.sort(np.concatenate(found))
+    entries = entries[np.concatenate([np.ones(min(1, len(entries)), bool), entries[1:] != entries[:-1]])]
+    rows, columns = np.divmod(entries, max(nodes, 1))
+    counts = np.bincount(rows, minlength=nodes)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]), rows, columns
 
 
 class FullStructure:
@@ -136,7 +160,7 @@ class FullStructure:
     """
 
     def __init__(self, adjacency: Adjacency, owner: Owners) -> None:
-        owner = _as_owners(owner, adjacency.nodes, "nodes")
+        owner = as_owners(owner, adjacency.nodes, "nodes")
         self.adjacency = adjacency
         self.owner = owner
         self.nodes = adjacency.nodes
@@ -184,9 +208,9 @@ class HaloStructure:
     """
 
     def __init__(self, own: Rows, owners: Owners, nodes: int, index: int) -> None:
-        owners = _as_owners(owners, len(own.columns), "entries")
+        owners = as_owners(owners, len(own.columns), "entries")
         check_rows(own, nodes)
-        _require_ascending(own.ids, "owned nodes")
+        ascending(own.ids, nodes)
         self.nodes = nodes
         self.index = index
         self._own = own
@@ -263,7 +287,7 @@ class HaloStructure:
         GraphError
             When the rows are not rows of P, or an owner contradicts what is known.
         """
-        owners = _as_owners(owners, len(rows.columns), "entries")
+        owners = as_owners(owners, len(rows.columns), "entries")
         check_rows(rows, self.nodes)
         fresh = np.unique(rows.ids, return_index=True)[1]
         fresh = fresh[~self.known(rows.ids[fresh])]
@@ -301,25 +325,6 @@ def columns_of(rows: Rows) -> tuple[Ids, Ids]:
     return candidates.astype(np.int64, copy=False), positions.astype(np.int64, copy=False)
 
 
-def as_ids(ids: Any, nodes: int) -> Ids:
-    """Return ``ids`` as int64, checked.
-
-    Raises
-    ------
-    GraphError
-        Unless they are a flat list of integers from 0 to ``nodes - 1``. An empty list of any dtype is one.
-    """
-    found = np.asarray(ids)
-    if found.ndim != 1 or (len(found) and not np.issubdtype(found.dtype, np.integer)):
-        raise GraphError(f"ids of nodes are a flat list of integers, not {found.dtype} of shape {found.shape}")
-    if len(found) and (int(found.min()) < 0 or int(found.max()) >= nodes):
-        wrong = found[(found < 0) | (found >= nodes)]
-        raise GraphError(
-            f"{len(wrong)} ids are not of the graph's {nodes} nodes 0 to {nodes - 1}, the first {int(wrong[0])}"
-        )
-    return found.astype(np.int64, copy=False)
-
-
 def check_rows(rows: Rows, nodes: int) -> None:
     """Check that ``rows`` can be rows of the P of a graph.
 
@@ -352,12 +357,13 @@ def _check_csr(indptr: Ids, columns: NDArray[np.signedinteger[Any]], values: Rea
         raise GraphError("values of an adjacency have to be finite and not 0")
 
 
-def _as_owners(owners: Any, count: int, of_what: str) -> Owners:
+def as_owners(owners: Any, count: int, of_what: str) -> Owners:
+    """Return ``owners`` as int32, one part for each of ``count`` nodes or entries, or raise GraphError."""
     found = np.asarray(owners)
     if found.shape != (count,) or (count and not np.issubdtype(found.dtype, np.integer)):
         raise GraphError(f"owners are {found.dtype} of shape {found.shape}, expected one integer per {count} {of_what}")
-    if count and int(found.min()) < 0:
-        raise GraphError(f"an owner is {int(found.min())}; parts are numbered from 0")
+    if count and not 0 <= int(found.min()) <= int(found.max()) < MAX_PARTS:
+        raise GraphError(f"owners run from {int(found.min())} to {int(found.max())}; parts are numbered from 0")
     return found.astype(np.int32, copy=False)
 
 
@@ -399,8 +405,3 @@ def _require_same(ids: Ids, known: Owners, said: Owners) -> None:
     if len(other):
         i = int(other[0])
         raise GraphError(f"node {int(ids[i])} is said to be of part {int(said[i])} and of part {int(known[i])}")
-
-
-def _require_ascending(ids: Ids, what: str) -> None:
-    if (ids[1:] <= ids[:-1]).any():
-        raise GraphError(f"{what} have to be ascending, without repeats")

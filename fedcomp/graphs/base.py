@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,44 @@ def find(table: Ids, ids: Ids) -> tuple[NDArray[np.bool_], Ids]:
     return np.asarray(table[at] == ids), at
 
 
+MAX_NODES: Final = 1 << 62
+"""Ids are below it, whatever the graph: keeps every sum of gaps inside int64."""
+
+
 class GraphError(FedcompError, ValueError):
     """A graph, a partition of it or a list of its nodes is not what it has to be."""
+
+
+def as_ids(ids: Any, nodes: int) -> Ids:
+    """Return ``ids`` as int64, checked.
+
+    Raises
+    ------
+    GraphError
+        Unless they are a flat list of integers from 0 to ``nodes - 1``. An empty list of any dtype is one.
+    """
+    found = np.asarray(ids)
+    if found.ndim != 1 or (len(found) and not np.issubdtype(found.dtype, np.integer)):
+        raise GraphError(f"ids of nodes are a flat list of integers, not {found.dtype} of shape {found.shape}")
+    if len(found) and (int(found.min()) < 0 or int(found.max()) >= nodes):
+        wrong = found[(found < 0) | (found >= nodes)]
+        raise GraphError(
+            f"{len(wrong)} ids are not of the graph's {nodes} nodes 0 to {nodes - 1}, the first {int(wrong[0])}"
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def ascending(ids: Any, nodes: int = MAX_NODES) -> Ids:
+    """Return ``ids`` as :func:`as_ids` does when they ascend without repeats, else raise GraphError."""
+    found = np.ascontiguousarray(as_ids(ids, nodes))
+    steps = found[1:] > found[:-1]
+    if not steps.all():
+        at = int(np.argmin(steps))
+        raise GraphError(
+            f"ids are not ascending without repeats: {int(found[at])} stands before {int(found[at + 1])}; sort them "
+            "and reorder what belongs to them"
+        )
+    return found
 
 
 class MissingRows(FedcompError, LookupError):

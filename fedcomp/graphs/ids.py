@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp.graphs.base import GraphError, Ids
+from fedcomp.graphs.base import MAX_NODES, GraphError, Ids, ascending
 from fedcomp.wire.bits import Buffer, put_varint, take_varint
 from fedcomp.wire.errors import (
     BadMagic,
@@ -32,9 +32,6 @@ MAGIC: Final = b"FCG"
 VERSION: Final = 2
 KINDS: Final = {1: "ids", 2: "rows", 3: "norms", 4: "structure"}
 IDS, ROWS, NORMS, STRUCTURE = KINDS
-
-MAX_NODES: Final = 1 << 62
-"""Ids are below it, whatever the graph: keeps every sum of gaps inside int64."""
 
 HEAD: Final = 5
 _TAIL: Final = 4
@@ -109,28 +106,6 @@ def take_varints(section: Buffer, count: int) -> Ids:
         which = which[lengths[which] >= j]
         values[which] |= (raw[starts[which] + j] & 0x7F).astype(np.int64) << (7 * j)
     return values
-
-
-def ascending(ids: ArrayLike, nodes: int = MAX_NODES) -> Ids:
-    """Return ``ids`` as int64 when they ascend without repeats within ``0 .. nodes - 1``, else raise GraphError."""
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise GraphError(f"a list of ids is {array.dtype} of shape {array.shape}; expected integers in one dimension")
-    if array.dtype == np.uint64 and array.size and int(array.max()) >= MAX_NODES:
-        raise GraphError(f"id {int(array.max())} is too large; ids are below 2**62")
-    array = np.ascontiguousarray(array, np.int64)
-    if not array.size:
-        return array
-    steps = array[1:] > array[:-1]
-    if not steps.all():
-        at = int(np.argmin(steps))
-        raise GraphError(
-            f"ids are not ascending without repeats: {int(array[at])} stands before {int(array[at + 1])}; sort them "
-            "and reorder what belongs to them"
-        )
-    if array[0] < 0 or array[-1] >= nodes:
-        raise GraphError(f"ids run from {int(array[0])} to {int(array[-1])}; this graph's are 0 to {nodes - 1}")
-    return array
 
 
 def put_ids(ids: Ids) -> bytes:

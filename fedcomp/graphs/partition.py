@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcomp.errors import ConfigError, nearest, optional
-from fedcomp.graphs.base import GraphError, Ids
+from fedcomp.graphs.adjacency import sorted_entries
+from fedcomp.graphs.base import Ids
 from fedcomp.rng import Key
 
 SLACK: Final = 0.05
@@ -68,22 +69,10 @@ class Neighbours:
         GraphError
             For an end out of ``range(nodes)``, or ends that do not pair up.
         """
-        source, target = (np.asarray(ends, np.int64).reshape(-1) for ends in (sources, targets))
-        if len(source) != len(target):
-            raise GraphError(f"{len(source)} sources and {len(target)} targets; expected one of each per edge")
-        for ends in (source, target):
-            if len(ends) and (ends.min() < 0 or ends.max() >= nodes):
-                wrong = ends[(ends < 0) | (ends >= nodes)]
-                raise GraphError(f"node {int(wrong[0])} of an edge is not in range({nodes})")
-        real = source != target
-        source, target = source[real], target[real]
-        # One number per directed edge: sorting it sorts by list, then within the list.
-        joined = np.sort(np.concatenate([source * nodes + target, target * nodes + source]))
-        joined = joined[np.concatenate([np.ones(min(1, len(joined)), bool), joined[1:] != joined[:-1]])]
-        ends = joined // max(nodes, 1)
-        indptr = np.zeros(nodes + 1, np.int64)
-        np.cumsum(np.bincount(ends, minlength=nodes), out=indptr[1:])
-        return cls(indptr, joined - ends * nodes)
+        indptr, rows, columns = sorted_entries([(sources, targets), (targets, sources)], nodes)
+        real = rows != columns
+        loops = np.bincount(rows[~real], minlength=nodes)
+        return cls(indptr - np.concatenate([np.zeros(1, np.int64), np.cumsum(loops)]), columns[real])
 
     def pairs(self) -> tuple[Ids, Ids]:
         """Return both ends of every undirected edge, the smaller id first."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedcomp.errors import ConfigError
-from fedcomp.graphs.adjacency import as_ids, columns_of
+from fedcomp.graphs.adjacency import columns_of
 from fedcomp.graphs.base import (
     Conditions,
     GraphError,
@@ -25,6 +25,7 @@ from fedcomp.graphs.base import (
     Operator,
     StepPlan,
     UnknownStructure,
+    as_ids,
     find,
 )
 from fedcomp.graphs.samplers import Bools, Draw, Layer, Reals, Uniforms, draw

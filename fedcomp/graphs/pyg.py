@@ -26,8 +26,8 @@ from torch_geometric.data import Data
 from torch_geometric.sampler import BaseSampler, EdgeSamplerInput, NegativeSampling, NodeSamplerInput, SamplerOutput
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.graphs.adjacency import KINDS, Adjacency, FullStructure, as_ids, normalised
-from fedcomp.graphs.base import GraphError, GraphPart, Ids
+from fedcomp.graphs.adjacency import KINDS, Adjacency, FullStructure, normalised
+from fedcomp.graphs.base import GraphError, GraphPart, Ids, as_ids
 from fedcomp.graphs.plan import plan_layer, plan_step
 from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key

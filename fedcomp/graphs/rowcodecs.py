@@ -35,12 +35,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from fedcomp.errors import ConfigError, nearest
-from fedcomp.graphs.base import GraphError, Ids, MissingRows, find
+from fedcomp.graphs.base import MAX_NODES, GraphError, Ids, MissingRows, ascending, find
 from fedcomp.graphs.ids import (
     HEAD,
-    MAX_NODES,
     ROWS,
-    ascending,
     finish,
     put_ids,
     seal,

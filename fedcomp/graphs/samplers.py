@@ -154,7 +154,7 @@ def _node(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, g
     total = np.where(has, s * local + (degree - local), 1.0)
     factors = layer.certain.astype(np.float64)
     if settings.estimator == "poisson":
-        pi = np.where(near, *(one[row] for one in _filled(degree, local, s, total, fanout)))
+        pi = np.where(near, *(one[row] for one in row_probabilities(degree, local, s, total, fanout)))
         chosen = uniforms(len(layer.positions))[at] < pi
         factors[at[chosen]] = 1.0 / pi[chosen]
     else:
@@ -200,7 +200,7 @@ def _row_scales(
     return s
 
 
-def _filled(degree: Ids, local: Ids, s: Reals, total: Reals, fanout: int) -> tuple[Reals, Reals]:
+def row_probabilities(degree: Ids, local: Ids, s: Reals, total: Reals, fanout: int) -> tuple[Reals, Reals]:
     """Return the inclusion probabilities of favoured and of other entries of every row, ``(R,)`` each.
 
     What :func:`~fedcomp.graphs.inclusion.waterfill` does, for rows with two weights, s and 1: only the favoured can be

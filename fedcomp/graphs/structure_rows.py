@@ -13,12 +13,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedcomp.graphs.base import GraphError, Rows
+from fedcomp.graphs.adjacency import MAX_PARTS, Owners, as_owners, check_rows
+from fedcomp.graphs.base import MAX_NODES, GraphError, Rows, ascending
 from fedcomp.graphs.ids import (
     HEAD,
-    MAX_NODES,
     STRUCTURE,
-    ascending,
     finish,
     put_ids,
     put_norms,
@@ -32,8 +31,6 @@ from fedcomp.wire import Ones, Raw
 from fedcomp.wire.bits import Buffer, pack, packed_size, put_varint, take_varint, unpack
 from fedcomp.wire.errors import Corrupt, LimitExceeded
 from fedcomp.wire.section import Section, put_block, take_block
-
-Owners = NDArray[np.int32]
 
 MAX_ENTRIES: Final = 1 << 24
 """Most non-zeros of a frame that a receiver takes unless it says otherwise."""
@@ -59,30 +56,12 @@ def encode_structure(rows: Rows, owners: ArrayLike, norms: ArrayLike | None = No
         When these are not adjacency rows, or owners contradict each other.
     """
     ids = ascending(rows.ids)
-    counts = np.diff(rows.indptr)
+    check_rows(rows, MAX_NODES)
+    owners = as_owners(owners, rows.columns.size, "entries")
     values = np.ascontiguousarray(rows.values, "<f8")
-    owners = np.ascontiguousarray(owners)
-    lengths = (rows.columns.size, values.size, owners.size)
-    if (
-        rows.indptr.size != ids.size + 1
-        or rows.indptr[0] != 0
-        or (counts < 0).any()
-        or set(lengths) != {int(rows.indptr[-1])}
-    ):
-        raise GraphError(
-            f"{ids.size} rows with {rows.indptr.size} offsets, and {lengths} columns, values and owners, are no "
-            "compressed sparse rows"
-        )
-    if not np.isfinite(values).all() or not values.all():
-        raise GraphError("an adjacency row holds NaN, infinity or a zero, which is no entry of it")
     columns, first, at = np.unique(rows.columns, return_index=True, return_inverse=True)
-    columns = ascending(columns)
-    places = np.repeat(np.arange(ids.size), counts) * columns.size + at.reshape(-1)
-    if not (places[1:] > places[:-1]).all():
-        raise GraphError("columns of an adjacency row are not ascending without repeats")
+    places = np.repeat(np.arange(ids.size), np.diff(rows.indptr)) * columns.size + at.reshape(-1)
     whose = owners[first]
-    if owners.size and (owners.dtype.kind not in "iu" or owners.min() < 0 or owners.max() >= 1 << 31):
-        raise GraphError("owners are indices of parts: integers from 0 to 2**31 - 1")
     if not np.array_equal(whose[at.reshape(-1)], owners):
         raise GraphError("a node stands in two columns with different owners")
     width = int(whose.max()).bit_length() if whose.size else 0
@@ -104,7 +83,7 @@ def decode_structure(
     frame: Buffer,
     *,
     nodes: int = MAX_NODES,
-    parts: int = 1 << 31,
+    parts: int = MAX_PARTS,
     limit: int | None = None,
     max_entries: int = MAX_ENTRIES,
 ) -> tuple[Rows, Owners, NDArray[np.float32] | None]:

@@ -154,7 +154,7 @@ def test_7_11_the_rows_that_are_read_are_the_rows_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, structure: str, cache: str
 ) -> None:
     read: list[int] = []
-    plain = fedcomp.clients.gcn._reader
+    plain = fedcomp.clients.gcn.row_reader
 
     def spying(part: GraphPart, ask: gcn.PlanRequest) -> Any:
         def reader(frame: bytes, **options: Any) -> Any:
@@ -171,7 +171,7 @@ def test_7_11_the_rows_that_are_read_are_the_rows_that_were_asked_for(
         rows = nodes.rows(0, ask, wants)
         read.clear()
         with monkeypatch.context() as patched:
-            patched.setattr(fedcomp.clients.gcn, "_reader", spying)
+            patched.setattr(fedcomp.clients.gcn, "row_reader", spying)
             nodes.carry_out(0, ask, rows)
         asked = ids_in(wants)
         assert asked
@@ -331,7 +331,7 @@ def test_norms_of_hidden_layers_are_those_that_training_saw() -> None:
     ask, wants, _ = nodes.plan(0, asking(settings))
     nodes.carry_out(0, ask, nodes.rows(0, ask, wants))
     kept = gcn_state.OwnerState.load(
-        nodes.contexts[0], replace(ask, round=2), nodes.parts[0], fedcomp.clients.gcn._reader(nodes.parts[0], ask)
+        nodes.contexts[0], replace(ask, round=2), nodes.parts[0], fedcomp.clients.gcn.row_reader(nodes.parts[0], ask)
     )
     (table,) = kept.hidden
     model = network(nodes.parts[0])
@@ -629,6 +629,6 @@ def test_a_client_that_lost_its_norms_says_so_and_plans_as_before_when_it_has_th
 def test_a_state_that_cannot_be_read_is_not_gone_on_with() -> None:
     nodes = Nodes(toy_parts())
     nodes.turn(0, asking(FULL, cache="all"))
-    nodes.contexts[0].state[gcn_state._META]["hidden"] = "many"
+    nodes.contexts[0].state[gcn_state.KEPT]["hidden"] = "many"
     with pytest.raises(StateError, match="restart the node"):
         nodes.plan(0, asking(FULL, round=2, cache="all"))

@@ -164,7 +164,7 @@ class Figures:
             for label in gcn.rules(config)
         }
         self.biases = {label: {"distance": 1.0, "noise": 1.0} for label in (UNSKEWED, *gcn.families(config))}
-        self.biases |= {LOCAL: {"distance": 1.0, "noise": 0.0}, gcn._RENORMALISED: {"distance": 4.0, "noise": 1.0}}
+        self.biases |= {LOCAL: {"distance": 1.0, "noise": 0.0}, gcn.RENORMALISED: {"distance": 4.0, "noise": 1.0}}
 
     def _runs(self, label: str) -> Records:
         # Skew saves eight times without a cache, and three times with one.
@@ -187,7 +187,7 @@ class Figures:
         return float(early), float(late)
 
     def failed(self) -> list[str]:
-        found = gcn._claims(self.config, self.groups, self.exact, self.biases)
+        found = gcn.claims_of(self.config, self.groups, self.exact, self.biases)
         return [claim.name for claim in found if not claim.ok]
 
     def change(self, kind: str, key: str, **fields: Any) -> list[str]:
@@ -204,7 +204,7 @@ class Figures:
 def test_every_claim_can_fail_by_itself(ran: Ran) -> None:
     figures = Figures(ran[0])
     assert figures.failed() == []
-    (early, late), (norms, worst, mine) = figures.config_rounds, gcn._promising(ran[0])
+    (early, late), (norms, worst, mine) = figures.config_rounds, gcn.promising(ran[0])
     wrong: list[tuple[str, str, dict[str, Any]]] = [
         *(
             ("groups", gcn.name(CUT, label), fields)
@@ -236,7 +236,7 @@ def test_every_claim_can_fail_by_itself(ran: Ran) -> None:
             for where in PARTITIONS
         ),
         ("biases", UNSKEWED, {"distance": 1.6}),
-        ("biases", gcn._RENORMALISED, {"distance": 1.9}),
+        ("biases", gcn.RENORMALISED, {"distance": 1.9}),
     ]
     caught = [figures.change(kind, key, **fields) for kind, key, fields in wrong]
     assert [len(names) for names in caught] == [1] * len(wrong)
@@ -267,7 +267,7 @@ def test_a_single_owner_is_refused_before_anything_is_trained() -> None:
 def test_every_setting_is_read(ran: Ran) -> None:
     config, _, _, _, settings = ran
     # Those that rows take by name are read without being asked for one by one.
-    assert set(gcn.OPTIONS) <= settings.read | set(gcn._TAKEN)
+    assert set(gcn.OPTIONS) <= settings.read | set(gcn.TAKEN)
     assert gcn.EXPERIMENT.changed(config)
 
 

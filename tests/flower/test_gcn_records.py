@@ -235,14 +235,16 @@ def test_of_two_numbers_for_a_node_the_later_one_counts() -> None:
     assert old.updated(NodeValues()) is old
 
 
-@pytest.mark.parametrize("lost", [gcn_state._ARRAYS, gcn_state._CACHE, f"{gcn_state._FRAMES}rows/0"])
-def test_a_state_with_a_hole_in_it_is_not_used(lost: str) -> None:
+def test_a_state_with_a_hole_in_it_is_not_used() -> None:
     context, ask = Context(1, 1, {}, RecordDict(), {}), replace(ASK, cache="all", absent=())
     kept = holding(context, ask)
     replace(kept, last=turn(ask, kept, rows(20), rows(30))).save(context)
-    del context.state[lost]
-    with pytest.raises(StateError, match="restart the node"):
-        holding(context, replace(ask, round=2))
+    records = dict(context.state.items())
+    assert len(records) == 5
+    for lost in records.keys() - {gcn_state.KEPT}:
+        context.state = RecordDict({name: record for name, record in records.items() if name != lost})
+        with pytest.raises(StateError, match="restart the node"):
+            holding(context, replace(ask, round=2))
 
 
 def test_an_owner_has_one_secret_for_ever() -> None:
@@ -253,6 +255,6 @@ def test_an_owner_has_one_secret_for_ever() -> None:
     assert own_secret(context)[0] != secret
     keep_secret(context, secret)
     assert own_secret(context) == (secret, False)
-    context.state[gcn_state._SECRET] = ConfigRecord({"secret": b"short"})
+    context.state[gcn_state.SECRET] = ConfigRecord({"secret": b"short"})
     with pytest.raises(StateError, match="damaged"):
         own_secret(context)

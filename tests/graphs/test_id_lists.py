@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from fedcomp import wire
-from fedcomp.graphs.base import GraphError
+from fedcomp.graphs.base import MAX_NODES, GraphError
 from fedcomp.graphs.ids import (
-    MAX_NODES,
     decode_ids,
     decode_norms,
     encode_ids,

@@ -13,7 +13,7 @@ from fedcomp.errors import ConfigError
 from fedcomp.graphs.base import Conditions, GraphPart, Operator
 from fedcomp.graphs.inclusion import local_mass, waterfill
 from fedcomp.graphs.plan import plan_layer, plan_step, reach
-from fedcomp.graphs.samplers import _filled, column_ends
+from fedcomp.graphs.samplers import column_ends, row_probabilities
 from fedcomp.graphs.scale import scale
 from fedcomp.graphs.settings import SAMPLERS, SamplerSettings
 from fedcomp.rng import Key
@@ -112,7 +112,7 @@ def test_inclusion_of_rows_is_water_filling_row_by_row(seed: int) -> None:
     s[::10] = np.where((local > 0) & (local < degree), 1e9, 1.0)[::10]
     for fanout in (1, 3, 5, 20):
         total = np.where(degree > 0, s * local + degree - local, 1.0)
-        near, far = _filled(degree, local, s, total, fanout)
+        near, far = row_probabilities(degree, local, s, total, fanout)
         for one in range(100):
             weights = np.array([s[one]] * local[one] + [1.0] * (degree[one] - local[one]))
             pi = np.array([near[one]] * local[one] + [far[one]] * (degree[one] - local[one]))
@@ -137,7 +137,7 @@ def test_every_row_has_the_scale_of_its_own_local_mass(mode: str) -> None:
 
 def test_inclusion_of_rows_leaves_no_entry_out_where_rounding_would() -> None:
     # fanout * s and the total are the same number here, although one entry is not favoured.
-    near, far = _filled(np.array([3]), np.array([2]), np.array([1e300]), np.array([2e300]), 2)
+    near, far = row_probabilities(np.array([3]), np.array([2]), np.array([1e300]), np.array([2e300]), 2)
     assert 0.0 < far[0] < 1e-290
     assert near[0] == 1.0
 
