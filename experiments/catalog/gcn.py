@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import stdev
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from fedcomp.errors import ConfigError
@@ -75,12 +76,6 @@ FRAME_ROWS: Final = 128
 
 Own = Mapping[str, Any]
 """Settings of one rule."""
-
-Groups = Mapping[str, Records]
-"""Runs of all seeds, by :func:`name`."""
-
-Exact = Mapping[str, Mapping[str, float]]
-"""Figures of :func:`fedcomp.experiments.graph_variance.measured`, by :func:`name`."""
 
 
 def _budgets(text: str) -> tuple[float, ...]:
@@ -336,18 +331,19 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     equal = rivals(config, say.cell("equal rows", partial(_equal_rows, config, graphs[CUT])))
     groups = _trained(config, results, trainings(config, equal), say)
     say("exact variances, on the batches of a run")
-    exact: Exact = say.cell("variances", partial(_variances, config, graphs))
+    exact = say.cell("variances", partial(_variances, config, graphs))
     say("biases: means of many draws")
     biases = say.cell("biases", partial(_biases, config, graphs[RANDOM]))
     codecs = say.cell("row codecs", partial(codec_sizes, graphs[RANDOM]))
-    made = claims_of(config, groups, exact, biases)
+    found = Found(config, groups, exact, biases, {where: list(labels) for where, labels in equal.items()})
+    made = claims_of(found)
     first, second = made[:2]
     for graph in graphs.values():
         # Its record has the partitions it was asked for.
         graph.shared(config.clients)
     return Findings(
-        tables=_tables(config, groups, equal, exact, biases, codecs),
-        figures=_figures(config, groups, equal, exact),
+        tables=_tables(found, codecs),
+        figures=_figures(found),
         claims=made,
         answer=f"{first.value:.1f} times fewer remote rows a batch than without skew, at {second.value:.2f} points of "
         f"accuracy less ({CUT}, {promising(config)[0]}).",
@@ -357,7 +353,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
 
 def _trained(
     config: Config, results: Mapping[str, RunResult], wanted: Mapping[str, tuple[RunSpec, range]], say: Say
-) -> Groups:
+) -> dict[str, Records]:
     """Return the runs of every training; the first seed of a comparison is a row, and trained already."""
     known = {(label, result.spec.seed): outcome(result) for label, result in results.items()}
     cells = [{"label": label, "seed": seed} for label, (_, seeds) in wanted.items() for seed in seeds]
@@ -485,58 +481,78 @@ def fewer(before: float, now: float) -> float:
     return before / now if now else math.nan
 
 
-def _size(runs: Records) -> str:
-    seeds = f"{len(runs)} seeds" if len(runs) > 1 else "one seed"
-    return f"{seeds}, {runs[0].points[-1][0]:g} rounds"
+def _rounded(field: str, digits: int, factor: float = 1.0) -> Callable[[Mapping[str, float]], float]:
+    return lambda line: round(factor * line[field], digits)
 
 
-def _line(groups: Groups, where: str, label: str, exact: Exact | None = None) -> Record:
-    """Return the means over seeds of a rule on a partition, rounded as a table shows them."""
-    runs, key = groups[name(where, label)], name(where, label)
-    means = {field: mean(runs.each(field)) for field in ("rows_fetched", "local_mass", "scale", "per_batch")}
-    total = {field: round(mean(runs.each(field))) for field in {*_BYTES.values(), *_WIRES.values()} - means.keys()}
-    accuracy = [100.0 * run.accuracy for run in runs]
-    middle = mean(accuracy)
-    spread = math.fsum((value - middle) ** 2 for value in accuracy) / (len(runs) - 1) if len(runs) > 1 else math.nan
-    # Variances are of a partition, however long the trainings on it are.
-    place = next((w for w, short in SHORT.items() if short == where), where)
-    ratios = (exact or {}).get(name(place, label), {})
-    return Record(
-        {
-            **means,
-            **total,
-            "key": key,
-            "label": label,
-            "partition": name(place, label),
-            "accuracy": round(middle, 2),
-            "deviation": round(math.sqrt(spread), 2),
-            "remote": round(means["per_batch"], 2),
-            "fewer": round(fewer(mean(groups[name(where, UNSKEWED)].each("per_batch")), means["per_batch"]), 2),
-            "local_mass": round(means["local_mass"], 3),
-            "scale": round(means["scale"], 2),
-            **{field: round(ratios.get(field, math.nan), 3) for field in _RATIOS.values()},
-        }
-    )
+@dataclass(frozen=True)
+class Found:
+    """All that the page measured: runs of all seeds and exact variances by :func:`name`, biases by sampler, and the
+    labels of the rivals at equal cost by graph."""
+
+    config: Config
+    groups: Mapping[str, Records]
+    exact: Mapping[str, Mapping[str, float]]
+    biases: Mapping[str, Mapping[str, float]]
+    rivals: Mapping[str, Sequence[str]]
+
+    def runs(self, where: str, label: str) -> Records:
+        """Return the runs of a rule on a partition, one per seed."""
+        return self.groups[name(where, label)]
+
+    def mean(self, where: str, label: str, figure: str) -> float:
+        """Return the mean over seeds of a figure."""
+        return mean(self.runs(where, label).each(figure))
+
+    def after(self, label: str, rounds: int) -> list[float]:
+        """Return the accuracy of each seed on the cross-partition graph after so many rounds."""
+        return [after(run, rounds) for run in self.runs(CROSS, label)]
+
+    def size(self, where: str) -> str:
+        """Return how many seeds and rounds the trainings on a partition have."""
+        runs = self.runs(where, UNSKEWED)
+        return f"{f'{len(runs)} seeds' if len(runs) > 1 else 'one seed'}, {runs[0].points[-1][0]:g} rounds"
+
+    def line(self, where: str, label: str) -> Record:
+        """Return the means over seeds of a rule on a partition, rounded as a table shows them."""
+        runs = self.runs(where, label)
+        bytes_ = {*_BYTES.values(), *_WIRES.values()} - {"rows_fetched"}
+        accuracy = [100.0 * run.accuracy for run in runs]
+        # Variances are of a partition, however long the trainings on it are.
+        place = name(next((w for w, short in SHORT.items() if short == where), where), label)
+        remote, ratios = self.mean(where, label, "per_batch"), self.exact.get(place, {})
+        return Record(
+            {
+                **{each: round(mean(runs.each(each))) for each in bytes_},
+                "label": label,
+                "partition": place,
+                "accuracy": round(mean(accuracy), 2),
+                "deviation": round(stdev(accuracy), 2) if len(runs) > 1 else math.nan,
+                "rows_fetched": mean(runs.each("rows_fetched")),
+                "per_batch": remote,
+                "remote": round(remote, 2),
+                "fewer": round(fewer(self.mean(where, UNSKEWED, "per_batch"), remote), 2),
+                "local_mass": round(mean(runs.each("local_mass")), 3),
+                "scale": round(mean(runs.each("scale")), 2),
+                **{each: round(ratios.get(each, math.nan), 3) for each in _RATIOS.values()},
+            }
+        )
 
 
-def _tables(
-    config: Config,
-    groups: Groups,
-    equal: Mapping[str, Mapping[str, Own]],
-    exact: Exact,
-    biases: Mapping[str, Mapping[str, float]],
-    codecs: Iterable[Mapping[str, Any]],
-) -> list[Table]:
-    main = [_line(groups, CUT, label, exact) for label in (*compared(config), *equal[CUT])]
-    plain = groups[name(CUT, UNSKEWED)]
-    size = _size(groups[name(SHORT[CUT], UNSKEWED)])
-    ruled = [_line(groups, SHORT[where], label, exact) for where in PARTITIONS for label in rules(config)]
-    others = [
-        _line(groups, SHORT[where], label)
-        for where in PARTITIONS
-        for label in families(config)
-        if name(SHORT[where], label) in groups
-    ]
+def _tables(found: Found, codecs: Sequence[Mapping[str, Any]]) -> list[Table]:
+    config, size = found.config, found.size(SHORT[CUT])
+    main = [found.line(CUT, label) for label in (*compared(config), *found.rivals[CUT])]
+    plain = found.runs(CUT, UNSKEWED)
+    short = {
+        axis: [
+            found.line(SHORT[where], label)
+            for where in PARTITIONS
+            for label in labels(config)
+            if name(SHORT[where], label) in found.groups
+        ]
+        for axis, labels in (("rules", rules), ("families", families), ("wires", wires))
+    }
+    dense = next(line["per_row"] for line in codecs if line["what"] == "dense-f32")
     return [
         table(
             f"Parts with {CUT}, {len(plain)} seeds, {plain[0].points[-1][0]:g} rounds",
@@ -544,17 +560,56 @@ def _tables(
             main,
             f"Means over seeds; accuracy with its sample standard deviation. {_CAPTION}",
         ),
-        _cross_table(config, groups, [*crossing(config), *equal[CROSS]]),
-        table(f"Partitions and budgets, {size}", {"partition: rule": "partition", **_RUN, **_RATIOS}, ruled, _CAPTION),
+        _cross_table(found),
+        table(
+            f"Partitions and budgets, {size}",
+            {"partition: rule": "partition", **_RUN, **_RATIOS},
+            short["rules"],
+            _CAPTION,
+        ),
         table(
             f"Other samplers, {size}",
             {"partition: sampler": "partition", **_RUN},
-            others,
+            short["families"],
             "Times fewer: against layer-wise sampling with s = 1, in the table above. Node-wise sampling draws "
             "neighbours for each row, and boundary sampling keeps all owned ones: their numbers of nodes are others.",
         ),
-        _variance_table(exact),
-        _bias_table(biases),
+        table(
+            "What skew does to the variance of the input layer",
+            {
+                "partition: rule": "key",
+                "local mass": _rounded("local_mass", 3),
+                "s": _rounded("scale", 2),
+                "M, model": _rounded("predicted", 3),
+                "M, exact": _rounded("second_moment", 3),
+                "V(s)/V(1)": _rounded("variance", 3),
+                "remote, s = 1": _rounded("remote_unskewed", 2),
+                "remote": _rounded("remote", 2),
+                "times fewer": lambda line: round(fewer(line["remote_unskewed"], line["remote"]), 2),
+                "candidates": _rounded("candidates", 0),
+            },
+            [{"key": key, **line} for key, line in found.exact.items() if "sweep" not in key],
+            "On batches of a run, for the same rows with s and with s = 1; expected remote columns. M: M(s)/M(1); the "
+            "model is the rule matched: 1 + λ(1 - λ)(s - 1)²/s, right where energy per probability is alike for owned "
+            "and remote columns. Measured norms keep M at D exactly, as long as s stays below its limit of 16; the "
+            "worst case never exceeds it.",
+        ),
+        table(
+            "Bias of one layer",
+            {
+                "sampler": "label",
+                "mean - Z, %": _rounded("distance", 2, 100.0),
+                "noise floor, %": _rounded("noise", 2, 100.0),
+                "bias, %": _rounded("bias", 2, 100.0),
+                "one draw, %": _rounded("deviation", 2, 100.0),
+                "kept": _rounded("kept", 1),
+                "remote": _rounded("remote", 1),
+            },
+            [{"label": label, **line} for label, line in found.biases.items()],
+            "Of ‖Z‖, Z being the sum over all neighbours of one batch on random parts. The noise floor is what the "
+            "mean of as many draws of an unbiased sampler is away from Z; bias is what is beyond it. One draw: root "
+            "mean square distance.",
+        ),
         table(
             f"Bytes of a run, parts with {CUT}",
             {"rule": "label", **_BYTES},
@@ -564,108 +619,57 @@ def _tables(
             "and from there to whoever asked: logical counts it once, link twice. It stands in a rows message and in a "
             "train message.",
         ),
-        _cache_table(config, groups, size),
-        _codec_table(codecs),
+        _cache_table(found, size),
+        table(
+            "Bytes of a feature row",
+            {
+                "row codec": lambda line: f"{line['what']}, here {line['chosen']}" if line["chosen"] else line["what"],
+                "bytes a row": _rounded("per_row", 1),
+                "times shorter": lambda line: round(dense / line["per_row"], 2),
+                "exactness": lambda line: "exact" if line["error"] == 0.0 else f"to {line['error']:.2g}",
+            },
+            codecs,
+            f"A frame of {FRAME_ROWS} rows of this task with their ids, header and checksum; codecs that cannot hold "
+            "such rows are left out. Shortening rows and fetching fewer multiply.",
+        ),
         table(
             f"Rows and updates in other codecs, {RANDOM}, s = 1",
             {"training": "label", "accuracy, %": "accuracy", **_WIRES},
-            [_line(groups, SHORT[RANDOM], label) for label in wires(config)],
-            f"{_size(groups[name(SHORT[RANDOM], UNSKEWED)]).capitalize()}; bytes of the run. Clients evaluate with all "
-            "neighbours at the end of a round: what they fetch for it is a line of its own.",
+            short["wires"],
+            f"{found.size(SHORT[RANDOM]).capitalize()}; bytes of the run. Clients evaluate with all neighbours at the "
+            "end of a round: what they fetch for it is a line of its own.",
         ),
     ]
 
 
-def _cross_table(config: Config, groups: Groups, labels: Iterable[str]) -> Table:
-    early, late = _cross_rounds(config)
-
-    def each(when: int, label: str) -> str:
-        return ", ".join(f"{100 * after(run, when):.1f}" for run in groups[name(CROSS, label)])
-
-    def middle(when: int, label: str) -> float:
-        return round(100 * mean(after(run, when) for run in groups[name(CROSS, label)]), 2)
-
-    lines = {label: _line(groups, CROSS, label) for label in labels}
+def _cross_table(found: Found) -> Table:
+    early, late = _cross_rounds(found.config)
+    lines = [found.line(CROSS, label) for label in (*crossing(found.config), *found.rivals[CROSS])]
+    when = {f"accuracy of each seed after {early} rounds, %": early, f"after {late} rounds, %": late}
+    means = [word for each in when for word in (each, "mean, %")]
+    cells = []
+    for line in lines:
+        each = [found.after(line.label, rounds) for rounds in when.values()]
+        shown = [cell for of in each for cell in (", ".join(f"{100 * x:.1f}" for x in of), round(100 * mean(of), 2))]
+        cells.append([line.label, *shown, round(line.per_batch, 1), line.fewer, line.scale])
     return Table(
         "Where the label stands in neighbours of other owners",
-        (
-            "rule",
-            f"accuracy of each seed after {early} rounds, %",
-            "mean, %",
-            f"after {late} rounds, %",
-            "mean, %",
-            "remote rows a batch",
-            "times fewer",
-            "s",
-        ),
-        [
-            [
-                label,
-                *(of(when, label) for when in (early, late) for of in (each, middle)),
-                round(line.per_batch, 1),
-                line.fewer,
-                line.scale,
-            ]
-            for label, line in lines.items()
-        ],
-        f"A drawn graph of {config.clients} owners, a new one for each seed: features say a node's colour, its label "
-        "is the colour of its neighbours in other parts. Chance is 25 %. Sampling that loses remote neighbours learns "
-        "nothing. As many rows: boundary sampling keeps each remote candidate, uniform sampling each candidate, with "
-        "a probability at which a batch has as many remote rows as with s = 8, found on plans of another seed's graph.",
+        ("rule", *means, "remote rows a batch", "times fewer", "s"),
+        cells,
+        f"A drawn graph of {found.config.clients} owners, a new one for each seed: features say a node's colour, its "
+        "label is the colour of its neighbours in other parts. Chance is 25 %. Sampling that loses remote neighbours "
+        "learns nothing. As many rows: boundary sampling keeps each remote candidate, uniform sampling each candidate, "
+        "with a probability at which a batch has as many remote rows as with s = 8, found on plans of another seed's "
+        "graph.",
     )
 
 
-def _variance_table(exact: Exact) -> Table:
-    def shown(field: str, digits: int) -> Any:
-        return lambda line: round(line[field], digits)
-
-    return table(
-        "What skew does to the variance of the input layer",
-        {
-            "partition: rule": "key",
-            "local mass": shown("local_mass", 3),
-            "s": shown("scale", 2),
-            "M, model": shown("predicted", 3),
-            "M, exact": shown("second_moment", 3),
-            "V(s)/V(1)": shown("variance", 3),
-            "remote, s = 1": shown("remote_unskewed", 2),
-            "remote": shown("remote", 2),
-            "times fewer": lambda line: round(fewer(line["remote_unskewed"], line["remote"]), 2),
-            "candidates": shown("candidates", 0),
-        },
-        [{"key": key, **found} for key, found in exact.items() if "sweep" not in key],
-        "On batches of a run, for the same rows with s and with s = 1; expected remote columns. M: M(s)/M(1); the "
-        "model is the rule matched: 1 + λ(1 - λ)(s - 1)²/s, right where energy per probability is alike for owned and "
-        "remote columns. Measured norms keep M at D exactly, as long as s stays below its limit of 16; the worst case "
-        "never exceeds it.",
-    )
-
-
-def _bias_table(biases: Mapping[str, Mapping[str, float]]) -> Table:
-    shares = {"mean - Z, %": "distance", "noise floor, %": "noise", "bias, %": "bias", "one draw, %": "deviation"}
-    return Table(
-        "Bias of one layer",
-        ("sampler", *shares, "kept", "remote"),
-        [
-            [
-                label,
-                *(round(100.0 * found[field], 2) for field in shares.values()),
-                *(round(found[field], 1) for field in ("kept", "remote")),
-            ]
-            for label, found in biases.items()
-        ],
-        "Of ‖Z‖, Z being the sum over all neighbours of one batch on random parts. The noise floor is what the mean of "
-        "as many draws of an unbiased sampler is away from Z; bias is what is beyond it. One draw: root mean square "
-        "distance.",
-    )
-
-
-def _cache_table(config: Config, groups: Groups, size: str) -> Table:
-    labels, lines = (UNSKEWED, _budget(config)), []
+def _cache_table(found: Found, size: str) -> Table:
+    labels, lines = (UNSKEWED, _budget(found.config)), []
     for where in PARTITIONS:
         for cache in ("none", "lru", "all"):
-            pair = [_line(groups, SHORT[where], cached(label, cache)) for label in labels]
-            rows_, link = ([one[field] for one in pair] for field in ("rows_fetched", "feature_bytes_link"))
+            pair = [found.line(SHORT[where], cached(label, cache)) for label in labels]
+            rows_, link = ([one[figure] for one in pair] for figure in ("rows_fetched", "feature_bytes_link"))
             lines.append([name(where, f"cache {cache}"), *rows_, round(fewer(*rows_), 2), *link])
     return Table(
         f"Rows fetched with a cache, {size}",
@@ -676,39 +680,23 @@ def _cache_table(config: Config, groups: Groups, size: str) -> Table:
     )
 
 
-def _codec_table(lines: Iterable[Mapping[str, Any]]) -> Table:
-    found = list(lines)
-    dense = next(line["per_row"] for line in found if line["what"] == "dense-f32")
-    return table(
-        "Bytes of a feature row",
-        {
-            "row codec": lambda line: f"{line['what']}, here {line['chosen']}" if line["chosen"] else line["what"],
-            "bytes a row": lambda line: round(line["per_row"], 1),
-            "times shorter": lambda line: round(dense / line["per_row"], 2),
-            "exactness": lambda line: "exact" if line["error"] == 0.0 else f"to {line['error']:.2g}",
-        },
-        found,
-        f"A frame of {FRAME_ROWS} rows of this task with their ids, header and checksum; codecs that cannot hold such "
-        "rows are left out. Shortening rows and fetching fewer multiply.",
-    )
-
-
-def _figures(config: Config, groups: Groups, equal: Mapping[str, Mapping[str, Own]], exact: Exact) -> list[Curves]:
-    crossed = [(label, groups[name(CROSS, label)]) for label in (*crossing(config), *equal[CROSS])]
+def _figures(found: Found) -> list[Curves]:
+    config = found.config
+    crossed = [(label, found.runs(CROSS, label)) for label in (*crossing(config), *found.rivals[CROSS])]
     swept = [
-        {"line": f"{where}, {mode}", "D": budget, **exact[name(where, _swept(mode, budget))]}
+        {"line": f"{where}, {mode}", "D": budget, **found.exact[name(where, _swept(mode, budget))]}
         for where in PARTITIONS
         for mode in SWEPT
         for budget in SWEEP
     ]
     return [
-        _accuracy_curve(f"parts with {CUT}", groups, CUT, [*compared(config), *equal[CUT]]),
-        _accuracy_curve(RANDOM, groups, SHORT[RANDOM], rules(config)),
+        _accuracy_curve(found, f"parts with {CUT}", CUT, [*compared(config), *found.rivals[CUT]]),
+        _accuracy_curve(found, RANDOM, SHORT[RANDOM], rules(config)),
         curves(
             "Accuracy over rounds where the label stands in neighbours of other owners",
             crossed,
-            lambda pair: [x for x, _, _ in pair[1][0].points],
-            lambda pair: [100 * mean(run.points[i][1] for run in pair[1]) for i in range(len(pair[1][0].points))],
+            lambda pair: _over_seeds(pair[1], 0),
+            lambda pair: _over_seeds(pair[1], 1, 100),
             by=lambda pair: pair[0],
             x_label="round",
             y_label="%",
@@ -742,18 +730,20 @@ def _figures(config: Config, groups: Groups, equal: Mapping[str, Mapping[str, Ow
     ]
 
 
-def _accuracy_curve(title: str, groups: Groups, where: str, labels: Iterable[str]) -> Curves:
+def _over_seeds(runs: Records, figure: int, factor: float = 1) -> list[float]:
+    """Return one figure of every evaluation, mean over seeds."""
+    return [factor * mean(point[figure] for point in at) for at in zip(*runs.each("points"), strict=False)]
+
+
+def _accuracy_curve(found: Found, title: str, where: str, labels: Iterable[str]) -> Curves:
     series = []
     for label in labels:
-        runs = groups[name(where, label)]
-        places = range(len(runs[0].points))
-        sent = [mean(run.points[i][2] for run in runs) for i in places]
-        right = [100 * mean(run.points[i][1] for run in runs) for i in places]
         if label != LOCAL:
+            sent, right = (_over_seeds(found.runs(where, label), i, f) for i, f in ((2, 1), (1, 100)))
             start = sum(x <= 0 for x in sent)
             series.append(Series(label, sent[start:], right[start:]))
     reached = [x for one in series for x in one.x] or [1.0]
-    local = 100 * mean(groups[name(where, LOCAL)].each("accuracy"))
+    local = 100 * found.mean(where, LOCAL, "accuracy")
     series.append(Series(f"{LOCAL}, no bytes", [min(reached), max(reached)], [local, local]))
     return Curves(
         f"Accuracy against bytes of features, {title}",
@@ -762,8 +752,8 @@ def _accuracy_curve(title: str, groups: Groups, where: str, labels: Iterable[str
         series,
         log_x=True,
         x_bytes=True,
-        caption=f"{_size(groups[name(where, UNSKEWED)]).capitalize()}, means. Models and plans are not in it: they "
-        "cost all rules the same.",
+        caption=f"{found.size(where).capitalize()}, means. Models and plans are not in it: they cost all rules the "
+        "same.",
     )
 
 
@@ -776,51 +766,49 @@ def promising(config: Config) -> tuple[str, str, str]:
     return measured, worst, _budget(config)
 
 
-def claims_of(config: Config, groups: Groups, exact: Exact, biases: Mapping[str, Mapping[str, float]]) -> list[Claim]:
+def claims_of(found: Found) -> list[Claim]:
     """Fewer rows at the accuracy of the unskewed sampler; what is remote is learnt from; bytes are those sent."""
     return [
-        *_comparison_claims(config, groups, exact),
-        *_cross_claims(config, groups),
-        *_byte_claims(groups),
-        *(one for where in PARTITIONS for one in _budget_claims(config, where, groups, exact)),
-        *_bias_claims(biases),
+        *_comparison_claims(found),
+        *_cross_claims(found),
+        *_byte_claims(found),
+        *(one for where in PARTITIONS for one in _budget_claims(found, where)),
+        *_bias_claims(found.biases),
     ]
 
 
-def _comparison_claims(config: Config, groups: Groups, exact: Exact) -> list[Claim]:
-    plain, made = groups[name(CUT, UNSKEWED)], []
-    for label in promising(config)[::2]:
-        mine = groups[name(CUT, label)]
-        times = fewer(mean(plain.each("per_batch")), mean(mine.each("per_batch")))
-        points = 100 * (mean(plain.each("accuracy")) - mean(mine.each("accuracy")))
+def _comparison_claims(found: Found) -> list[Claim]:
+    made = []
+    for label in promising(found.config)[::2]:
+        times = fewer(found.mean(CUT, UNSKEWED, "per_batch"), found.mean(CUT, label, "per_batch"))
+        points = 100 * (found.mean(CUT, UNSKEWED, "accuracy") - found.mean(CUT, label, "accuracy"))
         made += [
             claim(f"{CUT}, {label}: remote rows of a batch, times fewer than with s = 1", times, ">= 4.0", GOAL),
             claim(f"{CUT}, {label}: points of accuracy below s = 1, mean over seeds", points, "<= 1.0", GOAL),
         ]
-    unskewed = [exact[name(where, UNSKEWED)] for where in PARTITIONS]
+    unskewed = [found.exact[name(where, UNSKEWED)] for where in PARTITIONS]
     kept = largest(one["kept"] / one["candidates"] for one in unskewed)
     return [*made, claim("share of the input layer's candidates that s = 1 keeps", kept, "< 1.0", "sampling is real")]
 
 
-def _cross_claims(config: Config, groups: Groups) -> list[Claim]:
-    crossed = {label: groups[name(CROSS, label)] for label in (*crossing(config), BOUNDARY, UNIFORM)}
-    (early, late), mine = _cross_rounds(config), _budget(config)
-    best = largest(after(run, early) for run in crossed[LOCAL])
-    worst = {label: -largest(-after(run, early) for run in crossed[label]) for label in (EIGHT, mine)}
-    rows_ = fewer(*(mean(crossed[label].each("per_batch")) for label in (UNSKEWED, EIGHT)))
-
-    def ahead(rival: str, rounds: int) -> float:
-        return 100 * (mean(after(r, rounds) for r in crossed[EIGHT]) - mean(after(r, rounds) for r in crossed[rival]))
-
+def _cross_claims(found: Found) -> list[Claim]:
+    (early, late), mine = _cross_rounds(found.config), _budget(found.config)
+    worst = {label: -largest(-x for x in found.after(label, early)) for label in (EIGHT, mine)}
+    rows_ = fewer(*(found.mean(CROSS, label, "per_batch") for label in (UNSKEWED, EIGHT)))
     return [
-        claim(f"{CROSS}, {LOCAL}: accuracy, best seed", best, "<= 0.5", f"{GOAL}; chance 0.25"),
+        claim(
+            f"{CROSS}, {LOCAL}: accuracy, best seed",
+            largest(found.after(LOCAL, early)),
+            "<= 0.5",
+            f"{GOAL}; chance 0.25",
+        ),
         claim(f"{CROSS}, {EIGHT}: accuracy, worst seed", worst[EIGHT], ">= 0.93", GOAL),
         claim(f"{CROSS}, {mine}: accuracy, worst seed", worst[mine], ">= 0.93", GOAL),
         claim(f"{CROSS}, {EIGHT}: remote rows of a batch, times fewer", rows_, ">= 3.0", GOAL),
         *(
             claim(
                 f"{CROSS}, {EIGHT}: points above {rival} after {rounds} rounds, mean over seeds",
-                ahead(rival, rounds),
+                100 * (mean(found.after(EIGHT, rounds)) - mean(found.after(rival, rounds))),
                 ">= 0.0",
                 "goal: skew is worth its trouble at equal cost",
                 gate=False,
@@ -831,9 +819,9 @@ def _cross_claims(config: Config, groups: Groups) -> list[Claim]:
     ]
 
 
-def _byte_claims(groups: Groups) -> list[Claim]:
+def _byte_claims(found: Found) -> list[Claim]:
     # Compressed updates are no tensors, which the comparison takes out of the messages.
-    runs = [run for label, made in groups.items() for run in made if not label.endswith(UPDATES)]
+    runs = [run for label, made in found.groups.items() for run in made if not label.endswith(UPDATES)]
     gaps = {
         "rows in the ledger's payloads, to the server, less those reported: bytes": [r.gap_rows for r in runs],
         "rows in the ledger's payloads, both links, less those reported: bytes": [r.gap_link for r in runs],
@@ -842,32 +830,30 @@ def _byte_claims(groups: Groups) -> list[Claim]:
             abs(r.feature_bytes_link - 2 * r.feature_bytes_logical) for r in runs
         ],
     }
-    return [claim(f"{text}, largest of all runs", largest(found), "== 0.0", THEORY) for text, found in gaps.items()]
+    return [claim(f"{text}, largest of all runs", largest(gap), "== 0.0", THEORY) for text, gap in gaps.items()]
 
 
-def _budget_claims(config: Config, where: str, groups: Groups, exact: Exact) -> list[Claim]:
-    budget, (measured, worst, mine) = float(config.settings["budget"]), promising(config)
+def _budget_claims(found: Found, where: str) -> list[Claim]:
+    budget, (measured, worst, mine) = float(found.config.settings["budget"]), promising(found.config)
     saved = {
-        cache: fewer(
-            *(mean(groups[name(SHORT[where], cached(label, cache))].each("rows_fetched")) for label in (UNSKEWED, mine))
-        )
+        cache: fewer(*(found.mean(SHORT[where], cached(label, cache), "rows_fetched") for label in (UNSKEWED, mine)))
         for cache in ("none", "all")
     }
-    moment = {label: exact[name(where, label)]["second_moment"] for label in (measured, worst, mine)}
+    bounds: dict[str, tuple[float, str, bool]] = {
+        measured: (budget * (1 + 1e-6), f"{THEORY}: s solves M(s) = D M(1), or is at its limit", True),
+        worst: (budget, f"{THEORY}: holds for any features", True),
+        mine: (1.25 * budget, f"{GOAL}; the rule rests on a model of the features", False),
+    }
     return [
-        claim(
-            f"{where}, {measured}: exact M(s)/M(1)",
-            moment[measured],
-            f"<= {budget * (1 + 1e-6)}",
-            f"{THEORY}: s solves M(s) = D M(1), or is at its limit",
-        ),
-        claim(f"{where}, {worst}: exact M(s)/M(1)", moment[worst], f"<= {budget}", f"{THEORY}: holds for any features"),
-        claim(
-            f"{where}, {mine}: exact M(s)/M(1)",
-            moment[mine],
-            f"<= {1.25 * budget}",
-            f"{GOAL}; the rule rests on a model of the features",
-            gate=False,
+        *(
+            claim(
+                f"{where}, {label}: exact M(s)/M(1)",
+                found.exact[name(where, label)]["second_moment"],
+                f"<= {bound}",
+                source,
+                gate=gate,
+            )
+            for label, (bound, source, gate) in bounds.items()
         ),
         claim(
             f"{where}, all rows cached: times fewer rows than with s = 1, over that without a cache",

@@ -187,8 +187,8 @@ class Figures:
         return float(early), float(late)
 
     def failed(self) -> list[str]:
-        found = gcn.claims_of(self.config, self.groups, self.exact, self.biases)
-        return [claim.name for claim in found if not claim.ok]
+        found = gcn.Found(self.config, self.groups, self.exact, self.biases, {})
+        return [claim.name for claim in gcn.claims_of(found) if not claim.ok]
 
     def change(self, kind: str, key: str, **fields: Any) -> list[str]:
         """Return the claims that fail with other fields at one place."""
