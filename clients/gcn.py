@@ -70,6 +70,15 @@ class Learner:
         ``correct(outputs, labels)`` says which predictions are right, boolean.
     rates : dict of str to float
         Of :class:`fedcomp.tasks.sgd.Sgd`.
+
+    Examples
+    --------
+    >>> from torch.nn.functional import cross_entropy
+    >>> from fedcomp.graphs.layers import GraphConvolutions
+    >>> network = GraphConvolutions(features=64, hidden=16, classes=10)
+    >>> def correct(outputs, labels):
+    ...     return outputs.argmax(1) == labels
+    >>> learner = Learner("arrays", network, cross_entropy, correct, {"lr": 0.1})
     """
 
     name: str
@@ -183,6 +192,7 @@ def _plan(msg: Message, context: Context, part: GraphPart) -> Message:
         put_frames(content, gcn.IDS, {owner: encode_ids(ids) for owner, ids in wants.items()})
         Figures.of_plans(plans, sum(map(len, wants.values()))).put(content)
     reply = Message(content, reply_to=msg)
+    # Nothing is written before the reply is made: a message that is refused changes nothing.
     if changed:
         kept.save(context)
     return reply
@@ -268,6 +278,7 @@ class _Turn:
                 "this node no longer has the feature norms it planned with; let it plan again", np.zeros(0, np.int64)
             )
         fetched = take_frames(msg, part.parts, gcn.FEATURES)[gcn.FEATURES]
+        # Planned again rather than kept: a plan is longer than its seed, and the process may be another one by now.
         seen, _ = _taught(part, kept.structure_at(ask))
         try:
             plans = _plans(seen, ask, kept)

@@ -69,10 +69,8 @@ def outcome(result: RunResult) -> dict[str, Any]:
         ``accuracy`` and ``loss`` of the last model on the test nodes, with all neighbours, on the server's own copy of
         the graph; ``per_batch``, remote input nodes of a sampled batch, mean; ``batches``.
 
-        Sums over rounds: ``remote_inputs``, input nodes that other owners have; ``rows_fetched``;
-        ``feature_bytes_logical`` and ``feature_bytes_link``, of these rows once and over both legs of the way through
-        the server; ``id_bytes``, ``setup_bytes``, ``structure_bytes``, lists of ids of wanted rows, norms with their
-        ids, adjacency rows with theirs; ``evaluate_...``, what evaluation on the clients fetched, in nothing above.
+        Sums over rounds of the figures of :class:`fedcomp.strategies.gcn.report.FetchTraffic` of these names;
+        ``evaluate_...`` is what evaluation on the clients fetched, in nothing above.
 
         ``local_mass`` and ``scale``, means over rounds of lambda and s.
 

@@ -176,6 +176,7 @@ def as_many_rows(
     """
     low, high = 1e-6, 1.0
     for _ in range(_BISECTIONS):
+        # In the middle of the logarithms: q spans six orders of magnitude.
         q = math.sqrt(low * high)
         more = remote_inputs(batches, replace(boundary, q=q)) > wanted
         low, high = (low, q) if more else (q, high)
@@ -226,6 +227,7 @@ def bias_of(
         remote += len(plan.remote)
     centre, size = total / draws, float((exact * exact).sum())
     distance = float(((centre - exact) ** 2).sum()) / size
+    # An unbiased estimate of the variance of the mean, from the same draws.
     noise = max(0.0, square / draws - float((centre * centre).sum())) / (draws - 1) / size
     return {
         "distance": math.sqrt(distance),

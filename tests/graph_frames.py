@@ -46,7 +46,7 @@ def refuses_every_sealed_truncation(decode: Decode, frame: bytes, but: int = -1)
 
 
 def mutants(frames: Sequence[bytes], count: int, seed: int) -> Iterator[bytes]:
-    """Yield frames that were edited and have a correct checksum all the same."""
+    """Yield frames that were edited and still have a correct checksum."""
     words = Key(seed, "mutants of graph frames").bits(5 * count).tolist()
     for i in range(0, len(words), 5):
         pick, a, b, c, d = words[i : i + 5]

@@ -95,7 +95,7 @@ class GraphSetup(Schema, key=HEADER):
 
 @dataclass(frozen=True)
 class GraphHello(Schema, key=HEADER):
-    """What an owner announces of itself.
+    """What an owner announces about its part.
 
     Attributes
     ----------
@@ -184,6 +184,7 @@ class PlanRequest(Schema, key=HEADER):
     @property
     def turn(self) -> int:
         """Place of this round's training or evaluation in the order of a session."""
+        # A round's evaluation comes after its training.
         return 2 * self.round + (self.purpose == "evaluate")
 
     def conflict(self) -> str:
@@ -236,7 +237,7 @@ class Fetch(Schema, key=HEADER):
 
 @dataclass(frozen=True)
 class Refused(Schema, key=HEADER):
-    """Whom an owner gives nothing, beside the frames for all others: one wrong list must not cost everybody's rows.
+    """The requesters that an owner refuses. Its reply still has the frames of all others: one wrong list costs one.
 
     Attributes
     ----------
@@ -355,6 +356,7 @@ class Figures(Schema, key=FIGURES, holder=MetricRecord):
     def of_plans(cls, plans: Iterable[StepPlan], wanted: int) -> Self:
         """Return the figures of some steps."""
         steps = list(plans)
+        # A layer without candidates chose nothing; its NaN and its scale of 1 would only blur the means.
         layers = [layer for step in steps for layer in step.layers if layer.candidates]
         mean = _mean
         return cls(

@@ -207,6 +207,8 @@ class OwnerState:
             }
             arrays["used"] = self.last.used
             frames |= {f"rows/{place}": frame for place, frame in enumerate(self.last.rows.values())}
+        # Every record is made before the first is written: what cannot be made leaves the state as it was. The cache,
+        # by far the largest, is written only when it changed.
         cache = None if self.stored else to_record(self.cache.to_arrays())
         record, entries = to_record(arrays), ConfigRecord({k: v for k, v in meta.items() if v not in ("", [])})
         for name in [n for n in state if n.startswith(KEPT_FRAMES)]:
@@ -231,6 +233,7 @@ def _read(context: Context, meta: ConfigRecord, ask: PlanRequest, fresh: OwnerSt
         rows = dict(zip(said.get("last.owners", []), _frames(context, "rows"), strict=True))
         seen = _take_tables(arrays, "seen", said["last.seen"])
         last = PastTurn(said["last.session"], said["last.turn"], said["last.rows-of"], rows, arrays["used"], seen)
+    # Cached rows depend on codec and noise, norms of hidden layers on the session's model; the rest is of the graph.
     same_rows, same_run = said["rows-of"] == fresh.rows_of, said["session"] == ask.session
     cache = fresh.cache
     if same_rows:

@@ -113,6 +113,7 @@ def normalised(edges_src: Ids, edges_dst: Ids, nodes: int, kind: str = "sym", se
         values = 1.0 / np.sqrt(degrees[rows].astype(np.float64) * degrees[columns])
     else:
         values = 1.0 / degrees[rows]
+    # Half the memory of the columns; :func:`_take` widens the few that are asked for.
     narrow = np.int32 if nodes <= np.iinfo(np.int32).max else np.int64
     return Adjacency(indptr, columns.astype(narrow), values, nodes)
 
@@ -157,6 +158,13 @@ class FullStructure:
     ------
     GraphError
         When ``owner`` has not one entry of at least 0 per node.
+
+    Examples
+    --------
+    >>> path = normalised(np.array([0, 1]), np.array([1, 2]), nodes=3, kind="mean")
+    >>> structure = FullStructure(path, np.array([0, 0, 1]))
+    >>> structure.rows(np.array([1])).columns.tolist(), structure.owner_of(np.array([2])).tolist()
+    ([1, 2], [1])
     """
 
     def __init__(self, adjacency: Adjacency, owner: Owners) -> None:
@@ -205,6 +213,16 @@ class HaloStructure:
     ------
     GraphError
         When the rows are not rows of P, or one node is said to have two owners.
+
+    Examples
+    --------
+    >>> path = normalised(np.array([0, 1]), np.array([1, 2]), nodes=3)
+    >>> structure = HaloStructure(path.rows(np.array([0])), np.array([0, 1]), nodes=3, index=0)
+    >>> structure.known(np.array([0, 1])).tolist()
+    [True, False]
+    >>> more = structure.learn(path.rows(np.array([1])), np.array([0, 1, 1]))
+    >>> more.rows(np.array([1])).columns.tolist()
+    [0, 1, 2]
     """
 
     def __init__(self, own: Rows, owners: Owners, nodes: int, index: int) -> None:
@@ -298,6 +316,7 @@ class HaloStructure:
         table = _owner_table(
             np.concatenate([self._far[0], rows.columns[~seen]]), np.concatenate([self._far[1], owners[~seen]])
         )
+        # Past the constructor, which would check and sort the owner's own rows again: they have not changed.
         other = object.__new__(HaloStructure)
         other.nodes, other.index, other._own, other._near = self.nodes, self.index, self._own, self._near
         other._learnt = _take(joined.ids[order], order, joined.indptr, joined.columns, joined.values)
@@ -372,6 +391,7 @@ def _take(ids: Ids, at: Ids, indptr: Ids, columns: NDArray[np.signedinteger[Any]
     starts = indptr[at]
     lengths = indptr[at + 1] - starts
     ends = np.cumsum(lengths)
+    # Offsets of all entries at once: a loop over rows would cost more than the rows.
     entries = np.repeat(starts - (ends - lengths), lengths) + np.arange(int(ends[-1]) if len(ends) else 0)
     return Rows(
         ids,

@@ -219,8 +219,8 @@ class Operator:
     candidates : int
         Columns with a non-zero in P's rows.
     local_mass : float
-        lambda: share of the base weight on favoured (owned, unless the sampler is told otherwise) candidates among
-        those there was a choice of; NaN without any.
+        lambda: share of the base weight on favoured candidates (owned, unless the setting ``favour`` says otherwise)
+        among those there was a choice of; NaN without any.
     scale : float
         s that favoured candidates were favoured by (of the node-wise sampler the mean over rows).
     expected_remote : float

@@ -49,6 +49,16 @@ class FeatureCache:
     Raises
     ------
     ConfigError
+
+    Examples
+    --------
+    >>> cache = FeatureCache("lru", limit_bytes=40)
+    >>> cache.put([3, 7], np.eye(2, 64, dtype=np.float32))
+    >>> cache.ids.tolist(), cache.nbytes
+    ([3, 7], 36)
+    >>> cache.put([9], np.eye(1, 64, dtype=np.float32))
+    >>> cache.ids.tolist()
+    [7, 9]
     """
 
     def __init__(self, policy: str, limit_bytes: int = 0, *, key: str = "") -> None:
@@ -59,6 +69,7 @@ class FeatureCache:
         self.policy = policy
         self.limit_bytes = limit_bytes
         self.key = key
+        # In the order of use, the least recently used first. Rows are held one by one, so that one can go alone.
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._nbytes = 0
         self._features = 0
@@ -146,6 +157,7 @@ class FeatureCache:
         if self.policy == "lru":
             if cost > self.limit_bytes:
                 return
+            # Room is made before the row is in: the limit holds at every moment.
             while self._nbytes + cost > self.limit_bytes:
                 self._nbytes -= len(self._held.popitem(last=False)[1]) + ROW_BYTES
         self._held[key] = row
@@ -207,6 +219,7 @@ class FeatureCache:
             raise StateError(f"array {error} of a stored cache is missing; delete the state") from None
         if said.tobytes() != _digest(key) or policy == "none" or not ids.size:
             return cache
+        # Against a torn write, not against an attacker: who can write the state can write its checksum, too.
         sound = form.shape == (3,) and form[2] == _checksum(form[:2], ids, lengths, blob)
         if not sound or int(lengths.sum()) != blob.size:
             raise StateError("a stored cache is damaged; delete the state")
@@ -310,6 +323,7 @@ def noisy_rows(rows: Floats, ids: ArrayLike, std: float, secret: bytes) -> Float
     drawn = b"".join(hashlib.shake_256(prefix + key.tobytes()).digest(16 * pairs) for key in keys.astype("<i8"))
     words = np.frombuffer(drawn, "<u8").reshape(-1, 2, pairs)
     # Box and Muller (1958), with a radius from (0, 1] and an angle from [0, 1).
+    # 53 bits, all that a float64 holds: with 64 the largest would round to 1.
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     radius = np.sqrt(-2.0 * np.log1p(-uniform[:, 0]))
     angle = 2.0 * np.pi * uniform[:, 1]

@@ -40,7 +40,7 @@ _LONGEST: Final = 9
 
 
 def widened(values: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Return values in float64. Those of a frame may be anything: numpy warns of a NaN that signals, and is not to."""
+    """Return values in float64, without numpy's warning about the signalling NaNs that a frame may hold."""
     with np.errstate(invalid="ignore"):
         return values.astype(np.float64)
 

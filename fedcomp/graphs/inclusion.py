@@ -92,6 +92,7 @@ def local_mass(weights: Reals, local: NDArray[np.bool_]) -> float:
     largest = float(weights.max(initial=0.0))
     if not largest > 0.0:
         return float("nan")
+    # Relative to the largest, or the sum of a few weights near 1e308 would be infinite.
     scaled = weights / largest
     near, far = float(scaled[local].sum()), float(scaled[~local].sum())
     return near / (near + far)
@@ -184,6 +185,7 @@ def multinomial(p: Reals, n: int, uniforms: Reals) -> Ids:
         raise ConfigError(f"{len(uniforms)} uniform numbers for n={n!r} draws; expected as many, at least one")
     if not p.any():
         return np.zeros(len(p), np.int64)
+    # By the largest first, then by the sum: neither overflows, whatever the unit of p.
     ends = np.cumsum(p / p.max())
     # Side "right" skips intervals of length 0, wherever they are; the last end is 1 exactly, above every uniform.
     return np.bincount(np.searchsorted(ends / ends[-1], uniforms, side="right"), minlength=len(p))

@@ -45,6 +45,12 @@ class Neighbours:
     indptr : ndarray of int64, (N + 1,)
     ids : ndarray of int64
         Ascending within a list; no loops, no repeats.
+
+    Examples
+    --------
+    >>> square = Neighbours.of(np.array([0, 1, 2, 3]), np.array([1, 2, 3, 0]), nodes=4)
+    >>> square.edges, cut(square, np.array([0, 0, 1, 1]))
+    (4, 0.5)
     """
 
     indptr: Ids

@@ -66,10 +66,19 @@ class SkewedSampler(BaseSampler):
     data : torch_geometric.data.Data
         What to give to the loader: as it was, with the edges of P and their ``edge_weight``.
 
+    Examples
+    --------
+    >>> from torch_geometric.loader import NodeLoader
+    >>> data = Data(x=torch.eye(4), edge_index=torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
+    >>> sampler = SkewedSampler(data, owner=[0, 0, 1, 1], part=0, settings=SamplerSettings(sampler="node", fanout=9))
+    >>> loader = NodeLoader(sampler.data, sampler, input_nodes=torch.tensor([0, 1]), batch_size=2)
+    >>> [batch.input_id.tolist() for batch in loader]
+    [[0, 1]]
+
     Raises
     ------
     ConfigError
-        For data of another kind, an unknown normalisation, or settings that are no constants of an edge.
+        For data of another kind, an unknown normalisation, or settings whose weights are not constant per edge.
     GraphError
         For ids out of range, parallel edges with weights of their own, or weights that are 0 or not finite.
     """

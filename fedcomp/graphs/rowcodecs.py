@@ -65,6 +65,7 @@ BITS: Final = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 _F16, _F32, _F64 = (np.dtype(name) for name in ("f2", "f4", "f8"))
 _ALIGN: Final = 8
 _ALIGN_FROM: Final = 1024
+"""Shorter bodies are copied by their receiver: up to seven bytes of padding would be more than .7 % of them."""
 
 
 class Block:

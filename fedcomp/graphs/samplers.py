@@ -3,7 +3,7 @@
 A layer estimates ``Z = U H`` with ``U = P[rows, :]`` from few columns of U. Every sampler is a function of what there
 is to choose from (:class:`Layer`), the settings and uniform numbers, and returns one factor per entry of U
 (:class:`Draw`), 0 for what was dropped. It is unbiased when every factor has expectation 1; "ladies" and "local" are
-not, and are here to be compared with.
+not; they are here for comparison.
 
 "skewed" and the favouring in "node" are after Jiang and Rumi (arXiv 2101.07706, abstract) and public code that
 continues their work (read); the estimators are those of Horvitz and Thompson and of Hansen and Hurwitz; how much is
@@ -134,6 +134,7 @@ def _skewed(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms,
         chosen = poisson(pi, uniforms(len(pi)))
         factors[chosen] = 1.0 / pi[chosen]
     else:
+        # Never by 0: without any weight there is nothing to draw, and all p are 0.
         p = weights / max(float(weights.sum()), np.finfo(float).tiny)
         factors = _hansen_hurwitz(p, multinomial(p, n, _many(uniforms, n)), n)
         pi = _ever(p, n)
@@ -155,6 +156,7 @@ def _node(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, g
     factors = layer.certain.astype(np.float64)
     if settings.estimator == "poisson":
         pi = np.where(near, *(one[row] for one in row_probabilities(degree, local, s, total, fanout)))
+        # One number per entry, also of those that cannot be had: others keep theirs when an owner vanishes.
         chosen = uniforms(len(layer.positions))[at] < pi
         factors[at[chosen]] = 1.0 / pi[chosen]
     else:
@@ -226,6 +228,7 @@ def _row_draws(row: Ids, near: Bools, degree: Ids, local: Ids, share: Reals, uni
     u, share, near_count, first = uniforms[has], share[has, None], local[has, None], start[has, None]
     far_count = degree[has, None] - near_count
     inside = u < share
+    # Where a share is 0 or 1 the quotient by 1e-300 is not the one that is taken.
     within = np.where(inside, u / np.maximum(share, 1e-300), (u - share) / np.maximum(1.0 - share, 1e-300))
     count = np.where(inside, near_count, far_count)
     place = np.minimum((within * count).astype(np.int64), count - 1) + np.where(inside, 0, near_count)
@@ -325,6 +328,7 @@ def _full(layer: Layer, settings: SamplerSettings, n: int, uniforms: Uniforms, g
 
 def _with_probability(layer: Layer, settings: SamplerSettings, pi: Reals, uniforms: Uniforms) -> Draw:
     factors = np.zeros(len(pi))
+    # No number is drawn where nothing is left to chance: a full layer takes none of its stream.
     chosen = poisson(pi, uniforms(len(pi))) if ((pi > 0.0) & (pi < 1.0)).any() else np.flatnonzero(pi)
     factors[chosen] = 1.0 / pi[chosen]
     weights = np.where(layer.usable, layer.weights(settings.weight), 0.0)
@@ -373,5 +377,6 @@ def _hansen_hurwitz(p: Reals, counts: NDArray[np.int64], n: int) -> Reals:
 
 def _ever(p: Reals, n: int) -> Reals:
     """Return the probability of being drawn at least once in n draws with replacement."""
+    # Through logarithms: 1 - p rounds to 1 for p below 1e-16, however many draws there are. log1p(-1) = -inf is right.
     with np.errstate(divide="ignore"):
         return np.asarray(-np.expm1(n * np.log1p(-np.minimum(p, 1.0))))

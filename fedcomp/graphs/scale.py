@@ -82,6 +82,7 @@ def scale(
         return float(s_max)
     if mode == "matched":
         # M(s) / M(1) = 1 + lambda (1 - lambda) (s - 1)^2 / s = D
+        # The larger root. Its discriminant c + c^2 / 4 is taken apart: c^2 would overflow for a tiny lambda.
         c = (D - 1.0) / lam / (1.0 - lam)
         found = 1.0 + c / 2.0 + math.sqrt(c) * math.sqrt(1.0 + c / 4.0)
     elif mode == "worst":
@@ -100,6 +101,7 @@ def moment_ratio(s: float, lam: float, a_local: float, a_remote: float) -> float
     largest = max(a_local, a_remote)
     if not largest > 0.0:
         return 1.0
+    # Only their ratio matters, and sums of energies may be anywhere between 1e-300 and 1e300.
     near, far = a_local / largest, a_remote / largest
     return (s * lam + 1.0 - lam) * (near / s + far) / (near + far)
 
@@ -123,6 +125,7 @@ def _measured(lam: float, D: float, a_local: float, a_remote: float) -> float:
     e = (D - 1.0) * (near + far)
     a = lam * far
     b = lam * far - (1.0 - lam) * near - e
+    # Of the two forms of the root the one that adds numbers of one sign: the other cancels.
     if b > 0.0:
         return 1.0 + 2.0 * e / (b + math.sqrt(b * b + 4.0 * a * e))
     if not a > 0.0:
@@ -158,6 +161,12 @@ class AdaptiveScale(Stateful):
     ------
     ConfigError
         For parameters out of range.
+
+    Examples
+    --------
+    >>> search = AdaptiveScale()
+    >>> [search.observe(share, 1.0) for share in (0.4, 0.3, 0.1, 0.3)]
+    [2.0, 4.0, 3.0, 3.0]
     """
 
     STATE: ClassVar[Mapping[str, Any]] = {"s": float, "previous": float, "frozen": bool}

@@ -37,7 +37,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
 class SamplerSettings:
     """How the columns of every layer are chosen. Immutable and comparable; travels as :meth:`to_config`.
 
-    Each setting belongs to the samplers that are named with it and means nothing to the others, so that samplers can be
+    Each setting belongs to the samplers that are named with it and has no effect on the others, so that samplers can be
     compared by changing one word. "skewed" is after Jiang and Rumi (arXiv 2101.07706, abstract); the rules of ``mode``
     are derived here. The unskewed sampler is ``mode="fixed", scale=1``.
 

@@ -322,6 +322,7 @@ class SharedGraph:
                 digest=self.digest,
                 boundary=self.boundary[owner[self.boundary] == index],
             )
+            # Handed to clients of one process by reference: none of them may change what another one reads.
             for array in (part.ids, part.features, part.labels, part.train, part.test, part.boundary):
                 array.flags.writeable = False
             self._made[index] = part
@@ -388,6 +389,7 @@ def _split(graph: LabelledGraph, options: Mapping[str, Any]) -> tuple[Ids, Ids]:
         assert graph.public is not None
         return graph.public
     labelled = np.flatnonzero(graph.labels >= 0)
+    # Nodes without a label have features and edges, and nothing to learn from or to be tested on.
     order = labelled[permutation(len(labelled), Key(options["split_seed"], "graphs/split"))]
     tested = round(options["held_out"] * len(order))
     if tested == len(order):

@@ -130,7 +130,7 @@ class Talk:
 def received(
     reply: Message, kind: str, asked: Mapping[int, Ids], parts: int, ids_of: Callable[[bytes, int], Ids]
 ) -> tuple[dict[int, bytes], set[int], str]:
-    """Return the frames of an owner's reply by requester, whom it refuses, and why.
+    """Return the frames of an owner's reply by requester, the requesters it refuses, and why.
 
     Parameters
     ----------
@@ -275,9 +275,11 @@ class Owners(Stateful):
         # In place: the conversation adds to the same set.
         self.silent.intersection_update(present)
         newcomers = [node for node in online if node not in self.met]
+        # Those that were silent in this round's training are not asked in its evaluation: each would cost a timeout.
         suspects = [node for _, node in sorted(self.seats.items()) if node in self.silent - self.dropped]
         yield from self._ask_hello([*newcomers, *suspects], talk)
         claims = {hello.index for node in newcomers if (hello := self.met.get(node)) is not None}
+        # Asked after the newcomers, not with them: which seats are in doubt is known from their claims alone.
         contested = [n for part, n in sorted(self.seats.items()) if part in claims and n not in self.silent]
         yield from self._ask_hello(contested, talk)
         self._seat(online, newcomers, talk.report)
@@ -307,6 +309,7 @@ class Owners(Stateful):
                 talk.report.note("refused", f"a node cannot be an owner: {error}")
                 continue
             hellos[node] = hello, wants
+        # All of a first exchange at once: which of two graphs is the run's must not depend on who answered first.
         self._agree([hello for hello, _ in hellos.values()])
         for node, (hello, wants) in hellos.items():
             if Common.of(hello) != self.common:
@@ -318,6 +321,7 @@ class Owners(Stateful):
             self.met[node] = hello
             if self.norms:
                 self._wanted[hello.index] = {owner: ids for owner, ids in wants.items() if owner != hello.index}
+                # A new node of the part has a new state: what the old one was sent, this one lacks.
                 for book in (self._norms, self._delivered, self._counts):
                     book.pop(hello.index, None)
         self.seats = {part: node for part, node in self.seats.items() if self.met.get(node) is not None}
@@ -328,7 +332,7 @@ class Owners(Stateful):
         Raises
         ------
         ConfigError
-            When they have not.
+            When they have nothing in common, or know more or less of the edges than was agreed on.
         """
         if self.common is not None or not hellos:
             return
@@ -410,7 +414,7 @@ class Owners(Stateful):
             self._norms.setdefault(part, {})[owner] = data
             self._counts.setdefault(part, {})[owner] = len(wanted[part])
         for part in asked:
-            # Who is refused goes without, as for nodes nobody knows the norms of; the list will be no better next time.
+            # Also those of a refused requester, which goes without: its list would be refused again.
             del self._wanted[part][owner]
         if without:
             report.note("norms", f"part {owner} gives parts {sorted(without)} no norms: {reason}")

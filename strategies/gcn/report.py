@@ -41,7 +41,7 @@ class FetchTraffic:
     local_mass, scale, lost_mass : float
         lambda, s and the share of the base weight on nodes of absent owners, means over clients.
     absent : int
-        Owners that were done without.
+        Owners that the round went on without.
     replans : int
         Plans that were made again without an owner.
     trips : int
@@ -109,7 +109,7 @@ class Fetching(EventSection, name="gcn"):
         What the round's training amounts to.
     train, evaluate : FetchTraffic
     absent : dict of int to str
-        Owners that were done without, with the reason.
+        Owners that the round went on without, with the reason.
     lost : dict of int to str
         Clients of the round whose update is not in the model, or whose evaluation is missing, with the reason.
     """
@@ -121,7 +121,7 @@ class Fetching(EventSection, name="gcn"):
     lost: dict[int, str] = figure(dict, unit="clients", show="reasons")
 
     def miss(self, part: int, reason: str) -> None:
-        """Record why the owner of ``part`` is done without; the first reason counts."""
+        """Record why the round goes on without the owner of ``part``; the first reason counts."""
         self.absent.setdefault(part, shorten(reason))
 
     def lose(self, part: int, reason: str) -> None:

@@ -171,6 +171,7 @@ class Turn:
             yield from self._plan()
             if self._replan():
                 continue
+            # Structure before rows: what a plan wants of features is known only once it is complete.
             if any(r.needs == STRUCTURE for r in self.requesters.values()):
                 yield from self._structure()
             elif any(r.missing() for r in self.requesters.values()):
@@ -213,8 +214,8 @@ class Turn:
         return self.talk.message(requester.node, PLAN_TYPE, requester.ask, frames)
 
     def _take_plan(self, requester: Requester, reply: Message, needs: str) -> None:
-        """Check what a client wants, and of whom; one that lost its norms has no plan yet, and is sent them with the
-        next question.
+        """Check which rows a client wants, and of which owners; one that lost its norms has no plan yet, and is sent
+        them with the next question.
 
         Raises
         ------
@@ -235,6 +236,7 @@ class Turn:
         for owner, data in take_frames(reply, common.parts, IDS)[IDS].items():
             if owner == requester.part or owner in requester.ask.absent:
                 raise GraphError(f"it wants rows of part {owner}, which are its own or cannot be had")
+            # Nobody has more rows than it owns: a longer list would make the server hold what no owner can answer.
             limit = self.owners.hello(owner).owned if owner in self.owners.seats else None
             ids = decode_ids(data, nodes=common.nodes, limit=limit)
             if len(ids):
@@ -265,10 +267,7 @@ class Turn:
     def _structure(self) -> Exchanges[None]:
         """Fetch rows of the adjacency for the clients that wait for them."""
         waiting = {part: r for part, r in self.requesters.items() if r.needs == STRUCTURE}
-        asked: dict[int, dict[int, Ids]] = {}
-        for part, requester in waiting.items():
-            for owner, ids in requester.wants.items():
-                asked.setdefault(owner, {})[part] = ids
+        asked = _by_owner({part: requester.wants for part, requester in waiting.items()})
         found = yield from self._fetch(Fetch(self.talk.session, STRUCTURE, norms=self.norms), asked)
         for part, requester in waiting.items():
             if part not in self.requesters:
@@ -277,16 +276,13 @@ class Turn:
             # The same question names the owners that fell away meanwhile.
             self.talk.traffic.replans += bool((self.away.keys() | requester.refused) & requester.wants.keys())
             requester.wants, requester.needs, requester.planned = {}, "", False
+            # It counts exchanges that brought something: without any the next question is the same one.
             if requester.structure:
                 requester.ask = replace(requester.ask, hop=requester.ask.hop + 1)
 
     def _rows(self) -> Exchanges[None]:
         """Fetch the feature rows that somebody lacks."""
-        lacking = {part: missing for part, r in self.requesters.items() if (missing := r.missing())}
-        asked: dict[int, dict[int, Ids]] = {}
-        for part, missing in lacking.items():
-            for owner, ids in missing.items():
-                asked.setdefault(owner, {})[part] = ids
+        asked = _by_owner({part: requester.missing() for part, requester in self.requesters.items()})
         said = Fetch(self.talk.session, FEATURES, row_codec=self.settings.codec, noise=self.settings.noise)
         together = {}
         if self.settings.dedupe:
@@ -304,7 +300,7 @@ class Turn:
     def _fetch(self, said: Fetch, asked: Mapping[int, Mapping[int, Ids]]) -> Exchanges[dict[int, dict[int, bytes]]]:
         """Ask owners for rows of one kind; return the frames that can be used, by owner and requester.
 
-        Who answers not at all, or with anything else, is absent from now on.
+        An owner that does not answer, or answers with anything else, is absent from now on.
         """
         lists = {o: {part: encode_ids(ids) for part, ids in by_part.items()} for o, by_part in sorted(asked.items())}
         messages = {
@@ -372,7 +368,7 @@ class Turn:
     # Who falls out.
 
     def _refuse(self, owner: int, parts: set[int], reason: str) -> None:
-        """Let those whom an owner refuses do without it; of a list that stands for many, find out first whose it is."""
+        """Let the refused requesters do without an owner; a refused list that stands for many is split up first."""
         if owner in parts:
             self._apart.add(owner)
         for part in sorted((parts - {owner}) & self.requesters.keys()):
@@ -389,6 +385,15 @@ class Turn:
         """Go on without a client."""
         if self.requesters.pop(part, None) is not None:
             self.talk.report.lose(part, reason)
+
+
+def _by_owner(wants: Mapping[int, Mapping[int, Ids]]) -> dict[int, dict[int, Ids]]:
+    """Return what is asked of each owner, by requester, from what each requester wants, by owner."""
+    asked: dict[int, dict[int, Ids]] = {}
+    for part, by_owner in wants.items():
+        for owner, ids in by_owner.items():
+            asked.setdefault(owner, {})[part] = ids
+    return asked
 
 
 def _union(lists: Any) -> Ids:

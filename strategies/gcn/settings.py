@@ -41,6 +41,11 @@ class RowSettings:
     ------
     ConfigError
         For an unknown name or a number out of range.
+
+    Examples
+    --------
+    >>> RowSettings(codec="auto", cache="lru", cache_bytes=1 << 20).limit
+    1048576
     """
 
     codec: str = "dense-f32"
@@ -86,6 +91,11 @@ class RoundSettings:
     ------
     ConfigError
         For an unknown name or a number out of range.
+
+    Examples
+    --------
+    >>> RoundSettings(local_steps=4).method
+    'local SGD, 4 steps a round'
     """
 
     local_steps: int = 1

@@ -55,6 +55,8 @@ __all__ = ["FetchTraffic", "Fetching", "RoundSettings", "RowSettings", "SamplerS
 STRUCTURES: Final = ("full", "halo")
 
 _ADAPTIVE_CAP: Final = 8.0
+"""Default cap of :class:`~fedcomp.graphs.scale.AdaptiveScale`; a lower ``s_max`` of the sampler holds as well."""
+
 _TYPES: Final = {"train": TRAIN_TYPE, "evaluate": EVALUATE_TYPE}
 _ROWS: Final = {"": "feature_bytes_link"}
 
@@ -63,8 +65,8 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     """Train a GCN on a graph whose nodes, features and labels several owners hold.
 
     The clients need the half :func:`fedcomp.clients.gcn.graph_owner`; :mod:`fedcomp.clients.app` has it. The
-    node of partition i owns part i. Nodes outside of the inner strategy's cohort do not train, and answer with their
-    rows all the same.
+    node of partition i owns part i. Nodes outside of the inner strategy's cohort do not train, but still answer with
+    their rows.
 
     Parameters
     ----------
@@ -144,6 +146,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
         self._reports = Reports()
         self._log = RoundLog(f"SkewedGCN({type(inner).__name__})")
         self._key = configrecord_key
+        # Clients keep norms of hidden layers per session: a second run on the same nodes must not find the first one's.
         self._session = secrets.token_hex(8)
         self._norms = self.sampler.skews and self.sampler.mode == "measured"
         self._adaptive = self.sampler.skews and self.sampler.mode == "adaptive"
@@ -250,6 +253,7 @@ class SkewedGCN(ExchangeStrategy, Stateful):
     def _ask(self, purpose: str, part: int, server_round: int) -> PlanRequest:
         train = purpose == "train"
         sampler = self.sampler
+        # The same settings otherwise: layers have to fit the model in evaluation, too.
         if not train and self.rounds.evaluate == "full":
             sampler = replace(sampler, sampler="full")
         return PlanRequest(

@@ -75,7 +75,7 @@ def _build(settings: Settings, seed: int) -> Strategy:
     refuse_others(
         settings,
         {"fraction": 1.0},
-        "whoever does not train has to answer with rows all the same, and a cohort shows the strategy no one else; "
+        "nodes that do not train still have to answer with rows, and the strategy sees the nodes of the cohort only; "
         "set fraction=1",
     )
     if settings["fraction_evaluate"] not in (0.0, 1.0):

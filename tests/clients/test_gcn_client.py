@@ -419,7 +419,7 @@ def test_a_handler_that_fails_leaves_its_state_as_it_was() -> None:
             nodes.carry_out(0, replace(ask, purpose=purpose), rows if purpose == "train" else {})
         assert snapshot(nodes.contexts[0]) == state
     nodes.app = working
-    # A plan that is told rubbish after what is right.
+    # A plan that is sent rubbish after what is right.
     later, other = replace(ask, round=3, hop=0), Nodes(nodes.parts)
     needed = take_frames(other.tell(0, message(gcn.PLAN_TYPE, later)), 4, "ids")["ids"]
     structure = other.fetch(0, needed, Fetch("s", "structure"))
@@ -612,8 +612,8 @@ def test_who_asks_for_steps_does_not_decide_how_much_memory_they_take(monkeypatc
 def test_a_client_that_lost_its_norms_says_so_and_plans_as_before_when_it_has_them_again(structure: str) -> None:
     nodes = Nodes(toy_parts(structure=structure))
     norms = nodes.norms(1)
-    told = sum(len(decode_norms(frame)[0]) for frame in norms.values())
-    ask, wants, reply = nodes.plan(1, asking(SamplerSettings(n=8, mode="measured"), batch_size=4, norms=told), norms)
+    sent = sum(len(decode_norms(frame)[0]) for frame in norms.values())
+    ask, wants, reply = nodes.plan(1, asking(SamplerSettings(n=8, mode="measured"), batch_size=4, norms=sent), norms)
     rows = nodes.rows(1, ask, wants)
     nodes.contexts[1] = node(1)
     with pytest.raises(MissingRows, match="norms it planned with"):

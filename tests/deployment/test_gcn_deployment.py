@@ -21,7 +21,7 @@ APP = Path(__file__).parent / "owners_app"
 
 
 class Fate:
-    """Kills the victim and starts it anew between two rounds, each once, and lets the server go on."""
+    """Kills the victim and restarts it between two rounds, each once, and lets the server go on."""
 
     def __init__(self, deployment: Deployment, folder: Path, acts: dict[int, Any]) -> None:
         self.deployment = deployment
@@ -75,10 +75,10 @@ def test_7_14_an_owner_that_is_killed_is_done_without_until_it_is_back(
         assert sorted(train["rows_sent"]) == ["0", "1", "2"]
     assert rounds["3"]["train"]["replans"] == 2
 
-    # All else that is told, and the model, are those of the run in this process, where it is silent and replaced;
+    # All else that is reported, and the model, are those of the run in this process, where it is silent and replaced;
     # there it is never listed again, and here as long as it takes.
     here, of = in_process(app)
-    expected = app.told(of)
+    expected = app.reported(of)
     rounds["4"]["absent"] = expected["4"]["absent"]
     for number in "45":
         rounds[number]["events"] = expected[number]["events"]

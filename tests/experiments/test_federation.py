@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from plain_grid import PlainGrid
 
 from fedcomp.errors import ConfigError
 from fedcomp.experiments.federation import Cohorts
 from fedcomp.flower.grid import InProcessGrid
 from fedcomp.flower.metered import MeteredGrid
 from fedcomp.flower.payload import NODE_RECORD, PARTITION_KEY
-
-
-class Ignorant(Grid):
-    """An engine that knows nothing of partitions, as Flower's simulation and deployments."""
-
-    def __init__(self, engine: InProcessGrid) -> None:
-        self.engine = engine
-
-    def set_run(self, run: Any) -> None:
-        self.engine.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        return self.engine.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        return self.engine.create_message(*args, **kwargs)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self.engine.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.engine.push_messages(list(messages))
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.engine.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.engine.send_and_receive(list(messages), timeout=timeout)
 
 
 def app(message: Message, context: Context) -> Message:
@@ -69,13 +40,13 @@ def view_of(grid: Grid, clients: int, train: float = 1.0) -> Cohorts:
 @pytest.mark.parametrize("train", [1.0, 0.75])
 def test_two_nodes_with_one_partition_are_refused_before_the_run(train: float) -> None:
     with federation(5, {4: 2}) as engine, pytest.raises(ConfigError, match="two nodes hold partition 2"):
-        view_of(Ignorant(engine), 4, train).prepare()
+        view_of(PlainGrid(engine), 4, train).prepare()
 
 
 @pytest.mark.parametrize("train", [1.0, 0.75])
 def test_a_newcomer_that_claims_a_taken_partition_is_ignored_and_noted(train: float) -> None:
     with federation(4, {4: 2}) as engine:
-        view = view_of(Ignorant(engine), 4, train)
+        view = view_of(PlainGrid(engine), 4, train)
         view.prepare()
         view.round = 1
         before = view.get_node_ids()
@@ -109,7 +80,7 @@ def test_a_newcomer_that_claims_a_taken_partition_is_ignored_and_noted(train: fl
 )
 def test_a_newcomer_that_says_something_absurd_is_ignored_and_noted(claim: Any, reason: str) -> None:
     with federation(4, {4: claim}) as engine:
-        view = view_of(Ignorant(engine), 4, 0.5)
+        view = view_of(PlainGrid(engine), 4, 0.5)
         view.prepare()
         newcomer = engine.add_node(4)
         for server_round in (1, 2):

@@ -215,8 +215,8 @@ def test_what_a_halo_knows_is_not_replaced_by_what_it_is_told() -> None:
     adjacency = normalised(*edges(), NODES)
     owner = (np.arange(NODES) % 3).astype(np.int32)
     halo = halves(adjacency, owner, 1)
-    told = Rows(np.array([1, 3, 3]), np.array([0, 1, 2, 3]), np.array([1, 3, 3]), np.array([9.0, 8.0, 7.0]))
-    after = halo.learn(told, owner[told.columns])
+    learnt = Rows(np.array([1, 3, 3]), np.array([0, 1, 2, 3]), np.array([1, 3, 3]), np.array([9.0, 8.0, 7.0]))
+    after = halo.learn(learnt, owner[learnt.columns])
     assert same(after.rows(np.array([1])), halo.rows(np.array([1])))
     assert after.rows(np.array([3])).values.tolist() == [8.0]
     later = after.learn(adjacency.rows(np.array([3])), owner[adjacency.rows(np.array([3])).columns])
@@ -229,13 +229,13 @@ def test_rows_that_lie_are_refused() -> None:
     owner = (np.arange(NODES) % 3).astype(np.int32)
     halo = halves(adjacency, owner, 1)
     rows = adjacency.rows(np.array([0, 3]))
-    told = halo.learn(rows, owner[rows.columns])
+    learnt = halo.learn(rows, owner[rows.columns])
     seen = np.union1d(halo.rows(np.flatnonzero(owner == 1)).columns, np.flatnonzero(owner == 1))
     known = np.intersect1d(rows.columns, seen)
     fresh = np.setdiff1d(rows.columns, seen)
     assert len(known)
     assert len(fresh)
-    for node, structure in ((known[0], halo), (fresh[0], told)):
+    for node, structure in ((known[0], halo), (fresh[0], learnt)):
         wrong = owner[rows.columns].copy()
         wrong[rows.columns == node] += 1
         with pytest.raises(GraphError, match=f"node {node} is said to be of part {owner[node] + 1} and of part"):

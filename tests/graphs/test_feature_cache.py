@@ -7,13 +7,10 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from graph_toys import toy_parts
 
 from fedcomp.errors import ConfigError, StateError
 from fedcomp.graphs.base import GraphError, MissingRows
 from fedcomp.graphs.cache import ROW_BYTES, FeatureCache, noisy_rows
-from fedcomp.graphs.plan import plan_round, wanted
-from fedcomp.graphs.settings import SamplerSettings
 from fedcomp.rng import Key
 
 NODES, D = 120, 24
@@ -247,29 +244,6 @@ def test_operations_do_not_depend_on_what_is_held() -> None:
         return best
 
     assert seconds(30_000) < 10 * seconds(300)
-
-
-def test_7_07_a_held_row_is_never_asked_for_again() -> None:
-    """Fetch lists of rounds whose clients keep everything are disjoint; without a cache they are not."""
-    parts = toy_parts(nodes=120, parts=4, features=5, dtype=np.float32)
-    everything = np.concatenate([part.features for part in parts])
-    settings = SamplerSettings(n=(20, 20), mode="fixed", scale=1.0)
-    for part in parts:
-        asked: dict[str, list[int]] = {"all": [], "none": []}
-        for policy, ids in asked.items():
-            cache = FeatureCache(policy)
-            for r in range(1, 6):
-                plans = plan_round(part, settings, seed=3, round=r, steps=2, batch_size=8)
-                remote = np.unique(np.concatenate([plan.remote for plan in plans]))
-                for fetched in wanted(plans, cache.ids).values():
-                    assert not np.isin(fetched, cache.ids).any()
-                    ids += fetched.tolist()
-                    cache.put(fetched, everything[fetched])
-                if policy == "all":
-                    assert cache.get(remote).tobytes() == everything[remote].tobytes()
-        assert len(asked["all"]) == len(set(asked["all"]))
-        assert len(asked["none"]) > len(set(asked["none"]))
-        assert set(asked["all"]) == set(asked["none"])
 
 
 SECRET = b"the owner's own, from os.urandom"

@@ -65,7 +65,7 @@ def test_measured_takes_norms_from_features_and_from_what_was_seen_and_the_mean_
     batch = part.train[:5]
     u, candidates, owned = columns(part, batch)
     remote = candidates[~owned]
-    told = {int(one): 3.0 + at for at, one in enumerate(remote[::2])}
+    norms_of = {int(one): 3.0 + at for at, one in enumerate(remote[::2])}
     settings = SamplerSettings(n=5, mode="measured", budget=1.4, layers=1)
 
     def expected(norms: Any) -> float:
@@ -77,9 +77,9 @@ def test_measured_takes_norms_from_features_and_from_what_was_seen_and_the_mean_
 
     norms = np.full(len(candidates), np.nan)
     norms[owned] = np.linalg.norm(part.features[np.searchsorted(part.ids, candidates[owned])], axis=1)
-    norms[~owned] = [told.get(int(one), np.nan) for one in remote]
+    norms[~owned] = [norms_of.get(int(one), np.nan) for one in remote]
     norms[np.isnan(norms)] = np.sqrt(np.nanmean(np.square(norms)))
-    found = plan_step(part, batch, settings, Key(0), Conditions(norms=[told])).layers[0].scale
+    found = plan_step(part, batch, settings, Key(0), Conditions(norms=[norms_of])).layers[0].scale
     assert found == pytest.approx(expected(norms), rel=1e-9)
     # No features are of a hidden layer: there, without any norm, all count alike.
     hidden = plan_step(part, batch, SamplerSettings(n=5, mode="measured", budget=1.4), Key(0)).layers[1].scale

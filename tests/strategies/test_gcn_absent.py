@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
 from graph_federation import (
     ENOUGH,
     PARTS,
@@ -27,6 +26,7 @@ from graph_federation import (
     run,
     strategy,
 )
+from plain_grid import PlainGrid
 
 from fedcomp.errors import ConfigError
 from fedcomp.flower.faults import Delivery, RandomFaults
@@ -48,7 +48,7 @@ def silent(*places: tuple[int, int, str]) -> Callable[[Delivery], str]:
 
 
 def dead(partition: int, *rounds: int) -> Callable[[Delivery], str]:
-    """Return the plan by which a node answers nothing in some rounds, and is listed as online all the same."""
+    """Return the plan by which a node answers nothing in some rounds, but is still listed as online."""
     return silent(*((number, partition, kind) for number in rounds for kind in ALL))
 
 
@@ -80,7 +80,7 @@ def test_7_14_an_owner_that_leaves_is_done_without_and_is_used_again_at_once() -
         assert report.absent == {2: "no node of this part is online"}
         assert report.train.absent == 1
         assert report.train.clients == PARTS - 1
-        assert report.train.replans == 0  # told beforehand
+        assert report.train.replans == 0  # known beforehand
         assert report.train.trips == 3
         assert 0 < report.train.lost_mass < 1
         assert 2 not in report.train.rows_sent
@@ -312,35 +312,6 @@ def test_a_client_that_lost_its_cache_between_plan_and_training_is_lost_once_and
 # Who sits where.
 
 
-class Blind(Grid):
-    """A grid that, like a deployment, does not know which partition a node holds."""
-
-    def __init__(self, inner: InProcessGrid) -> None:
-        self.within = inner
-
-    def set_run(self, run: Any) -> None:
-        self.within.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        return self.within.run
-
-    def create_message(self, *arguments: Any, **options: Any) -> Message:
-        return self.within.create_message(*arguments, **options)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self.within.get_node_ids()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.within.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.within.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.within.send_and_receive(messages, timeout=timeout)
-
-
 def blind(parts: list[GraphPart], nodes: int = PARTS, **options: Any) -> InProcessGrid:
     """Return a grid of which every node beyond the parts says it holds part 1."""
     config = {"node_config": lambda partition: {"partition-id": 1 if partition >= PARTS else partition}}
@@ -356,7 +327,9 @@ def test_a_second_node_of_a_part_is_not_seated_while_the_first_one_answers_and_t
         if number == 1:
             within.add_node(PARTS)
 
-    fit(of, Blind(within), record(initial()), 5, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join)
+    fit(
+        of, PlainGrid(within), record(initial()), 5, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join
+    )
     claim = f"2 nodes declare partition 1 .*only node {within.node_id_of(1)}"
     claimed = [[bool(re.search(claim, text)) for text in r.events.get("unknown", [])] for r in reports(of)]
     assert [sum(found) for found in claimed] == [0, 1, 0, 0, 0]
@@ -369,7 +342,7 @@ def test_d1_of_two_nodes_that_say_from_the_start_they_hold_a_part_none_is_seated
     """Before, the one whose id came first was."""
     of = everything()
     within = blind(graph(), PARTS + 1)
-    fit(of, Blind(within), record(initial()), 2, timeout=60.0, train_config=ConfigRecord({"seed": 3}))
+    fit(of, PlainGrid(within), record(initial()), 2, timeout=60.0, train_config=ConfigRecord({"seed": 3}))
     claims = [text for text in of.reports[1].gcn.events["unknown"] if "none of them is used" in text]
     assert len(claims) == 2
     assert [r.absent for r in reports(of)] == [{1: "no node of this part is online"}] * 2
@@ -393,7 +366,9 @@ def test_a_newcomer_takes_the_place_of_a_dead_process_in_the_round_it_comes() ->
         if number == 1:
             within.add_node(PARTS + 1)
 
-    fit(of, Blind(within), record(initial()), 3, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join)
+    fit(
+        of, PlainGrid(within), record(initial()), 3, timeout=60.0, train_config=ConfigRecord({"seed": 3}), on_round=join
+    )
     for number in (2, 3):
         assert (of.reports[number].gcn.absent, of.reports[number].gcn.train.clients) == ({}, PARTS)
     assert of.reports[2].gcn.train.rows_sent == of.reports[1].gcn.train.rows_sent

@@ -102,7 +102,7 @@ def test_an_owner_that_breaks_over_its_rows_is_there_and_trains_all_the_same() -
     assert (of.reports[1].gcn.lost, of.reports[1].gcn.train.clients) == ({}, PARTS)
 
 
-# Clients that lost what they were told.
+# Clients that lost what they were sent.
 
 
 def forgetting(parts: Any, *rounds: int) -> Meddler:
@@ -156,7 +156,7 @@ def test_a_run_after_another_on_the_same_nodes_finds_their_caches_and_nothing_el
     second = strategy(**options)
     assert bits(run(second, over, 1)) == bits(run(strategy(**options), grid(parts), 1))
     assert total(second, "rows_fetched") == 0 < total(second, "remote_inputs")
-    # The nodes of an interrupted run have been replaced when it goes on: who they are is asked anew.
+    # The nodes of an interrupted run have been replaced when it goes on: they are asked again who they are.
     before = strategy(**options, mode="measured")
     begun = run(before, over, 1)
     after = strategy(**options, mode="measured")

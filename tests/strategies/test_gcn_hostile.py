@@ -109,8 +109,8 @@ WRONG_ROWS = {
     "one more": (elsewhere, "were not asked for"),
     "no frame": (model_in, "not a frame"),
     "another kind": (lambda m, r: put_frames(r.content, "norms", {0: b"x"}), "expected were rows"),
-    "a place that is none": (lambda m, r: put_frame(r.content, f"{HEADER}/rows/x", b"x"), "no number"),
-    "a refusal that is none": (
+    "not a place": (lambda m, r: put_frame(r.content, f"{HEADER}/rows/x", b"x"), "no number"),
+    "not a refusal": (
         lambda m, r: r.content.update({HEADER: ConfigRecord({"a": 1})}),
         "unknown entries",
     ),
@@ -191,13 +191,13 @@ def figures(**values: Any) -> Change:
 WRONG_PLANS = {
     "its own rows": (wants({LIAR: [13]}), "its own"),
     "no list": (wants({0: b"FCG"}), "Truncated|shortest"),
-    "nodes that are none": (wants({0: [NODES]}), "beyond|nodes of the graph"),
+    "nodes beyond the graph": (wants({0: [NODES]}), "beyond|nodes of the graph"),
     "more than there are": (wants({0: list(range(13))}), "at most 12"),
     "structure without a name": (structure_please, "does not say which"),
     "not a number": (figures(lost_mass=float("nan")), "'lost_mass'"),
     "no header": (lambda m, r: r.content.pop(HEADER), "nothing under"),
     "another kind": (lambda m, r: put_frames(r.content, "rows", {0: b"x"}), "expected were ids"),
-    "a part that is none": (lambda m, r: put_frame(r.content, f"{HEADER}/ids/4", b"x"), "there are 4 parts"),
+    "not a part": (lambda m, r: put_frame(r.content, f"{HEADER}/ids/4", b"x"), "there are 4 parts"),
 }
 
 
@@ -277,7 +277,7 @@ HELLOS: dict[str, tuple[Change, str]] = {
     "no hello": (lambda m, r: r.content.pop(HEADER), "nothing under"),
     "of another part": (lambda m, r: r.content[HEADER].update({"index": 2}), "says it holds part 2"),
     "of more than there is": (lambda m, r: r.content[HEADER].update({"owned": NODES + 1}), "nodes of a graph of"),
-    "a list that is none": (lambda m, r: put_frames(r.content, "ids", {0: b"x"}), "shortest"),
+    "not a list": (lambda m, r: put_frames(r.content, "ids", {0: b"x"}), "shortest"),
 }
 
 

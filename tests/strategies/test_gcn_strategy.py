@@ -124,7 +124,7 @@ def test_7_07_with_a_cache_of_all_no_row_is_asked_for_twice() -> None:
     assert total(nothing, "rows_fetched") == 2 * total(of, "rows_fetched")
 
 
-# 10: what is told is what was sent.
+# 10: what is reported is what was sent.
 
 
 @pytest.mark.long
@@ -214,7 +214,7 @@ def test_sampled_evaluation_uses_fewer_rows_than_full() -> None:
 
 
 @pytest.mark.long
-def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_told() -> None:
+def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_reported() -> None:
     full, halo = strategy(), strategy(structure="halo")
     over = grid(graph(structure="halo"))
     assert bits(run(halo, over, 2)) == bits(run(full, grid(graph()), 2))
@@ -223,8 +223,8 @@ def test_halo_makes_the_plans_of_full_structure_and_what_it_costs_is_told() -> N
         assert one.train.trips == two.train.trips + 2  # the adjacency rows, and the plan again
         for name in ("rows_fetched", "feature_bytes_link", "id_bytes", "remote_inputs", "local_mass", "scale"):
             assert getattr(one.train, name) == getattr(two.train, name)
-    told = sum(total(halo, name) for name in ("structure_bytes", "id_bytes", "feature_bytes_logical"))
-    assert over.ledger.total("payload", message_type=(PLAN_TYPE, ROWS_TYPE)) == told
+    counted = sum(total(halo, name) for name in ("structure_bytes", "id_bytes", "feature_bytes_logical"))
+    assert over.ledger.total("payload", message_type=(PLAN_TYPE, ROWS_TYPE)) == counted
     with pytest.raises(ConfigError, match="structure 'full' of the graph, this strategy was made for 'halo'"):
         run(strategy(structure="halo"), grid(graph()), 1)
 
@@ -295,7 +295,7 @@ def test_rows_too_large_for_a_config_record_pass_the_mods() -> None:
     assert over.ledger.total("payload", message_type=ROWS_TYPE, direction="up") == total(of, "feature_bytes_logical")
 
 
-def test_who_is_not_in_the_cohort_answers_with_rows_all_the_same() -> None:
+def test_nodes_outside_the_cohort_still_answer_with_rows() -> None:
     class First(type(averaging())):  # type: ignore[misc]
         """Asks the first node only."""
 

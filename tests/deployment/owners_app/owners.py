@@ -108,7 +108,7 @@ class Told(MeteredGrid):
         return super().send_and_receive(batch, timeout=timeout, enough=lambda replies: len(replies) == others)
 
 
-def told(of: SkewedGCN) -> dict[str, Any]:
+def reported(of: SkewedGCN) -> dict[str, Any]:
     """Return what each round came to, as it is read from a file."""
     return json.loads(json.dumps({number: report.gcn.to_json() for number, report in of.reports.items()}))
 
@@ -145,5 +145,5 @@ def main(grid: Grid, context: Context) -> None:
     known = set(metered.get_node_ids())
     result = fit(of, metered, initial(), LAST, timeout=120.0, train_config=ConfigRecord({"seed": 2}), on_round=after)
     np.savez(folder / "arrays.npz", allow_pickle=False, **{name: a.numpy() for name, a in result.arrays.items()})
-    (folder / "facts.partial").write_text(json.dumps(told(of)))
+    (folder / "facts.partial").write_text(json.dumps(reported(of)))
     (folder / "facts.partial").rename(folder / "facts.json")
