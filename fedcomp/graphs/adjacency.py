@@ -118,7 +118,9 @@ def normalised(edges_src: Ids, edges_dst: Ids, nodes: int, kind: str = "sym", se
     return Adjacency(indptr, columns.astype(narrow), values, nodes)
 
 
-def sorted_entries(lists: Iterable[tuple[Ids, Ids]], nodes: int) -> tuple[Ids, Ids, Ids]:
+def sorted_entries(
+    lists: Iterable[tuple[NDArray[np.integer], NDArray[np.integer]]], nodes: int
+) -> tuple[Ids, Ids, Ids]:
     """Return the entries that lists of rows and columns name, each once, in the order of compressed sparse rows.
 
     Returns
