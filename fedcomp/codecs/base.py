@@ -2,7 +2,7 @@
 
 A codec is immutable configuration. Everything that changes from round to round is in ``State``, a plain
 ``dict[str, ndarray]`` the caller owns, stores and rolls back; a codec has no hidden members. Client half (``encode``)
-and server half (``decode``, ``accumulate``) stand in one class, so that they are read together.
+and server half (:class:`Receiver`) of a codec stand in one class, so that they are read together.
 """
 
 from __future__ import annotations

@@ -209,11 +209,3 @@ def test_keeps_less_than_top_k_where_the_energy_is_clustered() -> None:
         frame, state = codec.encode(x, state, KEY.at(round=t))
         total += codec.decode(frame, layout)
     np.testing.assert_allclose(total + state["memory"], 30.0 * x.vector, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("parameter", "bad"), [("density", 0.0), ("density", 1.5), ("scope", "tensor"), ("values", "int8")]
-)
-def test_parameters_are_checked(parameter: str, bad: object) -> None:
-    with pytest.raises(ConfigError, match=parameter):
-        ChunkTop1(**({"density": 0.1} | {parameter: bad}))

@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from codec_examples import model
 
 from fedcomp.codecs import Chain, Clip, Identity, TopK, UnknownCodec, get_codec, known, registry
 from fedcomp.codecs.base import Codec
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.registry import Registry
 from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,35 +80,92 @@ def test_configurations_of_the_wrong_form(config: object) -> None:
         get_codec(config)  # type: ignore[arg-type]
 
 
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[str, dict[str, list[Any]]] = {
+    "topk": {
+        "density": [0, -1, 2, NAN, "x", None, True],
+        "densty": [1],
+        "scope": ["modell"],
+        "values": ["fp8"],
+        "index": ["ryce"],
+    },
+    "randomk": {"density": [0], "shared": [1]},
+    "qsgd": {"levels": [0, 2.5], "bucket": [INF]},
+    "identity": {"density": [1]},
+    "adacomp": {"bin": [0, 2.5], "conv_bin": [-1, 2**63], "factor": [0.5, INF, "2"], "guard": [1]},
+    "chunk": {"density": [0.0, 1.5], "scope": ["tensor"], "values": ["int8"]},
+    "randomblock": {"density": [0.0], "unbiased": [1], "scope": ["all"], "shared": ["yes"]},
+    "dgc": {
+        "density": [0.0],
+        "momentum": [1.0],
+        "masking": [1],
+        "warmup": [-1, 2.5, 10**9],
+        "clip": [0.0, INF],
+        "clients": [0],
+        "scope": ["model"],
+        "values": ["int8"],
+        "max_age": [0],
+    },
+    "threshold": {"level": [0.0, -1.0, NAN, INF, "1", None, True, [1.0]]},
+    "terngrad": {"clip": [-1.0, INF, NAN, "2.5", True]},
+    "signsgd": {"step": [0.0, -1.0, INF, NAN, 1e39, 1e-46, "0.1", True]},
+    "sidco": {
+        "density": [0.0],
+        "family": ["gamma"],
+        "stages": [-1, 1.5, np.ones(2)],
+        "adapt": [True],
+        "adapt_first": [1],
+        "values": ["int8"],
+    },
+}
+"""By codec and parameter, values that no codec takes."""
+REQUIRED: dict[str, dict[str, Any]] = {
+    **{name: {"density": 0.1} for name in ("topk", "randomk", "chunk", "randomblock", "sidco")},
+}
+"""What a codec cannot be made without."""
+
+
+@pytest.mark.parametrize(("name", "parameter"), [(name, parameter) for name in WRONG for parameter in WRONG[name]])
+def test_a_wrong_parameter_is_named(name: str, parameter: str) -> None:
+    for bad in WRONG[name][parameter]:
+        with pytest.raises(ConfigError, match=parameter):
+            get_codec({"id": name, **REQUIRED.get(name, {}), parameter: bad})
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         ({"id": "topk"}, "density"),
-        ({"id": "topk", "density": 0.1, "densty": 1}, "densty"),
-        ({"id": "topk", "density": 0}, "density"),
-        ({"id": "topk", "density": -1}, "density"),
-        ({"id": "topk", "density": 2}, "density"),
-        ({"id": "topk", "density": float("nan")}, "density"),
-        ({"id": "topk", "density": "x"}, "density"),
-        ({"id": "topk", "density": None}, "density"),
-        ({"id": "topk", "density": True}, "density"),
-        ({"id": "topk", "density": 0.1, "scope": "modell"}, "scope"),
-        ({"id": "topk", "density": 0.1, "values": "fp8"}, "values"),
         ({"id": "topk", "density": 0.1, "index": "ryce"}, "did you mean 'rice'"),
-        ({"id": "randomk", "density": 0.1, "shared": 1}, "shared"),
-        ({"id": "randomk", "density": 0}, "density"),
-        ({"id": "qsgd", "levels": 0}, "levels"),
-        ({"id": "qsgd", "levels": 2.5}, "levels"),
-        ({"id": "qsgd", "bucket": float("inf")}, "bucket"),
-        ({"id": "identity", "density": 1}, "density"),
+        ({"id": "dgc", "momentum": 0.0, "nesterov": True}, "nesterov"),
+        ({"id": "dgc", "clip": 1e-200, "clients": 10**300}, "max_norm"),
         ({"id": "chain", "transforms": [{"id": "clip", "max_norm": 0}], "codec": {"id": "identity"}}, "max_norm"),
         ({"id": "chain", "transforms": [{"id": "clop"}], "codec": {"id": "identity"}}, "did you mean 'clip'"),
         ({"id": "feedback", "codec": {"id": "nothing"}}, "nothing"),
     ],
 )
-def test_bad_parameters_name_parameter_and_rule(config: dict, named: str) -> None:
+def test_wrong_combinations_and_nested_parameters_are_named(config: dict, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         get_codec(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"id": "adacomp"},
+        {"id": "scaledsign"},
+        {"id": "signsgd", "step": 0.25, "scope": "layer"},
+        {"id": "terngrad"},
+        {"id": "threshold", "level": 1.0},
+        {"id": "threshold", "level": 1.0, "scope": "layer"},
+    ],
+    ids=str,
+)
+def test_a_density_that_a_codec_cannot_honour_is_refused(config: dict) -> None:
+    """What a policy asks of a tensor is not ignored by a codec that sends every coordinate or decides by itself."""
+    layout = Layout.of(model(), lambda name, shape, dtype: 0.1 if name == "head.weight" else None)
+    with pytest.raises(ConfigError, match=r"head\.weight"):
+        get_codec(config).init(layout)
 
 
 HUGE = json.loads("1" + "0" * 400)
@@ -277,6 +336,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from fedcomp.codecs import Identity, get_codec, register
 from fedcomp.errors import ConfigError
+from fedcomp.layout import Layout
 @dataclass(frozen=True, repr=False, eq=False)
 class Mine(Identity):
     codec_id: ClassVar[str] = "feedback"

@@ -158,10 +158,3 @@ def test_memory_makes_the_average_right() -> None:
     length = np.linalg.norm(x)
     assert np.linalg.norm(total / 1600 - x) < 0.05 * length
     assert np.linalg.norm(_through(given.vector) - x) > 0.5 * length
-
-
-def test_densities_of_tensors_are_refused() -> None:
-    """Every coordinate travels; a policy that asks for some of them is not ignored."""
-    layout = Layout.of(model(), lambda name, shape, dtype: 0.1 if name == "head.weight" else None)
-    with pytest.raises(ConfigError, match=r"head\.weight"):
-        ScaledSign().init(layout)

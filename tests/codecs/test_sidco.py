@@ -16,7 +16,7 @@ from fedcomp import wire
 from fedcomp.codecs import Codec, SIDCo, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.sidco import EVENTS, Estimate, estimate_threshold
-from fedcomp.errors import ConfigError, NonFiniteUpdate, StateError
+from fedcomp.errors import NonFiniteUpdate, StateError
 from fedcomp.kernels import Exceedances, select_above
 from fedcomp.layout import Layout, SmallDense, Update
 from fedcomp.rng import Key
@@ -516,25 +516,6 @@ def test_a_bad_update_leaves_every_stretch_as_it_was() -> None:
         codec.encode(given, state, KEY)
     for name in kept:
         np.testing.assert_array_equal(state[name], kept[name])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"density": 0.0},
-        {"density": 0.1, "family": "gamma"},
-        {"density": 0.1, "stages": -1},
-        {"density": 0.1, "stages": 1.5},
-        {"density": 0.1, "stages": np.ones(2)},
-        {"density": 0.1, "adapt": True},
-        {"density": 0.1, "adapt_first": 1},
-        {"density": 0.1, "values": "int8"},
-    ],
-    ids=str,
-)
-def test_parameters_that_cannot_be(options: dict) -> None:
-    with pytest.raises(ConfigError):
-        SIDCo(**options)
 
 
 @pytest.mark.long

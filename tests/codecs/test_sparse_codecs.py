@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from codec_examples import model, update
 
 from fedcomp import wire
-from fedcomp.codecs import ChunkTop1, Codec, RandomK, SIDCo, TopK, chain
+from fedcomp.codecs import ChunkTop1, Codec, RandomBlock, RandomK, SIDCo, TopK, chain
 from fedcomp.codecs.feedback import ErrorFeedback
 from fedcomp.codecs.listed import INDICES
 from fedcomp.errors import ConfigError, NonFiniteUpdate
@@ -162,12 +165,17 @@ def test_a_frame_with_more_than_k_values_is_refused() -> None:
             RandomK(0.05).decode(other.encode(update(layout), {}, KEY)[0], layout)
 
 
-def test_randomk_sends_values_and_a_seed() -> None:
+DRAWN = pytest.mark.parametrize("drawn", [functools.partial(RandomK, scope="layer"), RandomBlock], ids=["k", "block"])
+"""Codecs whose support follows from the key."""
+
+
+@DRAWN
+def test_a_drawn_support_costs_a_seed(drawn: Callable[..., Codec]) -> None:
     """Spec 5: 4 k bytes of values, eight of seed, and a header that does not grow with n or k."""
     overhead = []
     for n, k in ((1000, 100), (100_000, 10_000)):
         layout = Layout.flat(n)
-        frame, _ = RandomK(k / n).encode(update(layout), {}, KEY)
+        frame, _ = drawn(k / n).encode(update(layout), {}, KEY)
         overhead.append(len(frame) - 4 * k)
     assert max(overhead) <= 64
     assert abs(overhead[0] - overhead[1]) <= 8
@@ -186,12 +194,13 @@ def test_a_chosen_support_is_refused() -> None:
             codec.open(wire.decode(listed), layout)
 
 
-def test_a_chosen_seed_is_refused() -> None:
+@DRAWN
+def test_a_chosen_seed_is_refused(drawn: Callable[..., Codec]) -> None:
     """``verify`` takes the seed of the round's key only; shared ones of any partition, others of their own."""
     layout = Layout.of(model(), policy)
     given = update(layout)
     for shared in (True, False):
-        codec = RandomK(0.1, scope="layer", shared=shared)
+        codec = drawn(0.1, shared=shared)
         frame, _ = codec.encode(given, {}, KEY)
         assert len(codec.verify(frame, layout, KEY)) == 3
         bad = [KEY.at(round=9), KEY.at(purpose="x")] + ([] if shared else [KEY.at(partition=9)])
@@ -202,7 +211,8 @@ def test_a_chosen_seed_is_refused() -> None:
         if shared:
             codec.verify(frame, layout, KEY.at(partition=9))
         first, *rest = wire.decode(frame).tensors
-        swapped = wire.encode([wire.seeded(first.shape, 3, first.values.k, first.values), *rest])
+        other = wire.seeded(first.shape, 3, first.values.k, first.values, algorithm=first.index.algorithm)
+        swapped = wire.encode([other, *rest])
         codec.open(swapped, layout)
         with pytest.raises(wire.SchemaMismatch, match="seed"):
             codec.verify(swapped, layout, KEY)
@@ -231,25 +241,22 @@ def test_every_index_codec_fits_the_receivers_limits(index: str, density: float)
             assert np.count_nonzero(decoded) == min(count(density, size), np.count_nonzero(vector))
 
 
-def test_shared_support_is_one_for_all_clients() -> None:
+@DRAWN
+def test_shared_support_is_one_for_all_clients(drawn: Callable[..., Codec]) -> None:
     """Shared: same support for every partition, another one each round and layer. Individual: per partition."""
-    layout = Layout.of(model(), policy)
-    given = update(layout)
+    square = Layout.of({"a": np.zeros((50, 50), np.float32), "b": np.zeros((50, 50), np.float32)})
 
-    def support(codec: RandomK, **at: int) -> tuple[int, ...]:
-        frame, _ = codec.encode(given, {}, KEY.at(**at))
-        return tuple(codec.support(frame, layout))
+    def support(codec: Codec, **at: int) -> tuple[int, ...]:
+        return tuple(codec.support(codec.encode(update(square), {}, KEY.at(**at))[0], square))
 
-    shared = RandomK(0.1, scope="layer")
+    shared, alone = drawn(0.1), drawn(0.1, shared=False)
     assert support(shared, partition=1) == support(shared, partition=7)
     assert support(shared, round=1) != support(shared, round=2)
-    alone = RandomK(0.1, scope="layer", shared=False)
     assert support(alone, partition=1) != support(alone, partition=7)
     assert support(alone, partition=1) == support(alone, partition=1)
-    square = Layout.of({"a": np.zeros((50, 50), np.float32), "b": np.zeros((50, 50), np.float32)})
-    frame, _ = shared.encode(update(square), {}, KEY)
-    drawn = shared.support(frame, square)
-    assert set(drawn[:250]) != {i - 2500 for i in drawn[250:]}
+    by_layer = np.array(support(shared))
+    assert set(by_layer[:250]) != {i - 2500 for i in by_layer[250:]}
+    assert len(support(drawn(0.1, scope="global"))) == 500
 
 
 @pytest.mark.long
@@ -283,7 +290,8 @@ def test_randomk_error_is_exactly_the_formula(unbiased: bool) -> None:
     assert abs(np.mean(errors) - bound) <= 5 * np.std(errors) / np.sqrt(4000)
 
 
-def test_scaling_that_overflows_is_refused() -> None:
+@DRAWN
+def test_scaling_that_overflows_is_refused(drawn: Callable[..., Codec]) -> None:
     layout = Layout.flat(100)
     with pytest.raises(NonFiniteUpdate, match="overflows"):
-        RandomK(0.01, unbiased=True).encode(Update(np.full(100, 3e38, np.float32), layout), {}, KEY)
+        drawn(0.01, unbiased=True).encode(Update(np.full(100, 3e38, np.float32), layout), {}, KEY)

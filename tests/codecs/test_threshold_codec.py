@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from codec_examples import LAYOUTS, model, update
+from codec_examples import LAYOUTS, update
 
 from fedcomp import wire
 from fedcomp.codecs import Codec, Threshold, TopK
 from fedcomp.codecs.feedback import ErrorFeedback
-from fedcomp.errors import ConfigError
 from fedcomp.layout import Layout, Update
 from fedcomp.rng import Key
 
@@ -80,20 +79,6 @@ def test_error_feedback_collects_what_stays_below() -> None:
         frame, state = codec.encode(given, state, KEY.at(round=r))
         counts.append(codec.support(frame, layout).size)
     assert counts == [0, 0, 0, 1100] * 2
-
-
-@pytest.mark.parametrize("scope", ["global", "layer"])
-def test_densities_of_tensors_are_refused(scope: str) -> None:
-    """A level says nothing of densities, and a policy's wish is never ignored in silence."""
-    layout = Layout.of(model(), lambda name, shape, dtype: 0.5 if name == "head.weight" else None)
-    with pytest.raises(ConfigError, match=r"head\.weight"):
-        Threshold(1.0, scope=scope).init(layout)
-
-
-@pytest.mark.parametrize("level", [0.0, -1.0, np.nan, np.inf, "1", None, True, [1.0]])
-def test_levels_that_cannot_be(level: object) -> None:
-    with pytest.raises(ConfigError, match="level"):
-        Threshold(level)  # type: ignore[arg-type]
 
 
 def test_no_relative_bound_is_declared() -> None:
