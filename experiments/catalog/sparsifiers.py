@@ -52,7 +52,7 @@ CodecOf = Callable[[float, float], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Method:
+class Candidate:
     """One row of the table.
 
     Attributes
@@ -80,7 +80,8 @@ class Method:
         return range(config.seed, config.seed + count)
 
 
-def _partition(name: str, config: Config) -> str:
+def partition_of(name: str, config: Config) -> str:
+    """Return the task's partition for a name of :data:`PARTITIONS`."""
     # With fewer than five clients two digits each would leave some digits to nobody.
     return "iid" if name == IID else f"shards:{max(2, math.ceil(DIGITS / config.clients))}"
 
@@ -94,36 +95,40 @@ def _scalecom(**options: Any) -> CodecOf:
     return lambda density, lr: {"id": "scalecom", "density": density, **options}
 
 
+def _dgc(density: float, lr: float) -> dict[str, Any]:
+    return {"id": "dgc", "density": density, "warmup": 0}
+
+
 def _fixed(codec_id: str, **options: Any) -> CodecOf:
     """A codec without a density."""
     return lambda density, lr: {"id": codec_id, **options}
 
 
-METHODS: Final = (
-    Method(DENSE, _fixed("identity")),
-    Method(ORACLE, _scalecom(scope="global"), 1.15),
-    Method("top-k + EF", _feedback("topk"), 1.15),
-    Method("CLT-k", _scalecom(scope="global"), 1.15),
-    Method("CLT-k, chunks", _scalecom(selector="chunk"), 1.15),
-    Method("CLT-k, beta 0.3", _scalecom(scope="global", beta=0.3), 1.15),
-    Method("CLT-k, beta 0.1", _scalecom(scope="global", beta=0.1), 1.5),
-    Method(NO_MEMORY, _scalecom(scope="global", memory=False)),
-    Method("random-k + EF, shared", _feedback("randomk", shared=True), 1.4),
-    Method("SIDCo-E, 3 stages + EF", _feedback("sidco", family="exponential", stages=3, adapt="off"), 1.15),
-    Method("AdaComp, bins of 50", _fixed("adacomp", bin=50), 1.15),
-    Method("AdaComp, bins of 500", _fixed("adacomp", bin=500), 1.15),
-    Method("AdaComp, bins of 50, factor 1", _fixed("adacomp", bin=50, factor=1.0), 1.15),
-    Method("DGC", lambda d, lr: {"id": "dgc", "density": d, "warmup": 0}, baseline=True),
-    Method("DGC, a tenth of the step", lambda d, lr: {"id": "dgc", "density": d, "warmup": 0}, baseline=True, lr=0.1),
-    Method("random-block + EF, shared", _feedback("randomblock", shared=True), baseline=True),
-    Method("threshold + EF", lambda d, lr: _ef({"id": "threshold", "level": 0.1 * lr}), baseline=True),
-    Method("STC + EF", _feedback("stc"), baseline=True),
-    Method("key-region + EF", lambda d, lr: _ef({"id": "keyregion"}), baseline=True),
-    Method("EF-signSGD", lambda d, lr: _ef({"id": "scaledsign"}), baseline=True),
-    Method("signSGD, majority vote", lambda d, lr: {"id": "signsgd", "step": 0.01 * lr}, baseline=True),
-    Method("TernGrad", _fixed("terngrad"), baseline=True),
-    Method("natural compression", _fixed("natural"), baseline=True),
-    Method("QSGD", _fixed("qsgd"), baseline=True),
+CANDIDATES: Final = (
+    Candidate(DENSE, _fixed("identity")),
+    Candidate(ORACLE, _scalecom(scope="global"), 1.15),
+    Candidate("top-k + EF", _feedback("topk"), 1.15),
+    Candidate("CLT-k", _scalecom(scope="global"), 1.15),
+    Candidate("CLT-k, chunks", _scalecom(selector="chunk"), 1.15),
+    Candidate("CLT-k, beta 0.3", _scalecom(scope="global", beta=0.3), 1.15),
+    Candidate("CLT-k, beta 0.1", _scalecom(scope="global", beta=0.1), 1.5),
+    Candidate(NO_MEMORY, _scalecom(scope="global", memory=False)),
+    Candidate("random-k + EF, shared", _feedback("randomk", shared=True), 1.4),
+    Candidate("SIDCo-E, 3 stages + EF", _feedback("sidco", family="exponential", stages=3, adapt="off"), 1.15),
+    Candidate("AdaComp, bins of 50", _fixed("adacomp", bin=50), 1.15),
+    Candidate("AdaComp, bins of 500", _fixed("adacomp", bin=500), 1.15),
+    Candidate("AdaComp, bins of 50, factor 1", _fixed("adacomp", bin=50, factor=1.0), 1.15),
+    Candidate("DGC", _dgc, baseline=True),
+    Candidate("DGC, a tenth of the step", _dgc, baseline=True, lr=0.1),
+    Candidate("random-block + EF, shared", _feedback("randomblock", shared=True), baseline=True),
+    Candidate("threshold + EF", lambda d, lr: _ef({"id": "threshold", "level": 0.1 * lr}), baseline=True),
+    Candidate("STC + EF", _feedback("stc"), baseline=True),
+    Candidate("key-region + EF", lambda d, lr: _ef({"id": "keyregion"}), baseline=True),
+    Candidate("EF-signSGD", lambda d, lr: _ef({"id": "scaledsign"}), baseline=True),
+    Candidate("signSGD, majority vote", lambda d, lr: {"id": "signsgd", "step": 0.01 * lr}, baseline=True),
+    Candidate("TernGrad", _fixed("terngrad"), baseline=True),
+    Candidate("natural compression", _fixed("natural"), baseline=True),
+    Candidate("QSGD", _fixed("qsgd"), baseline=True),
 )
 """The rows of the table, in order."""
 
@@ -170,7 +175,7 @@ def train(partition: str, label: str, seed: int, *, config: Config) -> dict[str,
     """Train with one method on one partition."""
     from fedcomp.experiments.central import Plan, measured
 
-    method, settings = next(m for m in METHODS if m.label == label), config.settings
+    method, settings = next(m for m in CANDIDATES if m.label == label), config.settings
     lr = method.lr * float(settings["lr"])
     plan = Plan(
         _task(partition, config),
@@ -186,7 +191,7 @@ def train(partition: str, label: str, seed: int, *, config: Config) -> dict[str,
 def _task(partition: str, config: Config) -> Task:
     from fedcomp.tasks import get_task
 
-    return get_task(TASK, hidden=str(config.settings["task.hidden"]), partition=_partition(partition, config))
+    return get_task(TASK, hidden=str(config.settings["task.hidden"]), partition=partition_of(partition, config))
 
 
 def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findings:
@@ -196,7 +201,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
     cells = [
         {"partition": partition, "label": method.label, "seed": seed}
         for partition in PARTITIONS
-        for method in METHODS
+        for method in CANDIDATES
         for seed in method.seeds(config)
     ]
     records = Sweep(train, cells, shared={"config": config})(say, int(config.settings["workers"]))
@@ -229,7 +234,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
         return table(
             f"Schemes on {partition} data",
             columns,
-            [groups[partition, method.label] for method in METHODS],
+            [groups[partition, method.label] for method in CANDIDATES],
             "Means over seeds; ± is half the range of the losses. Test: accuracy on held-out images. The ratio "
             "compares real bytes of frames with dense. Sent: weights per client and round. Union: weights that change "
             "per round. q/k: share of the true top k of the mean that the shared support misses, in the rounds that "
@@ -267,7 +272,7 @@ def measure(config: Config, results: Mapping[str, RunResult], say: Say) -> Findi
                     f"<= {m.bound}",
                     "goal for this task, on either partition",
                 )
-                for m in METHODS
+                for m in CANDIDATES
                 if m.bound is not None
             ),
             claim(

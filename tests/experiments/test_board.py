@@ -75,3 +75,13 @@ def test_a_missing_extra_is_one_line_before_the_run(
     assert "fedcomp[tensorboard]" in error
     assert engine.ran == []
     assert not (tmp_path / "runs").exists()
+
+
+def test_tensorboard_reads_what_was_exported(tmp_path: Path) -> None:
+    """The writer and the reader that users have; only where the extra is installed."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    export(tmp_path, {"dense": [RoundRecord(0, 0.5, 2.0), RoundRecord(1, 0.75, math.nan)]})
+    events = accumulator.EventAccumulator(str(tmp_path / "00-dense"))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("accuracy")] == [(0, 0.5), (1, 0.75)]
+    assert [point.step for point in events.Scalars("loss")] == [0]
